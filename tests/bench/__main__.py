@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -13,8 +14,8 @@ from pathlib import Path
 from tests.bench import report
 from tests.bench.experiments import EXPERIMENTS
 from tests.bench.experiments.petnames import source_of_names
-from tests.bench.measure import Records, Result, measure
-from tests.bench.stage import QUICK, Sizes, open_stage
+from tests.bench.measure import Records, Result, beside, measure
+from tests.bench.stage import DDPTRAIN, QUICK, Sizes, open_stage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine, began = report.describe_machine(), time.monotonic()
     results: list[Result] = []
     records: list[Records] = []
-    with open_stage(QUICK if options.quick else Sizes()) as stage:
+    sizes = QUICK if options.quick else Sizes()
+    with open_stage(sizes) as stage, open_stage(sizes, str(options.beside or DDPTRAIN)) as other:
         for experiment in EXPERIMENTS:
             rows = [row for row in experiment.rows if {row.name, row.chosen_with} & {*chosen}]
             if rows:
-                found, measured = measure(experiment, rows, runs, stage, _say, options.slow_runs)
+                compared, rows = beside(experiment, rows, other) if options.beside else (experiment, rows)
+                found, measured = measure(compared, rows, runs, stage, _say, options.slow_runs)
                 results += found
                 records.append(measured)
     took_s = time.monotonic() - began
@@ -59,8 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slow-runs", type=int, default=1, help="runs of a peer that takes minutes (default 1)")
     parser.add_argument("--quick", action="store_true", help="one run, small sizes: does it work at all?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to a file")
+    parser.add_argument(
+        "--beside", type=_command, metavar="FILE", help="compare with another version, whose command ddptrain this is"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     return parser
+
+
+def _command(text: str) -> Path:
+    path = Path(text).resolve()
+    if not os.access(path, os.X_OK) or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a command, such as ../before/.venv/bin/ddptrain")
+    return path
 
 
 def _say(text: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tests.bench.stage import Stage
@@ -160,6 +160,24 @@ def measure(
         failed |= dict.fromkeys(needed, f"{type(error).__name__}: {error}")
         say(f"failed: {error}")
     return [_result(row, records, failed, absent) for row in chosen], records
+
+
+def beside(experiment: Experiment, rows: Sequence[Row], other: Stage) -> tuple[Experiment, list[Row]]:
+    """The same measurements of ddptrain, compared with those on another stage, which has another version's command."""
+
+    @contextmanager
+    def open_both(stage: Stage) -> Iterator[Variants]:
+        with experiment.open(stage) as ours, experiment.open(other) as others:
+            yield {**ours, **{f"other-{name}": run for name, run in others.items()}}
+
+    return replace(experiment, open=open_both), [_beside(row) for row in rows]
+
+
+def _beside(row: Row) -> Row:
+    more_is_better = row.goal is not None and row.goal.relation == ">="
+    goal = Goal("ratio", ">=", 0.97) if more_is_better else Goal("ratio", "<=", 1.03)
+    other = Source(f"other-{row.ours.variant}", row.ours.figure)
+    return replace(row, peer=other, peer_name="the other version", goal=goal)
 
 
 def _result(row: Row, records: Records, failed: Mapping[str, str], absent: Mapping[str, str]) -> Result:

@@ -94,7 +94,13 @@ class Stage:
     folder: Path
     sizes: Sizes
     env: dict[str, str]
+    command: str = DDPTRAIN  # that of another checkout in a comparison with it
     _count: int = field(default=0)
+
+    @property
+    def python(self) -> str:
+        """The interpreter beside the command."""
+        return str(Path(self.command).with_name("python"))
 
     @property
     def programs(self) -> Path:
@@ -167,7 +173,15 @@ class Stage:
 
     def script(self, program: str, ranks: int, **params: object) -> list[str]:
         """The command that runs a program with ddptrain as a script, like torchrun."""
-        return [DDPTRAIN, "run", "--ranks", str(ranks), str(self.programs / f"{program}.py"), "--", json.dumps(params)]
+        return [
+            self.command,
+            "run",
+            "--ranks",
+            str(ranks),
+            str(self.programs / f"{program}.py"),
+            "--",
+            json.dumps(params),
+        ]
 
     def ddptrain(self, program: str, ranks: int, *options: str, **params: object) -> list[str]:
         """The command that runs a program with ddptrain as a function. Its run directory is `runs`/bench-<n>."""
@@ -176,11 +190,11 @@ class Stage:
         config = {"name": program, "workload": f"{program}:workload", "params": params, "cluster": {"ranks": ranks}}
         path = self.programs / f"{run_id}.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML
-        return [DDPTRAIN, "train", str(path), "--output", "plain", "--run-id", run_id, *options]
+        return [self.command, "train", str(path), "--output", "plain", "--run-id", run_id, *options]
 
 
 @contextmanager
-def open_stage(sizes: Sizes) -> Iterator[Stage]:
+def open_stage(sizes: Sizes, command: str = DDPTRAIN) -> Iterator[Stage]:
     """A stage in a temporary folder, which is deleted at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="ddptrain-bench-") as name:
         folder = Path(name)
@@ -188,7 +202,7 @@ def open_stage(sizes: Sizes) -> Iterator[Stage]:
         (folder / "tmp").mkdir()
         env = {name: value for name, value in os.environ.items() if not name.startswith(_UNSET)}
         env |= {"TMPDIR": str(folder / "tmp"), "XDG_STATE_HOME": str(folder / "state"), "NO_COLOR": "1"}
-        yield Stage(folder, sizes, env)
+        yield Stage(folder, sizes, env, command)
 
 
 def _wait(popen: subprocess.Popen[bytes], timeout_s: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ddptrain.sweep.records import read_sweep
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, Stage
+from tests.bench.stage import Stage
 
 _SPACE: dict[str, list[object]] = {
     "params.learning_rate": [0.0005, 0.002, 0.008, 0.032],
@@ -45,7 +45,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
         }
         path = stage.programs / f"{runs.name}.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML
-        command = [DDPTRAIN, "sweep", str(path), "--runs-dir", str(runs), "--sweep-id", "s", "--output", "plain"]
+        command = [stage.command, "sweep", str(path), "--runs-dir", str(runs), "--sweep-id", "s", "--output", "plain"]
         stage.run(command, timeout_s=_TIMEOUT_S)
         record = read_sweep(runs / "s")
         best = record.find_best()

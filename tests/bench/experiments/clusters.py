@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +10,7 @@ from functools import partial
 from itertools import pairwise
 
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, BenchError, Stage
+from tests.bench.stage import BenchError, Stage
 
 _SLOTS = 8
 _GANGS = (2, 8, 64)
@@ -21,11 +20,11 @@ _RESERVATIONS = 100  # by each client
 
 def _up(stage: Stage) -> Figures:
     """Seconds of `cluster up`, which returns when all workers are warm."""
-    command = [DDPTRAIN, "cluster", "up", "--name", "bench", "--ranks", str(_SLOTS), "--gpus", "0"]
+    command = [stage.command, "cluster", "up", "--name", "bench", "--ranks", str(_SLOTS), "--gpus", "0"]
     try:
         return {"up_s": stage.run(command).wall_s}
     finally:
-        stage.run([DDPTRAIN, "cluster", "down", "bench"])
+        stage.run([stage.command, "cluster", "down", "bench"])
 
 
 def _dask(stage: Stage) -> Figures:
@@ -34,16 +33,16 @@ def _dask(stage: Stage) -> Figures:
     file = folder / "scheduler.json"
     began = time.monotonic()
     with ExitStack() as stack:
-        scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
+        scheduler = [stage.python, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port", "0"]
         stack.enter_context(stage.started([*scheduler, "--no-dashboard", "--scheduler-file", str(file)]))
         _wait_for(lambda: file.exists() and file.read_text().strip() != "", "scheduler")
-        worker = [sys.executable, "-m", "distributed.cli.dask_worker", "--scheduler-file", str(file)]
+        worker = [stage.python, "-m", "distributed.cli.dask_worker", "--scheduler-file", str(file)]
         worker += ["--nthreads", str(_SLOTS), "--no-dashboard", "--local-directory", str(folder)]
         log = folder / "worker.log"
         with log.open("wb") as said:
             stack.enter_context(stage.started(worker, stdout=said.fileno(), stderr=said.fileno()))
         _wait_for(lambda: "Starting established connection" in log.read_text(), "worker")
-        stage.run([sys.executable, "-c", "import torch"])
+        stage.run([stage.python, "-c", "import torch"])
         return {"up_s": time.monotonic() - began}
 
 
@@ -78,7 +77,7 @@ def _reservations(stage: Stage, address: str) -> Figures:
         outputs = [stage.new_folder("reserve") / "held" for _ in range(_CLIENTS)]
         clients = []
         for number, output in enumerate(outputs):
-            command = [sys.executable, program, address, f"client-{number}", str(_RESERVATIONS)]
+            command = [stage.python, program, address, f"client-{number}", str(_RESERVATIONS)]
             with output.open("wb") as said:
                 clients.append(stack.enter_context(stage.started(command, stdout=said.fileno())))
         for client in clients:
@@ -105,15 +104,15 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
 @contextmanager
 def _open_gangs(stage: Stage) -> Iterator[Variants]:
-    stage.run([DDPTRAIN, "cluster", "up", "--name", "bench", "--ranks", str(_GANGS[-1]), "--gpus", "0"])
+    stage.run([stage.command, "cluster", "up", "--name", "bench", "--ranks", str(_GANGS[-1]), "--gpus", "0"])
     try:
-        status = json.loads(stage.run([DDPTRAIN, "cluster", "status", "bench", "--json"]).stdout)
+        status = json.loads(stage.run([stage.command, "cluster", "status", "bench", "--json"]).stdout)
         variants: dict[str, Callable[[], Figures]] = {f"gang-{ranks}": partial(_gang, stage, ranks) for ranks in _GANGS}
         variants["growth"] = partial(_growth, stage)
         variants["reservations"] = partial(_reservations, stage, str(status["address"]))
         yield variants
     finally:
-        stage.run([DDPTRAIN, "cluster", "down", "bench", "--now"])
+        stage.run([stage.command, "cluster", "down", "bench", "--now"])
 
 
 def _gang_row(ranks: int) -> Row:

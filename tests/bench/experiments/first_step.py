@@ -7,7 +7,6 @@ port that anybody can use, and with TLS: what the protection costs.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from ddptrain.cli.warm.client import SOCKET, SWITCH
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, BenchError, Stage
+from tests.bench.stage import BenchError, Stage
 
 _RANKS = (2, 8)
 _MANY = {32: 2.5, 64: 5.0}  # ranks, goal in seconds
@@ -38,7 +37,7 @@ def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transpor
     file = folder / "scheduler.json"
     if transport == "tls":
         make_tls(folder)
-    scheduler = [sys.executable, "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder)]
+    scheduler = [stage.python, "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder)]
     scheduler += [] if transport == "unix" else ["--host", "127.0.0.1"]
     with ExitStack() as stack:
         stack.enter_context(stage.started(scheduler))
@@ -48,7 +47,7 @@ def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transpor
                 raise BenchError("the Dask scheduler did not start within 60 s")
             time.sleep(0.05)
         options = ["--cluster", str(json.loads(file.read_text())["address"])]
-        worker = [sys.executable, "-m", "ddptrain.worker", "--scheduler-file", str(file), "--slots", str(slots)]
+        worker = [stage.python, "-m", "ddptrain.worker", "--scheduler-file", str(file), "--slots", str(slots)]
         if transport == "tls":
             worker += ["--tls-dir", str(folder)]
             pem = {"ca": CERT_FILE, "cert": CERT_FILE, "key": KEY_FILE}
@@ -62,7 +61,7 @@ def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transpor
 def named_cluster(stage: Stage, slots: int) -> Iterator[list[str]]:
     """A local cluster as users start it, with `ddptrain cluster up`; gives the options that lead there."""
     name = stage.new_folder("named-cluster").name
-    stage.run([DDPTRAIN, "cluster", "up", "--name", name, "--ranks", str(slots), "--gpus", "0"])
+    stage.run([stage.command, "cluster", "up", "--name", name, "--ranks", str(slots), "--gpus", "0"])
     try:
         socket = Path(stage.env["XDG_STATE_HOME"], "ddptrain", "clusters", name, SOCKET)
         deadline = time.monotonic() + 60
@@ -72,7 +71,7 @@ def named_cluster(stage: Stage, slots: int) -> Iterator[list[str]]:
             time.sleep(0.05)
         yield ["--cluster", name]
     finally:
-        stage.run([DDPTRAIN, "cluster", "down", name, "--now"])
+        stage.run([stage.command, "cluster", "down", name, "--now"])
 
 
 def _first_step(

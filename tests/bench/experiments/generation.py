@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, REPOSITORY, BenchError, Stage
+from tests.bench.stage import REPOSITORY, BenchError, Stage
 
 _GOALS = {"window": 12.0, "full": 60.0}
 _CONFIG = REPOSITORY / "configs" / "petnames-tutorial.yaml"
@@ -25,7 +24,17 @@ def _train(stage: Stage, context: str) -> Path:
     runs = stage.new_folder(context)
     params = {**_TRAINING, **(_FULL if context == "full" else {})}
     settings = [f"params.{name}={json.dumps(value)}" for name, value in params.items()]
-    command: list[str | Path] = [DDPTRAIN, "train", _CONFIG, "--output", "plain", "--runs-dir", runs, "--run-id", "run"]
+    command: list[str | Path] = [
+        stage.command,
+        "train",
+        _CONFIG,
+        "--output",
+        "plain",
+        "--runs-dir",
+        runs,
+        "--run-id",
+        "run",
+    ]
     stage.run([*command, *itertools.chain.from_iterable(("--set", setting) for setting in settings)])
     return runs / "run"
 
@@ -41,7 +50,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
     def in_process(context: str, way: str, count: int) -> Figures:
         params = {"run_dir": str(run_dir(context)), "count": count, "way": way}
-        done = stage.run([sys.executable, stage.programs / "generation.py", json.dumps(params)])
+        done = stage.run([stage.python, stage.programs / "generation.py", json.dumps(params)])
         record = json.loads(done.stdout)
         if record["names"] != count:
             raise BenchError(f"{record['names']} names instead of {count}")
@@ -49,7 +58,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
     def command(context: str) -> Figures:
         count = stage.sizes.generated
-        done = stage.run([DDPTRAIN, "generate", run_dir(context), "--count", str(count), "--seed", "0"])
+        done = stage.run([stage.command, "generate", run_dir(context), "--count", str(count), "--seed", "0"])
         if len(done.stdout.splitlines()) != count:
             raise BenchError(f"{len(done.stdout.splitlines())} names instead of {count}: {done.stderr}")
         return {"wall_s": done.wall_s}

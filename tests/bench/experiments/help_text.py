@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, TORCHRUN, Stage
+from tests.bench.stage import TORCHRUN, Stage
 
 
 @contextmanager
@@ -14,8 +14,8 @@ def _open(stage: Stage) -> Iterator[Variants]:
     def cpu(program: str) -> Figures:
         return {"cpu_s": stage.run([program, "--help"]).cpu_s}
 
-    cpu(DDPTRAIN)  # byte code is written
-    yield {"help-ddptrain": lambda: cpu(DDPTRAIN), "help-torchrun": lambda: cpu(TORCHRUN)}
+    cpu(stage.command)  # byte code is written
+    yield {"help-ddptrain": lambda: cpu(stage.command), "help-torchrun": lambda: cpu(TORCHRUN)}
 
 
 EXPERIMENT = Experiment(

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from ddptrain.worker.environment import MALLOC_DEFAULTS
 from ddptrain.workloads.images.data.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.bench.measure import Experiment, Figures, Goal, NotHere, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, BenchError, Stage
+from tests.bench.stage import BenchError, Stage
 from tests.integration.faultproxy import FaultProxy, fault_proxy
 from tests.integration.s3server import RCLONE, S3Server, s3_server
 
@@ -93,7 +92,7 @@ def _open_feeding(stage: Stage) -> Iterator[Variants]:
 
         def measured(way: str, env: dict[str, str] | None = None, **params: Any) -> Figures:
             told = json.dumps({"way": way, **params})
-            program: list[str | Path] = [sys.executable, stage.programs / "images.py", told]
+            program: list[str | Path] = [stage.python, stage.programs / "images.py", told]
             done = stage.run(program, env=_ENV | (env or {}))
             return {"images_per_s": json.loads(done.stdout)["images_per_s"]}
 
@@ -193,7 +192,7 @@ def _open_listing(stage: Stage) -> Iterator[Variants]:
             config = {"name": "keys", "workload": "images", "params": params, "cluster": {"ranks": _RANKS}}
             path = stage.new_folder("keys-run") / "keys.yaml"
             path.write_text(json.dumps(config))
-            stage.run([DDPTRAIN, "train", path, "--output", "plain", "--runs-dir", path.parent])
+            stage.run([stage.command, "train", path, "--output", "plain", "--runs-dir", path.parent])
             return {"requests": bucket.proxy.counts().get("list", 0)}
 
         yield {"one-listing": one_listing, "train-4-ranks": train}
@@ -231,7 +230,7 @@ def _open_gpu(stage: Stage) -> Iterator[Variants]:
 
     def measured(*, from_memory: bool) -> Figures:
         params = {"manifest": str(folder), "steps": stage.sizes.gpu_steps, "from_memory": from_memory}
-        done = stage.run([sys.executable, stage.programs / "images_gpu.py", json.dumps(params)], env=MALLOC_DEFAULTS)
+        done = stage.run([stage.python, stage.programs / "images_gpu.py", json.dumps(params)], env=MALLOC_DEFAULTS)
         return {"images_per_s": json.loads(done.stdout)["images_per_s"]}
 
     variants: dict[str, Callable[[], Figures]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddptrain.workloads.petnames.names import load_names
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, REPOSITORY, BenchError, Stage
+from tests.bench.stage import REPOSITORY, BenchError, Stage
 
 _RANKS = 2
 _CONFIG = REPOSITORY / "configs" / "petnames-tutorial.yaml"
@@ -85,7 +85,7 @@ class _Trainings:
         settings = {"names": str(names), "unique": False, "val_fraction": 0, **params}
         options = [f"params.{name}={json.dumps(value)}" for name, value in settings.items()]
         command: list[str | Path] = [
-            DDPTRAIN,
+            self._stage.command,
             "train",
             _CONFIG,
             "--output",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import psutil
 
 from tests.bench.experiments.first_step import warm_cluster
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
-from tests.bench.stage import DDPTRAIN, BenchError, Stage
+from tests.bench.stage import BenchError, Stage
 
 _EVENTS_PER_S = 10  # of each rank
 _PROCESSES = 2  # that simulate the hosts
@@ -52,7 +51,7 @@ def _simulate(stage: Stage, options: list[str], ranks: int, seconds: float, trac
     config = {"name": "scale", "workload": "simulated_hosts:workload", "cluster": {"ranks": ranks, "gpus": 0}}
     config |= {"env": {"WANDB_MODE": "offline"}, "tracking": {"wandb": {"mode": tracking}}} if tracking != "off" else {}
     (stage.programs / "scale.yaml").write_text(json.dumps(config))
-    command = [DDPTRAIN, "train", "scale.yaml", *options, "--runs-dir", str(folder), "--run-id", "scale"]
+    command = [stage.command, "train", "scale.yaml", *options, "--runs-dir", str(folder), "--run-id", "scale"]
     said = folder / "said"
     began_s = time.time()
     with (
@@ -106,7 +105,7 @@ def _hosts(stage: Stage, hosts: int, slots: int, seconds: float) -> Iterator[lis
         folder = stage.new_folder("hosts")
         each = hosts // _PROCESSES
         for first in range(0, hosts, each):
-            program = [sys.executable, str(stage.programs / "simulated_hosts.py"), options[1]]
+            program = [stage.python, str(stage.programs / "simulated_hosts.py"), options[1]]
             numbers = (first, each, slots, _EVENTS_PER_S, seconds)
             program += [*map(str, numbers), str(folder)]
             said = (folder / f"said-{first}").open("wb")

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -24,7 +23,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
         raise BenchError("hiding a folder from workers needs root and mount namespaces")
     project, cache = stage.new_folder("project"), stage.new_folder("cache")
     hide = f'mount -t tmpfs none {project} && export XDG_CACHE_HOME={cache} && exec "$@"'
-    hidden = ["unshare", "--mount", "bash", "-c", hide, "-", sys.executable, "-m", "ddptrain.worker", "--slots", "1"]
+    hidden = ["unshare", "--mount", "bash", "-c", hide, "-", stage.python, "-m", "ddptrain.worker", "--slots", "1"]
     with ExitStack() as stack:
         _, address = stack.enter_context(warm_cluster(stage, 1, with_worker=False))
         for _ in range(_WORKERS):
@@ -37,7 +36,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(draw.randbytes(_FILE_BYTES))
             program = str(stage.programs / "ship.py")
-            done = stage.run([sys.executable, program, address, str(project), str(_WORKERS)])
+            done = stage.run([stage.python, program, address, str(project), str(_WORKERS)])
             figures: Figures = json.loads(done.stdout)
             return figures
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.peers import python_with
-from tests.bench.stage import DDPTRAIN, Stage
+from tests.bench.stage import Stage
 
 _RANKS, _PARALLEL, _STEPS = 2, 2, 20
 _RAY = "ray[train,tune]==2.60.0"
@@ -33,7 +33,7 @@ def _open(stage: Stage) -> Iterator[Variants]:
         config = {"workload": "trial:workload", "params": {"steps": _STEPS}, "sweep": section}
         path = stage.programs / "sweep.yaml"
         path.write_text(json.dumps(config))  # JSON is YAML
-        done = stage.run([DDPTRAIN, "sweep", str(path), "--runs-dir", str(runs), "--output", "plain"])
+        done = stage.run([stage.command, "sweep", str(path), "--runs-dir", str(runs), "--output", "plain"])
         return {"wall_s": done.wall_s}
 
     def torchrun() -> Figures:
