@@ -124,6 +124,7 @@ class Failure(Event):
     phase: "setup" (before the process group), "rendezvous" or "train". exit_code: of sys.exit. lost_peer: the rank has
     only lost its connection to another rank, so it is a victim. timed_out: it is a victim that waited in a collective
     operation for a rank that did not come. unwritable: a checkpoint could not be written, so the code is not the cause.
+    handled: it has not left the code: the rank was still in an `except` or `finally` when it was told to stop.
     """
 
     kind: ClassVar[str] = "failure"
@@ -135,6 +136,7 @@ class Failure(Event):
     lost_peer: bool = False
     timed_out: bool = False
     unwritable: bool = False
+    handled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

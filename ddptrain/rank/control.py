@@ -31,7 +31,11 @@ _EXIT_S = 1.0  # for a rank that has finished to exit by itself
 
 @dataclass(frozen=True, eq=False)
 class CommandHandler:
-    """Executes a rank's commands in a thread. `state` returns how the rank has ended, "crashed" before that."""
+    """Executes a rank's commands in a thread.
+
+    state: how the rank has ended, "crashed" before that. report_handled: reports the exception that the user's code is
+    handling.
+    """
 
     spec: RankSpec
     emitter: Emitter
@@ -41,6 +45,7 @@ class CommandHandler:
     tracked: RankTrackers
     state: Callable[[], State]
     complete_saves: Callable[[], None]
+    report_handled: Callable[[], None]
 
     def start(self) -> None:
         """Start to handle commands. Must be called in the main thread."""
@@ -85,6 +90,7 @@ class CommandHandler:
             self.calls.tell_to_end()
 
     def _stop(self) -> None:
+        self.report_handled()
         self.tracked.hurry(self.spec.supervision.grace_s)
         is_own = self._owns_sigterm()
         if is_own:

@@ -104,7 +104,7 @@ class RankLifecycle:
 
     def _handle_commands(self) -> None:
         parts = (self.spec, self.emitter, self.orders, self.calls, self.collective_calls, self.tracked)
-        CommandHandler(*parts, state=self._state, complete_saves=self._complete_saves).start()
+        CommandHandler(*parts, self._state, self._complete_saves, self._report_handled).start()
 
     def _set_up_torch(self) -> torch.device:
         import numpy as np
@@ -302,6 +302,11 @@ class RankLifecycle:
         if recorded is not None and one_line(recorded.message) not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
         self._fail(failure)
+
+    def _report_handled(self) -> None:
+        """Report an exception that a long clean-up keeps in the user's code: it may be why other ranks have failed."""
+        if self._state() == "crashed" and (failure := faults.handled(self.phase)) is not None:
+            self.emitter.emit(failure)
 
     def _recorded(self) -> events.Failure | None:
         """The error that a script has written to its error file, as torch elastic's record() does."""

@@ -141,12 +141,8 @@ class Transition(SlowRankDraft):
     def _on_event(self, rank: int, event: events.Event) -> None:
         self._note(rank, event)
         match event:
-            case events.Failure(exit_code=ExitCode.PREEMPTED) if self.state.notice is not None:
-                self.change_rank(rank, preempted=True)  # it ended before it heard that it is to end, as others had
             case events.Failure():
-                fault = failure_fault.from_failure(rank, event)
-                self.change_rank(rank, fault=fault)
-                self._add_fault(fault)
+                self._on_failure(rank, event)
             case events.Entered() if self.state.outside == 0:
                 self.do(actions.RecordTraining())
             case events.Waiting():
@@ -159,6 +155,16 @@ class Transition(SlowRankDraft):
                     self.change(stacks=(*self.state.stacks, (rank, event)))
             case events.CheckpointSaved() | events.FileSaved():
                 self._fetch(rank, event)
+
+    def _on_failure(self, rank: int, failure: events.Failure) -> None:
+        if failure.exit_code == ExitCode.PREEMPTED and self.state.notice is not None:
+            self.change_rank(rank, preempted=True)  # it ended before it heard that it is to end, as others had
+            return
+        if failure.handled and (self._knows_cause() or not self.state.faults):
+            return  # nothing needs this explanation: the code may go on in an `except`
+        fault = failure_fault.from_failure(rank, failure)
+        self.change_rank(rank, fault=fault)
+        self._add_fault(fault)
 
     def _note(self, rank: int, event: events.Event) -> None:
         """Take over what the event says about the rank."""

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable
@@ -61,6 +62,20 @@ def failure(error: BaseException, phase: str) -> events.Failure:
         timed_out=timed_out(error),
         unwritable=isinstance(error, CheckpointNotWritten),
     )
+
+
+def handled(phase: str) -> events.Failure | None:
+    """The event for the exception that the main thread handles in an `except` or `finally`, with the current time.
+
+    None if there is none, or if it says only that another rank is gone.
+    """
+    # Python 3.11 has a tuple in place of the exception. There is no public API.
+    found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    error = found[1] if isinstance(found, tuple) else found
+    if not isinstance(error, Exception):  # SystemExit and the like are no failures
+        return None
+    event = failure(error, phase)
+    return None if event.lost_peer or event.timed_out else dataclasses.replace(event, handled=True)
 
 
 def _text(error: BaseException) -> str:

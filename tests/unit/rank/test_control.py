@@ -30,6 +30,7 @@ class Bench:
         )
         orders = SimpleNamespace(post=lambda command: self.actions.append(("post", str(command))))
         parts: Any = (None, orders, self.calls, None, tracked, lambda: self.state, self._record("complete saves"))
+        parts = (*parts, self._record("report handled"))
         self.handler = CommandHandler(make_spec(grace_s=20.0), *parts)
 
     def _record(self, action: str) -> Callable[[], None]:
@@ -79,13 +80,13 @@ def test_stopped_rank_completes_its_checkpoint_and_its_trackers(bench: Bench) ->
     bench.state = "failed"
     bench.handler._stop()
     trackers = [("end trackers", "failed"), "complete saves", ("finish trackers", "failed")]
-    assert bench.actions == [("hurry", 20.0), *trackers, "die"]
+    assert bench.actions == ["report handled", ("hurry", 20.0), *trackers, "die"]
 
 
 def test_stopped_rank_with_a_handler_of_its_own_decides_itself_how_it_ends(bench: Bench) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     bench.handler._stop()
-    assert bench.actions == [("hurry", 20.0), "complete saves"]
+    assert bench.actions == ["report handled", ("hurry", 20.0), "complete saves"]
 
 
 def test_forked_child_ends_on_sigterm(bench: Bench) -> None:

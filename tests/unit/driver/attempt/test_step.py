@@ -49,6 +49,12 @@ def two_fail_and_the_second_is_heard_first(play: Play) -> None:
     play.fail(0, at_s=play.now - 0.06)
 
 
+def fails_in_a_long_clean_up(play: Play) -> None:
+    play.fail(0, at_s=play.now, lost_peer=True)
+    play.tick(1.6)  # the group is being stopped
+    play.fail(1, at_s=play.now, handled=True)
+
+
 def only_victims(play: Play) -> None:
     play.fail(2, at_s=play.now + 0.1, lost_peer=True)
     play.fail(1, at_s=play.now, lost_peer=True)
@@ -96,6 +102,7 @@ CASES = [
     Case("raises, victim", raises_and_takes_a_victim, 1, FaultKind.EXCEPTION, "ValueError: rank 1", victims=(0,)),
     Case("victim first", victim_is_heard_first, 1, FaultKind.EXCEPTION, "ValueError: rank 1", victims=(2,)),
     Case("two fail", two_fail_and_the_second_is_heard_first, 0, FaultKind.EXCEPTION, "ValueError: rank 0"),
+    Case("clean-up", fails_in_a_long_clean_up, 1, FaultKind.EXCEPTION, "ValueError: rank 1", victims=(0,)),
     Case("only victims", only_victims, 1, FaultKind.EXCEPTION, "ValueError: rank 1", victims=(1, 2)),
     Case(
         "returns early",
@@ -281,6 +288,24 @@ def test_notice_of_a_rank_that_does_not_exist_is_counted() -> None:
     play.done.clear()
     play.send(worker_notices.Growth(1, 3, 10, 10))
     assert [action for _, action in play.done] == [actions.RejectNotice("growth: there is no rank 3")]
+
+
+def test_exception_that_a_rank_handles_is_no_fault_if_another_cause_is_known() -> None:
+    play = Play().start()
+    play.exit(2, -9)
+    play.tick(0.2)
+    play.fail(1, at_s=play.now - 5, handled=True)
+    play.obey()
+    assert (play.cause.rank, play.cause.kind) == (2, FaultKind.SIGNAL)
+    assert play.state.ranks[1].fault is None
+
+
+def test_exception_that_a_rank_handles_is_no_fault_if_the_user_stops_the_run() -> None:
+    play = Play().start()
+    play.send(inbox.SignalReceived(signal.SIGINT))
+    play.fail(1, handled=True)
+    play.obey()
+    assert play.state.end().fault is None
 
 
 # Settling: the root cause may arrive after its victims.

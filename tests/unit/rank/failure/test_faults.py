@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch._utils import ExceptionWrapper
@@ -88,3 +89,33 @@ def test_import_error_names_the_interpreter_and_the_folders_once(monkeypatch: py
     error = ModuleNotFoundError("No module named 'x'", name="x")
     faults.add_search_path(error)
     assert error.__notes__ == [f"not found by {sys.executable} in /project, /site-packages, ."]
+
+
+def _handled() -> events.Failure | None:
+    """What another thread, which handles commands, finds."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(faults.handled, "train").result()
+
+
+def test_an_exception_is_found_while_a_finally_block_runs() -> None:
+    found: list[events.Failure | None] = []
+    with pytest.raises(ValueError, match="sample 4711"):  # noqa: PT012  # what happens inside is tested
+        try:
+            raise ValueError("sample 4711")
+        finally:
+            found.append(_handled())
+    assert found[0] is not None
+    assert (found[0].type, found[0].message, found[0].phase) == ("ValueError", "sample 4711", "train")
+    assert found[0].handled
+    assert 'raise ValueError("sample 4711")' in found[0].traceback
+    assert _handled() is None
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("Connection closed by peer [::1]:1")]
+)
+def test_an_end_and_a_lost_peer_are_no_failures_that_explain_others(error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException:
+        assert _handled() is None
