@@ -16,7 +16,8 @@ class Show:
 
     play: runs commands in a scene, which records their output. keep: regular expressions of the lines that the page
     shows (all lines if empty). must: regular expressions that must be found in the whole output, in any order.
-    never: regular expressions that must not be found. verdict: one sentence below the output.
+    never: regular expressions that must not be found. verdict: one sentence below the output. tries: of a problem that
+    depends on the moment; the page then shows the first run that has it.
     """
 
     play: Play
@@ -24,6 +25,7 @@ class Show:
     keep: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
     verdict: str = ""
+    tries: int = 1
 
 
 @dataclass(frozen=True, slots=True)

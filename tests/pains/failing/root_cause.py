@@ -28,7 +28,7 @@ try:
         dist.all_reduce(torch.ones(1))
 finally:
     dist.destroy_process_group()
-    time.sleep(2 * rank)  # rank 1 ends its trackers and closes its files
+    time.sleep(10 * rank)  # rank 1 ends its trackers and closes its files
 """,
     },
     peer=Show(
