@@ -306,6 +306,8 @@ class RankLifecycle:
     def _report_handled(self) -> None:
         """Report an exception that a long clean-up keeps in the user's code: it may be why other ranks have failed."""
         if self._state() == "crashed" and (failure := faults.handled(self.phase)) is not None:
+            print("ddptrain: the rank is told to stop while it handles an exception:", file=sys.stderr)
+            print(failure.traceback, end="", file=sys.stderr, flush=True)
             self.emitter.emit(failure)
 
     def _recorded(self) -> events.Failure | None:

@@ -119,3 +119,24 @@ def test_other_return_values_get_a_warning(make: Callable[..., Bench]) -> None:
 def test_return_values_of_other_ranks_are_ignored(make: Callable[..., Bench]) -> None:
     bench = make(rank=1)
     assert [type(event) for event in bench.run(lambda: bench.rank._report_result(1))] == [events.Finished]
+
+
+def test_a_rank_that_is_told_to_stop_in_its_clean_up_reports_why_it_cleans_up(
+    make: Callable[..., Bench], capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench = make()
+
+    def fails() -> None:
+        try:
+            raise ValueError("sample 4711")
+        finally:
+            bench.rank._report_handled()
+
+    handled, left = bench.run(fails)
+    assert isinstance(handled, events.Failure)
+    assert (handled.message, handled.handled) == ("sample 4711", True)
+    assert isinstance(left, events.Failure)
+    assert (left.message, left.handled) == ("sample 4711", False)
+    assert "while it handles an exception:\nTraceback" in capfd.readouterr().err
+    bench.rank._report_handled()  # it has failed: there is nothing to add
+    assert len(bench.path.read_bytes().splitlines()) == 3
