@@ -52,15 +52,16 @@ _RANK_SERVER = "ddptrain.rank.server.server"
 _SCRIPTS = frozenset({"command.py", "migrate_from_dask_pytorch_ddp.py"})
 _STARTING = _SCRIPTS | {
     "ddptrain",
+    "ddptrain.clusters.backends.dask_class_process",
+    "ddptrain.clusters.scheduler.scheduler_process",
     "ddptrain.worker",
     "distributed.cli.dask_worker",
     "tests.integration.with_limit",
 }
 _MODULES = _STARTING | {
     _RANK_SERVER,
-    "ddptrain.clusters.backends.dask_class_process",
+    "ddptrain.cli.warm.server",
     "ddptrain.clusters.backends.kubernetes.forward",
-    "ddptrain.clusters.scheduler.scheduler_process",
     "ddptrain.driver.transfer.inputs_process",
     "distributed.cli.dask_scheduler",
     "tests.unit.worker.plain_scheduler",
@@ -265,6 +266,7 @@ class ChildForks(Forks):
         """As of `Forks`; modules that are `hidden` are there for rank servers alone."""
         super().__init__(environment, spare)
         self._hidden = hidden
+        self._lock = threading.Lock()  # Dask's nannies start their workers in threads
         self._link, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -274,7 +276,8 @@ class ChildForks(Forks):
 
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Have the helper fork; returns the pid of the new process, a child of this one."""
-        return send_order(self._link, order, fds)
+        with self._lock:
+            return send_order(self._link, order, fds)
 
     def install(self) -> None:
         """Have `subprocess.Popen` and Dask's nannies in this process use the helper."""

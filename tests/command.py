@@ -136,6 +136,12 @@ class Cli:
         """Run the command to its end."""
         return self.start(*args, cwd=cwd, env=env, program=program).finish(timeout_s)
 
+    def program(self, code: str) -> tuple[str, str]:
+        """A `program` that is a script with this code, in the folder; its name makes it forked: see child_forks.py."""
+        path = self.folder / "command.py"
+        path.write_text(code)
+        return (sys.executable, str(path))
+
     def look(self, *args: str, env: Mapping[str, str] | None = None) -> Finished:
         """`ddptrain cluster status` or `list`, repeated while a scheduler on a busy machine does not answer in time."""
         deadline = time.monotonic() + PATIENCE_S

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.child_forks import can_fork_siblings
 from tests.fork_server import ForkServer, ServerForks
@@ -29,14 +33,28 @@ def real_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(subprocess, "Popen", _POPEN)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file that share a server (a fixture of the module) in one process; others go anywhere.
+class _Units(LoadScopeScheduling):
+    """A unit of work is a file whose tests share a server (a fixture of the module), or one test of any other file.
 
-    Slow tests begin first. Otherwise one process would still run them when the others have nothing left to do.
+    `--dist loadgroup` of pytest-xdist 3.8 sees no groups with pytest 9.2: each process would start each server.
     """
-    for item in items:
-        definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  # there is no public way
-        if any(one.scope == "module" for found in definitions.values() for one in found):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if _shares_server(self.config.rootpath / path) else nodeid
+
+
+@functools.cache
+def _shares_server(path: Path) -> bool:
+    return 'scope="module"' in path.read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """Deal units to the processes with `--dist loadgroup`."""
+    return _Units(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with shared servers and slow tests: else one process would still run them when others have nothing left."""
+    items.sort(key=lambda item: (not _shares_server(item.path), item.get_closest_marker("slow") is None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,8 +86,7 @@ if __name__ == "__main__":
 def program(run_cli: Cli, text: str, cluster: str) -> Running:
     """The program under way, which may launch the function of work.py on that cluster."""
     (run_cli.folder / "work.py").write_text(WORK)
-    (run_cli.folder / "program.py").write_text(text)
-    return run_cli.start("program.py", cluster, program=(sys.executable,))
+    return run_cli.start(cluster, program=run_cli.program(text))
 
 
 def status_of(folder: Path, run: str) -> str:

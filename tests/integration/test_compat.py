@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +126,7 @@ def train(epochs):
 
 def told_by_notebook(run_cli: Cli) -> tuple[dict[str, Any], str]:
     """What the program says of its jobs, and what its workers have printed."""
-    (run_cli.folder / "notebook.py").write_text(NOTEBOOK)
-    done = run_cli("notebook.py", program=(sys.executable,), timeout_s=280)
+    done = run_cli(program=run_cli.program(NOTEBOOK), timeout_s=280)
     assert done.rc == 0, done.stderr + done.stdout
     said: dict[str, Any] = json.loads(done.stdout.partition("SAID ")[2])
     return said, done.stderr

@@ -65,24 +65,24 @@ def small(folder: Path) -> dict[str, Any]:
     return {"names": "names.txt", "epochs": 1, "hidden_size": 8}
 
 
-# An empty entry is the working directory; an empty variable is none.
-PATHS = [None, f":{Path(__file__).parent}:"]
 SCRIPT = str(Path(sys.executable).with_name("ddptrain"))
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_training_of_names_imports_nothing_from_the_working_directory(
-    tmp_path: Path, run_cli: Cli, traps: Path, path: str | None
-) -> None:
-    tracking = {"wandb": {"mode": "process"}, "tensorboard": {"mode": "rank0"}}
+def write_config(folder: Path, **tracking: Any) -> None:
     config = {
         "workload": "petnames",
         "cluster": {"ranks": 2, "gpus": 0},
-        "params": small(tmp_path),
+        "params": small(folder),
         "tracking": tracking,
     }
-    (tmp_path / "run.yml").write_text(json.dumps(config))
-    env = {"WANDB_MODE": "offline"} | ({"PYTHONPATH": path} if path is not None else {})
+    (folder / "run.yml").write_text(json.dumps(config))
+
+
+def test_training_of_names_imports_nothing_from_the_working_directory(
+    tmp_path: Path, run_cli: Cli, traps: Path
+) -> None:
+    write_config(tmp_path, wandb={"mode": "process"}, tensorboard={"mode": "rank0"})
+    env = {"WANDB_MODE": "offline"}
     trained = run_cli("train", "run.yml", env=env)
     assert found(traps) == {}
     assert trained.rc == 0, trained.stderr
@@ -90,6 +90,28 @@ def test_training_of_names_imports_nothing_from_the_working_directory(
         done = run_cli(*command, env=env)
         assert found(traps) == {}
         assert done.rc == 0, done.stderr
+
+
+def test_tracker_of_the_user_is_found_and_nothing_else_is(tmp_path: Path, run_cli: Cli, traps: Path) -> None:
+    """Also where the import path has empty entries, which are the working directory; and when the run is sent.
+
+    W&B refuses the key, if it comes that far: what counts is what its process has imported.
+    """
+    (tmp_path / "mine.py").write_text(TRACKER)
+    trackers: dict[str, Any] = {"wandb": {"mode": "process"}, "tensorboard": {"mode": "rank0"}}
+    write_config(tmp_path, **trackers, other=[{"name": "mine:Sink"}])
+    env = {"PYTHONPATH": f":{QUICK_START}:"}
+    trained = run_cli("train", "run.yml", env=env | {"WANDB_MODE": "offline"})
+    assert found(traps) == {}
+    assert trained.rc == 0, trained.stderr
+    assert "my tracker is here" in trained.stderr
+    for command in (("results", "list"), ("results", "show", "latest"), ("generate", "latest", "--count", "2")):
+        done = run_cli(*command, env=env)
+        assert found(traps) == {}
+        assert done.rc == 0, done.stderr
+    env |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    run_cli("results", "sync", "latest", "--timeout", "5", env=env)
+    assert found(traps) == {}
 
 
 def test_training_on_images_imports_nothing_from_the_working_directory(
@@ -102,39 +124,9 @@ def test_training_on_images_imports_nothing_from_the_working_directory(
     small = {"architecture": "small_cnn", "image_size": 16, "epochs": 1, "batch_size": 8}
     config = {"workload": "images", "cluster": {"ranks": 2, "gpus": 0}, "params": {"source": "pictures", **small}}
     (tmp_path / "run.yml").write_text(json.dumps(config))
-    trained = run_cli("train", "run.yml", env={"PYTHONPATH": ":"})
+    trained = run_cli("train", "run.yml", env={"PYTHONPATH": f":{QUICK_START}"})
     assert found(traps) == {}
     assert trained.rc == 0, trained.stderr
-
-
-def test_tracker_of_the_user_is_found_and_nothing_else_is(tmp_path: Path, run_cli: Cli, traps: Path) -> None:
-    (tmp_path / "mine.py").write_text(TRACKER)
-    config = {
-        "workload": "petnames",
-        "cluster": {"ranks": 1, "gpus": 0},
-        "params": small(tmp_path),
-        "tracking": {"other": [{"name": "mine:Sink"}]},
-    }
-    (tmp_path / "run.yml").write_text(json.dumps(config))
-    trained = run_cli("train", "run.yml")
-    assert found(traps) == {}
-    assert trained.rc == 0, trained.stderr
-    assert "my tracker is here" in trained.stderr
-
-
-def test_sync_imports_nothing_from_the_working_directory(tmp_path: Path, run_cli: Cli, traps: Path) -> None:
-    """W&B refuses the key, if it comes that far: what counts is what its process has imported."""
-    config = {
-        "workload": "petnames",
-        "cluster": {"ranks": 1, "gpus": 0},
-        "params": small(tmp_path),
-        "tracking": {"wandb": {"mode": "rank0"}},
-    }
-    (tmp_path / "run.yml").write_text(json.dumps(config))
-    assert run_cli("train", "run.yml", env={"WANDB_MODE": "offline"}).rc == 0
-    env = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "PYTHONPATH": ":"}
-    run_cli("results", "sync", "latest", "--timeout", "20", env=env)
-    assert found(traps) == {}
 
 
 FUNCTION = """

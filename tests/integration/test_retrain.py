@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -192,7 +191,7 @@ def test_start_after_a_kill_in_each_stage_continues(project: Path, run_cli: Cli)
         for moment in ("told", "recorded"):
             if (stage, moment) == (Stage.NOTIFY, "told"):
                 continue  # without a message there is nothing to tell
-            killed = run_cli("retrain", config, program=[sys.executable, "-c", KILLED, stage, moment])
+            killed = run_cli("retrain", config, program=(*run_cli.program(KILLED), stage, moment))
             assert killed.rc == -signal.SIGKILL, killed.stderr
     done = run_cli("retrain", config)
     assert done.rc == 0, done.stderr
@@ -209,7 +208,7 @@ def test_start_after_a_kill_in_each_stage_continues(project: Path, run_cli: Cli)
 def test_registry_that_disappears_in_each_stage(project: Path, run_cli: Cli) -> None:
     config = write_config(project)
     for stage in (Stage.LOCK, *STAGES[:-1]):
-        cut_off = run_cli("retrain", config, program=[sys.executable, "-c", CUT_OFF, stage])
+        cut_off = run_cli("retrain", config, program=(*run_cli.program(CUT_OFF), stage))
         text = cut_off.stdout + cut_off.stderr
         assert cut_off.rc == 4, text
         assert "does not answer" in text and "Traceback" not in text

@@ -19,7 +19,6 @@ from distributed.comm.core import connect
 
 from tests.conftest import Cli
 from tests.integration.attacker import NOBODY
-from tests.integration.sshd import ssh_hosts
 from tests.integration.test_cluster import Clusters, clusters, wait_until
 
 __all__ = ["clusters"]  # a fixture
@@ -120,25 +119,6 @@ def test_other_user_runs_nothing_through_a_local_cluster(clusters: Clusters, mar
     assert clusters.finish(running).rc == 0
     clusters("down", "dev")
     assert not any(Path(path).exists() for path in sockets)
-
-
-def test_process_without_the_certificate_runs_nothing_through_an_ssh_cluster(
-    run_cli: Cli, tmp_path: Path, marker: Path
-) -> None:
-    with ssh_hosts(tmp_path / "sshd") as hosts:
-        up = run_cli("cluster", "up", "--name", "dev", *hosts.settings, "--json")
-        assert up.rc == 0, up.stderr
-        view = json.loads(up.stdout)
-        try:
-            processes = [psutil.Process(part["pid"]) for part in view["parts"].values()]
-            ports = listening_ports(processes)
-            assert len(ports) >= 3, "a scheduler and two workers"
-            assert "answered" not in attacked(ports, [], marker, as_other_user=False)
-            assert not marker.exists()
-            trained = run_cli("train", "petnames", "--set", "params.epochs=1", "--cluster", "dev")
-            assert trained.rc == 0, trained.stderr
-        finally:
-            assert run_cli("cluster", "down", "dev", "--now").rc == 0
 
 
 # Listens where a scheduler has been, as another user, and answers whoever comes with a pickle that makes a folder.

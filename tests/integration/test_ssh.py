@@ -15,6 +15,9 @@ import pytest
 from tests.conftest import PATIENCE_S, Cli, Finished
 from tests.integration import netns
 from tests.integration.sshd import SshHosts, ssh_hosts, ssh_network
+from tests.integration.test_security import attacked, listening_ports, marker
+
+__all__ = ["marker"]  # a fixture
 
 WORKLOAD = """
 import os
@@ -57,7 +60,7 @@ def remote_folders(hosts: SshHosts) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hosts: SshHosts) -> None:
+def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hosts: SshHosts, marker: Path) -> None:
     """All in one, for each worker takes seconds to start."""
     config = run_cli.folder / "ssh_config"
     config.write_text(hosts.config.read_text())
@@ -69,6 +72,7 @@ def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hos
     private = [path for folder in remote_folders(hosts) for path in (folder, *folder.glob("*.pem"))]
     assert len(private) == 3 * 3 and all(path.stat().st_mode & 0o077 == 0 for path in private)
 
+    process_without_the_certificate_runs_nothing(up, marker)
     (run_cli.folder / "work.py").write_text(WORKLOAD)
     (run_cli.folder / "tell.yaml").write_text(json.dumps({"workload": "work:tell", "cluster": {"name": "dev"}}))
     trained = run_cli("train", "tell.yaml")
@@ -88,6 +92,13 @@ def test_cluster_on_two_hosts_trains_scales_and_leaves_nothing(run_cli: Cli, hos
     host_that_is_gone_is_named_by_down_which_ends_the_others(run_cli, hosts, config, pid)
     cluster(run_cli, "down", "dev")
     assert remote_folders(hosts) == []
+
+
+def process_without_the_certificate_runs_nothing(view: dict[str, Any], marker: Path) -> None:
+    ports = listening_ports([psutil.Process(part["pid"]) for part in view["parts"].values()])
+    assert len(ports) >= 3, "a scheduler and two workers"
+    assert "answered" not in attacked(ports, [], marker, as_other_user=False)
+    assert not marker.exists()
 
 
 def workers(view: dict[str, Any]) -> list[tuple[str, int]]:

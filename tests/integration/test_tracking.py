@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,7 @@ def test_trackers_good_and_bad_follow_a_run_that_fails_and_goes_on(
         checkpoint={"metric": None, "every_epochs": None, "every_steps": 4},
         failure={"max_restarts": 1, "backoff_s": 0.0, "grace_s": 40.0, "hang_timeout_s": 4.0},  # less than Hanger has
     )
-    done = run_cli("train", config, "--run-id", "r", program=(sys.executable, "-c", APART), timeout_s=100)
+    done = run_cli("train", config, "--run-id", "r", program=run_cli.program(APART), timeout_s=100)
     assert done.rc == 0, done.stderr
     run = folder / "runs/r"
 
