@@ -14,6 +14,7 @@ import array
 import atexit
 import ctypes
 import fcntl
+import importlib
 import inspect
 import json
 import multiprocessing.process
@@ -40,6 +41,7 @@ from typing import Any, NoReturn
 
 LENGTH = struct.Struct("!I")
 HELPER = "fork helper"  # the name of its process
+RANK_IMPORTS = "DDPTRAIN_TEST_RANK_IMPORTS"  # modules that take long to import: a rank server has them for its ranks
 # Read by Python, the C library, torch, Dask and fsspec when they start or are imported.
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "DASK_", "FSSPEC_", "OPENBLAS_", "OMP_", "KMP_", "GOMP_", "MKL_", "LC_"),
@@ -343,6 +345,8 @@ class ChildForks(Forks):
         be_child(order, fds)
         if order["module"] == _RANK_SERVER:
             self._hidden.restore()
+            for name in order["env"].get(RANK_IMPORTS, "").split():
+                importlib.import_module(name)
         if order["module"] in _STARTING or "spawn" in order:
             ChildForks(self._environment, self._spare, self._hidden).install()
         if "spawn" in order:

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from ddptrain.cli.warm.server import import_driver
 from ddptrain.rank.server import process_control
 from ddptrain.rank.server.warmup import import_everything
 from ddptrain.worker.environment import tuned_defaults
@@ -44,14 +45,13 @@ from tests.child_forks import (
 )
 
 _STATUS = struct.Struct("!i")
-# What a run on a cluster imports: the command, the scheduler and the worker.
+# What runs on clusters and other commands import, beside the driver.
 _MODULES = (
     "distributed",
-    "ddptrain.cli.main",
-    "ddptrain.clusters.lifecycle",
     "ddptrain.clusters.status",
     "ddptrain.clusters.scheduler.slots",
-    "ddptrain.driver.run",
+    "ddptrain.results.show.render",
+    "ddptrain.retrain.retraining",
     "ddptrain.worker.rank_host",
     "ddptrain.worker.rank_task",
 )
@@ -243,6 +243,7 @@ def _main() -> NoReturn:
     gc.disable()  # there is nothing to collect while modules are imported
     for name in _MODULES:
         importlib.import_module(name)
+    import_driver()
     import_everything()
     hidden = HiddenModules("torch")
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:

@@ -33,7 +33,7 @@ def real_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(subprocess, "Popen", _POPEN)
 
 
-class _Units(LoadScopeScheduling):
+class _Units(LoadScopeScheduling):  # type: ignore[misc]  # without type hints
     """A unit of work is a file whose tests share a server (a fixture of the module), or one test of any other file.
 
     `--dist loadgroup` of pytest-xdist 3.8 sees no groups with pytest 9.2: each process would start each server.

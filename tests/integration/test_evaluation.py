@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import Cli, Finished
 from tests.integration.test_train import UpCluster, up_cluster
-from tests.unit.workloads.images_runs import COLOURS, picture
+from tests.unit.workloads.pictures import COLOURS, picture
 
 __all__ = ["up_cluster"]
 

@@ -8,13 +8,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.numpy import load_file
 
+from tests.child_forks import RANK_IMPORTS
 from tests.conftest import PATIENCE_S, Cli
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -56,10 +57,23 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def cluster_with_transformers(run_cli: Cli) -> Iterator[str]:
+    """The address of a cluster whose ranks need not import them, which takes 4 s of CPU time."""
+    imports = {RANK_IMPORTS: "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate"}
+    up = run_cli("cluster", "up", "--name", "hf", "--ranks", "2", "--gpus", "0", "--json", env=imports)
+    assert up.rc == 0, up.stderr
+    yield json.loads(up.stdout)["address"]
+    assert run_cli("cluster", "down", "hf", "--now").rc == 0
+
+
 @pytest.mark.slow
 @needs_transformers
-def test_hugging_face_trainer_saves_by_its_evaluation_is_preempted_and_goes_on(run_cli: Cli, warm_cluster: str) -> None:
-    undisturbed = run_cli(*hugging_face("whole", warm_cluster), timeout_s=200)
+def test_hugging_face_trainer_saves_by_its_evaluation_is_preempted_and_goes_on(
+    run_cli: Cli, cluster_with_transformers: str
+) -> None:
+    cluster = cluster_with_transformers
+    undisturbed = run_cli(*hugging_face("whole", cluster), timeout_s=200)
     assert undisturbed.rc == 0, undisturbed.stderr
     runs = run_cli.folder / "runs"
     whole = record(runs / "whole")
@@ -71,7 +85,7 @@ def test_hugging_face_trainer_saves_by_its_evaluation_is_preempted_and_goes_on(r
     assert losses[-1] < losses[0] - 0.5
     assert {line["rank"] for line in lines} == {0}
 
-    running = run_cli.start(*hugging_face("cut", warm_cluster))
+    running = run_cli.start(*hugging_face("cut", cluster))
     metrics = runs / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + PATIENCE_S
     while not (metrics.exists() and metrics.read_text()):  # the first numbers, of step 5
@@ -83,7 +97,7 @@ def test_hugging_face_trainer_saves_by_its_evaluation_is_preempted_and_goes_on(r
     saved = record(runs / "cut")["checkpoints"][0]
     step = int(saved.removeprefix("step-"))
     assert 5 <= step < steps
-    resumed = run_cli("train", EXAMPLES / "huggingface.yaml", "--cluster", warm_cluster, "--resume", "cut")
+    resumed = run_cli("train", EXAMPLES / "huggingface.yaml", "--cluster", cluster, "--resume", "cut")
     assert resumed.rc == 0, resumed.stderr
     assert [each["outcome"] for each in record(runs / "cut")["attempts"]] == ["preempted", "succeeded"]
     expected, found = (weights(runs / run / "checkpoints" / f"step-{steps}") for run in ("whole", "cut"))
@@ -103,6 +117,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 @needs_transformers
 def test_hugging_face_callback_saves_where_another_callback_ends_the_training() -> None:
+    import torch
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from ddptrain import HuggingFaceCallback

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from tests.conftest import Cli
 from tests.integration.s3server import s3_server
-from tests.unit.workloads.images_runs import COLOURS, description, make_run, model_of_colours, picture
+from tests.unit.workloads.pictures import COLOURS, picture
 
 
 def test_a_run_in_a_store_classifies_images_there_and_here(run_cli: Cli, tmp_path: Path) -> None:
+    from tests.unit.workloads.images_runs import description, make_run, model_of_colours  # imports torch
+
     bucket = tmp_path / "buckets" / "colours"
     make_run(bucket / "runs" / "colours-20260101-000000-abcd", description(), (3, 0.5, model_of_colours(description())))
     here = tmp_path / "here"

@@ -78,7 +78,7 @@ def main() -> int:
     setproctitle.setproctitle(f"ddptrain warm commands of {Path(sys.argv[1]).name}")
     own = _as_data(conditions(os.environ))  # before the imports: code that changes meanwhile does not count as loaded
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy, which Dask imports, would start threads
-    _import_driver()
+    import_driver()
     if threads := len(os.listdir("/proc/self/task")) - 1:
         print(f"ddptrain: commands are not warm: the imports of the driver have started {threads} threads", flush=True)
         return ExitCode.CLUSTER
@@ -91,7 +91,7 @@ def main() -> int:
     return commands.main(command.request["argv"][1:])
 
 
-def _import_driver() -> None:
+def import_driver() -> None:
     """Import what commands import, and have them fill the caches that they would fill."""
     for name in _MODULES:
         importlib.import_module(name)

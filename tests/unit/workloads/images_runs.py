@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.rank.checkpoint.file_format import write
@@ -15,8 +13,10 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.workloads.images.model.build_model import build, describe
+from tests.unit.workloads.pictures import COLOURS, picture
 
-COLOURS = {"blue": (20, 30, 220), "green": (30, 200, 20), "red": (220, 20, 30)}
+__all__ = ["COLOURS", "SIZE", "description", "make_run", "model_of_colours", "picture"]
+
 SIZE = 16
 
 
@@ -61,10 +61,3 @@ def make_run(folder: Path, model_config: Any, *saved: tuple[int, float, torch.nn
         event = CheckpointSaved(time_ns=0, step=step, staging=staged.name, files=files, epoch=1.0, metrics=metrics)
         shelf.adopt(event, staged, CheckpointPolicy(), world_size=2, versions={})
     return folder
-
-
-def picture(colour: str, size: tuple[int, int] = (40, 30), form: str = "PNG") -> bytes:
-    """An image of one colour."""
-    data = io.BytesIO()
-    Image.new("RGB", size, COLOURS[colour]).save(data, form)
-    return data.getvalue()
