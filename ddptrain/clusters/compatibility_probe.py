@@ -21,8 +21,9 @@ def look(packages: tuple[str, ...], module: str, folders: tuple[str, ...]) -> st
     """Versions by name as JSON, null for what is missing, and "workload": whether `module` is here or in `folders`."""
     # What was missing a moment ago may have been installed. importlib.metadata looks at the folders' times by itself.
     for finder in sys.path_importer_cache.values():
-        if hasattr(finder, "invalidate_caches"):
-            finder.invalidate_caches()
+        forget = getattr(finder, "invalidate_caches", None)  # optional, and absent from None
+        if forget is not None:
+            forget()
     versions = {name: _version(name) for name in packages}
     workload = "found" if _is_found(module, folders) else None
     system = sys.platform + " " + platform.machine()

@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
 DOORS = {
     ("workloads", "ddptrain.rank.context"),
     ("workloads", "ddptrain.results.checkpoint_verification"),  # a checkpoint is verified before it is used
+    ("workloads", "ddptrain.results.errors"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
     ("__init__.py", "ddptrain.rank.current_context"),  # ddptrain.context
     ("__init__.py", "ddptrain.rank.huggingface"),  # ddptrain.HuggingFaceCallback
