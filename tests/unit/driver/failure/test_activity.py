@@ -10,6 +10,8 @@ from ddptrain.driver.failure.watchdog import Activity, Watchdog, alive_s, new_wa
 from ddptrain.protocol import events
 from tests.unit.driver.attempt.ranks import running
 
+FOLLOWS = "hang_timeout_s: auto is 60 s, as its longest pause was 6.0 s"
+ALONE = "CPU or GPU use alone counts for"
 BEFORE = Activity(spoke_at=10.0, cpu_s=1.0, newest_cpu_s=3.0)
 
 
@@ -157,18 +159,16 @@ def test_rank_reports_if_its_first_report_is_in_time(entered_at: float, reports:
         (
             Activity(spoke_at=110.0, reported_at=90.0, report_count=20, longest_pause_s=6.0),
             3710.0,
-            "last event or printed line 3600 s ago, last CPU use 3610 s ago, GPU use not measured; "
-            + "hang_timeout_s: auto is 60 s, as its longest pause was 6.0 s",
+            f"last event or printed line 3600 s ago, last CPU use 3610 s ago, GPU use not measured; {FOLLOWS}",
         ),
         (
             Activity(),
             3701.0,
-            "last event or printed line 3601 s ago, last CPU use 3601 s ago, GPU use not measured; "
-            + "CPU or GPU use alone counts for 3600 s",
+            f"last event or printed line 3601 s ago, last CPU use 3601 s ago, GPU use not measured; {ALONE} 3600 s",
         ),
     ],
 )
 def test_what_was_checked_is_told(activity: Activity, now: float, expected: str) -> None:
     assert Watchdog(600.0, 9.0, adapts=True).checked(running(0), activity, now) == expected
     fixed = Watchdog(600.0, 9.0).checked(running(0), Activity(), 3701.0)
-    assert fixed.endswith("; CPU or GPU use alone counts for 6 x hang_timeout_s")
+    assert fixed.endswith(f"; {ALONE} 6 x hang_timeout_s")
