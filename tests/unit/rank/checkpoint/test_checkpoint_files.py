@@ -72,7 +72,12 @@ def test_each_container_is_searched_and_keeps_its_type() -> None:
     given = {"a": [1, (2, "x")], "b": {3}, 4: {"c": 5}}
     assert file_format._map(given, int, lambda number: 10 * number) == {"a": [10, (20, "x")], "b": {30}, 4: {"c": 50}}
     seen: list[Any] = []
-    file_format._map({"a": {"b": {}}}, dict, lambda item: seen.append(dict(item)) or len(seen))
+
+    def count(item: dict[str, Any]) -> int:
+        seen.append(dict(item))
+        return len(seen)
+
+    file_format._map({"a": {"b": {}}}, dict, count)
     assert seen == [{}, {"b": 1}, {"a": 2}], "items before their container"
 
 
