@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,13 +220,14 @@ def test_class_that_cant_be_created_ends_the_keeper_with_the_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "order.json").write_text(KeeperOrder("Cluster", {}, sys_path=["/p"]).to_json())
-    monkeypatch.setattr(process.sys, "path", ["/a"])
+    path = ["/a"]
+    monkeypatch.setattr(sys, "path", path)
     before = signal.getsignal(signal.SIGTERM)
     try:
         assert process.main(["--folder", str(folder)]) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert process.sys.path == ["/a", "/p"]
+    assert path == ["/a", "/p"]
     reason = "cluster.class Cluster names no module: write it as package.Cluster"
     assert ended(folder) == {"reason": reason, "is_usage": True}
 
@@ -244,7 +246,7 @@ def test_slots_of_a_worker_are_its_resource_but_not_more_than_its_threads(worker
     assert process._slots(worker) == slots
 
 
-class Own(LocalCluster):  # type: ignore[misc]
+class Own(LocalCluster):
     """A LocalCluster that takes no security."""
 
     def __init__(self, n_workers: int = 0) -> None:
@@ -387,7 +389,7 @@ def test_keeper_is_told_to_end_and_waited_for(
     assert provider.fault(cluster) is None and not there.killed
     cluster.update(parts={"keeper": {"name": "keeper", "pid": 4711, "created": 1.0, "folder": "f"}})
     cluster.update(address="tcp://a" if is_up else "")
-    monkeypatch.setattr(dask_class.os, "kill", lambda *sent: there.killed.append(sent))
+    monkeypatch.setattr(os, "kill", lambda *sent: there.killed.append(sent))
     with pytest.raises(
         ClusterError, match=f"^x.Cluster is still {'closing' if is_up else 'being built'} after 60 s: its"
     ):
@@ -397,7 +399,7 @@ def test_keeper_is_told_to_end_and_waited_for(
     def kill(pid: int, number: int) -> None:
         there.running = False
 
-    monkeypatch.setattr(dask_class.os, "kill", kill)
+    monkeypatch.setattr(os, "kill", kill)
     provider.stop(cluster, told.append)
     assert len(told) == 11 and cluster.record.parts
     provider.stop(cluster, told.append)

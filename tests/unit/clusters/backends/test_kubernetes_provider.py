@@ -393,7 +393,7 @@ def test_pod_is_ready_by_the_condition_of_that_name(kind: str, status: str, read
 
 def test_workers_are_known_only_while_the_scheduler_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     view = SimpleNamespace(state=State.UP, workers=[SimpleNamespace(name="a"), SimpleNamespace(name="b")], reason="why")
-    monkeypatch.setattr(worker_pods.status, "probe", lambda cluster, timeout_s: view)
+    monkeypatch.setattr("ddptrain.clusters.status.probe", lambda cluster, timeout_s: view)
     cluster = deployment(tmp_path)
     assert worker_pods._joined(cluster) == {"a": view.workers[0], "b": view.workers[1]}
     view.state = State.GONE

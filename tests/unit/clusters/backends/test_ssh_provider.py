@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -168,7 +169,7 @@ def test_name_that_this_machine_cant_resolve_is_left_to_the_host(hosts: Hosts, m
             raise OSError(name)
         return known[name]
 
-    monkeypatch.setattr(ssh.socket, "gethostbyname", resolve)
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
     assert (ssh._ip("gpu1"), ssh._ip("gpu2")) == ("10.1.1.1", "gpu2")
 
 

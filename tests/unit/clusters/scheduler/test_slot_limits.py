@@ -11,6 +11,7 @@ import pytest
 
 from ddptrain import log
 from ddptrain.clusters.scheduler import slots
+from ddptrain.protocol.rank_spec import GPU_RESOURCE
 from ddptrain.worker.rank_task import topic
 from tests.unit.clusters.scheduler.fake_scheduler import FakeScheduler, ask
 
@@ -81,7 +82,7 @@ def test_overview_has_the_seconds_of_each_wait_and_of_each_worker(
 
 def test_overview_of_a_cluster_without_runs_adds_nothing_to_the_scheduler(loop: asyncio.AbstractEventLoop) -> None:
     there: Any = FakeScheduler(loop, a=0, b=None, c=2)
-    there.workers["tcp://c"].resources[slots.GPU_RESOURCE] = 1.0
+    there.workers["tcp://c"].resources[GPU_RESOURCE] = 1.0
     there.workers["tcp://c"].metrics["ddptrain"] = "?"
     seen = slots.overview(there)
     assert [(each["slots"], each["gpus"], each["held"], each["warm"]) for each in seen["workers"]] == [
@@ -161,7 +162,7 @@ def test_table_that_was_replaced_removes_nothing(loop: asyncio.AbstractEventLoop
 
 
 def gpu_worker(there: Any, name: str, gpus: int) -> None:
-    there.workers[f"tcp://{name}"].resources[slots.GPU_RESOURCE] = float(gpus)
+    there.workers[f"tcp://{name}"].resources[GPU_RESOURCE] = float(gpus)
 
 
 def test_free_slots_of_the_same_host_are_no_spare_ones(loop: asyncio.AbstractEventLoop) -> None:
@@ -229,7 +230,7 @@ def test_topics_go_a_second_after_the_workers_have_answered(
     there: Any = FakeScheduler(loop, a=1)
     topics, order = with_topics(there, "r1", "r2"), Order()
     monkeypatch.setattr(there, "broadcast", lambda **sent: sent)
-    monkeypatch.setattr(slots.asyncio, "ensure_future", lambda sent: order)
+    monkeypatch.setattr(asyncio, "ensure_future", lambda sent: order)
     ask(there, "r1")
     table = there.table
     table.release("r1")

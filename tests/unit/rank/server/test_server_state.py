@@ -33,11 +33,13 @@ class Bench:
         self.worker, self.owner = self._links[0], self.server.connections[0]
         clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: 77)
         monkeypatch.setattr(rank_server, "time", clock)
-        monkeypatch.setattr(rank_server.children, "start_rank", self._start_rank)
-        monkeypatch.setattr(rank_server.children, "start_store", self._start_store)
-        monkeypatch.setattr(rank_server.process_control, "signal_group", lambda *sent: self.signals.append(sent))
-        monkeypatch.setattr(rank_server.process_control, "kill_descendants", self._sweep)
-        monkeypatch.setattr(rank_server.os, "waitpid", self._waitpid)
+        monkeypatch.setattr("ddptrain.rank.server.server.children.start_rank", self._start_rank)
+        monkeypatch.setattr("ddptrain.rank.server.server.children.start_store", self._start_store)
+        monkeypatch.setattr(
+            "ddptrain.rank.server.server.process_control.signal_group", lambda *sent: self.signals.append(sent)
+        )
+        monkeypatch.setattr("ddptrain.rank.server.server.process_control.kill_descendants", self._sweep)
+        monkeypatch.setattr(os, "waitpid", self._waitpid)
 
     def _link(self) -> socket.socket:
         worker, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -145,6 +147,7 @@ def test_forked_child_closes_what_belongs_to_others(bench: Bench) -> None:
     queued = [fd for each in bench.server.queue for fd in each.fds]
     (child,) = bench.server.children.values()
     links = [link.socket.fileno() for link in bench.server.connections]
+    assert child.commands_fd is not None
     pipes = [bench.server._wake_r, bench.server._wake_w, child.commands_fd]
     expected = [*links, bench.server.listener.fileno(), bench.server._selector.fileno(), *queued, *pipes]
     assert sorted(bench.server._own_fds()) == sorted(expected) and len(queued) == 6
@@ -191,7 +194,7 @@ def test_rank_that_cant_start_is_reported_and_its_descriptors_are_closed(bench: 
 
 def test_rank_gets_its_cores(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[Any] = []
-    monkeypatch.setattr(rank_server.os, "sched_setaffinity", lambda *given: set_to.append(given))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *given: set_to.append(given))
     bench.order("r", cpus=[2, 3])
     bench.server._start_queued()
     bench.order("s", "GPU 1")
