@@ -40,6 +40,8 @@ _SILENT_KEYWORDS = {
     "strict", "slots", "frozen", "caption", "thread_name_prefix", "ensure_ascii", "indent",
 }  # fmt: skip
 _TEXT_FUNCTIONS = {"__repr__", "__str__"}
+# Constants that decide how often or in which pieces something is done, and not what comes of it.
+_PACES = re.compile(r"_?([A-Z]+_)?(POLL|TICK)_S|_?CHUNK_BYTES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ def _is_silent(node: ast.AST) -> bool:
             return name in _SILENT_KEYWORDS
         case ast.Expr(value=ast.Constant()):
             return True
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return _PACES.fullmatch(name) is not None
         case ast.Call():
             return _only_tells(node)
     return False

@@ -40,7 +40,7 @@ class Slot:
     host: str
     index: int
     gpu: bool
-    counted: bool = True
+    counted: bool
 
 
 @dataclass(frozen=True, slots=True)
