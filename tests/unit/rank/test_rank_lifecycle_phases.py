@@ -83,7 +83,7 @@ class Bench:
         monkeypatch.setattr(current_context, "provide", lambda get: None)
         monkeypatch.setattr(rank_lifecycle, "load_function", lambda name: name)
         monkeypatch.setattr(rank_lifecycle, "bind", lambda name, params: lambda context: self.code())
-        monkeypatch.setattr(rank_lifecycle.script, "run", lambda spec, begin: (begin(), self.code()))
+        monkeypatch.setattr("ddptrain.rank.script.run", lambda spec, begin: (begin(), self.code()))
         monkeypatch.setattr(self.rank, "_wait_for_all_ranks", lambda: self.joined.append("all"))
         monkeypatch.setattr(rank_lifecycle, "note_unused", lambda spec, emitter: None)
         monkeypatch.setattr("ddptrain.rank.context.RankContext", lambda *parts: Context())
@@ -284,7 +284,7 @@ def test_code_that_returns_early_is_preempted_if_it_has_saved(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
     died: list[bool] = []
-    monkeypatch.setattr(rank_lifecycle.process_control, "die_of_sigterm", lambda: died.append(True))
+    monkeypatch.setattr("ddptrain.rank.server.process_control.die_of_sigterm", lambda: died.append(True))
     bench = make()
     bench.rank.calls = SimpleNamespace(ends_early=True, has_saved=saved, notified=True)  # type: ignore[assignment]
     bench.code = lambda: 3  # no result
@@ -339,7 +339,7 @@ def test_device_and_time_limit_are_set_for_functions(
     assert process[:3] == ["protected", ("seed", None), ("threads", 3)]
     assert process[3:] == ([("device", device)] if timeout_s and device.type == "cuda" else [])
     limit = dt.timedelta(seconds=timeout_s) if timeout_s else None
-    assert (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout) == (limit, limit)
+    assert [vars(c10d)[name] for name in ("default_pg_timeout", "default_pg_nccl_timeout")] == [limit, limit]
 
 
 def test_gpu_that_torch_does_not_see_is_told(monkeypatch: pytest.MonkeyPatch, process: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,11 +212,11 @@ def test_checkpoints_and_files_are_brought_from_the_place_of_the_rank(bench: Ben
     checkpoint, file = bench.notes
     assert checkpoint == ("transfer.bring_checkpoint", 0, SAVED, bench.attempt._source)
     assert file == ("transfer.bring_file", 0, FILE, "/spool-0", None)
-    assert bench.attempt._source(0).staging == "/spool-0"
+    assert str(bench.attempt._source(0).staging) == "/spool-0"
     distant = bench.attempt._source(1)
     assert distant.fetch is not None
-    distant.fetch("path", 0, 9)  # type: ignore[call-arg]
-    assert bench.notes[-1] == ("group.fetch", "tcp://h1", "path", 0, 9)
+    distant.fetch(Path("path"), 0, 9)
+    assert bench.notes[-1] == ("group.fetch", "tcp://h1", Path("path"), 0, 9)
     with pytest.raises(LookupError):
         bench.attempt._source(-1)
     with pytest.raises(LookupError):

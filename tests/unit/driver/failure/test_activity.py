@@ -50,7 +50,8 @@ def test_time_without_a_notice_of_the_worker_does_not_count(now: float, rested: 
     before = Activity(spoke_at=3.0, cpu_at=4.0, entered_at=2.0, reported_at=2.5, excused_until=90.0, notice_at=10.0)
     seen = before.noticed(now)
     shifted = {"spoke_at": 3.0, "cpu_at": 4.0, "entered_at": 2.0, "reported_at": 2.5, "excused_until": 90.0}
-    expected = before._replace(**{name: at + rested for name, at in shifted.items()}, notice_at=now)
+    changes: dict[str, Any] = {name: at + rested for name, at in shifted.items()}
+    expected = before._replace(**changes, notice_at=now)
     assert seen == pytest.approx(expected)
     assert Activity().noticed(50.0) == Activity(notice_at=50.0)
 

@@ -142,7 +142,7 @@ def calls_of(store: Store, rank: int = 0, world_size: int = 2, **more: Any) -> C
 
 def test_calls_are_counted_from_1_and_say_that_the_workload_saves() -> None:
     calls = calls_of(Store())
-    assert not calls.saves and [calls.enter(), calls.enter()] == [1, 2] and calls.saves
+    assert [calls.saves, calls.enter(), calls.enter(), calls.saves] == [False, 1, 2, True]
     assert not calls.is_last(9) and (calls.notified, calls.seen, calls.complete) == (False, False, False)
     assert not calls.has_saved and calls_of(Store(), resume_from="c").has_saved
 

@@ -72,7 +72,7 @@ def test_points_of_short_curves_are_marked(points: int, marker: str) -> None:
         def plot(self, *data: Any, **style: Any) -> None:
             drawn.append({"data": data, **style})
 
-    x = list(range(points))
+    x = [float(number) for number in range(points)]
     curve = Curve("a", {0: (x, x), 1: (x, x)}, (x, x))
     plot_module._draw_panel(Axis(), Panel("q", (curve,)), BestRecord("a", "min", 1.25, 3), "step")
     faint, other, main, best = drawn
