@@ -51,13 +51,20 @@ def test_labels_are_the_outputs_of_the_model(monkeypatch: pytest.MonkeyPatch) ->
     assert len(told) <= 1 and all(line.startswith("dog: ") for line in told)
 
 
-def test_model_is_tried_with_an_image_of_its_size() -> None:
+class Broken(torch.nn.Module):
+    """A model for larger images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"{list(images.shape)} is too small")
+
+
+def test_model_is_tried_with_an_image_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     config = initial_weights.described_model(ImagesParams(architecture="small_cnn", image_size=32), ["a", "b"], print)
     model = initial_weights.built_model(config)
     assert model.training and model(torch.zeros(2, 3, 32, 32)).shape == (2, 2)
-    tiny = initial_weights.described_model(ImagesParams(architecture="squeezenet1_1", image_size=8), ["a"], print)
-    with pytest.raises(UsageError, match="8"):
-        initial_weights.built_model(tiny)
+    monkeypatch.setattr(initial_weights, "build", lambda config: Broken())
+    with pytest.raises(UsageError, match=r"\[1, 3, 32, 32\] is too small"):
+        initial_weights.built_model(config)
 
 
 @pytest.mark.parametrize(
