@@ -106,6 +106,7 @@ FAILED = events.CheckpointFailed(AT, 7, "disk full", 2)
                 "lost_peer": False,
                 "timed_out": False,
                 "unwritable": False,
+                "handled": False,
                 "rank_time_ns": AT,
             },
             [],
