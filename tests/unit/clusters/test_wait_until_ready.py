@@ -233,3 +233,17 @@ def test_address_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         bench.wait._target()
     bench.cluster.update(address="tcp://s:1")
     assert bench.wait._target().address == "tcp://s:1"
+
+
+def test_connection_has_the_security_of_the_cluster_and_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, timeout_s=60.0)
+    monkeypatch.setattr(
+        wait_ready, "of_deployment", lambda deployment: SimpleNamespace(address="tls://s", security="k")
+    )
+    monkeypatch.setattr("distributed.Client", lambda address, **options: (address, options))
+    expected = {"security": "k", "timeout": 60.0, "name": "ddptrain-up", "set_as_default": False}
+    assert bench.wait._connected() == ("tls://s", expected)
+    bench.now = 159.5
+    assert cast(Any, bench.wait._connected())[1]["timeout"] == 1.0 and bench.told == ["scheduler at tls://s"]
