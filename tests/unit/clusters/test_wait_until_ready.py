@@ -244,6 +244,6 @@ def test_connection_has_the_security_of_the_cluster_and_the_time_that_is_left(
     )
     monkeypatch.setattr("distributed.Client", lambda address, **options: (address, options))
     expected = {"security": "k", "timeout": 60.0, "name": "ddptrain-up", "set_as_default": False}
-    assert bench.wait._connected() == ("tls://s", expected)
+    assert cast(Any, bench.wait._connected()) == ("tls://s", expected)
     bench.now = 159.5
     assert cast(Any, bench.wait._connected())[1]["timeout"] == 1.0 and bench.told == ["scheduler at tls://s"]
