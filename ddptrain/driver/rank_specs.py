@@ -54,8 +54,8 @@ class RankSpecs:
         if checkpoint is not None:
             folders = self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
         inputs = self.inputs.place(self.worker_group, places)
-        template = self._template(attempt, places)
         placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
+        template = self._template(attempt, places, placements[0])
         specs = [
             self._spec(template, place, own, folder, prepared)
             for place, own, folder, prepared in zip(places, placements, folders, inputs, strict=True)
@@ -66,14 +66,14 @@ class RankSpecs:
             specs = self._with_code(specs, places)
         return self.worker_group.sealed(specs, places)
 
-    def _template(self, attempt: int, places: Sequence[RankPlace]) -> RankSpec:
+    def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement) -> RankSpec:
         """The spec of rank 0, without what differs between ranks."""
         config = self.resolved.config
         return RankSpec(
             run_id=self.writer.run_id,
             attempt=attempt,
             rank=0,
-            placement=Placement(len(places), 0, 1, 0, 0),
+            placement=placement,
             group=process_group(config, places),
             checkpointing=checkpointing(config, ""),
             code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),

@@ -9,6 +9,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -125,10 +126,8 @@ def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter, without importing them."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -40,6 +40,8 @@ _SILENT_KEYWORDS = {
     "strict", "slots", "frozen", "caption", "thread_name_prefix", "ensure_ascii", "indent",
 }  # fmt: skip
 _TEXT_FUNCTIONS = {"__repr__", "__str__"}
+# Constants that decide how often or in which pieces something is done, and not what comes of it.
+_PACES = re.compile(r"_?([A-Z]+_)?(POLL|TICK)_S|_?CHUNK_BYTES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,17 @@ def choose(root: Path, seed: int, count: int, only: Sequence[str] = ()) -> list[
     groups: Mapping[str, Sequence[str]] = {path: [path] for path in only} or GROUPS
     shuffled = []
     for paths in groups.values():
-        mutants = [mutant for path in files(root, paths) for mutant in mutants_of(root, path)]
+        mutants = [mutant for path in files(root, paths) for mutant in _changes_of(root, path)]
         draw.shuffle(mutants)
         shuffled.append(mutants)
     chosen: dict[Mutant, None] = {}
     while len(chosen) < count and any(shuffled):
         for mutants in shuffled:
-            if mutants and len(chosen) < count:
-                chosen[mutants.pop()] = None
+            while mutants and len(chosen) < count:
+                mutant = mutants.pop()
+                if _compiles(mutant.apply((root / mutant.path).read_bytes())):
+                    chosen[mutant] = None
+                    break
     return list(chosen)
 
 
@@ -89,9 +94,15 @@ def files(root: Path, paths: Sequence[str]) -> list[str]:
 def mutants_of(root: Path, path: str) -> list[Mutant]:
     """Every mutant of a file."""
     source = (root / path).read_bytes()
+    return [mutant for mutant in _changes_of(root, path) if _compiles(mutant.apply(source))]
+
+
+def _changes_of(root: Path, path: str) -> list[Mutant]:
+    """The mutants of a file, and some changes that do not compile."""
+    source = (root / path).read_bytes()
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
-    return [mutant for mutant in finder.found if _compiles(mutant.apply(source))]
+    return finder.found
 
 
 def _compiles(source: bytes) -> bool:
@@ -156,6 +167,8 @@ def _is_silent(node: ast.AST) -> bool:
             return name in _SILENT_KEYWORDS
         case ast.Expr(value=ast.Constant()):
             return True
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return _PACES.fullmatch(name) is not None
         case ast.Call():
             return _only_tells(node)
     return False

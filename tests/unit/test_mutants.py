@@ -37,6 +37,8 @@ def changes(folder: Path, code: str) -> list[str]:
         ("x += a", ["x += a -> pass"]),
         ("f(a)", ["f(a) -> pass"]),
         ("print(a < b)", []),
+        ("_POLL_S = 0.5\nBUSY_TICK_S = 1.0\n_CHUNK_BYTES = 1 << 20", []),
+        ("_STOP_S = 0.5", ["0.5 -> 1.0"]),
         ("def f():\n    return a", ["return a -> return None"]),
         ("def f():\n    return", []),
         ("def f():\n    raise ValueError(3)", ["raise ValueError(3) -> pass"]),

@@ -36,11 +36,11 @@ class JobPlan:
     array: int = 0
 
     def of(self, nodes: int) -> JobPlan:
-        """The command to run it on that many nodes."""
+        """The same job on that many nodes."""
         return dataclasses.replace(self, nodes=nodes)
 
     def as_array(self, elements: int) -> JobPlan:
-        """The directive for an array of jobs with one node each."""
+        """The same job as an array with that many elements, one node each."""
         return dataclasses.replace(self, nodes=1, array=elements)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ class Slot:
     host: str
     index: int
     gpu: bool
-    counted: bool = True
+    counted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Request:
     client: str
     run_id: str
     count: int | None
-    gpus_only: bool = False
-    without: frozenset[str] = frozenset()
-    lost_after_s: float | None = None
-    without_slots: frozenset[tuple[str, int]] = frozenset()
+    gpus_only: bool
+    without: frozenset[str]
+    without_slots: frozenset[tuple[str, int]]
+    lost_after_s: float | None
 
     def suits(self, slot: Slot) -> bool:
         """Whether the request accepts that slot."""
@@ -90,8 +90,8 @@ class Refusal:
     total: int
     place: int
     holders: tuple[str, ...]
-    hosts: Mapping[str, int] = field(default_factory=dict)
-    of_any_kind: int = 0
+    hosts: Mapping[str, int]
+    of_any_kind: int
 
 
 class SlotTable(SchedulerPlugin):
@@ -296,7 +296,7 @@ def reserve(
     if unknown := table.unknown():
         return {"unknown": unknown}
     single = frozenset((worker, index) for worker, index in without_slots)
-    request = Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s, single)
+    request = Request(client, run_id, count, gpus_only, frozenset(without), single, lost_after_s)
     answer = table.reserve(request, in_line=in_line)
     if isinstance(answer, Refusal):
         return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}

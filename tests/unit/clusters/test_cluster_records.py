@@ -215,3 +215,12 @@ def test_file_of_something_else_is_told(tmp_path: Path, text: str) -> None:
         resolve.by_scheduler_file(path, None)
     with pytest.raises(ClusterError, match="can't be read: No such file"):
         resolve.by_scheduler_file(tmp_path / "none.json", None)
+
+
+def test_folder_without_a_record_is_replaced(folder: Path) -> None:
+    (folder / "dev").mkdir(parents=True)
+    (folder / "dev" / "scheduler.json").write_text('{"address": "tcp://old"}')
+    made = cluster_records.create(record())
+    assert made.record.address == "" and [path.name for path in made.folder.iterdir()] == ["cluster.json"]
+    with pytest.raises(UsageError, match=r"^there is a cluster dev already: ddptrain cluster down dev$"):
+        cluster_records.create(record())

@@ -177,3 +177,15 @@ def test_command_speaks_json_and_survives_its_caller(tmp_path: Path, hosts: Path
     assert call("tail", folder=daemon["folder"], name="it", lines=5) == {"result": ""}
     (tmp_path / "file").touch()
     assert "could not be started" in call("start", **{**order, "folder": str(tmp_path / "file")})["error"]
+
+
+def test_end_of_each_log_is_told_if_a_file_does_not_appear(tmp_path: Path) -> None:
+    for name, text in {"a": "x" * 600 + "\n", "b": "said\n"}.items():
+        (tmp_path / f"{name}.log").write_text(text)
+    with pytest.raises(ClusterError) as failed:
+        processes.read(str(tmp_path), "scheduler.json", 0.0)
+    start, *logs = str(failed.value).replace("; ", ": ").split(": ")
+    assert start == "scheduler.json did not appear within 0 s" and sorted(logs) == ["said", "x" * 500]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ClusterError, match=r"^f did not appear within 0 s$"):
+        processes.read(str(tmp_path / "empty"), "f", 0.0)

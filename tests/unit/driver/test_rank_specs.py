@@ -25,7 +25,7 @@ def places(*hosts: str, gpus: bool = True) -> list[RankPlace]:
     found = []
     for rank, host in enumerate(hosts):
         local, size = hosts[:rank].count(host), hosts.count(host)
-        slot = Slot(f"tcp://{host}", host, local, gpu=gpus)
+        slot = Slot(f"tcp://{host}", host, local, gpus, True)
         node = list(dict.fromkeys(hosts)).index(host)
         gpu = f"GPU-{host}-{size - 1 - local}" if gpus else ""
         found.append(RankPlace(rank, local, size, node, slot, host, Path("/scratch"), False, gpu))

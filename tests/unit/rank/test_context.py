@@ -194,3 +194,10 @@ def test_resumed_run_has_a_checkpoint(tmp_path: Path) -> None:
     rank = Rank(tmp_path, resume_from="somewhere")
     assert rank.context._calls.has_saved
     rank.file.close()
+
+
+def test_epochs_are_counted_from_1_and_set_in_each_loader(rank: Rank) -> None:
+    assert list(rank.context.epochs(3)) == [1, 2, 3] and list(rank.context.epochs(0)) == []
+    loaders = [rank.context.loader(range(4), batch_size=2) for _ in range(2)]  # type: ignore[arg-type]
+    seen = [[loader.epoch for loader in loaders] for _ in rank.context.epochs(2)]
+    assert seen == [[1, 1], [2, 2]]

@@ -173,3 +173,10 @@ def test_exit_handler_that_hangs_does_not_hold_the_process_up() -> None:
     command = [sys.executable, "-c", _HANGS_AT_EXIT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), check=False)
     assert (done.returncode, done.stdout) == (75, "flushed\n"), done.stderr
+
+
+def test_timer_does_not_keep_the_process_from_ending() -> None:
+    timer = trackers._call_later(600.0, lambda: None)
+    timer.cancel()
+    timer.join()
+    assert timer.daemon and timer.interval == 600.0

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.protocol.events import FileSaved
-from ddptrain.results.errors import FileDamaged, UnsafePath
+from ddptrain.results import staged_files
+from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.run_writer import RunWriter
 
 StageFile = Callable[[str, bytes], tuple[FileSaved, Path]]
@@ -87,3 +88,16 @@ def test_a_staged_link_is_not_followed(writer: RunWriter, stage_file: StageFile,
     link.symlink_to(source)
     with pytest.raises(FileDamaged, match="symbolic link"):
         writer.adopt_file(event, link)
+
+
+def test_file_that_cant_be_put_in_its_place_leaves_nothing(
+    writer: RunWriter, stage_file: StageFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(*_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    event, source = stage_file("a", b"1")
+    monkeypatch.setattr(staged_files, "publish", publish)
+    with pytest.raises(ResultsError, match="Permission denied"):
+        writer.adopt_file(event, source)
+    assert [*writer.layout.artifacts_dir.iterdir()] == [] and source.exists()

@@ -1,6 +1,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -214,3 +215,52 @@ def test_real_licence_data_loads_and_cleans() -> None:
     assert clean.n_source == len(json.loads(SEATTLE.read_text())) == 54_780
     assert len(clean.names) == 13_983
     assert clean.n_repeated == 54_780 - 13_983
+
+
+def test_examples_are_the_three_most_frequent_and_cut() -> None:
+    foreign = [*("é" * 50,) * 3, *("ü2",) * 2, "ñ", "ñ", "ö", "ö"]
+    told = clean_names(foreign).report("list.txt")
+    assert told.endswith(f"(such as {'é' * 40!a}, '\\xfc2', '\\xf1')")
+
+
+def test_nothing_left_out_is_told_as_none() -> None:
+    assert clean_names(["luna"]).report("u") == "names: 1 of 1 from u; left out: none"
+
+
+@pytest.mark.parametrize(("length", "kept"), [(64, 1), (65, 0)])
+def test_names_of_64_characters_are_kept(length: int, kept: int) -> None:
+    assert len(clean_names(["x" * length]).names) == kept
+
+
+def test_source_is_read_up_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_of_names, "MAX_SOURCE_BYTES", 10)
+    assert source_of_names._limited([b"12345", b"67890"]) == b"1234567890"
+    assert source_of_names._limited([b"1234567890", b"1", b"never read"]) == b"12345678901"
+    assert source_of_names._unpacked(gzip.compress(b"x" * 30)[:10], "n.txt") == gzip.compress(b"x" * 30)[:10]
+    monkeypatch.setattr(source_of_names, "MAX_SOURCE_BYTES", 100)
+    assert source_of_names._unpacked(gzip.compress(b"x" * 300), "n.txt.gz?sig=1") == b"x" * 101
+    now = iter([0.0, 600.0, 600.1])
+    monkeypatch.setattr(source_of_names, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    with pytest.raises(source_of_names._TooSlow):
+        source_of_names._limited([b"1", b"2", b"3"])
+    assert source_of_names._LIMITS.timeout_s == 300.0 and source_of_names._LIMITS.retries == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "held_out"),
+    [(10, 0.1, 1), (10, 0.01, 1), (10, 0.0, 0), (10, 0.25, 2), (10, 0.26, 3), (10, 0.9, 9)],
+)
+def test_share_of_distinct_names_is_held_out(count: int, share: float, held_out: int) -> None:
+    names = [f"n{'abcdefghij'[number]}" for number in range(count)]
+    split = split_names([*names, *names], share, 0)
+    assert (len(split.held_out), len(split.train)) == (held_out, 2 * (count - held_out))
+    assert sorted({*split.train, *split.held_out}) == names and not {*split.train} & {*split.held_out}
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b"]])
+def test_split_leaves_names_to_train_on(names: list[str]) -> None:
+    if len(set(names)) == 1:
+        with pytest.raises(UsageError, match=r"params\.val_fraction is 0\.1 and there are 1 distinct names: nothing"):
+            split_names(names, 0.1, 0)
+    else:
+        assert len(split_names(names, 0.1, 0).train) == 1

@@ -6,16 +6,19 @@ import stat
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from ddptrain.clusters import cluster_records
+from ddptrain.clusters.backends import slurm
 from ddptrain.clusters.backends.slurm import SlurmProvider
-from ddptrain.clusters.backends.slurm_script import JobPlan, script, worker_lines
+from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, script, worker_lines
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
+from ddptrain.clusters.scheduler import slots
 from ddptrain.config.sections.clusters import ClusterConfig, SlurmSettings
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.worker import driver_calls
 
 Fake = Callable[[str, str], Path]
 
@@ -153,3 +156,230 @@ def test_job_that_waits_says_why_and_one_that_has_ended_is_a_fault(fake: Fake) -
     assert provider.fault(made) is None
     fake("squeue", "true")
     assert provider.fault(made) == "job 17 has ended"
+
+
+class Client:
+    """Stands for a connection to the scheduler of a cluster with these workers: name, slots, slots in use."""
+
+    def __init__(self, *workers: tuple[str, int, int]) -> None:
+        self.workers = [
+            {"name": name, "address": f"tcp://{name}", "slots": slots, "held": held} for name, slots, held in workers
+        ]
+        self.calls: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.calls.append("closed")
+
+    def run_on_scheduler(self, function: Any) -> dict[str, Any]:
+        assert function is slots.overview
+        return {"workers": self.workers}
+
+    def run(self, function: Any, *arguments: Any, workers: list[str]) -> None:
+        assert function is driver_calls.set_slots
+        self.calls.append((*arguments, *workers))
+
+
+def resized(monkeypatch: pytest.MonkeyPatch, made: Deployment, client: Client, wanted: int) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(slurm, "_connected", lambda cluster: client)
+    SlurmProvider().scale(made, wanted, told.append)
+    assert client.calls.pop() == "closed"
+    return told
+
+
+@pytest.mark.parametrize(
+    ("workers", "wanted", "nodes", "each"),
+    [
+        ([("n1-17", 4, 0), ("n2-17", 2, 0)], 7, 1, 1),  # one slot is missing
+        ([("n1-17", 4, 0), ("n2-17", 2, 0)], 11, 2, 4),  # as many a node as the largest worker has
+        ([("n1-17", 4, 0)], 8, 1, 4),
+        ([], 2, 2, 1),
+    ],
+)
+def test_missing_slots_are_a_further_job(
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: list[tuple[str, int, int]],
+    wanted: int,
+    nodes: int,
+    each: int,
+) -> None:
+    fake("sbatch", "echo 18")
+    made = cluster()
+    made.update(parts={"jobs": ["17"]})
+    told = resized(monkeypatch, made, Client(*workers), wanted)
+    assert told == [f"job 18: {nodes} workers more"] and made.record.parts["jobs"] == ["17", "18"]
+    assert made.record.workers == len(workers) + nodes
+    text = (made.folder / "job-2.sh").read_text()
+    assert f"#SBATCH --array=0-{nodes - 1}\n" in text and f"--slots {each} " in text
+
+
+WORKERS = (("n1-17", 4, 0), ("n2-18_0", 4, 0), ("n3-18_1", 4, 0), ("n4-19", 4, 0))
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "cancelled", "calls", "left"),
+    [
+        ({}, 16, [], [], 4),
+        ({}, 12, ["19"], [], 3),  # the last job first
+        ({}, 13, [], [(1, "tcp://n4-19")], 4),  # no whole job
+        ({}, 4, ["19", "18"], [], 1),
+        ({}, 3, ["19", "18"], [(3, "tcp://n1-17")], 1),
+        ({"n4-19": 1}, 8, ["18"], [], 2),
+        ({"n3-18_1": 1}, 8, ["19"], [(1, "tcp://n3-18_1"), (3, "tcp://n2-18_0")], 3),
+        # Every worker keeps a slot: the first job ends with the cluster alone.
+        ({"n4-19": 1, "n2-18_0": 1}, 1, [], [(1, f"tcp://{name}") for name, _, _ in reversed(WORKERS)], 4),
+    ],
+)
+def test_spare_slots_are_jobs_without_runs_and_then_slots_of_the_last_workers(
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    held: dict[str, int],
+    wanted: int,
+    cancelled: list[str],
+    calls: list[Any],
+    left: int,
+) -> None:
+    notes = fake("scancel", "true")
+    made = cluster()
+    made.update(parts={"jobs": ["17", "18", "19"]})
+    client = Client(*((name, slots, held.get(name, 0)) for name, slots, _ in WORKERS))
+    assert resized(monkeypatch, made, client, wanted) == [f"cancelled job {job}" for job in cancelled]
+    assert (notes.read_text().split() if notes.exists() else []) == cancelled
+    assert client.calls == calls and made.record.workers == left
+    assert made.record.parts["jobs"] == [job for job in ("17", "18", "19") if job not in cancelled]
+
+
+def test_files_of_jobs_are_in_the_shared_folder_and_go_with_the_cluster(fake: Fake, tmp_path: Path) -> None:
+    fake("sbatch", "echo 17")
+    fake("scancel", "true")
+    fake("squeue", "true")
+    made = cluster({"folder": str(tmp_path / "shared"), "env": {"A": "1"}})
+    for name in ("cert.pem", "key.pem"):
+        (made.folder / name).write_text(name)
+    SlurmProvider().scale(made, None, lambda text: None)
+    (folder,) = (tmp_path / "shared").iterdir()
+    assert folder.name.startswith("ddptrain-dev-") and folder.stat().st_mode & 0o777 == 0o700
+    assert made.record.parts == {"folder": str(folder), "jobs": ["17"]}
+    assert sorted(path.name for path in folder.iterdir()) == ["cert.pem", "job-1.sh", "key.pem"]
+    assert (folder / "key.pem").read_text() == "key.pem" and (folder / "key.pem").stat().st_mode & 0o777 == 0o600
+    text = (folder / "job-1.sh").read_text()
+    assert f"--tls-dir {folder}" in text and f"--folder {folder}" in text
+    (folder / "scheduler.json").write_text("{}")
+    assert (made.folder / "scheduler.json").read_text() == "{}"
+    assert (made.folder / "ended.json").readlink() == folder / "ended.json"
+    SlurmProvider().stop(made, lambda text: None)
+    assert not folder.exists() and made.folder.exists()
+
+
+def test_shared_folder_that_cant_be_made_is_told(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ClusterError, match=rf"cluster\.slurm\.folder {tmp_path / 'file'} can't be used: Not a directory"
+    ):
+        SlurmProvider().scale(cluster({"folder": str(tmp_path / "file")}), None, lambda text: None)
+
+
+def test_logs_have_the_name_of_their_process(fake: Fake) -> None:
+    fake("squeue", "echo '17|RUNNING|None'; echo '18|PENDING|None'; echo 'slurm_load_jobs: hint'")
+    made = cluster()
+    made.update(parts={"jobs": ["17", "18"]})
+    for name, text in {"scheduler": "a\nb\nc\n", "worker-n1-17": "d\n", "job-17": "e\n", "job-18": "f\n"}.items():
+        (made.folder / f"{name}.log").write_text(text)
+    assert SlurmProvider().logs(made, 2) == {
+        "job 17": "e\n",
+        "job 18": "f\njob 18 is PENDING\n",
+        "scheduler": "b\nc\n",
+        "worker n1-17": "d\n",
+    }
+
+
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"first\n" + b"x" * (64 * 1024 - 6) + b"\n" + b"last\n")
+    assert slurm._tail(path, 9) == "x" * (64 * 1024 - 6) + "\nlast\n"
+    path.write_bytes(b"first\n\xfflast\n")
+    assert slurm._tail(path, 9) == "first\n\N{REPLACEMENT CHARACTER}last\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo a >&2; echo 'sbatch: b' >&2; exit 3", "sbatch --parsable: sbatch: b"),
+        ("exit 3", "sbatch --parsable: exit code 3"),
+    ],
+)
+def test_command_that_fails_is_told_with_its_last_line(fake: Fake, script: str, told: str) -> None:
+    fake("sbatch", script)
+    with pytest.raises(ClusterError) as failed:
+        SlurmProvider().scale(cluster(), None, lambda text: None)
+    assert str(failed.value) == told
+
+
+def test_command_that_does_not_answer_is_ended(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_COMMAND_S", 0.05)
+    fake("squeue", "exec sleep 60")
+    with pytest.raises(ClusterError, match=r"^squeue did not answer within 0\.05 s: is Slurm's controller down\?$"):
+        slurm._listed(["17"])
+
+
+def test_jobs_that_do_not_end_are_told_with_their_state(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_END_S", 0.0)
+    fake("scancel", "true")
+    fake("squeue", "echo '17|COMPLETING|None'; echo '18|RUNNING|'")
+    made = cluster()
+    made.update(parts={"jobs": ["17", "18"]})
+    with pytest.raises(
+        ClusterError, match=r"^Slurm has not ended within 0 s: job 17 is COMPLETING; job 18 is RUNNING$"
+    ):
+        SlurmProvider().stop(made, lambda text: None)
+
+
+def test_script_has_each_setting_as_a_directive(tmp_path: Path) -> None:
+    slurm_settings = SlurmSettings(
+        partition="p", account="a", qos="q", time="1:00", gres="gpu:2", mem="4G", directives=["#SBATCH --x=1", "--y"]
+    )
+    plan = JobPlan(
+        "n", tmp_path, 2, 3, "python", tls=False, gpus=True, start_timeout_s=90.0, slurm=slurm_settings.model_dump()
+    )
+    lines = script(plan, ["exit"]).splitlines()
+    assert lines == [
+        "#!/bin/bash",
+        *("#SBATCH --job-name=n", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1"),
+        *(f"#SBATCH --output={tmp_path}/job-%j.log", "#SBATCH --open-mode=append"),
+        *("#SBATCH --partition=p", "#SBATCH --account=a", "#SBATCH --qos=q", "#SBATCH --time=1:00"),
+        *("#SBATCH --gres=gpu:2", "#SBATCH --cpus-per-task=3", "#SBATCH --mem=4G"),
+        *("#SBATCH --x=1", "#SBATCH --y", "", "umask 077", "exit"),
+    ]
+    array = script(plan.as_array(3), [])
+    assert f"#SBATCH --output={tmp_path}/job-%A_%a.log\n" in array and "#SBATCH --array=0-2\n" in array
+    assert "#SBATCH --nodes=1\n" in array and "#SBATCH --nodes=4\n" in script(plan.of(4), [])
+
+
+def test_worker_gets_its_cpus_and_limits(tmp_path: Path) -> None:
+    def run(cpus: int | None, slots: int | None) -> str:
+        given = SlurmSettings(cpus_per_task=cpus).model_dump()
+        plan = JobPlan("n", tmp_path, 1, slots, "python", tls=False, gpus=True, start_timeout_s=90.0, slurm=given)
+        return worker_lines(plan)[0]
+
+    assert run(None, 3).startswith("srun --mpi=none --wait=0 --kill-on-bad-exit=0 --cpu-bind=none --export=ALL")
+    assert "--input=none --cpus-per-task=3 bash -c" in run(None, 3)
+    assert "--cpus-per-task=8 " in run(8, 3) and "--cpus-per-task" not in run(None, None)
+    assert "--timeout 90 --slots 0 --gpus auto --name" in run(None, None)
+
+
+def test_scheduler_that_shares_its_job_ends_with_it(tmp_path: Path) -> None:
+    plan = JobPlan("n", tmp_path, 1, 1, "python", tls=False, gpus=False, start_timeout_s=5, slurm={})
+    (alone,) = scheduler_lines(plan, 60.0)
+    command = (
+        f"python -P -m ddptrain.clusters.scheduler.scheduler_process --folder {tmp_path} --idle-timeout 60.0 --host"
+    )
+    assert alone.startswith(f"exec {command} ") and alone.endswith(f">>{tmp_path}/scheduler.log 2>&1")
+    assert scheduler_lines(plan, 60.0, alone=False) == [
+        f"{alone.removeprefix('exec ')} &",
+        "scheduler=$!",
+        "trap 'kill $scheduler; wait $scheduler' EXIT",
+    ]

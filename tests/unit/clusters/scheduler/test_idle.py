@@ -31,3 +31,37 @@ def test_one_answer_that_is_late_does_not_end_a_cluster_with_a_run_on_it(monkeyp
         over.append(watch.is_over())
         watch.now += watch.pause_s
     assert over == [False, False, False, False, True], "the last question is one of a scheduler that is gone"
+
+
+@pytest.mark.parametrize(("timeout_s", "pause_s"), [(0.0, 5.0), (8.0, 2.0), (20.0, 5.0), (3600.0, 5.0)])
+def test_cluster_is_looked_at_four_times_in_its_idle_time(timeout_s: float, pause_s: float) -> None:
+    watch = idle.IdleWatch(Target("tcp://127.0.0.1:1", None), timeout_s)
+    assert watch.pause_s == pause_s
+    assert timeout_s or not watch.is_over()
+
+
+@pytest.mark.parametrize(
+    ("error", "used", "told"),
+    [
+        (TimeoutError("late"), False, "the scheduler at tcp://s does not answer: TimeoutError('late')"),
+        (ConnectionRefusedError(), False, "the scheduler at tcp://s does not answer: ConnectionRefusedError()"),
+        (
+            ValueError("bad"),
+            True,
+            "the scheduler can't be asked whether a run is on it, so it counts as used: ValueError('bad')",
+        ),
+    ],
+)
+def test_error_other_than_silence_counts_as_used_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, used: bool, told: str
+) -> None:
+    async def ask() -> bool:
+        raise error
+
+    watch = idle.IdleWatch(Target("tcp://s", None), 60.0)
+    monkeypatch.setattr(watch, "_ask", ask)
+    assert [watch._is_used(), watch._is_used()] == [used, used]
+    watch._target = Target("tcp://t", None)
+    watch._is_used()
+    others = [told.replace("tcp://s", "tcp://t")] if "tcp://s" in told else []
+    assert [record.getMessage() for record in caplog.records] == [told, *others]

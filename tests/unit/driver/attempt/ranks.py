@@ -14,5 +14,5 @@ from tests.unit.specs import make_spec
 def running(rank: int, host: str = "", *, spec: dict[str, Any] | None = None, **more: Any) -> RankState:
     """A rank that was submitted at 100 s, on a host of its own unless one is named."""
     name = host or f"h{rank}"
-    place = RankPlace(rank, 0, 1, rank, Slot(f"tcp://{name}", name, 0, False), name, Path("/s"), True)
+    place = RankPlace(rank, 0, 1, rank, Slot(f"tcp://{name}", name, 0, False, True), name, Path("/s"), True)
     return RankState(make_spec(rank=rank, **(spec or {})), place, **{"submitted_at": 100.0, **more})

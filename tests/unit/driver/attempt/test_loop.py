@@ -86,7 +86,9 @@ def attempt_of(count: int, writer: RunWriter, display: Display, folder: Path) ->
     ranks = []
     for rank in range(count):
         node, slot = divmod(rank, _SLOTS)
-        place = RankPlace(rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False), "h", folder, True)
+        place = RankPlace(
+            rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, True
+        )
         ranks.append((make_spec(rank=rank, world_size=count), place, writer.layout.log(rank)))
     parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, 60.0
     group = StubGroup(inbox, folder)

@@ -19,6 +19,7 @@ from ddptrain.driver.cluster_check.readings import HostReading, Readings, pairs_
 from ddptrain.driver.cluster_check.report import as_dict, lines, result
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.errors import ClusterError
+from ddptrain.protocol.cluster_check import ProbeLine
 from tests.unit.driver.cluster_check.hosts import host, pair, rank
 
 
@@ -74,6 +75,29 @@ def test_report_has_a_row_for_each_host_and_names_what_is_wrong() -> None:
     assert data["pairs"] == [{"first": "a", "second": "b", "gb_s": 2.0, "latency_us": 40.0, "error": ""}]
 
 
+def test_data_of_a_report_has_each_measurement_of_each_rank() -> None:
+    done = [
+        ProbeLine("copy", "done", values={"gb_s": 20.0}),
+        ProbeLine("local", "done", values={"gb_s": 5.0, "latency_us": 30.0}),
+    ]
+    hosts = (host("a", rank(3, *done, gflops=7.0, device="GPU", error="e")), HostReading("b", ("w",), error="silent"))
+    first, second = as_dict(Report("deep", Readings(hosts), (), 1.0))["hosts"]
+    assert first["ranks"] == [
+        {
+            "rank": 3,
+            "device": "GPU",
+            "error": "e",
+            "gflops": 7.0,
+            "to_gpu_gb_s": 20.0,
+            "in_host_gb_s": 5.0,
+            "in_host_latency_us": 30.0,
+        }
+    ]
+    assert (first["host"], first["workers"], first["busy"], first["error"]) == ("a", ["tcp://a:1"], [], "")
+    assert first["clock"] == {"offset_s": 0.001, "uncertainty_s": 0.001} and first["facts"]["hostname"] == "a"
+    assert (second["facts"], second["clock"], second["error"], second["ranks"]) == (None, None, "silent", [])
+
+
 def test_host_is_not_bad_for_its_pair_with_a_host_that_is_left_out() -> None:
     found = report(bad("a", "b"), left_out=("b",))
     assert [result(found, each) for each in found.readings.hosts] == ["ok", "left out", "ok"]
@@ -116,7 +140,7 @@ class Scene:
 
     def reserve(self, gather: bool) -> list[RankPlace]:  # as the run's own function
         self.gathered.append(gather)
-        slots = [Slot(f"tcp://{name}:1", name, 0, False) for name in self.hosts]
+        slots = [Slot(f"tcp://{name}:1", name, 0, False, True) for name in self.hosts]
         free = [slot for slot in slots if slot.worker not in self.avoided]
         if not free:
             raise ClusterError("no slots")

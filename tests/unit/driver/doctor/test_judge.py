@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ddptrain.driver.doctor import judge
 from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
 from ddptrain.protocol.cluster_check import Interface
+from ddptrain.rank import torch_probe
 from tests.unit.driver.cluster_check.hosts import facts
 
 CUDA = TorchFacts("2.9", "12.8", "0.24", gpus=2, nccl=True)
@@ -91,3 +93,21 @@ def test_interfaces_of_variables_must_be_up(value: str, is_bad: bool) -> None:
 def test_clock_is_compared_with_a_server(offset_s: float | None, result: Result, text: str) -> None:
     check = judge_clock(offset_s, "https://s")
     assert (check.result, check.text) == (result, text)
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus", "driver", "expected"),
+    [
+        (CUDA, 2, "470.1", Check("GPUs", Result.OK, "2, with the driver 470.1")),
+        (CUDA, 2, "", Check("GPUs", Result.OK, "2, with the driver unknown")),
+        (CUDA, 0, "470.1", Check("GPUs", Result.OK, "none: ranks train on the CPU")),
+    ],
+)
+def test_gpus_that_torch_can_use_are_told_with_the_driver(
+    found: TorchFacts, gpus: int, driver: str, expected: Check
+) -> None:
+    assert judge._gpus(found, gpus, driver) == expected
+
+
+def test_this_torch_reduces_with_gloo() -> None:
+    torch_probe._reduce_with_gloo()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ddptrain.driver.failure import slow_ranks as module
 from ddptrain.driver.failure.slow_ranks import SlowPolicy, SlowRank, Window, slow_ranks
 from ddptrain.rank.steps.step_window import StepWindow
 
@@ -135,3 +136,18 @@ def test_ranks_are_not_compared_if_that_is_off_or_there_is_one() -> None:
 @pytest.mark.parametrize("window", [(0, 1.0, 1.0), (5, float("nan"), 1.0), (5, -1.0, 0.0), (5, 1.0, float("inf"))])
 def test_impossible_numbers_of_a_rank_are_not_valid(window: tuple[int, float, float]) -> None:
     assert not Window(*window).is_valid
+
+
+@pytest.mark.parametrize(
+    ("steps", "rounds", "kept"),
+    [
+        (4, 30, 5),  # 20 steps together
+        (3, 30, 7),
+        (20, 30, 5),
+        (1, 30, 20),
+        (1, 7, 7),
+    ],
+)
+def test_last_rounds_with_20_steps_together_count(steps: int, rounds: int, kept: int) -> None:
+    one = (Window(steps, 0.1, 0.0), Window(steps + 1, 0.1, 0.0))
+    assert len(module._last_rounds((one,) * rounds)) == kept

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain.driver.transfer import code_package
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
 from ddptrain.errors import UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
@@ -204,3 +205,15 @@ def test_file_that_goes_while_it_is_packed_is_told(project: Path) -> None:
     (project / "train.py").unlink()
     with pytest.raises(UsageError, match=r"cannot read .*train\.py, which would be uploaded"):
         package.archive()
+
+
+def test_sample_is_all_files_or_those_that_were_changed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate("cab"):
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (100 + number, 100 + number))
+    monkeypatch.setattr(code_package, "_SAMPLE_FILES", 3)
+    whole = CodePackage(tmp_path, {"c": 1, "a": 2, "b": 3})
+    assert whole.sample == ["a", "b", "c"] and whole.size_bytes == 6
+    monkeypatch.setattr(code_package, "_SAMPLE_FILES", 2)
+    assert CodePackage(tmp_path, {"c": 1, "a": 2, "b": 3}).sample == ["b", "a"]
+    assert CodePackage(tmp_path, {"c": 1, "gone": 2, "b": 3}).sample == ["b", "c"]

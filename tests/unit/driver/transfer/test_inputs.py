@@ -176,7 +176,7 @@ def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begu
     client = Elsewhere(tmp_path / "far", {"w2"})
     worker_group = WorkerGroup(cast("Any", client), "run", queue.SimpleQueue())
     places = [
-        RankPlace(rank, rank, 1, 0, Slot(worker, "host", 0, gpu=False), "host", tmp_path, True)
+        RankPlace(rank, rank, 1, 0, Slot(worker, "host", 0, False, True), "host", tmp_path, True)
         for rank, worker in enumerate(["w1", "w2", "w1"])
     ]
     own, copy, again = inputs.place(worker_group, places)

@@ -18,11 +18,11 @@ def test_worker_with_the_drivers_view_sees_the_same_files(
 ) -> None:
     monkeypatch.setattr(rank_place, "file_view", lambda: mine)
     about = {"w": {"gpus": "", "hostname": "h", "scratch": "/s", "files": theirs}}
-    (place,) = rank_places([Slot("w", "h", 0, False)], about, {"w": True})
+    (place,) = rank_places([Slot("w", "h", 0, False, True)], about, {"w": True})
     assert place.same_files is same
 
 
 def test_worker_that_does_not_say_what_it_sees_gets_copies() -> None:
     about = {"w": {"gpus": "", "hostname": "h", "scratch": "/s"}}
-    (place,) = rank_places([Slot("w", "h", 0, False)], about, {"w": True})
+    (place,) = rank_places([Slot("w", "h", 0, False, True)], about, {"w": True})
     assert not place.same_files

@@ -41,7 +41,7 @@ def waiting(wish: SlotRequest = WISH, *, fault: str | None = None, cluster: str 
 
 
 def refusal(free: int, total: int) -> Refusal:
-    return Refusal(asked=4, free=free, total=total, holders=("r-9",), hosts={"h0": total}, place=1)
+    return Refusal(4, free, total, holders=("r-9",), hosts={"h0": total}, place=1, of_any_kind=total)
 
 
 def test_slots_that_others_hold_are_waited_for_as_long_as_wait_s(clock: Clock) -> None:

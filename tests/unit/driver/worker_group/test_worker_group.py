@@ -67,7 +67,7 @@ class FakeClient:
     def run_on_scheduler(self, function: object, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.asked.append(kwargs)
         free = [worker for worker in WORKERS if worker not in kwargs["without"]]
-        return {"slots": [(worker, worker[6:8], 0, False) for worker in free[: args[2]]], "lost_after_s": None}
+        return {"slots": [(worker, worker[6:8], 0, False, True) for worker in free[: args[2]]], "lost_after_s": None}
 
     def run(self, function: Any, *args: Any, workers: list[str], **_: Any) -> dict[str, Any]:
         if function.__name__ == "write_spool":
@@ -174,7 +174,7 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: Work
 def test_end_of_a_task_is_a_message_if_it_failed(
     worker_group: WorkerGroup, inbox: Inbox, status: str, text: str
 ) -> None:
-    worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False)])
+    worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
     cast("Any", worker_group.futures[1]).end(status)
     assert (None if inbox.empty() else inbox.get_nowait()) == (TaskFailed(2, 1, text) if text else None)
 
@@ -206,9 +206,9 @@ def test_one_message_may_have_several_notices_some_of_them_wrong(worker_group: W
 
 
 def test_end_of_a_task_of_an_earlier_attempt_is_no_message(worker_group: WorkerGroup, inbox: Inbox) -> None:
-    worker_group.submit([make_spec(rank=1)], [slots.Slot("tcp://h0:1", "h0", 0, False)])
+    worker_group.submit([make_spec(rank=1)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
     earlier = cast("Any", worker_group.futures[1])
-    worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False)])
+    worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
     earlier.end("cancelled")
     assert inbox.empty()
 

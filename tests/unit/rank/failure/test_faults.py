@@ -119,3 +119,15 @@ def test_an_end_and_a_lost_peer_are_no_failures_that_explain_others(error: BaseE
         raise error
     except BaseException:
         assert _handled() is None
+
+
+@pytest.mark.parametrize(("length", "kept"), [(4_000, 4_000), (4_001, 4_000)])
+def test_message_of_a_failure_has_at_most_4000_characters(length: int, kept: int) -> None:
+    message = faults.failure(ValueError("x" * length), "train").message
+    assert message.count("x") <= kept and len(message) <= length + 100
+    assert (message == "x" * length) is (length == kept)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 0), (-1, 255), ("text", 1), (1.5, 1)])
+def test_exit_code_is_that_of_python(code: object, expected: int) -> None:
+    assert faults.exit_code(SystemExit(code)) == expected

@@ -119,3 +119,8 @@ def test_released_lock_is_free_and_says_who_had_it() -> None:
 @pytest.mark.parametrize("data", [b"", b"nonsense", b"[]", b"{}", b'{"host": 1}', None])
 def test_lock_that_cannot_be_read_is_none(data: bytes | None) -> None:
     assert claim_from(data) is None
+
+
+def test_lease_without_a_heartbeat_ends_after_three_minutes() -> None:
+    """Drivers of several versions share a store, so all of them must wait as long."""
+    assert STALE_S == 180.0 > remote_lock._SURE_S == 120.0

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -9,8 +11,9 @@ from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import BestRecord, RunRecord
+from ddptrain.results.show import plot as plot_module
 from ddptrain.results.show.chart import Style
-from ddptrain.results.show.curves import Plot, plot_of
+from ddptrain.results.show.curves import Curve, Panel, Plot, plot_of
 from ddptrain.results.show.plot import save_picture, terminal_charts
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -59,3 +62,23 @@ def test_charts_name_each_curve_with_its_last_value(plot: Plot) -> None:
     text = terminal_charts(plot, Style())
     assert "train/loss, mean of 2 ranks: 1.5" in text
     assert "val/$x$_loss: 3" in text
+
+
+@pytest.mark.parametrize(("points", "marker"), [(1, "o"), (40, "o"), (41, "")])
+def test_points_of_short_curves_are_marked(points: int, marker: str) -> None:
+    drawn: list[dict[str, Any]] = []
+
+    class Axis(MagicMock):
+        def plot(self, *data: Any, **style: Any) -> None:
+            drawn.append({"data": data, **style})
+
+    x = [float(number) for number in range(points)]
+    curve = Curve("a", {0: (x, x), 1: (x, x)}, (x, x))
+    plot_module._draw_panel(Axis(), Panel("q", (curve,)), BestRecord("a", "min", 1.25, 3), "step")
+    faint, other, main, best = drawn
+    assert faint["alpha"] == other["alpha"] == 0.28 and faint["linewidth"] == 0.9
+    assert (main["marker"], main["linewidth"], main["markersize"], main["label"]) == (marker, 1.9, 3.5, curve.label)
+    assert best["data"] == ([3], [1.25]) and best["label"] == "best: 1.25 at step 3" and best["marker"] == "*"
+    drawn.clear()
+    plot_module._draw_panel(Axis(), Panel("q", (curve,)), BestRecord("a", "min", 1.25, 3), "epoch")
+    assert len(drawn) == 3

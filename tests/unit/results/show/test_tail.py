@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from ddptrain.errors import RunNotFound
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunRecord
+from ddptrain.results.show import tail
 from ddptrain.results.show.tail import LogCursor, final_text, follow_logs, show_logs
 
 
@@ -137,3 +140,22 @@ def test_a_log_that_is_written_anew_is_followed_from_its_start(tmp_path: Path) -
     assert list(cursor.read()) == ["a long first line"]
     path.write_bytes(b"new\n")
     assert list(cursor.read()) == ["new"]
+
+
+def test_state_of_a_run_is_read_every_few_seconds_and_kept_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, answers = [100.0], iter([True, True, False])
+    view = SimpleNamespace(is_running=None)
+
+    def load(root: Path) -> Any:
+        view.is_running = next(answers)
+        return view
+
+    monkeypatch.setattr(tail, "load_run", load)
+    monkeypatch.setattr(tail, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = tail._StatusWatch(RunLayout(tmp_path))
+    seen = []
+    for now[0] in (100.0, 100.4, 100.5, 100.9, 101.0, 101.4):
+        seen.append(watch())
+    assert seen == [True, True, True, True, False, False]

@@ -1,0 +1,319 @@
+"""What the loop of an attempt does for each action that a step asks for, with stand-ins for everything around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddptrain.driver.attempt import actions, inbox, loop
+from ddptrain.driver.attempt.loop import Attempt
+from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
+from ddptrain.driver.failure.slow_ranks import SlowRank
+from ddptrain.protocol import events
+from ddptrain.protocol.commands import Command
+from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
+from tests.unit.driver.attempt.ranks import running
+
+ENDED = RankExit(1, 1, 42, 0, 9, 1, 1)
+FAULT = Fault(1, FaultKind.EXCEPTION, 5, "no")
+SLOW = SlowRank(1, 20, 0.2, 0.1, 0.05)
+SAMPLE = SystemSample(1, 0, 5, "h", {}, {})
+SAVED = events.CheckpointSaved(1, 7, "staging-7", ())
+FILE = events.FileSaved(1, "a/b", "staging-f", 3, "0" * 64)
+
+
+class Notes:
+    """Stands for any object: notes the calls of its methods; `returns` has results by method."""
+
+    def __init__(self, notes: list[tuple[Any, ...]], name: str, **returns: Any) -> None:
+        self._notes, self._name, self._returns = notes, name, returns
+
+    def __getattr__(self, method: str) -> Any:
+        if method in self._returns and not callable(self._returns[method]):
+            return self._returns[method]
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._notes.append((f"{self._name}.{method}", *arguments, *([options] if options else [])))
+            given = self._returns.get(method)
+            return given(*arguments) if given is not None else None
+
+        return call
+
+
+class Bench:
+    """An attempt with two ranks: rank 0 shares the driver's files, rank 1 does not."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[Any, ...]] = []
+        ranks = [running(0), running(1)]
+        ranks[1] = ranks[1]._replace(place=dataclasses.replace(ranks[1].place, shared=False))
+        self.ranks = ranks
+        self.attempt = Attempt.__new__(Attempt)
+        self.handled: list[Any] = []
+        self.grew = True
+        self.has = True
+
+        def note(name: str, **returns: Any) -> Any:
+            return Notes(self.notes, name, **returns)
+
+        group = note("group", has=lambda address: self.has, spares=note("spares", find=lambda slots: "found"))
+        parts: dict[str, Any] = {
+            "worker_group": group,
+            "transfer": note("transfer"),
+            "recorder": note("recorder", display=note("display")),
+            "mirrors": [self._mirror(0), self._mirror(1)],
+            "state": SimpleNamespace(ranks=ranks),
+            "handle": self.handled.append,
+        }
+        for name, part in parts.items():
+            setattr(self.attempt, name, part)
+
+    def _mirror(self, rank: int) -> Any:
+        found = SimpleNamespace(staging=f"/spool-{rank}")
+        return Notes(
+            self.notes,
+            f"mirror{rank}",
+            log_grew=lambda size: self.grew,
+            take_events=lambda: iter(()),
+            spool=found,
+            refused=0,
+        )
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def spec(bench: Bench, rank: int) -> Any:
+    return bench.ranks[rank].spec
+
+
+def slot(bench: Bench, rank: int) -> Any:
+    return bench.ranks[rank].place.slot
+
+
+def done(bench: Bench, action: Any) -> list[tuple[Any, ...]]:
+    bench.attempt._do(action)
+    return bench.notes
+
+
+def test_ranks_are_submitted_with_the_port_of_the_store(bench: Bench) -> None:
+    assert done(bench, actions.SubmitRanks((1,))) == [("group.submit", [spec(bench, 1)], [slot(bench, 1)])]
+    bench.notes.clear()
+    (call,) = done(bench, actions.SubmitRanks((0, 1), 77))
+    assert [each.group.master_port for each in call[1]] == [77, 77] and call[2] == [slot(bench, 0), slot(bench, 1)]
+
+
+def test_ranks_are_told_and_stopped_by_their_specs(bench: Bench) -> None:
+    done(bench, actions.StopRanks((1,), 2.5))
+    done(bench, actions.SendCommand((0, 1), Command.STACKS))
+    specs = [spec(bench, 0), spec(bench, 1)]
+    assert bench.notes == [("group.stop", specs[1:], 2.5), ("group.tell", specs, Command.STACKS)]
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (actions.AvoidWorker("w"), ("group.avoid", "w")),
+        (actions.AvoidWorker("w", lost=True), ("group.forget", "w")),
+        (actions.RejectNotice("why"), ("group.reject", "why")),
+        (actions.RecordSystem(SAMPLE), ("recorder.system", SAMPLE)),
+        (actions.RecordFault(FAULT), ("recorder.fault", FAULT)),
+        (actions.RecordStored(1, "file", "a/b"), ("recorder.brought_home", 1, "file", "a/b")),
+        (actions.Warn("w"), ("recorder.warn", "w")),
+        (actions.Announce("a"), ("recorder.notice", "a")),
+        (actions.ShowStatus("s"), ("recorder.status", "s")),
+    ],
+)
+def test_action_is_one_call(bench: Bench, action: Any, expected: tuple[Any, ...]) -> None:
+    assert done(bench, action) == [expected]
+
+
+def test_slow_rank_is_recorded_and_spare_slots_are_looked_for(bench: Bench) -> None:
+    done(bench, actions.RecordSlowRank(SLOW, ("why",)))
+    done(bench, actions.FindSpareSlots((1,)))
+    record = bench.ranks[1].record()
+    assert bench.notes == [("recorder.slow_rank", SLOW, ("why",), record), ("spares.find", [slot(bench, 1)])]
+    assert bench.handled == [inbox.SpareSlots((1,), "found")]  # type: ignore[arg-type]
+
+
+def test_ends_and_the_training_are_recorded_with_the_ranks(bench: Bench) -> None:
+    done(bench, actions.RecordTraining())
+    done(bench, actions.RecordRankEnd(1, ok=True, stopped=False))
+    records = tuple(rank.record() for rank in bench.ranks)
+    ended = ("recorder.rank_ended", records[1], {"ok": True, "stopped": False})
+    assert bench.notes == [("recorder.training", records), ended]
+    bench.notes.clear()
+    bench.attempt.mirrors[1]._returns["refused"] = 3  # type: ignore[attr-defined]
+    warning = ("recorder.warn", "rank 1 wrote 3 lines that are no events; they were ignored")
+    assert done(bench, actions.RecordRankEnd(1, ok=True, stopped=False)) == [warning, ended]
+
+
+# --- output ---
+
+
+@pytest.mark.parametrize("grew", [True, False])
+def test_output_is_read_as_far_as_it_is_told(bench: Bench, grew: bool) -> None:
+    bench.grew = grew
+    done(bench, actions.ReadOutput(1, 100, 50))
+    shown = [("display.log_grew", 1)] if grew else []
+    read = [("mirror1.advance", 100, 50), ("mirror1.take_events",)]
+    assert bench.notes == [("mirror1.log_grew", 100), *shown, *read] and bench.handled == []
+    done(bench, actions.ReadOutput(1, 100, 50, ENDED))
+    assert bench.handled == [inbox.OutputRead(1, ended=ENDED, error="")]
+
+
+@pytest.mark.parametrize(
+    ("error", "has", "ended", "handled"),
+    [
+        (OSError("gone"), True, None, [inbox.OutputRead(1, ended=None, error="gone")]),
+        (OSError(), True, None, [inbox.OutputRead(1, ended=None, error="OSError()")]),
+        (OSError("gone"), False, None, []),  # the loss of the worker is told by itself
+        (OSError("gone"), False, ENDED, [inbox.OutputRead(1, ended=ENDED, error="")]),
+    ],
+)
+def test_output_that_cant_be_read_is_an_error_while_the_worker_is_there(
+    bench: Bench, error: Exception, has: bool, ended: RankExit | None, handled: list[Any]
+) -> None:
+    def advance(*sizes: int) -> None:
+        raise error
+
+    bench.has = has
+    bench.attempt.mirrors[1]._returns["advance"] = advance  # type: ignore[attr-defined]
+    done(bench, actions.ReadOutput(1, 100, 50, ended))
+    assert bench.handled == handled and ("mirror1.take_events",) in bench.notes
+
+
+def test_output_that_was_sent_is_received(bench: Bench) -> None:
+    output = OutputBytes(1, 1, "log", 7, b"data")
+    done(bench, actions.ReceiveOutput(output))
+    assert bench.notes == [("mirror1.receive", "log", 7, b"data"), ("mirror1.take_events",)]
+
+
+def test_rest_of_the_output_of_a_lost_rank_is_read_where_it_is_shared(bench: Bench) -> None:
+    loss = Loss(FaultKind.WORKER_LOST, "gone")
+    done(bench, actions.ReadRest(0, loss))
+    assert bench.notes == [("mirror0.catch_up",), ("mirror0.take_events",)]
+    assert bench.handled == [inbox.OutputRead(0, loss=loss)]
+
+
+# --- files ---
+
+
+def test_checkpoints_and_files_are_brought_from_the_place_of_the_rank(bench: Bench) -> None:
+    done(bench, actions.FetchArtifact(0, SAVED))
+    done(bench, actions.FetchArtifact(0, FILE))
+    checkpoint, file = bench.notes
+    assert checkpoint == ("transfer.bring_checkpoint", 0, SAVED, bench.attempt._source)
+    assert file == ("transfer.bring_file", 0, FILE, "/spool-0", None)
+    assert str(bench.attempt._source(0).staging) == "/spool-0"
+    distant = bench.attempt._source(1)
+    assert distant.fetch is not None
+    distant.fetch(Path("path"), 0, 9)
+    assert bench.notes[-1] == ("group.fetch", "tcp://h1", Path("path"), 0, 9)
+    with pytest.raises(LookupError):
+        bench.attempt._source(-1)
+    with pytest.raises(LookupError):
+        bench.attempt._source(2)
+
+
+# --- time ---
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return 5
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(loop, "time", made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("address", "faults", "told", "waited_s"),
+    [
+        ("tcp://h1", [None, None, "killed"], "killed", 0.02),
+        ("tcp://h1", [None], "", 0.1),
+        ("tcp://elsewhere", [None], "", 0.0),
+        ("tcp://elsewhere", ["killed"], "killed", 0.0),
+    ],
+)
+def test_why_a_worker_was_lost_is_waited_for_a_moment(
+    bench: Bench, clock: Clock, address: str, faults: list[str | None], told: str, waited_s: float
+) -> None:
+    bench.attempt.worker_fault = lambda: faults.pop(0) if len(faults) > 1 else faults[0]
+    assert bench.attempt._why_lost(address) == told
+    assert clock.now - 100.0 == pytest.approx(waited_s, abs=0.011)
+
+
+@pytest.mark.parametrize(
+    ("looked_at", "due", "all_read", "tick_s", "looks"),
+    [
+        (0.0, None, True, 0.0, True),
+        (99.96, None, True, 0.0, False),
+        (99.95, None, True, 0.0, True),
+        (99.81, None, False, 0.0, False),  # while messages wait it looks less often
+        (99.8, None, False, 0.0, True),
+        (99.6, None, True, 0.5, False),  # many ranks
+        (99.96, 100.0, True, 0.0, True),  # a deadline has passed
+        (99.96, 100.1, True, 0.0, False),
+    ],
+)
+def test_loop_looks_now_and_then_and_at_deadlines(
+    bench: Bench, clock: Clock, looked_at: float, due: float | None, all_read: bool, tick_s: float, looks: bool
+) -> None:
+    attempt: Any = bench.attempt
+    attempt.state = SimpleNamespace(due=lambda: due)
+    attempt.inbox = SimpleNamespace(empty=lambda: all_read)
+    attempt._looked_at, attempt._tick_s = looked_at, tick_s
+    attempt.worker_fault, attempt.worker_group._returns["connected"] = lambda: "fault", True
+    attempt._tick()
+    assert bench.handled == ([inbox.Tick(True, "fault", all_read)] if looks else [])
+    assert bench.notes == ([("recorder.flush",)] if looks else []) and attempt._looked_at == (
+        100.0 if looks else looked_at
+    )
+
+
+@pytest.mark.parametrize(("due", "timeout_s"), [(None, 0.2), (100.05, 0.05), (99.0, 0.0), (101.0, 0.2)])
+def test_message_is_waited_for_until_the_next_deadline(
+    bench: Bench, clock: Clock, due: float | None, timeout_s: float
+) -> None:
+    waits: list[float] = []
+
+    def get(timeout: float) -> Any:
+        waits.append(timeout)
+        raise queue.Empty
+
+    attempt: Any = bench.attempt
+    attempt.state = SimpleNamespace(due=lambda: due)
+    attempt.inbox = SimpleNamespace(empty=lambda: True, get=get)
+    attempt._take_one()
+    assert waits == [pytest.approx(timeout_s)] and bench.notes == [("recorder.flush",)] and bench.handled == []
+
+
+def test_loss_of_a_worker_comes_with_its_reason(bench: Bench, clock: Clock) -> None:
+    lost = inbox.WorkerLost("tcp://h1")
+    attempt: Any = bench.attempt
+    attempt.state = SimpleNamespace(due=lambda: None, ranks=bench.ranks)
+    attempt.inbox = SimpleNamespace(empty=lambda: False, get=lambda timeout: lost)
+    attempt.worker_fault = lambda: "killed"
+    attempt._take_one()
+    assert bench.handled == [inbox.WorkerLost("tcp://h1", reason="killed")] and bench.notes == []

@@ -1,0 +1,171 @@
+"""The description of the model at the start, and what is told about its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddptrain.errors import UsageError
+from ddptrain.protocol.starting_weights import StartingWeights
+from ddptrain.storage.download import DownloadFailed, ServerUnreachable
+from ddptrain.workloads.images.model import initial_weights
+from ddptrain.workloads.images.model.build_model import MEAN, STD
+from ddptrain.workloads.images.model.label_file import parse_labels
+from ddptrain.workloads.images.model.preflight import BadWeights, WeightsNotReached
+from ddptrain.workloads.images.params import ImagesParams
+
+KNOWN = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), image_size=64, url="https://w/net-1.pth")
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_weights, "find_pretrained", lambda architecture, weights: KNOWN)
+
+
+def described(tell: Any = print, **params: Any) -> dict[str, Any]:
+    settings = ImagesParams.model_validate({"architecture": "resnet50", "image_size": 32, **params})
+    return initial_weights.described_model(settings, ["cat", "dog"], tell)
+
+
+@pytest.mark.parametrize(
+    ("weights", "mean", "std"),
+    [(None, MEAN, STD), ("model.pth", MEAN, STD), ("DEFAULT", KNOWN.mean, KNOWN.std)],
+)
+def test_pixels_are_normalised_as_for_the_weights(weights: str | None, mean: Any, std: Any) -> None:
+    found = described(weights=weights)
+    assert (tuple(found["mean"]), tuple(found["std"])) == (tuple(mean), tuple(std))
+    assert (found["image_size"], found["classes"], found["n_outputs"]) == (32, ["cat", "dog"], 2)
+
+
+def test_labels_are_the_outputs_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = parse_labels(b"bird\nDog\ncat\n", "labels.txt")
+    monkeypatch.setattr(initial_weights, "labels_of", lambda settings: labels)
+    told: list[str] = []
+    found = described(told.append, weights="DEFAULT")
+    assert (found["outputs"], found["output_names"], found["n_outputs"]) == ([2, 1], ["bird", "Dog", "cat"], 3)
+    assert tuple(found["mean"]) == KNOWN.mean and tuple(found["std"]) == KNOWN.std
+    assert len(told) <= 1 and all(line.startswith("dog: ") for line in told)
+
+
+class Broken(torch.nn.Module):
+    """A model for larger images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"{list(images.shape)} is too small")
+
+
+def test_model_is_tried_with_an_image_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = initial_weights.described_model(ImagesParams(architecture="small_cnn", image_size=32), ["a", "b"], print)
+    model = initial_weights.built_model(config)
+    assert model.training and model(torch.zeros(2, 3, 32, 32)).shape == (2, 2)
+    monkeypatch.setattr(initial_weights, "build", lambda config: Broken())
+    with pytest.raises(UsageError, match=r"\[1, 3, 32, 32\] is too small"):
+        initial_weights.built_model(config)
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        (None, ""),
+        (1000, "; their head of 1,000 outputs is replaced by a new one of 2"),
+        (2, "; their head of 2 outputs is replaced by a new one of 2 (params.label_map keeps it)"),
+    ],
+)
+def test_head_that_is_replaced_is_told(others: int | None, told: str) -> None:
+    assert initial_weights._replaced(others, 2) == told
+
+
+@pytest.mark.parametrize(
+    ("weights", "size", "told"),
+    [
+        ("DEFAULT", 32, "these weights were made for images of 64 pixels, params.image_size is 32\n"),
+        ("DEFAULT", 64, ""),
+        ("model.pth", 32, ""),
+    ],
+)
+def test_other_image_size_of_the_weights_is_told(
+    capsys: pytest.CaptureFixture[str], weights: str, size: int, told: str
+) -> None:
+    initial_weights._tell_size(ImagesParams(image_size=size), weights)
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize(
+    ("weights", "classes", "others"),
+    [
+        ("model:dogs@champion", ["cat", "dog"], False),
+        ("model:dogs@champion", ["dog", "cat"], True),
+        ("model:dogs@champion", [], False),
+        ("model.pth", ["dog", "cat"], False),
+    ],
+)
+def test_model_of_the_registry_may_have_other_classes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: str, classes: list[str], others: bool
+) -> None:
+    monkeypatch.setattr(StartingWeights, "read", lambda inputs: SimpleNamespace(classes=classes))
+    config = {"classes": ["cat", "dog"]}
+    settings = ImagesParams(weights=weights)
+    assert initial_weights._has_other_classes(settings, config, tmp_path) is others
+    assert initial_weights._has_other_classes(settings, config, None) is False
+    monkeypatch.setattr(StartingWeights, "read", lambda inputs: None)
+    assert initial_weights._has_other_classes(settings, config, tmp_path) is False
+
+
+@pytest.mark.parametrize(
+    ("weights", "url", "name", "checked"),
+    [
+        ("DEFAULT", KNOWN.url, "net-1.pth", True),
+        ("https://x/a/own.pth?sig=1", "https://x/a/own.pth?sig=1", "ddptrain-cb3c9fa6fc9cfa01-own.pth", False),
+    ],
+)
+def test_weights_are_fetched_into_the_folder_of_torchvision(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: str, url: str, name: str, checked: bool
+) -> None:
+    asked: list[Any] = []
+
+    def fetch(source: str, target: Path, options: Any, *, progress: Any, tell: Any, check_name: bool) -> Path:
+        asked.append((source, target.parent, check_name, progress, tell))
+        return target
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(initial_weights, "fetch_file", fetch)
+    path = initial_weights.weights_file(ImagesParams(weights=weights), weights, "p", "t")  # type: ignore[arg-type]
+    assert asked == [(url, tmp_path / "hub/checkpoints", checked, "p", "t")]
+    assert path.name == name if checked else path.name.endswith("-own.pth") and len(path.name) == len(name)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "kind", "told"),
+    [
+        ("DEFAULT", DownloadFailed("404"), BadWeights, "the weights DEFAULT of resnet50 can't be fetched: 404; fetch"),
+        (
+            "https://x/a.pth",
+            ServerUnreachable("no route"),
+            WeightsNotReached,
+            "the weights can't be fetched: no route; f",
+        ),
+    ],
+)
+def test_download_that_fails_is_told(
+    monkeypatch: pytest.MonkeyPatch, weights: str, error: Exception, kind: type[Exception], told: str
+) -> None:
+    def fetch(*_: Any, **__: Any) -> Path:
+        raise error
+
+    monkeypatch.setattr(initial_weights, "fetch_file", fetch)
+    with pytest.raises(kind) as failed:
+        initial_weights.weights_file(ImagesParams(weights=weights), weights, print, print)
+    assert str(failed.value).startswith(told) and type(failed.value) is kind
+
+
+def test_download_is_reported_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [100.0], list[str]()
+    monkeypatch.setattr(initial_weights, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    report = initial_weights._DownloadReport("w", told.append)
+    for now[0], total in ((110.0, None), (110.1, None), (120.1, 5000.0), (120.2, 5000.0), (120.3, 5000.0)):
+        report.progress(1234.4, total)
+    assert told == ["fetching w: 1,234 MB so far", "fetching w: 1,234 of 5,000 MB so far"]

@@ -1,0 +1,91 @@
+"""Tables of predictions and pictures of training images, value by value."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from ddptrain.workloads.images import predictions
+from ddptrain.workloads.images.predictions import PredictionTable, TrainingTable
+
+# Two classes, which are the outputs 2 and 0 of a model with three; its own names of the outputs are a, b and c.
+MODEL: dict[str, Any] = {"classes": ["cat", "dog"], "outputs": [2, 0], "output_names": ["a", "b", "c"]}
+SURE = 50.0  # a logit that leaves nothing to the others
+
+
+def test_outputs_have_the_names_of_the_classes_where_there_are_any() -> None:
+    assert predictions.answer_names(MODEL) == ["dog", "b", "cat"] and MODEL["output_names"] == ["a", "b", "c"]
+
+
+def test_table_has_key_class_and_prediction_of_each_image() -> None:
+    table = PredictionTable(["k0", "k1", "k2", "k3"], MODEL)
+    assert table.rows() == []
+    table.add(torch.tensor([3, 0]), torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor([0.5, 0.25]))
+    table.add(torch.tensor([2]), torch.tensor([0]), torch.tensor([2]), torch.tensor([1.0]))
+    assert table.rows() == [("k3", "dog", "dog", 0.5), ("k0", "cat", "b", 0.25), ("k2", "cat", "cat", 1.0)]
+
+
+def logits(*outputs: int) -> torch.Tensor:
+    return SURE * torch.nn.functional.one_hot(torch.tensor(outputs), 3).float()
+
+
+def test_images_of_every_fourth_step_are_kept_until_there_are_enough() -> None:
+    table = TrainingTable(MODEL, 5)
+    for step in range(9):
+        images = torch.full((2, 3, 1, 1), step, dtype=torch.uint8)
+        labels = torch.tensor([0, 1])
+        table.add(images, labels, logits(2, 1))
+        images.zero_()
+        labels.zero_()  # buffers are used again
+    rows = table.rows()
+    assert [row[0][0, 0, 0].item() for row in rows] == [0, 0, 4, 4, 8]
+    assert [row[1:3] for row in rows] == [("cat", "cat"), ("dog", "b")] * 2 + [("cat", "cat")]
+    assert {round(row[3], 6) for row in rows} == {1.0}
+    table.add(torch.zeros(2, 3, 1, 1, dtype=torch.uint8), torch.tensor([0, 1]), logits(2, 1))
+    assert len(table.rows()) == 5
+
+
+def test_score_is_the_share_of_the_largest_output() -> None:
+    table = TrainingTable(MODEL, 1)
+    table.add(torch.zeros(1, 3, 1, 1, dtype=torch.uint8), torch.tensor([0]), torch.tensor([[0.0, 0.0, 0.0]]).log1p())
+    assert table.rows()[0][3] == pytest.approx(1 / 3)
+    empty = TrainingTable(MODEL, 0)
+    empty.add(torch.zeros(1, 3, 1, 1, dtype=torch.uint8), torch.tensor([0]), logits(0))
+    assert empty.rows() == []
+
+
+ROWS = [("k,1", "cat", "dog", 0.123456789), ("k2", "dog", "dog", 1.0)]
+
+
+def test_csv_has_six_digits_and_one_line_an_image() -> None:
+    assert predictions.table_file(ROWS, "csv").decode() == (
+        'key,label,prediction,probability\n"k,1",cat,dog,0.123457\nk2,dog,dog,1\n'
+    )
+    assert predictions.table_file([], "csv") == b"key,label,prediction,probability\n"
+
+
+@pytest.mark.parametrize("rows", [ROWS, []])
+def test_parquet_has_types(rows: list[Any]) -> None:
+    table = pq.read_table(io.BytesIO(predictions.table_file(rows, "parquet")))
+    assert [str(kind) for kind in table.schema.types] == ["string", "string", "string", "float"]
+    assert table.column_names == list(predictions.COLUMNS)
+    assert [tuple(row.values())[:3] for row in table.to_pylist()] == [row[:3] for row in rows]
+
+
+def test_strip_has_the_first_eight_images_side_by_side() -> None:
+    images = torch.arange(9, dtype=torch.uint8).reshape(9, 1, 1, 1).expand(9, 3, 2, 2)
+    strip = predictions.example_strip(images)
+    assert strip.shape == (3, 2, 16) and strip[0, 0].tolist() == [number for number in range(8) for _ in range(2)]
+    assert predictions.example_strip(images[:2]).shape == (3, 2, 4)
+
+
+def test_caption_has_class_and_prediction_of_each_image() -> None:
+    equal = torch.tensor([[1.0, 1.0, -SURE], [-SURE, SURE, -SURE]])
+    words = predictions.example_words(equal, torch.tensor([0, 1]), MODEL)
+    assert words == "cat: dog 50%, dog: b 100%"
+    many = predictions.example_words(logits(*[0] * 9), torch.tensor([0] * 9), MODEL)
+    assert many.count("cat: dog 100%") == 8

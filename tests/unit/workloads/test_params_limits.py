@@ -1,0 +1,156 @@
+"""The default and the limits of each parameter of the built-in workloads: users rely on both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from ddptrain.workloads.images.params import CacheParams, ImagesParams
+from ddptrain.workloads.petnames.params import PetnamesParams
+
+LARGEST_SEED = 2**31 - 1
+
+
+def test_defaults_of_petnames_are_those_of_the_tutorial() -> None:
+    assert PetnamesParams().model_dump() == {
+        "names": "builtin",
+        "names_format": "auto",
+        "names_column": None,
+        "names_options": {},
+        "unique": True,
+        "max_name_length": 64,
+        "val_fraction": 0.1,
+        "context": "window",
+        "window": 8,
+        "skip_blanks": True,
+        "input": "one_hot",
+        "embedding_size": 32,
+        "hidden_size": 128,
+        "layers": 4,
+        "dropout": 0.1,
+        "output_dropout": 0.0,
+        "weights": None,
+        "epochs": 25,
+        "batch_size": 16384,
+        "learning_rate": 0.001,
+        "lr_schedule": "constant",
+        "weight_decay": 0.0,
+        "grad_clip": 0.0,
+        "loss_microbatch": "auto",
+        "samples": 16,
+        "seed": 0,
+    }
+
+
+def test_defaults_of_images() -> None:
+    assert ImagesParams().model_dump() == {
+        "source": "builtin",
+        "val_source": None,
+        "source_options": {},
+        "subset": None,
+        "train_pct": 0.8,
+        "downsample_to": 1.0,
+        "image_size": 224,
+        "augmentation": "crop",
+        "architecture": "resnet50",
+        "weights": None,
+        "label_map": None,
+        "epochs": 6,
+        "batch_size": 64,
+        "optimizer": "adamw",
+        "base_lr": 3e-4,
+        "scale_lr": False,
+        "weight_decay": 0.01,
+        "momentum": 0.9,
+        "eps": 1e-6,
+        "scheduler": "one_cycle",
+        "step_size": 2,
+        "gamma": 0.1,
+        "patience": 2,
+        "loader_workers": "auto",
+        "requests": 64,
+        "prefetch": 4,
+        "cache": None,
+        "max_bad_fraction": 0.01,
+        "precision": None,
+        "compile": None,
+        "channels_last": None,
+        "predictions": "csv",
+        "examples_every": 25,
+        "examples_kept": 1000,
+        "seed": 0,
+    }
+    assert CacheParams().model_dump() == {"dir": None, "max_gb": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "accepted", "refused"),
+    [
+        (CacheParams, "max_gb", (1e-9, 1e6), (0.0, 1000001.0)),
+        (ImagesParams, "subset", (1,), (0,)),
+        (ImagesParams, "train_pct", (0.001, 1.0), (0.0, 1.001)),
+        (ImagesParams, "downsample_to", (0.001, 1.0), (0.0, 1.001)),
+        (ImagesParams, "image_size", (8, 2048), (7, 2049)),
+        (ImagesParams, "epochs", (1,), (0,)),
+        (ImagesParams, "batch_size", (1, 65536), (0, 65537)),
+        (ImagesParams, "base_lr", (1e-9, 10.0), (0.0, 10.001)),
+        (ImagesParams, "weight_decay", (0.0, 10.0), (-0.001, 10.001)),
+        (ImagesParams, "momentum", (0.0, 0.999), (-0.001, 1.0)),
+        (ImagesParams, "eps", (1e-9, 1.0), (0.0, 1.001)),
+        (ImagesParams, "step_size", (1,), (0,)),
+        (ImagesParams, "gamma", (1e-9, 0.999), (0.0, 1.0)),
+        (ImagesParams, "patience", (0,), (-1,)),
+        (ImagesParams, "loader_workers", (0, 256), (-1, 257)),
+        (ImagesParams, "requests", (1, 1024), (0, 1025)),
+        (ImagesParams, "prefetch", (1, 64), (0, 65)),
+        (ImagesParams, "max_bad_fraction", (0.0, 1.0), (-0.001, 1.001)),
+        (ImagesParams, "examples_every", (0,), (-1,)),
+        (ImagesParams, "examples_kept", (0,), (-1,)),
+        (ImagesParams, "seed", (0, LARGEST_SEED), (-1, LARGEST_SEED + 1)),
+        (PetnamesParams, "names", ("n",), ("",)),
+        (PetnamesParams, "max_name_length", (1, 1000), (0, 1001)),
+        (PetnamesParams, "val_fraction", (0.0, 0.9), (-0.001, 0.901)),
+        (PetnamesParams, "window", (1, 64), (0, 65)),
+        (PetnamesParams, "embedding_size", (1, 4096), (0, 4097)),
+        (PetnamesParams, "hidden_size", (1, 8192), (0, 8193)),
+        (PetnamesParams, "layers", (1, 32), (0, 33)),
+        (PetnamesParams, "dropout", (0.0, 0.999), (-0.001, 1.0)),
+        (PetnamesParams, "output_dropout", (0.0, 0.999), (-0.001, 1.0)),
+        (PetnamesParams, "weights", ("model:a",), ("a", "model:")),
+        (PetnamesParams, "epochs", (1,), (0,)),
+        (PetnamesParams, "batch_size", (1,), (0,)),
+        (PetnamesParams, "learning_rate", (1e-9, 10.0), (0.0, 10.001)),
+        (PetnamesParams, "weight_decay", (0.0, 10.0), (-0.001, 10.001)),
+        (PetnamesParams, "grad_clip", (0.0,), (-0.001,)),
+        (PetnamesParams, "loss_microbatch", (0,), (-1,)),
+        (PetnamesParams, "samples", (0, 1000), (-1, 1001)),
+        (PetnamesParams, "seed", (0, LARGEST_SEED), (-1, LARGEST_SEED + 1)),
+    ],
+)
+def test_values_are_accepted_up_to_their_limits(
+    model: type[BaseModel], field: str, accepted: tuple[Any, ...], refused: tuple[Any, ...]
+) -> None:
+    for value in accepted:
+        assert getattr(model.model_validate({field: value}), field) == value
+    for value in refused:
+        with pytest.raises(ValidationError):
+            model.model_validate({field: value})
+
+
+@pytest.mark.parametrize("model", [CacheParams, ImagesParams, PetnamesParams])
+def test_parameters_are_strict_and_never_change(model: type[BaseModel]) -> None:
+    given = model()
+    field = next(iter(model.model_fields))
+    with pytest.raises(ValidationError):
+        setattr(given, field, getattr(given, field))
+    for wrong in (
+        {"no_such": 1},
+        {"epochs": "3"},
+        {"max_gb": "3"},
+        {"base_lr": float("inf")},
+        {"max_gb": float("nan")},
+    ):
+        with pytest.raises(ValidationError):
+            model.model_validate(wrong)
