@@ -124,7 +124,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             (
                 "ddptrain: run train-20260612-080000-a1b2 failed: no Dask scheduler answers at tcp://10.0.0.5:8786 "
-                "within 60 s: connection refused"
+                "within 60 s: connection refused; is it up, and the port right?"
             ),
         ),
         (

@@ -63,7 +63,7 @@ def fake_ssh(folder: Path, script: str) -> Host:
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo 'Permission denied (publickey).' >&2; exit 255", "gpu1: ssh can't get there: Permission denied"),
+        ("echo 'Permission denied (publickey).' >&2; exit 255", "gpu1: ssh can't connect: Permission denied"),
         ("echo 'sh: python3: not found' >&2; exit 127", "gpu1: there is no python3 there"),
         ("echo 'No module named ddptrain' >&2; exit 1", "gpu1: ddptrain is missing there: python3 -m pip install"),
         ("echo 'Unknown option: -P' >&2; echo usage >&2; exit 2", "gpu1: python3 is too old there"),
