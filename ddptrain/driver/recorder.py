@@ -244,7 +244,7 @@ def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Co
         f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is "
         f"the best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
         + (f"Did you mean {shorten(match)}? " if match else "")
-        + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to one of these, or to null'
+        + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to another one, or to null'
     )
 
 

@@ -29,7 +29,7 @@ from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.failure import summary
-from ddptrain.driver.local_resources import LocalResources, crowding, local_resources
+from ddptrain.driver.local_resources import LocalResources, local_resources, resource_warnings
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.session import SharedRun, cluster_for
 from ddptrain.driver.tracking.setup import check_trackers
@@ -344,7 +344,7 @@ class _Run:
             self.display.notice(self.choice.reason)
         if self.machine is not None:
             self.display.expect(self.machine.ranks, self.log_sizes)
-            if self.options.shared is None and (warning := crowding(self.machine, usable_cores())):
+            for warning in resource_warnings(self.machine, usable_cores()) if self.options.shared is None else ():
                 self.display.notice(warning, level="warning")
             self.display.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:
