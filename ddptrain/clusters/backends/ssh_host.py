@@ -93,6 +93,8 @@ class Host:
             return f"ddptrain is missing there: {self.python} -m pip install ddptrain=={__version__}"
         if "nknown option" in answer.stderr or "invalid choice" in last:
             return f"{self.python} is too old there: ddptrain needs Python 3.11 or newer; set cluster.ssh.python"
+        if answer.returncode == 0 or "llegal option" in last or "SyntaxError" in last:  # of a shell; of Python 2
+            return f"{self.python} is not Python 3.11 or newer there ({last}): set cluster.ssh.python"
         return last
 
 

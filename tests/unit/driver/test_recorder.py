@@ -11,7 +11,7 @@ import pytest
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
-from ddptrain.results.run_record import AttemptRecord, RankRecord
+from ddptrain.results.run_record import AttemptRecord, RankRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 
@@ -127,7 +127,7 @@ def test_the_first_rank_of_a_resumed_run_tells_once_that_its_versions_are_others
     heard = Heard()
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
         writer.update(versions={**writer.record.versions, "torch": "1.0"})
-        writer.finish("failed", 1)
+        writer.finish(RunStatus.FAILED, 1)
     started = events.Started(1, 1, "here", versions={"torch": "2.0", "python": writer.record.versions["python"]})
     with RunWriter.reopen(writer.layout.root, "") as again:
         for rank in (1, 0, 0):
