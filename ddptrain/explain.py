@@ -34,7 +34,7 @@ _INTERRUPTED = Explanation(
     ("ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",),
     (
         Cause(
-            "it was before the first checkpoint (also with ddptrain stop)",
+            "the signal came before the first checkpoint (also with ddptrain stop)",
             "start it again; save more often, as checkpoint.every_s: 300 does",
         ),
         Cause("the function does not call ctx.checkpoint", "call it on all ranks"),
@@ -124,7 +124,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             (
                 "ddptrain: run train-20260612-080000-a1b2 failed: no Dask scheduler answers at tcp://10.0.0.5:8786 "
-                "within 60 s: connection refused"
+                "within 60 s: connection refused; is it up, and the port right?"
             ),
         ),
         (

@@ -23,7 +23,8 @@ from zopfli import zlib as zopfli
 
 # help() of what users import; the help texts of the commands; the descriptions of the schema.
 DOCUMENTED = re.compile(
-    r"ddptrain/(cli|config)/|ddptrain/rank/(context|current_context|saved_checkpoint|huggingface)\.py"
+    r"ddptrain/cli/|ddptrain/config/(sections/|run_config\.py)|ddptrain/workloads/\w+/params\.py"
+    r"|ddptrain/rank/(context|current_context|saved_checkpoint|huggingface)\.py"
     r"|ddptrain/(__init__|api|errors|run_handle|tracking/protocol)\.py"
 )
 _INDENT = 4  # spaces

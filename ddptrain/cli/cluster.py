@@ -48,7 +48,7 @@ def up(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set cluster.ssh.python=/opt/bin/python."),
     ] = None,
     idle_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End it after that long without a run.")
+        float | None, typer.Option(metavar="SECONDS", help="End it after this time without a run.")
     ] = None,
     start_timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long the start may take.")] = None,
     tls: Annotated[
@@ -183,8 +183,8 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 @app.command(short_help="Print the last lines of its processes.")
 def logs(
     name: Name,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="So many last lines of each.")] = 50,
-    source: Annotated[str | None, typer.Option(help="Only this one: scheduler, worker, a host.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Number of last lines of each process.")] = 50,
+    source: Annotated[str | None, typer.Option(help="Only of scheduler, worker, or a host.")] = None,
     json: Json = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -203,7 +203,7 @@ def logs(
 @app.command(short_help="Change how many slots it has.")
 def scale(
     name: Name,
-    slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="How many slots it shall have.")],
+    slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="The new number of slots.")],
     json: Json = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -220,7 +220,7 @@ def scale(
 def down(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A cluster's name.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
-    now: Annotated[bool, typer.Option("--now", help="Also one that runs are on; they fail.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Also if runs use it; they fail.")] = False,
     json: Json = False,
     verbose: VerboseOption = False,
 ) -> None:

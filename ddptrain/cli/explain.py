@@ -36,7 +36,7 @@ def _explain_code(code: int, json: bool) -> None:
     if code > _HIGHEST_CODE:
         raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
     if not is_known(code):
-        listed = ", ".join(str(int(each)) for each in EXPLANATIONS)
+        listed = ", ".join(str(int(each)) for each in sorted(EXPLANATIONS))
         raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {listed}")
     if json:
         print_json({"exit_code": code, **dataclasses.asdict(explanation_of(code))})

@@ -88,7 +88,7 @@ app.command("train", short_help="Train what a YAML file describes.")(train)
 app.command(
     "run", cls=RunCommand, short_help="Run a script that torchrun would run.", context_settings=SCRIPT_SETTINGS
 )(run)
-app.command("retrain", short_help="Train a model anew, and put it in place if it is better.")(retrain)
+app.command("retrain", short_help="Train a model again, and use the new version if it is better.")(retrain)
 app.command("sweep", short_help="Search for the best values of some fields.")(sweep)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")

@@ -37,7 +37,7 @@ ResumeOption = Annotated[
     str | None,
     typer.Option(
         metavar="RUN|auto",
-        help="Go on with a run; auto: the newest of this name that did not succeed, or the one of --run-id.",
+        help="Continue a run; auto: the newest of this name that did not succeed, or the one of --run-id.",
     ),
 ]
 AllowChangesOption = Annotated[
@@ -47,10 +47,10 @@ DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, also the cluster; print what would run, start nothing.")
 ]
 DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Leave once the run has begun: it continues without this shell.")
+    bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
 ]
 FullTracebackOption = Annotated[
-    bool, typer.Option("--full-traceback", help="Show the frames of torch and ddptrain, too, where ranks fail.")
+    bool, typer.Option("--full-traceback", help="Show also the frames of torch and ddptrain in tracebacks.")
 ]
 
 

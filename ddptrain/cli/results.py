@@ -64,7 +64,7 @@ def logs(
     ctx: typer.Context,
     run: Run,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run has ended.")] = False,
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")] = None,
     runs_dir: RunsDir = None,
 ) -> None:

@@ -23,14 +23,14 @@ from ddptrain.cli.options import (
 def sweep(
     config: Annotated[
         str | None,
-        typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume knows it."),
+        typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume needs none."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set sweep.trials=64; repeatable."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest sweep of this name, or the one of --sweep-id.")
+        bool, typer.Option("--resume", help="Continue the newest sweep of this name, or the one of --sweep-id.")
     ] = False,
     sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
     ranks: RanksOption = None,

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 def train(
     ctx: typer.Context,
-    config: Annotated[str, typer.Argument(help="YAML file, or the name of an example that comes along (petnames).")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped example, as petnames.")
+    ],
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set params.epochs=3; repeatable."),
@@ -109,10 +111,12 @@ def start(
     """Run a configuration with the options of `train` and `run`. Raises typer.Exit with the exit code."""
     reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
     if dry_run:
+        from ddptrain.config.tls_check import check_tls
         from ddptrain.config.workload_check import check_workload
         from ddptrain.driver.dry_run import check_cluster
 
         check_workload(resolved)
+        check_tls(resolved)
         check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
         typer.echo(resolved.yaml_text, nl=False)
         reporting.checked()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,26 @@ from typer.core import TyperGroup
 
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import UsageError
+
+_OTHER_NAMES = {  # what users of other tools type
+    "resume": "ddptrain train CONFIG --resume RUN",
+    "torchrun": "ddptrain run",
+    "launch": "ddptrain train",
+    "logs": "ddptrain results logs",
+    "show": "ddptrain results show",
+    "status": "ddptrain results show",
+    "plot": "ddptrain results plot",
+    "report": "ddptrain results report",
+    "compare": "ddptrain results compare",
+    "list": "ddptrain results list",
+    "ls": "ddptrain results list",
+    "sync": "ddptrain results sync",
+    "registry": "ddptrain models",
+    "promote": "ddptrain models promote",
+    "kill": "ddptrain stop",
+    "tune": "ddptrain sweep",
+    "check": "ddptrain doctor",
+}
 
 
 class RootGroup(TyperGroup):
@@ -50,22 +70,40 @@ def _what(error: Any, ctx: Any) -> str:
     message = str(error.format_message())
     param = getattr(error, "param", None)
     if kind == "NoSuchOption":
-        known = [name for each in ctx.command.params for name in each.opts] if ctx is not None else []
-        options = [option for option in known if option.startswith("--")]
-        return f"there is no option {shorten(error.option_name)}{_did_you_mean(error.option_name, options)}"
+        return f"there is no option {shorten(error.option_name)}{_option_hint(error.option_name, ctx)}"
     if ctx is not None and (command := re.match(r"No such command '(.*?)'", message)):
-        hint = _did_you_mean(command[1], ctx.command.list_commands(ctx))
-        return f'there is no command "{shorten(command[1])}"{hint}'
+        return f'there is no command "{shorten(command[1])}"{_command_hint(command[1], ctx)}'
     if kind == "MissingParameter" and param is not None and ctx is not None:
         usage = re.sub("[{}]", "", " ".join(ctx.command.collect_usage_pieces(ctx))).replace("......", "...")
         return f"{_name(param)} is missing: write {ctx.command_path} {usage}"
     if kind == "BadParameter" and param is not None:
         return f"{_name(param)}: {_wrong_value(error)}"
-    return message[:1].lower() + message[1:].rstrip(".").replace("(s)", "")
+    text = message[:1].lower() + message[1:].rstrip(".").replace("(s)", "")
+    field = re.search(r"extra arguments? \((?:params\.)?(\w+=[^ )]*)", text)
+    return f"{text} (did you mean --set params.{shorten(field[1])}?)" if field else text
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    match = nearest(name, known)
+def _option_hint(name: str, ctx: Any) -> str:
+    known = [option for each in ctx.command.params for option in each.opts] if ctx is not None else []
+    match = nearest(name.lstrip("-"), [option[2:] for option in known if option.startswith("--")])
+    if match:
+        return f" (did you mean --{match}?)"
+    if ctx is not None and ctx.command.name == "init":
+        return ' (put the whole command in quotes: --from torchrun "torchrun ...")'
+    if "--local-rank" in known:
+        return f" (arguments of the script come after it and --: SCRIPT -- {shorten(name)} ...)"
+    return f" (a field is changed as --set params.{shorten(name.lstrip('-'))}=VALUE)" if "--set" in known else ""
+
+
+def _command_hint(name: str, ctx: Any) -> str:
+    commands = ctx.command.list_commands(ctx)
+    found = _OTHER_NAMES.get(name, "") if ctx.parent is None else ""
+    if name.endswith((".yaml", ".yml")):
+        verb = "train" if "train" in commands else "add" if "add" in commands else ""
+        found = f"{ctx.command_path} {verb} {shorten(name)}" if verb else ""
+    elif name.endswith(".py") and "run" in commands:
+        found = f"{ctx.command_path} run {shorten(name)}"
+    match = found or nearest(name, commands)
     return f" (did you mean {match}?)" if match else ""
 
 

@@ -131,7 +131,7 @@ def clusters_dir() -> Path:
         folder.chmod(0o700)
     except OSError as error:
         raise ClusterError(
-            f"the folder for clusters {folder} can't be made: {error.strerror}; set XDG_STATE_HOME to another"
+            f"the folder for clusters {folder} can't be created: {error.strerror}; set XDG_STATE_HOME to another one"
         ) from error
     return folder
 
@@ -145,7 +145,7 @@ def create(record: ClusterRecord) -> Deployment:
     record = dataclasses.replace(record, host=this_host())
     folder = clusters_dir() / record.name
     if _load(folder) is not None:
-        raise UsageError(f"there is a cluster {record.name} already: ddptrain cluster down {record.name}")
+        raise UsageError(f"there is a cluster {record.name} already: ddptrain cluster down {record.name} ends it")
     shutil.rmtree(folder, ignore_errors=True)  # left by a command that was killed before it had written the record
     folder.mkdir(mode=0o700)
     _write(folder / _RECORD, record)

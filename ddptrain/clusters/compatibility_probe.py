@@ -21,9 +21,8 @@ def look(packages: tuple[str, ...], module: str, folders: tuple[str, ...]) -> st
     """Versions by name as JSON, null for what is missing, and "workload": whether `module` is here or in `folders`."""
     # What was missing a moment ago may have been installed. importlib.metadata looks at the folders' times by itself.
     for finder in sys.path_importer_cache.values():
-        forget = getattr(finder, "invalidate_caches", None)  # optional, and absent from None
-        if forget is not None:
-            forget()
+        if finder is not None and hasattr(finder, "invalidate_caches"):
+            finder.invalidate_caches()
     versions = {name: _version(name) for name in packages}
     workload = "found" if _is_found(module, folders) else None
     system = sys.platform + " " + platform.machine()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddptrain.config.sections.clusters import ClusterConfig
 
 _EXPOSED = (
-    "the scheduler at {address} asks nobody for a certificate: everyone who can reach its port, or that of a worker, "
+    "the scheduler at {address} asks for no certificate: everyone who can reach its port, or that of a worker, "
     "can run programs as you on every host of this cluster, and read what driver and workers send each other"
 )
 _log = Log(__name__)
@@ -277,5 +277,5 @@ def _encrypts(provider: Provider, backend: str, wanted: bool | None) -> bool:
     """Whether to make a certificate: as requested, else the default of the backend; some backends make their own."""
     usual: bool | None = getattr(provider, "tls", None)
     if usual is None and wanted is not None:
-        raise UsageError(f"backend {backend} sees to encryption itself: leave --tls and --no-tls out")
+        raise UsageError(f"backend {backend} has its own encryption: leave --tls and --no-tls out")
     return bool(usual if wanted is None else wanted)

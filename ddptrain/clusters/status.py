@@ -181,7 +181,7 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
         return View(deployment, State.GONE, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
     address = deployment.record.address
     if not address:
-        return View(deployment, State.GONE, "its start was broken off")
+        return View(deployment, State.GONE, "its start was interrupted")
     if deployment.relation == Relation.RESTARTED:
         return View(
             deployment, State.GONE, f"{deployment.record.host.name} was restarted after the cluster was started"

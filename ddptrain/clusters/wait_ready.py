@@ -60,8 +60,8 @@ class ReadinessWait:
             raise ClusterError(f"the scheduler at {address} does not answer: {error}{self._last_words()}") from error
         except ImportError as error:  # raised in the process of the scheduler
             raise ClusterError(
-                f"the scheduler at {self.deployment.record.address} can't be used ({error}): ddptrain must be "
-                "installed where it runs, and where its workers do"
+                f"the scheduler at {self.deployment.record.address} can't be used ({error}): install ddptrain "
+                "on the hosts of the scheduler and of the workers"
             ) from error
         return status.seen(self.deployment, told)
 

@@ -199,6 +199,8 @@ def _unknown_hint(path: PathKey, schema: Schema) -> str:
         return f"did you mean {below}?"
     if match is None and elsewhere:
         return f"did you mean {elsewhere[0]}?"
+    if len(longer := [dotted((*parent, each)) for each in siblings if each.startswith(f"{name}_")]) > 1:
+        return f"did you mean {', '.join(longer[:-1])} or {longer[-1]}?"  # every: every_epochs, every_steps, ...
     return f"did you mean {dotted((*parent, match))}?" if match else did_you_mean(name, siblings)
 
 

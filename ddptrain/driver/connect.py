@@ -139,7 +139,8 @@ def _nobody(target: Target, timeout_s: float, reason: str) -> str:
             f"the scheduler of the cluster {name} does not answer at {target.address}: {reason}; "
             f"clear it up with `ddptrain cluster down {name}`, then start it again with `ddptrain cluster up`"
         )
-    return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}"
+    question = "is it up, and the port right?" if reason in _NOBODY else "is a firewall in the way?"
+    return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}; {question}"
 
 
 def _why_not(target: Target) -> str:
@@ -202,7 +203,7 @@ def _wrong_certificate(target: Target, plain: socket.socket) -> str:
             secured.recv(1)
     except ssl.SSLCertVerificationError as error:
         raise ClusterError(
-            f"the scheduler at {target.address} shows a certificate that ours does not vouch for "
+            f"the scheduler at {target.address} shows a certificate that ours has not signed "
             f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
         ) from error
     except TimeoutError:

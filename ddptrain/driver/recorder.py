@@ -22,6 +22,7 @@ from ddptrain.results.run_writer import RunWriter
 _MOST_RETURNED = 1 << 16  # characters
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
 _MOST_NAMES = 20
+_DECIDING = ("ddptrain", "torch", "python")
 _DEFAULT_METRIC = CheckpointConfig().metric
 _NOT_LOGGED = frozenset({"traceback", "rank_time_ns", "run_id"})
 _log = Log(__name__)
@@ -177,6 +178,9 @@ class Recorder:
             }
             versions = {**self.writer.record.versions, **event.versions}
             self.writer.update(rank_environment=environment, versions=versions)
+            before, self.writer.versions_before = self.writer.versions_before, {}
+            if problem := other_versions(before, versions):
+                self.warn(problem)
         self._recorded("rank_started", {"rank": rank, "host": event.host, "pid": event.pid, "device": event.device})
         self.display.rank_started(rank, event.host, event.pid)
 
@@ -240,8 +244,17 @@ def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Co
         f"checkpoint.metric is {name}, and the checkpoint of step {saved.step} has no such metric: no checkpoint is "
         f"the best so far. Given to ctx.checkpoint: {_names(saved.metrics)}; logged with ctx.log: {_names(logged)}. "
         + (f"Did you mean {shorten(match)}? " if match else "")
-        + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to one of these, or to null'
+        + f'Call ctx.checkpoint(..., metrics={{"{name}": ...}}), or set checkpoint.metric to another one, or to null'
     )
+
+
+def other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Why a resumed run may give other results than with the versions before; "" if they are the same or not known."""
+    changed = [name for name in _DECIDING if before.get(name, now.get(name)) != now.get(name)]
+    if not changed:
+        return ""
+    had, has = (", ".join(f"{name} {versions.get(name, '?')}" for name in changed) for versions in (before, now))
+    return f"the run was trained with {had} so far and continues with {has}: results may differ"
 
 
 def _names(names: Collection[str]) -> str:

@@ -17,6 +17,7 @@ from ddptrain.clusters.provider import Cluster
 from ddptrain.config.known_names import prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
@@ -28,7 +29,7 @@ from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.failure import summary
-from ddptrain.driver.local_resources import LocalResources, crowding, local_resources
+from ddptrain.driver.local_resources import LocalResources, local_resources, resource_warnings
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.session import SharedRun, cluster_for
 from ddptrain.driver.tracking.setup import check_trackers
@@ -88,6 +89,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     config = resolved.config
     prepared_by = options.evaluation.prepare if options.evaluation is not None else _prepared_by(config)
     check_trackers(config)
+    check_tls(resolved)
     shared = options.shared
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
     inbox: Inbox = queue.SimpleQueue()
@@ -342,7 +344,7 @@ class _Run:
             self.display.notice(self.choice.reason)
         if self.machine is not None:
             self.display.expect(self.machine.ranks, self.log_sizes)
-            if self.options.shared is None and (warning := crowding(self.machine, usable_cores())):
+            for warning in resource_warnings(self.machine, usable_cores()) if self.options.shared is None else ():
                 self.display.notice(warning, level="warning")
             self.display.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:

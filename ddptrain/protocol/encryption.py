@@ -68,7 +68,7 @@ class WorkerKey:
             text = _cipher(shared, data[:_KEY_BYTES]).decrypt(_NONCE, data[_KEY_BYTES:], purpose.encode())
         except (ValueError, InvalidTag) as error:
             raise ClusterError(
-                "the environment of a rank was not sealed for this worker: it was started again in between; try again"
+                "the environment of a rank was not encrypted for this worker, which has been restarted; try again"
             ) from error
         return {str(name): str(value) for name, value in json.loads(text).items()}
 

@@ -39,6 +39,7 @@ class UnsafePath(ResultsError):
 _ADVICE = {
     errno.ENOSPC: "; free some space, or choose another folder with --runs-dir",
     errno.EDQUOT: "; free some space, or choose another folder with --runs-dir",
+    errno.EFBIG: "; the limit on the size of a file is too low for it: ulimit -f unlimited",
     errno.EACCES: "; choose a folder that you may write to with --runs-dir",
     errno.EROFS: "; choose a folder that you may write to with --runs-dir",
 }

@@ -51,6 +51,7 @@ class RunWriter:
         self.layout = layout
         self.secrets: Sequence[str] = ()
         self._record = record
+        self.versions_before: Mapping[str, str] = {}  # of Python and packages, when a resumed run ended
         self._lock = lock_descriptor
         self._folder = FolderIdentity.of(layout.root)
         self.loss: DdptrainError | None = None  # set when another driver has the run: nothing is written any more
@@ -142,6 +143,7 @@ class RunWriter:
             )
             write_file(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, descriptor)
+            writer.versions_before = view.record.versions
             writer._settle(view.record.driver)
             writer._latest.begin_attempt(record.last_metrics)
             return writer
@@ -344,8 +346,7 @@ class RunWriter:
             host=self._record.driver.host,
             kind="driver",
             type=type(error).__name__ if error else "",
-            message=str(error or "")
-            or ("interrupted" if error else "the driver left without saying how the run ended"),
+            message=str(error or "") or ("interrupted" if error else "the driver ended without recording why"),
             traceback="" if expected or error is None else "".join(traceback.format_exception(error)),
         )
         self.finish(status, exit_code, failure)

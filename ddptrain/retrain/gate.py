@@ -38,9 +38,9 @@ def _judge_rule(
     reference = champion.get(name) if champion is not None else None
     if value is None:
         known = ", ".join(sorted(candidate)) or "no metrics"
-        return GateOutcome(
-            name, False, f"the evaluation has no {name} (retrain.gate.metric); it has {known}", None, reference
-        )
+        advice = "" if candidate else ": give ctx.checkpoint metrics=..., or name a function in evaluate"
+        told = f"the evaluation has no {name} (retrain.gate.metric); it has {known}{advice}"
+        return GateOutcome(name, False, told, None, reference)
     if not math.isfinite(value):
         return GateOutcome(name, False, f"{name} is {value:g}", value, reference)
     if bound := _broken_bound(rule, value):

@@ -100,7 +100,8 @@ def make_job(
     """
     config = resolved.config
     if config.retrain is None:
-        raise UsageError(f"{resolved.path}: retrain: is missing; add the section, with the name of the model at least")
+        example = f"retrain: {{model: {config.name}}}"
+        raise UsageError(f"{resolved.path} has no section retrain, which names the model: add for example {example}")
     if jitter_s and jitter_s >= (interval := schedule.shortest_interval(datetime.now(UTC)).total_seconds()):
         raise UsageError(f"--jitter is {jitter_s:g} s, and the schedule repeats after {interval:g} s: make it shorter")
     path = resolved.path.absolute()

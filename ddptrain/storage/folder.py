@@ -33,7 +33,9 @@ class Folder(Store):
         """See Store."""
         if not self._root.is_dir():
             what = "is not a folder" if self._root.exists() else "does not exist"
-            raise StoreMissing(f"{self._root} {what}: params.source is the folder that holds a folder for each class")
+            raise StoreMissing(
+                f"{self._root} {what}: params.source must be a folder with one folder of images for each class"
+            )
         try:
             yield from self._below(self._root / folder, f"{folder}/" if folder else "", set())
         except PermissionError as error:
@@ -87,10 +89,12 @@ class Folder(Store):
         here = f"on {socket.gethostname()}"
         try:
             if not self._root.is_dir():
-                return StoreMissing(f"the folder {self._root} is not there {here}: every rank has to see it")
+                return StoreMissing(
+                    f"the folder {self._root} does not exist {here}: every rank must be able to read it"
+                )
             with os.scandir(self._root) as entries:
                 if next(entries, None) is None:  # an empty mount point
-                    return StoreMissing(f"the folder {self._root} is empty {here}: is what it holds mounted?")
+                    return StoreMissing(f"the folder {self._root} is empty {here}: is its file system mounted?")
         except PermissionError:
             pass
         except OSError as error:

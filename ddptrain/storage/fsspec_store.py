@@ -49,7 +49,9 @@ def open_fsspec_store(location: Location, limits: Limits) -> Store:
     try:
         fs, root = fsspec.core.url_to_fs(location.url, **options)
     except (ConnectionError, TimeoutError, socket.gaierror) as error:  # some connect here, for example ftp
-        raise StoreUnreachable(f"{location.words} can't be opened: {_said(error)}: is it right, and up?") from None
+        raise StoreUnreachable(
+            f"{location.words} can't be opened: {_said(error)}: is the address right, and the server up?"
+        ) from None
     except ImportError as error:
         raise UsageError(f"{location.words} can't be opened: a package is not installed: {_said(error)}") from error
     except Exception as error:  # each backend has its own kinds of errors

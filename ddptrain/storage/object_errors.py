@@ -58,7 +58,9 @@ def store_error(location: Location, action: str, key: str, error: Exception, tim
         return StoreForbidden(f"{where} can't be {action}: the store refuses it ({why}): {location.advice}")
     if key:
         return Transient(f"{where} can't be {action}: {why}")
-    return StoreUnreachable(f"{where} can't be {action}: {why}: is its endpoint{_endpoint(location)} right, and up?")
+    return StoreUnreachable(
+        f"{where} can't be {action}: {why}: is its endpoint{_endpoint(location)} right, and the server up?"
+    )
 
 
 def _region(location: Location) -> str:

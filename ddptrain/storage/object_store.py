@@ -46,9 +46,9 @@ def open_object_store(location: Location, limits: Limits) -> Store:
         raise StoreMissing(f"{location.words} names no bucket; give one like {kind}://bucket/folder")
     user, is_given, _ = bucket.rpartition("@")
     if is_given and (kind != "az" or ":" in user):  # abfs://container@account has no credentials
-        by_options = f"{location.options_setting}, or by " if location.options_setting else ""
+        by_options = f"{location.options_setting} or " if location.options_setting else ""
         raise UsageError(
-            f"{location.words} has credentials in it, which no address of {kind}:// can: give them by "
+            f"{location.words} contains credentials, which {kind}:// does not support: set them in "
             f"{by_options}the environment ({CREDENTIAL_VARIABLE[kind]}, ...)"
         )
     settings = settings_for(location, kind, bucket, limits.connect_timeout_s)

@@ -106,7 +106,7 @@ class RemoteFolder:
             self.store.check()
         except StoreMissing as error:
             bucket = self.url.partition("://")[2].partition("/")[0]
-            raise UsageError(f"cannot keep runs in {self.url}: there is no bucket {bucket}; make it first") from error
+            raise UsageError(f"cannot keep runs in {self.url}: there is no bucket {bucket}; create it first") from error
 
     def read(self, path: str, limit_bytes: int = SMALL_BYTES) -> bytes | None:
         """Return a small file; None if it does not exist. Raises TooLarge."""

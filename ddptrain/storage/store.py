@@ -250,7 +250,7 @@ class Store(ABC):
         raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def _read_only(self) -> StoreError:
-        return StoreError(f"{self.location.words} can't be written: {self.location.protocol} is only read")
+        return StoreError(f"{self.location.words} can't be written: {self.location.protocol}:// can only be read")
 
     def _limited(self, key: str, data: bytes, limit_bytes: int | None) -> bytes:
         if limit_bytes is not None and len(data) > limit_bytes:

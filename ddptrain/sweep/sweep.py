@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain import text_tables
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.sweeping import SweepConfig
+from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
 from ddptrain.driver.attempt.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.control.signals import Signals, signals_to
@@ -73,6 +74,7 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         hint = "add one, with at least space and trials"
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
     check_trackers(resolved.config)
+    check_tls(resolved)
     sweeps, name = folders.open_sweeps(resolved.config.results.dir), resolved.config.name
     if options.resume:
         held = sweeps.resume(sweeps.find(name, options.sweep_id))

@@ -73,7 +73,7 @@ class TrackerThread:
             return
         self._drop(files)
         if self.dropped == 1:
-            text = f"{self.name} is too slow: {self._limit} items wait for it, and it will miss further ones"
+            text = f"{self.name} is too slow: {self._limit} items wait for it, and it does not get further ones"
             self._note(f"{text}; the run directory has them", "warning")
 
     def end(self, state: State, within_s: float) -> float:
@@ -97,7 +97,7 @@ class TrackerThread:
         if not self._thread.is_alive():
             return True
         missed = len(self._waiting) + self.dropped
-        rest = f", with {missed} items not taken" if missed else ""
+        rest = f", and {missed} items were not sent" if missed else ""
         with self._lock:
             self._abandoned = True
             quiet = self._told_at_end

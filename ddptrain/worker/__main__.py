@@ -192,7 +192,9 @@ def _address(options: argparse.Namespace) -> str:
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it does not exist yet, or is incomplete
             return str(json.loads(options.scheduler_file.read_text())["address"])
         if time.monotonic() > deadline:
-            raise ClusterError(f"{options.scheduler_file} has no scheduler's address within {options.timeout:g} s")
+            raise ClusterError(
+                f"{options.scheduler_file} has no scheduler's address after {options.timeout:g} s: is it up?"
+            )
         time.sleep(_FILE_POLL_S)
 
 

@@ -74,7 +74,7 @@ class CodeCache:
         finally:
             _remove(incoming)
         if not (found := self.use(run_id, code)):
-            raise ClusterError(f"{self.folder / code} is in the way of the uploaded code: delete it")
+            raise ClusterError(f"{self.folder / code} is where the uploaded code must be written: delete it")
         return found
 
     def _hold(self, run_id: str, code: str) -> None:

@@ -248,7 +248,7 @@ def test_killed_keeper_is_seen_and_cleared_away(clusters: DeployClusters) -> Non
     assert view["state"] == "gone" and "no scheduler listens at" in view["reason"]
     assert "is not up" in clusters("scale", "dev", "2", rc=4).stderr
     told = clusters("down", "dev").stderr
-    assert f"the keeper (pid {keeper.pid}) was killed: what classes.Quiet has started elsewhere may still" in told
+    assert f"the keeper (pid {keeper.pid}) was killed: what classes.Quiet has started on other hosts may still" in told
     assert clusters.entries() == []
     wait_until(lambda: all(is_gone(worker) for worker in workers))
 

@@ -137,7 +137,7 @@ def test_missing_and_damaged_images_are_named_and_replaced(served: Served, tmp_p
         batches = [*fed.train(1)]
         bad = dict(fed.bad)
     assert bad.keys() == {gone, cut} and len(told) == 2
-    assert bad[gone] == "it is no longer there" and bad[cut].startswith("tried for 1 s, the last time: ")
+    assert bad[gone] == "it is no longer there" and bad[cut].startswith("tried for 1 s; the last error: ")
     labels = Counter(label for batch in batches for label in batch.labels.tolist())
     assert labels == dict.fromkeys(range(5), N_TRAIN // 5), "of each class as many as before"
     assert int(sum((~batch.ok).sum() for batch in batches)) == 2
@@ -157,8 +157,8 @@ def test_store_that_is_away_for_long_ends_the_training_instead_of_having_images_
         with pytest.raises(StoreUnreachable) as caught:
             ok.extend(bool(batch.ok.all()) for batch in batches)
         assert all(ok) and fed.bad == [] and told == []
-    said, shortly = str(caught.value), r"since \d\d:\d\d:\d\d \(\d+ s\), the last one: s3://images/dogs/Images/n\d+-"
-    assert re.match(rf"s3://images/dogs/Images is away: no request has succeeded {shortly}", said)
+    said, shortly = str(caught.value), r"since \d\d:\d\d:\d\d \(\d+ s\); the last error: s3://images/dogs/Images/n\d+-"
+    assert re.match(rf"s3://images/dogs/Images does not answer: no request has succeeded {shortly}", said)
     assert said.endswith("; when it is back, failure.max_restarts or --resume continues from the newest checkpoint")
     assert "503 SlowDown" in said or "the connection broke" in said or "no connection" in said
     assert "\n" not in said

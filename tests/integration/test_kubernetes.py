@@ -206,7 +206,7 @@ def others_attach_to_it_and_leave_it(cluster: ClusterCli, kube: KubeServer) -> N
         env=elsewhere,
     )
     assert told.rc == 0, told.stderr
-    assert "attached to it, as it is" in told.stderr
+    assert "it is used as it is" in told.stderr
     assert json.loads(told.stdout)["address"].startswith("tls://"), "with the key that lies in Kubernetes"
     left = cluster.run_cli("cluster", "down", "dev", env=elsewhere)
     assert left.rc == 0 and "stays" in left.stderr
@@ -227,7 +227,7 @@ def worker_in_use_stays_until_its_run_has_ended(cluster: ClusterCli, kube: KubeS
     run = cluster.busy("dev", ranks=2)
     scaled = cluster("cluster", "scale", "dev", "1")
     assert scaled.rc == 0, scaled.stderr
-    assert "runs are on 1 of the workers that should go" in scaled.stderr
+    assert "runs use 1 of the workers to remove" in scaled.stderr
     assert len(kube.objects("deployments")) == 3, "two workers' and the scheduler's"
     cluster.let_end(run)
 

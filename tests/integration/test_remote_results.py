@@ -120,7 +120,7 @@ def looks_right_from_anywhere(reader: Machine) -> None:
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("s3://none/runs", "cannot keep runs in s3://none/runs: there is no bucket none; make it first"),
+        ("s3://none/runs", "cannot keep runs in s3://none/runs: there is no bucket none; create it first"),
         ("s5://bucket/runs", "results.dir s5://bucket/runs can't be opened: ValueError: Protocol not known: s5"),
     ],
 )

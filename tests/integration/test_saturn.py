@@ -232,7 +232,7 @@ def test_cluster_that_ends_in_saturn_is_told(clusters: SaturnClusters, saturn: S
         (
             {"SATURN_BASE_URL": "http://127.0.0.1:1"},
             4,
-            "no Saturn can be reached at http://127.0.0.1:1: Connection refused",
+            "Saturn can't be reached at http://127.0.0.1:1: Connection refused",
         ),
     ],
 )

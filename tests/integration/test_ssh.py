@@ -115,7 +115,7 @@ def killed_worker_is_brought_back_by_scale(cli: Cli, pid: int) -> dict[str, Any]
 def host_that_is_gone_is_named_by_down_which_ends_the_others(cli: Cli, hosts: SshHosts, config: Path, pid: int) -> None:
     config.write_text(hosts.config.read_text().replace("127.0.0.2", "127.0.0.99"))
     done = cluster(cli, "down", "dev", rc=4)
-    assert "beta: ssh can't get there: " in done.stderr
+    assert "beta: ssh can't connect: " in done.stderr
     assert f"the worker beta (pid {pid}) may still run there" in done.stderr
     assert len(remote_folders(hosts)) == 1
     config.write_text(hosts.config.read_text())
@@ -184,7 +184,7 @@ def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHost
     [
         (["--set", "cluster.ssh.python=/nowhere/python"], "there is no /nowhere/python there"),
         (["--set", "cluster.ssh.python=python3"], "ddptrain is missing there: python3 -m pip install ddptrain=="),
-        (["--host", "nowhere.invalid"], "nowhere.invalid: ssh can't get there: ssh: Could not resolve"),
+        (["--host", "nowhere.invalid"], "nowhere.invalid: ssh can't connect: ssh: Could not resolve"),
         (["--set", "cluster.ssh.command=/nowhere/ssh"], "there is no program /nowhere/ssh"),
         (["--host", "-oProxyCommand=true"], "is not a host: ssh would read it as an option"),
         (["--ranks-per-host", "1", "--ranks", "9"], "9 slots don't fit on 2 hosts with 1 each"),
@@ -209,4 +209,4 @@ def test_wrong_key_is_refused_by_the_host_and_told(run_cli: Cli, hosts: SshHosts
     other.write_text(hosts.config.read_text().replace("user_key", "host_key"))
     change = ["--set", f"cluster.ssh.options=[-F, {other}]"]
     done = cluster(run_cli, "up", "--name", "dev", *hosts.settings, *change, rc=4)
-    assert "alpha: ssh can't get there:" in done.stderr and "Permission denied" in done.stderr
+    assert "alpha: ssh can't connect:" in done.stderr and "Permission denied" in done.stderr

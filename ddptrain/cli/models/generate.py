@@ -23,9 +23,11 @@ def generate(
     ] = "runs",
     count: Annotated[int, typer.Option(help="How many names.")] = 50,
     prefix: Annotated[str, typer.Option(help="What each name begins with.")] = "",
-    temperature: Annotated[float, typer.Option(help="1 samples as trained; less plays safe, more dares.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(help="1 is as trained; below 1 more usual names, above 1 more unusual ones.")
+    ] = 0.8,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same names.", min=0)] = None,
-    keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that the run's list holds.")] = False,
+    keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that are in the training list.")] = False,
     models_dir: ModelsDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -57,4 +59,4 @@ def _replaced(number: int) -> str:
     from ddptrain.config.wording import counted
 
     was = "was" if number == 1 else "were"
-    return f"{counted(number, 'name')} that the list already holds {was} replaced" if number else ""
+    return f"{counted(number, 'name')} of the training list {was} replaced" if number else ""

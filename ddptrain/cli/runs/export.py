@@ -30,10 +30,10 @@ def export(
             "--output",
             "-o",
             metavar="FOLDER|FILE|URL",
-            help="Where to write; a file takes the metrics alone; a URL is that of an MLflow server.",
+            help="Folder or file to write; a file has only the metrics; a URL is an MLflow server.",
         ),
     ],
-    form: Annotated[ExportFormat, typer.Option("--format", help="The form of the files.")] = ExportFormat.CSV,
+    form: Annotated[ExportFormat, typer.Option("--format", help="Format of the files.")] = ExportFormat.CSV,
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:

@@ -25,7 +25,7 @@ def list_runs(
         str | None,
         typer.Option(
             metavar="CONDITION",
-            help="Only runs for which it is true, as \"val/loss < 2.3 and params.layers == 1 and 'good' in tags\".",
+            help="Only runs for which this is true, as \"val/loss < 2.3 and params.layers == 1 and 'good' in tags\".",
         ),
     ] = None,
     sort: Annotated[
@@ -37,7 +37,7 @@ def list_runs(
             metavar="FIELDS", help=f"Show these: {_FIELDS}, params.NAME, a metric's last value, best(METRIC)."
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many runs.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The highest number of runs to show.")] = None,
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:

@@ -55,7 +55,7 @@ def retrain(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the data, and tell what would be done; change nothing.")
+        bool, typer.Option("--dry-run", help="Check the data, print what would be done, change nothing.")
     ] = False,
     full_traceback: FullTracebackOption = False,
     all_ranks: AllRanksOption = False,

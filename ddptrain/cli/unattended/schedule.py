@@ -140,7 +140,7 @@ def check(
         list[str] | None, typer.Argument(metavar="[CONFIG]...", help="YAML files.  [default: all installed schedules]")
     ] = None,
     grace: Grace = _GRACE,
-    notify: Annotated[bool, typer.Option(help="Tell it as notify: says, once until the next success.")] = True,
+    notify: Annotated[bool, typer.Option(help="Send a message as notify: says, one until the next success.")] = True,
     at: At = "",
     timezone: Zone = "",
     quiet: Annotated[

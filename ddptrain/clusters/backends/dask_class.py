@@ -77,7 +77,7 @@ class DeployProvider:
                 os.kill(keeper.pid, signal.SIGTERM)
             _await_end(cluster, keeper, tell)
         elif not cluster.ended:
-            tell(f"the keeper (pid {keeper.pid}) was killed: what {name} has started elsewhere may still be there")
+            tell(f"the keeper (pid {keeper.pid}) was killed: what {name} has started on other hosts may still run")
         if cluster.ended.get("is_left"):
             cluster.update(parts={})  # a second `cluster down` has nothing left to end
             raise ClusterError(f"{cluster.ended['reason']}; ddptrain cluster down {cluster.name} forgets it")

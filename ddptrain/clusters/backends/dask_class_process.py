@@ -85,7 +85,9 @@ class Kept:
         """The scheduler's address and security. Raises CannotKeep if other processes can't connect to it."""
         address = str(self._cluster.scheduler_address)
         if address.partition("://")[0] not in _REACHABLE:
-            raise CannotKeep(f"the scheduler of {self.name} is at {address}, where no other process can reach it")
+            raise CannotKeep(
+                f"the scheduler of {self.name} is at {address}, where no other process can reach it; let it listen on tcp://"
+            )
         return Target(address, getattr(self._cluster, "security", None))
 
     def dashboard(self) -> str:

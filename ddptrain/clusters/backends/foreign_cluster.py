@@ -22,7 +22,7 @@ def spare_runs(cluster: Deployment, slots: int) -> None:
     """
     view = status.probe(cluster, _SURE_S)
     if view.state != status.State.UP:
-        raise ClusterError(f"which runs are on the cluster {cluster.name} is not known: {view.reason}")
+        raise ClusterError(f"can't find out which runs use the cluster {cluster.name}: {view.reason}; try again")
     runs = ", ".join(run.run_id for run in view.runs)
     if runs and slots < view.slots:
         raise UsageError(

@@ -63,7 +63,7 @@ class SaturnProvider:
         if not cluster.record.parts.get("id"):
             return None
         status = _saturn(cluster).status(cluster.record.parts["id"])
-        return f"Saturn tells that it is {status or 'gone'}" if status in ("error", *CLOSED) else None
+        return f"its status in Saturn is {status or 'gone'}" if status in ("error", *CLOSED) else None
 
     @staticmethod
     def reopen(cluster: Deployment) -> None:
@@ -84,7 +84,9 @@ def close(cluster: Deployment, tell: Tell) -> None:
     if not parts:
         return
     if parts["attached"]:
-        tell(f"the cluster {parts['id']} was running in Saturn before, and stays: Saturn's pages end it")
+        tell(
+            f"the cluster {parts['id']} was running in Saturn before, and keeps running: Saturn's web pages can end it"
+        )
         return
     saturn = _saturn(cluster)
     cluster_id = parts["id"] or _id_of_broken_start(cluster, saturn)
@@ -108,7 +110,7 @@ def _id_of_broken_start(cluster: Deployment, saturn: Saturn) -> str:
     answer = saturn.order(_order(_settings(cluster), 1))
     if not answer.get("id") and answer.get("status") != "error":
         raise ClusterError(
-            "Saturn starts the cluster, and has not returned its id yet: try again, or end it on its pages"
+            "Saturn starts the cluster, and has not returned its id yet: try again, or end it on Saturn's web pages"
         )
     return str(answer.get("id") or "")
 

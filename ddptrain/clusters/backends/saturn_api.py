@@ -186,7 +186,7 @@ class Saturn:
         cause = _innermost(error)
         if isinstance(cause, ConnectionResetError | BrokenPipeError):  # the request may have arrived
             return ClusterError(f"Saturn at {self._place} has hung up without an answer")
-        return NotTaken(f"no Saturn can be reached at {self._place}: {cause.strerror or _line(str(error))}")
+        return NotTaken(f"Saturn can't be reached at {self._place}: {cause.strerror or _line(str(error))}")
 
 
 def _settings(url: str, token: str) -> Any:

@@ -146,8 +146,8 @@ def _addresses(cluster: Deployment, hosts: Sequence[Host]) -> list[str]:
     addresses = _all_or_faults(ask, hosts)
     scheduler = urlsplit(cluster.record.address).hostname or addresses[0]
     if apart := [
-        f"{host.name}: ssh reaches it at {address}, and the scheduler is at {scheduler}: nothing reaches a loopback "
-        "address from elsewhere; name the host by its network address, or set cluster.ssh.scheduler_host for the first"
+        f"{host.name}: ssh reaches it at {address}, and the scheduler is at {scheduler}: a loopback "
+        "address works on its own host only; name the network address of the host, or set cluster.ssh.scheduler_host"
         for host, address in zip(hosts, addresses, strict=True)
         if is_loopback(address) != is_loopback(scheduler)
     ]:
@@ -250,7 +250,7 @@ def _resize(
         elif worker is not None and count:
             client.run(driver_calls.set_slots, count, workers=[worker["address"]])
         elif worker is not None and count == 0 and worker["held"]:
-            tell(f"the worker on {host.name} stays, for a run is on it: scale again when that has ended")
+            tell(f"the worker on {host.name} is kept, because a run uses it: scale again when the run has ended")
         elif worker is not None and count == 0:
             spare.append(host)
     _end(cluster, _of_workers(cluster, spare))

@@ -86,13 +86,15 @@ class Host:
         said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
         last = said[-1] if said else f"exit code {answer.returncode}"
         if answer.returncode == _SSH_FAILED:
-            return f"ssh can't get there: {last}"
+            return f"ssh can't connect: {last}"
         if answer.returncode in _NOT_FOUND:
             return f"there is no {self.python} there ({last}): set cluster.ssh.python"
         if "No module named" in last and "ddptrain" in last:
             return f"ddptrain is missing there: {self.python} -m pip install ddptrain=={__version__}"
         if "nknown option" in answer.stderr or "invalid choice" in last:
-            return f"{self.python} is too old there: ddptrain needs Python 3.11; set cluster.ssh.python"
+            return f"{self.python} is too old there: ddptrain needs Python 3.11 or newer; set cluster.ssh.python"
+        if answer.returncode == 0 or "llegal option" in last or "SyntaxError" in last:  # of a shell; of Python 2
+            return f"{self.python} is not Python 3.11 or newer there ({last}): set cluster.ssh.python"
         return last
 
 

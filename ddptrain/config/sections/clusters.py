@@ -155,6 +155,10 @@ def _known_backend(name: str) -> str:
 _SECTIONS = ("ssh", "slurm", "saturn", "kubernetes")
 _IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"scheduler_file": "address"}
 _REQUIRED = {"ssh": "hosts", "kubernetes": "image"}
+_SET = {
+    "ssh": "write cluster.ssh.hosts, or --host NAME",
+    "kubernetes": "write cluster.kubernetes.image, or --set cluster.kubernetes.image=IMAGE",
+}
 
 
 class RankRange(Strict):
@@ -281,7 +285,7 @@ class ClusterConfig(Strict):
                 raise _misplaced(field, self.backend, field)
         if self.backend in _REQUIRED and getattr(self, self.backend) is None:
             field = f"{self.backend}.{_REQUIRED[self.backend]}"
-            raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", f"write cluster.{field}")
+            raise wrong_field(field, f"is required, as cluster.backend is {self.backend}", _SET[self.backend])
         if self.class_ is not None and self.backend != "class":
             raise _misplaced("class", self.backend, "class")
         if self.backend == "class" and self.class_ is None:

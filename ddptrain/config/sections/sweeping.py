@@ -111,7 +111,8 @@ Space = Annotated[
 
 def _space_name(name: str) -> str:
     if not name.startswith(PREFIXES) or not all(name.split(".")):
-        hint = "write params.NAME; prepare.NAME, env.NAME and, for a script, args.NAME are possible, too"
+        param = "NAME" if "." in name else name
+        hint = f"write params.{param}; prepare.NAME, env.NAME and, for a script, args.NAME are possible, too"
         raise wrong_field("", "this field can't be searched", hint)
     return name
 

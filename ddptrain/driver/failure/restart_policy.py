@@ -59,7 +59,7 @@ class RestartPolicy:
 
     def _useless(self, fault: Fault, step: int | None) -> str:
         if fault.kind in _FINAL:
-            return "what has failed does not go away by itself"
+            return "a restart would fail in the same way"
         if named := _named(fault, self.settings.no_restart):
             return f"failure.no_restart names {named}"
         if self._before is None:

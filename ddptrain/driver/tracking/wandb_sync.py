@@ -75,7 +75,7 @@ class SyncResult:
         if self.problem:
             parts = f"{self.waiting} of {self.sent + self.waiting} W&B runs " if self.waiting else ""
             return f"{self.run_id}: {parts}not sent: {self.problem}"
-        less = f", less {counted(self.left_out, 'checkpoint')} that the run no longer keeps" if self.left_out else ""
+        less = f", without {counted(self.left_out, 'checkpoint')} that the run no longer keeps" if self.left_out else ""
         return f"{self.run_id}: " + (f"{self.sent} sent to W&B{less}" if self.sent else "nothing to send to W&B")
 
 
@@ -270,7 +270,7 @@ def _prepare(part: RunPart, family: Sequence[RunPart], view: RunView, scratch: P
     located = {file: _locate(file, view) for file in transaction_log.staged_files(part.log)}
     overtaken = family[-1] != part and any(each.sent for each in family)
     if link := _symlink_in(part):
-        raise _NotSent(f"{link} is a link, and what it leads to is not of this run: take it away")
+        raise _NotSent(f"{link} is a symbolic link to something outside of this run: remove it")
     if not overtaken and not part.rank and all(str(path) == file.path for file, path in located.items()):
         return part.log, 0
     missing = [file for file, path in located.items() if path is None]

@@ -74,7 +74,9 @@ class ArtifactTransfer:
                     try:
                         source = source_of(part.rank)
                     except LookupError as error:
-                        text = f"the checkpoint of step {event.step} has files of rank {part.rank}, which there is not"
+                        text = (
+                            f"the checkpoint of step {event.step} has files of rank {part.rank}, which does not exist"
+                        )
                         raise CheckpointDamaged(text) from error
                     folders.append(self._at_hand(fetched, source, part.staging, part.files))
                 return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:])
@@ -170,7 +172,7 @@ def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch) -> No
             except Exception as error:  # whatever Dask raises if the worker is gone
                 raise _Unreachable from error
             if not data:
-                raise _Unreachable from OSError(f"{source} ends at {have} bytes, {size_bytes} were announced")
+                raise _Unreachable from OSError(f"{source} has {have} bytes, not the {size_bytes} announced")
             file.write(data)
 
 

@@ -100,8 +100,8 @@ class CodePackage:
         """Raises UsageError if the file `needed` is left out, or if all files have more than `max_mb` megabytes."""
         if str(needed.relative_to(self.folder)) not in self.sizes:
             raise UsageError(
-                f"{needed} would not be uploaded to workers that don't see {self.folder}: it is ignored by git, or by "
-                f"{IGNORE_FILE}. Take it out there, or choose another code.folder"
+                f"{needed} would not be uploaded to workers that don't see {self.folder}: git or {IGNORE_FILE} "
+                "ignores it. Remove the pattern there, or choose another code.folder"
             )
         if self.size_bytes <= max_mb * _MB:
             return

@@ -43,7 +43,7 @@ class _GrowingFile:
         while self.have < size:
             data = self._fetch(self.source, self.have, min(READ_LIMIT_BYTES, size - self.have))
             if not data:
-                raise OSError(f"{self.source} ends at {self.have} bytes, {size} were announced")
+                raise OSError(f"{self.source} has {self.have} bytes, not the {size} announced")
             self._take(data)
             self.have += len(data)
 

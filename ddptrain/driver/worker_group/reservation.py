@@ -94,7 +94,7 @@ class SlotQueue:
 
     def _tell(self, refusal: slots.Refusal, *, enough: bool) -> None:
         if enough:
-            text = f"waiting for {refusal.asked} slots, {refusal.free} of {refusal.total} are free"
+            text = f"waiting for {counted(refusal.asked, 'slot')}, {refusal.free} of {refusal.total} are free"
             text += (f": number {refusal.place} in line" if refusal.place else "") + _held_by(refusal)
         else:
             text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
@@ -103,7 +103,7 @@ class SlotQueue:
             self.hooks.tell(text)
 
     def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
-        kind = "slots with a GPU" if self.request.gpus_only else "slots"
+        kind = "slot{} with a GPU" if self.request.gpus_only else "slot{}"
         came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
         name = self.hooks.cluster
         there = f"{refusal.total} came within {waited_s:.0f} s ({came})"
@@ -111,7 +111,7 @@ class SlotQueue:
             there = f"the cluster {name} has {refusal.total} ({came})"
         elif self.hooks.fixed and refusal.of_any_kind:
             there = f"the cluster {name} has none: there is no GPU in its {counted(refusal.of_any_kind, 'slot')}"
-        text = f"{refusal.asked} {kind} were asked for, {there}. "
+        text = f"{_asked(refusal.asked, kind)} asked for, {there}. "
         if self.request.gpus_only and not refusal.total and refusal.of_any_kind:
             return f"{text}Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
         words = self.hooks.last_words()
@@ -122,9 +122,13 @@ class SlotQueue:
         ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
         wait = "Wait longer" if self.request.wait_s else "Wait in line"
         return (
-            f"{refusal.asked} slots were asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
+            f"{_asked(refusal.asked)} asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
             f"{_held_by(refusal)}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"
         )
+
+
+def _asked(number: int, kind: str = "slot{}") -> str:
+    return f"1 {kind.format('')} was" if number == 1 else f"{number} {kind.format('s')} were"
 
 
 def _held_by(refusal: slots.Refusal) -> str:

@@ -214,7 +214,7 @@ class WorkerGroup:
         try:
             keys = self.client.run(driver_calls.encryption_key, self.run_id, workers=workers)
         except Exception as error:  # a worker's own exception arrives as it was raised there
-            raise ClusterError(f"the workers have no keys to seal the ranks' environment with: {error}") from error
+            raise ClusterError(f"the workers have no keys to encrypt the ranks' environment: {error}") from error
         chosen = [number for number, is_secret in enumerate(secret) if is_secret]
         public = [keys[places[number].slot.worker] for number in chosen]
         encrypted = dict(zip(chosen, encrypt_specs([specs[number] for number in chosen], public), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -120,7 +121,8 @@ class CheckpointWriter:
         """Raise the error that ended a save, once."""
         error, self.error = self.error, None
         if isinstance(error, OSError):
-            what = f"a checkpoint could not be written into {self._folder}: {error.strerror or error}"
+            advice = "; raise the limit on the size of files: ulimit -f" if error.errno == errno.EFBIG else ""
+            what = f"a checkpoint could not be written into {self._folder}: {error.strerror or error}{advice}"
             raise CheckpointNotWritten(error.errno, what) from error
         if error is not None:
             raise error

@@ -27,7 +27,7 @@ def check_run_id(run_id: str) -> None:
     if not valid_run_id(run_id):
         raise UsageError(
             f'"{shorten(run_id)}" is not a run id: take up to 128 letters, digits, dots, dashes and underscores, '
-            "not a word with a meaning of its own such as latest"
+            "not a reserved word such as latest"
         )
 
 

@@ -178,8 +178,8 @@ class StoreRuns:
         uploads = StoreUpload(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
         if lock.weakness:
             uploads.warn(
-                f"{self.store.url} cannot keep two drivers apart that start at the same moment: conditional writes "
-                f"cannot be used there ({lock.weakness})"
+                f"{self.store.url} has no conditional writes ({lock.weakness}): two drivers that start at the "
+                "same moment may write the same run"
             )
         try:
             lock.keep(uploads.lose)
@@ -268,7 +268,7 @@ def bring_here(
         aside = folder.with_name(f"{folder.name}.before-{secrets.token_hex(4)}")
         with naming(folder):
             publish(folder, aside)
-        uploads.warn(f"{run.url} has been written from elsewhere since; what was here is kept in {aside}")
+        uploads.warn(f"{run.url} was continued by another host; the copy of this host is kept in {aside}")
     _private(folder.parent)
     with naming(folder):
         folder.mkdir(mode=0o700)

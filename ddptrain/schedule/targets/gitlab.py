@@ -61,7 +61,7 @@ class GitLab(Target):
         ]
         if job.secrets:
             notes.append(f"the job reads these masked CI/CD variables of the project: {', '.join(job.secrets)}")
-        return notes + missing_time_note(job, "GitLab may leave this time out")
+        return notes + missing_time_note(job, "GitLab may skip this time")
 
     def _jobs(self, job: Job) -> dict[str, Any]:
         folder = inside(job, job.workdir)

@@ -74,12 +74,16 @@ class Kubernetes(Target):
 
     def notes(self, job: Job) -> list[str]:
         """See Target."""
-        notes = [] if self.claim else local_models_note(job, "which a pod loses: use s3://bucket/folder, or --claim")
+        notes = (
+            []
+            if self.claim
+            else local_models_note(job, "which is lost with the pod: use s3://bucket/folder, or --claim")
+        )
         if job.secrets:
             given = " ".join(f"--from-literal={key}=..." for key in job.secrets)
             secret = f"kubectl create secret generic {_secret_name(job)}{self._in_namespace} {given}"
             notes.append(f"secrets are read from the secret {_secret_name(job)}: {secret}")
-        return notes + missing_time_note(job, "Kubernetes leaves this time out")
+        return notes + missing_time_note(job, "Kubernetes skips this time")
 
     @property
     def _in_namespace(self) -> str:

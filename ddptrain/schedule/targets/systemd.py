@@ -82,7 +82,7 @@ class Systemd(Target):
         linger = (
             [] if lingers else ["timers of a user run only while the user is logged in, until: loginctl enable-linger"]
         )
-        return linger + missing_time_note(job, "systemd leaves this time out")
+        return linger + missing_time_note(job, "systemd skips this time")
 
     def _folder(self) -> Path:
         from platformdirs import user_config_path

@@ -79,7 +79,7 @@ class ImagesParams(BaseModel):
 
     epochs: int = Field(6, ge=1, description="Times that all ranks together see every image.")
     batch_size: int = Field(64, ge=1, le=65536, description="Most images of a rank in a step.")
-    optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="What takes the steps.")
+    optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="The optimizer.")
     base_lr: float = Field(3e-4, gt=0.0, le=10.0, description="Highest learning rate.")
     scale_lr: bool = Field(False, description="Whether base_lr is multiplied by the number of ranks.")
     weight_decay: float = Field(0.01, ge=0.0, le=10.0, description="Weight decay of the optimizer.")
@@ -95,14 +95,14 @@ class ImagesParams(BaseModel):
         description="Learning rate over the run: up and down, down, down by gamma every step_size epochs, "
         "or down by gamma when val/loss has not improved for more than `patience` epochs.",
     )
-    step_size: int = Field(2, ge=1, description="Epochs between two falls with scheduler: step.")
-    gamma: float = Field(0.1, gt=0.0, lt=1.0, description="What a fall multiplies the learning rate by: step, plateau.")
-    patience: int = Field(2, ge=0, description="Epochs without improvement that scheduler: plateau tolerates.")
+    step_size: int = Field(2, ge=1, description="With scheduler step: epochs between two reductions.")
+    gamma: float = Field(0.1, gt=0.0, lt=1.0, description="With scheduler step or plateau: factor of a reduction.")
+    patience: int = Field(2, ge=0, description="With scheduler plateau: epochs without improvement that it tolerates.")
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
         "auto", description="Processes of a rank that decode images; 0 decodes in threads of the rank itself."
     )
-    requests: int = Field(64, ge=1, le=1024, description="Requests of a rank to the store under way at a time.")
+    requests: int = Field(64, ge=1, le=1024, description="Requests of a rank to the store at the same time.")
     prefetch: int = Field(4, ge=1, le=64, description="Batches that are prepared ahead of the training.")
     cache: CacheParams | None = Field(None, description="Keep images on the hosts; null keeps none.")
     max_bad_fraction: float = Field(

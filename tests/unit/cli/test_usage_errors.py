@@ -13,7 +13,7 @@ from ddptrain.cli.main import main
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("train", "config is missing: write ddptrain train [OPTIONS] config; see ddptrain train --help"),
+        ("train", "CONFIG is missing: write ddptrain train [OPTIONS] CONFIG; see ddptrain train --help"),
         ("trian x", 'there is no command "trian" (did you mean train?); see ddptrain --help'),
         ("xyzzy", 'there is no command "xyzzy"; see ddptrain --help'),
         ("results shw", 'there is no command "shw" (did you mean show?); see ddptrain results --help'),
@@ -22,6 +22,26 @@ from ddptrain.cli.main import main
         ("train x --output yaml", "--output: 'yaml' is not one of 'auto', 'live', 'plain', 'json'; see ddptrain "),
         ("results prune --keep -1", '--keep: must be greater than or equal to 0, got "-1"; see ddptrain results '),
         ("train a b", "got unexpected extra argument (b); see ddptrain train --help"),
+        (
+            "train a epochs=3",
+            "got unexpected extra argument (epochs=3) (did you mean --set params.epochs=3?); see ddptrain ",
+        ),
+        ("train x --epochs 3", "there is no option --epochs (a field is changed as --set params.epochs=VALUE); see "),
+        (
+            "run --lr 0.1 x.py",
+            "there is no option --lr (arguments of the script come after it and --: SCRIPT -- --lr ...); see ",
+        ),
+        (
+            "init --from torchrun torchrun --standalone x.py",
+            'there is no option --standalone (put the whole command in quotes: --from torchrun "torchrun ..."); see ',
+        ),
+        ("resume latest", 'there is no command "resume" (did you mean ddptrain train CONFIG --resume RUN?); see '),
+        ("registry", 'there is no command "registry" (did you mean ddptrain models?); see ddptrain --help'),
+        ("results resume", 'there is no command "resume"; see ddptrain results --help'),
+        ("train.yaml", 'there is no command "train.yaml" (did you mean ddptrain train train.yaml?); see ddptrain --'),
+        ("train.py", 'there is no command "train.py" (did you mean ddptrain run train.py?); see ddptrain --help'),
+        ("schedule x.yaml", 'there is no command "x.yaml" (did you mean ddptrain schedule add x.yaml?); see ddptrain '),
+        ("models x.yaml", 'there is no command "x.yaml"; see ddptrain models --help'),
     ],
 )
 def test_parser_errors_are_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,7 @@ def test_certificate_is_made_when_the_backend_or_the_user_wants_it(provider: Pro
 
 def test_tls_is_refused_where_the_backend_sees_to_it(provider: Provider) -> None:
     provider.tls = None
-    with pytest.raises(UsageError, match="sees to encryption itself"):
+    with pytest.raises(UsageError, match="has its own encryption"):
         up(tls=False)
     assert provider.calls == []
 
@@ -398,7 +398,7 @@ def test_unknown_name_gets_the_nearest_one_suggested() -> None:
 
 def test_scale_of_a_cluster_that_is_gone_is_refused(provider: Provider) -> None:
     entry("dev")
-    with pytest.raises(ClusterError, match="the cluster dev is not up: its start was broken off"):
+    with pytest.raises(ClusterError, match="the cluster dev is not up: its start was interrupted"):
         lifecycle.scale("dev", 2, tell)
     assert provider.calls == []
 

@@ -116,7 +116,7 @@ def test_cluster_without_a_scheduler_is_starting_while_a_command_holds_it() -> N
     with cluster_records.locked("dev"):
         assert status.at(deployment).state == State.STARTING
     view = status.at(deployment)
-    assert (view.state, view.reason) == (State.GONE, "its start was broken off")
+    assert (view.state, view.reason) == (State.GONE, "its start was interrupted")
 
 
 def test_look_at_a_cluster_does_not_keep_a_command_from_starting_it() -> None:

@@ -140,6 +140,15 @@ def test_an_unknown_key_inside_an_optional_model_is_matched_there(refuse: Refuse
     ]
 
 
+def test_unknown_key_that_begins_several_keys_names_all_of_them(refuse: Refuse) -> None:
+    assert refuse("workload: toy\ncheckpoint: {every: 3}\n") == [
+        (
+            "c.yaml:2: checkpoint.every: unknown key "
+            "(did you mean checkpoint.every_epochs, checkpoint.every_steps or checkpoint.every_s?)"
+        )
+    ]
+
+
 @pytest.mark.parametrize(("key", "home"), [("ranks", "cluster.ranks"), ("epochs", "params.epochs")])
 def test_a_key_in_the_wrong_section_is_sent_home(refuse: Refuse, key: str, home: str) -> None:
     assert refuse(f"workload: toy\n{key}: 2\n") == [f"c.yaml:2: {key}: unknown key (did you mean {home}?)"]

@@ -78,7 +78,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_silent_port_is_not_waited_for_for_ever(silent: int) -> None:
     told = refused(Target(f"tcp://127.0.0.1:{silent}"))
-    assert f"no Dask scheduler answers at tcp://127.0.0.1:{silent} within 0.5 s" in told and "says nothing" in told
+    assert f"no Dask scheduler answers at tcp://127.0.0.1:{silent} within 0.5 s" in told
+    assert told.endswith("says nothing; is a firewall in the way?")
 
 
 @contextlib.contextmanager
@@ -260,7 +261,7 @@ def test_certificate_of_another_cluster_is_told(speaks_tls: int, tmp_path: Path)
     (tmp_path / "ours").mkdir()
     make_tls(tmp_path / "ours")
     told = refused(Target(f"tls://127.0.0.1:{speaks_tls}", own_security(tmp_path / "ours")), timeout_s=30)
-    assert "shows a certificate that ours does not vouch for" in told
+    assert "shows a certificate that ours has not signed" in told
 
 
 def test_address_without_tls_of_a_scheduler_with_it_is_told(speaks_tls: int) -> None:

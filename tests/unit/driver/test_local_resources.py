@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 
 import pytest
@@ -66,3 +67,15 @@ def test_more_ranks_than_cores_are_warned_of_on_the_cpu(monkeypatch: pytest.Monk
     expected = "40 ranks share 2 cores: their start and each step take longer; --ranks 2 may be faster"
     assert local_resources.crowding(LocalResources(40, ()), 2) == expected
     assert local_resources.crowding(LocalResources(40, tuple("0123")), 2) == ""
+
+
+def test_limit_on_the_size_of_files_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"now": resource.RLIM_INFINITY}
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (limits["now"], -1) if kind == resource.RLIMIT_FSIZE else ()
+    )
+    assert local_resources.resource_warnings(LocalResources(1, ()), 8) == []
+    limits["now"] = 102_400
+    assert local_resources.resource_warnings(LocalResources(1, ()), 8) == [
+        "files may have at most 102,400 bytes (ulimit -f): larger logs and checkpoints fail; raise the limit"
+    ]

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.recorder import Recorder, metric_problem
+from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
-from ddptrain.results.run_record import AttemptRecord, RankRecord
+from ddptrain.results.run_record import AttemptRecord, RankRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 
@@ -34,6 +34,9 @@ class Heard:
         """Nor these."""
 
     def checkpoint(self, rank: int, event: events.CheckpointSaved) -> None:
+        """Nor these."""
+
+    def rank_started(self, rank: int, host: str, pid: int) -> None:
         """Nor these."""
 
 
@@ -99,3 +102,36 @@ def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_th
         quiet.rank_event(0, saved(5, 1.0, loss=1.0))
         quiet.rank_event(0, saved(6, 1.0))
         assert cast("Any", quiet.display).lines == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({}, {"torch": "2.9.0"}, ""),
+        ({"torch": "2.9.0", "numpy": "1"}, {"torch": "2.9.0", "numpy": "2"}, ""),
+        (
+            {"python": "3.11.9", "torch": "2.8.0", "ddptrain": "0.1.0"},
+            {"python": "3.11.9", "torch": "2.9.0", "ddptrain": "0.2.0"},
+            (
+                "the run was trained with ddptrain 0.1.0, torch 2.8.0 so far and continues with ddptrain 0.2.0, "
+                "torch 2.9.0: results may differ"
+            ),
+        ),
+    ],
+)
+def test_a_resume_names_versions_that_are_others(before: dict[str, str], now: dict[str, str], expected: str) -> None:
+    assert other_versions(before, now) == expected
+
+
+def test_the_first_rank_of_a_resumed_run_tells_once_that_its_versions_are_others(tmp_path: Path) -> None:
+    heard = Heard()
+    with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
+        writer.update(versions={**writer.record.versions, "torch": "1.0"})
+        writer.finish(RunStatus.FAILED, 1)
+    started = events.Started(1, 1, "here", versions={"torch": "2.0", "python": writer.record.versions["python"]})
+    with RunWriter.reopen(writer.layout.root, "") as again:
+        for rank in (1, 0, 0):
+            Recorder(again, cast("Any", heard)).rank_event(rank, started)
+    assert [line for line in heard.lines if "torch" in line] == [
+        "the run was trained with torch 1.0 so far and continues with torch 2.0: results may differ"
+    ]

@@ -131,3 +131,11 @@ def test_champion_that_cannot_be_evaluated_is_named_as_the_reason() -> None:
 def test_values_are_kept_for_the_record() -> None:
     (outcome,) = judge([rule()], {LOSS: 2.0}, {LOSS: 2.5})
     assert (outcome.metric, outcome.candidate, outcome.champion) == (LOSS, 2.0, 2.5)
+
+
+def test_evaluation_without_any_metric_names_where_metrics_come_from() -> None:
+    (outcome,) = judge([rule()], {}, None)
+    assert outcome.reason == (
+        "the evaluation has no val/loss (retrain.gate.metric); it has no metrics: give ctx.checkpoint metrics=..., "
+        "or name a function in evaluate"
+    )

@@ -61,7 +61,9 @@ def test_environment_has_no_secrets(config: Path) -> None:
 
 def test_configuration_without_retrain_is_refused(config: Path) -> None:
     config.write_text("workload: petnames\n")
-    with pytest.raises(UsageError, match=r"nightly.yaml: retrain: is missing"):
+    with pytest.raises(
+        UsageError, match=r"nightly.yaml has no section retrain.* add for example retrain: {model: \w+}"
+    ):
         job_of()
 
 

@@ -27,14 +27,14 @@ def said(text: str, **options: str) -> str:
 
 def test_closed_port_names_the_endpoint_without_its_password() -> None:
     start = "s3://pets/dogs can't be listed: no connection (Connection refused), tried 5 times: "
-    assert said(REFUSED) == f"{start}is its endpoint right, and up?"
-    assert said(REFUSED, endpoint_url="http://h:9") == f"{start}is its endpoint, http://h:9, right, and up?"
+    assert said(REFUSED) == f"{start}is its endpoint right, and the server up?"
+    assert said(REFUSED, endpoint_url="http://h:9") == f"{start}is its endpoint, http://h:9, right, and the server up?"
     assert "secret" not in said(REFUSED, endpoint_url="http://me:secret@h:9")
 
 
 def test_endpoint_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
-    assert said(REFUSED).endswith("is its endpoint, http://minio:9000, right, and up?")
+    assert said(REFUSED).endswith("is its endpoint, http://minio:9000, right, and the server up?")
 
 
 def test_wrong_region_names_the_region_that_was_asked() -> None:

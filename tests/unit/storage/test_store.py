@@ -142,7 +142,9 @@ def test_a_file_that_has_gone_is_not_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_host_does_not_see_is_told_instead_of_its_images(tmp_path: Path) -> None:
-    with pytest.raises(StoreMissing, match=rf"the folder {tmp_path}/none is not there on .*: every rank has to see it"):
+    with pytest.raises(
+        StoreMissing, match=rf"the folder {tmp_path}/none does not exist on .*: every rank must be able to read it"
+    ):
         open_store(at(str(tmp_path / "none"))).get("a/1.jpg")
 
 

@@ -60,7 +60,7 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
 def test_missing_address_of_the_scheduler_is_an_error(dask: DaskBench) -> None:
     worker = dask.ours("--timeout", "0.3")
     assert worker.wait(60) == 4
-    assert "scheduler.json has no scheduler's address within 0.3 s" in dask.log("ours").read_text()
+    assert "scheduler.json has no scheduler's address after 0.3 s: is it up?" in dask.log("ours").read_text()
     assert left_files(dask) == []
 
 

@@ -168,7 +168,7 @@ class _Order:
         group = await api.get(DASK, f"daskworkergroups/{spec.worker_group(name)}") or found
         Parts(api.context, api.namespace, "", attached=True, slots=spec.slots_of(labels)).save(self.cluster)
         self.cluster.update(workers=group["spec"]["worker"]["replicas"])
-        self.tell(f"the namespace {api.namespace} has a DaskCluster {name}: attached to it, as it is")
+        self.tell(f"the namespace {api.namespace} has a DaskCluster {name}: it is used as it is")
 
     async def _await_scheduler(self, api: Kubernetes) -> None:
         """Wait until the scheduler's pod is ready. Raises ClusterError if it never will be, or not in time."""
@@ -200,7 +200,7 @@ class _Order:
         if found.get("status", {}).get("phase"):
             return f"the scheduler of {name} has got no pod within {self.timeout_s:g} s (cluster.start_timeout_s)"
         return (
-            f"nobody has taken up the DaskCluster {name} within {self.timeout_s:g} s: is dask-kubernetes' operator "
+            f"no operator has started the DaskCluster {name} within {self.timeout_s:g} s: is dask-kubernetes' operator "
             f"running, and does it watch the namespace {api.namespace}? It is installed with {INSTALL_OPERATOR}"
         )
 
@@ -230,7 +230,7 @@ async def _stop(cluster: Deployment, tell: Tell) -> None:
     if parts is None:
         return
     if parts.attached:
-        tell(f"the DaskCluster {cluster.name} was there before, and stays: kubectl delete daskcluster ends it")
+        tell(f"the DaskCluster {cluster.name} was there before, and keeps running: kubectl delete daskcluster ends it")
         return
     ours = {spec.OWNER_LABEL: parts.owner}
     async with connected(parts.context, parts.namespace) as api:

@@ -37,7 +37,7 @@ async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: 
         await api.delete(APPS, f"deployments/{name}")
     staying = [name for name in first if name not in leaving]
     if staying:
-        tell(f"runs are on {len(staying)} of the workers that should go: scale again when they have ended")
+        tell(f"runs use {len(staying)} of the workers to remove: scale again when the runs have ended")
     slots = {joined[name].address: joined[name].held for name in staying if joined[name].warm is not None}
     slots |= {each.address: slots_each for name, each in joined.items() if name in rest and each.slots < slots_each}
     await asyncio.to_thread(_set_slots, cluster, slots)

@@ -70,7 +70,7 @@ class SourceListing:
         parts = [
             f"{counted(others, 'file')} that {'is' if others == 1 else 'are'} no {_kind(others)}" if others else "",
             f"{counted(self.n_hidden, 'hidden file')}" if self.n_hidden else "",
-            f"{counted(self.n_stray, 'image')} in no class's folder" if self.n_stray else "",
+            f"{counted(self.n_stray, 'image')} outside of class folders" if self.n_stray else "",
             _imageless(sorted(self.folders - self.by_class.keys())),
         ]
         return ", ".join(part for part in parts if part)
@@ -103,7 +103,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         manifest = known
     else:
         if known is not None:
-            tell(f"the images are listed anew: {_differences(known.made_of, made_of)}")
+            tell(f"the images are listed again: {_differences(known.made_of, made_of)}")
         source = find_source(location, settings, tell)
         manifest = make_manifest(source, settings, location, made_of)
         tell(f"{_summary(manifest)}{source.words}")
@@ -323,10 +323,10 @@ def _check(found: SourceListing, location: Location) -> None:
     if found.by_class:
         return
     where = location.words
-    want = "params.source is the folder that holds a folder of images for each class"
+    want = "params.source must be a folder with one folder of images for each class"
     if found.n_stray:
         raise UsageError(
-            f"{where} has its {counted(found.n_stray, 'image')} directly in it, in no folders of classes: {want}"
+            f"{where} has its {counted(found.n_stray, 'image')} directly in it, not in class folders: {want}"
         )
     n_files = sum(found.suffixes.values()) + found.n_hidden
     if not n_files and found.folders:
@@ -347,7 +347,7 @@ def _too_few(found: SourceListing, classes: Sequence[str], where: str, depth: in
     deeper = sum(item.key.count("/") > depth for item in found.by_class[classes[0]])
     if deeper:
         return f"{said}; did you mean params.source: {where}/{shorten(classes[0])}?"
-    return f"{said}; params.source is the folder that holds a folder of images for each class"
+    return f"{said}; params.source must be a folder with one folder of images for each class"
 
 
 def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:

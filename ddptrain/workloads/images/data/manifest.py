@@ -112,7 +112,9 @@ def is_of_class(key: str, name: str) -> bool:
 
 
 def _damaged(path: Path, problem: str) -> DamagedManifest:
-    return DamagedManifest(f"the list of images {path} is damaged: {problem}; delete it to have the source listed anew")
+    return DamagedManifest(
+        f"the list of images {path} is damaged: {problem}; delete it, and the source is listed again"
+    )
 
 
 def _first(error: ValidationError) -> str:

@@ -194,8 +194,8 @@ class ProcessDecodePool:
             return []
         ticket = dead.alone.ticket
         del self._owners[ticket]
-        each = f"each of {self._deaths[ticket] + 1} decode processes that had it in hand has ended"
-        reason = f"{each}; the last one, which had nothing else, {dead.end}"
+        each = f"{self._deaths[ticket] + 1} decode processes ended while they decoded it"
+        reason = f"{each}; the last one, which had no other image, {dead.end}"
         return [DecodeResult(ticket, reason)]
 
     def _start_replacement(self, place: int, dead: DecodeProcess, n_left: int) -> DecodeProcess:

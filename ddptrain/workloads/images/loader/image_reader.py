@@ -137,7 +137,7 @@ class Reader:
                 return found
             left_s = began + tries.deadline_s - time.monotonic()
             if left_s <= 0:
-                failure = ReadFailure(wanted.key, f"tried for {tries.deadline_s:g} s, the last time: {found}")
+                failure = ReadFailure(wanted.key, f"tried for {tries.deadline_s:g} s; the last error: {found}")
                 if is_last or self._health.last_answer >= asked:
                     return failure
                 if is_last := self._health.probe(asked, self._get):
@@ -185,7 +185,7 @@ class Reader:
         # The time of day makes two failures different: equal failures in a row are not restarted.
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
         silent = f"no request has succeeded since {clock} ({silent_s:.0f} s)"
-        return f"{self._location.words} is away: {silent}, the last one: {said}"
+        return f"{self._location.words} does not answer: {silent}; the last error: {said}"
 
     def _open(self) -> ObjectSource:
         """The store of this process. Raises RuntimeError after a fork of a process that had connections."""

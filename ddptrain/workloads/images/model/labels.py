@@ -131,7 +131,7 @@ def _match(name: str, labels: Labels) -> Match | str:
             return Match(name, labels.by_id[wordnet_id])
         return f"{shorten(name)}: no label has the id {wordnet_id}{_candidates(labels, text)}"
     if not text:
-        return f"{shorten(name)}: the labels have no WordNet ids, and the folder has no name besides its own"
+        return f"{shorten(name)}: the labels have no WordNet ids, and the folder's name is only an id"
     strict, loose = labels.called(text)
     if not strict:
         return f"{shorten(name)}: no label has this name{_candidates(labels, text)}"

@@ -80,7 +80,7 @@ def check_weights_file(path: Path, where: str) -> None:
         )
     if not whole:
         raise BadWeights(
-            f"the weights {where} are not whole: the file has {path.stat().st_size:,} bytes; fetch it again"
+            f"the weights {where} are incomplete: the file has {path.stat().st_size:,} bytes; download it again"
         )
 
 

@@ -75,7 +75,7 @@ def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Ten
             "save its tensors with safetensors, or with torch.save(model.state_dict(), FILE)"
         ) from error
     except Exception as error:  # damaged files raise arbitrary errors
-        raise BadWeights(f"can't read the weights {source}: {_first_line(error)}; is the file whole?") from error
+        raise BadWeights(f"can't read the weights {source}: {_first_line(error)}; is the file complete?") from error
     for wrapper in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
             found = found[wrapper]

@@ -36,7 +36,7 @@ def test_names_go_to_stdout_one_a_line(made: dict[str, object]) -> None:
     result = CliRunner().invoke(app, ["latest", "--count", "2", "--seed", "5"])
     assert result.exit_code == 0
     assert result.stdout == "Luna\nMr. Fox\n"
-    assert result.stderr == "generate: 3 names that the list already holds were replaced\n"
+    assert result.stderr == "generate: 3 names of the training list were replaced\n"
 
 
 def test_options_reach_the_sampling(made: dict[str, object]) -> None:

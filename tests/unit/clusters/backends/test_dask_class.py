@@ -208,5 +208,5 @@ def test_cluster_whose_scheduler_is_too_busy_to_tell_its_runs_is_not_scaled(
     """Its backend may end the very workers that runs are on."""
     silent = status.View(cluster, status.State.GONE, "tcp://h:1 does not answer within 15 s", certain=False)
     monkeypatch.setattr(status, "probe", lambda deployment, timeout_s: silent)
-    with pytest.raises(ClusterError, match="which runs are on the cluster dev is not known: tcp://h:1 does not answer"):
+    with pytest.raises(ClusterError, match="can't find out which runs use the cluster dev: tcp://h:1 does not answer"):
         foreign_cluster.spare_runs(cluster, 1)

@@ -174,14 +174,14 @@ def ordered(cluster: Deployment, url: str) -> Deployment:
 
 def test_status_of_the_pod_counts_where_the_cluster_tells_none(server: Answers) -> None:
     server.prepared = [(502, b""), (200, {"status": "error"})]
-    assert SaturnProvider().fault(ordered(deployment(), server.url)) == "Saturn tells that it is error"
+    assert SaturnProvider().fault(ordered(deployment(), server.url)) == "its status in Saturn is error"
     assert [call for call, _ in server.asked] == ["GET /api/dask_clusters/c1/status", "GET /api/dask_clusters/c1"]
 
 
 def test_cluster_that_saturn_has_forgotten_is_down(server: Answers) -> None:
     server.prepared = [(404, {"message": "Not found"})]
     cluster = ordered(deployment(), server.url)
-    assert SaturnProvider().fault(cluster) == "Saturn tells that it is gone"
+    assert SaturnProvider().fault(cluster) == "its status in Saturn is gone"
     SaturnProvider().stop(cluster, print)
     assert all(call.startswith("GET") for call, _ in server.asked)
 

@@ -63,12 +63,15 @@ def fake_ssh(folder: Path, script: str) -> Host:
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo 'Permission denied (publickey).' >&2; exit 255", "gpu1: ssh can't get there: Permission denied"),
+        ("echo 'Permission denied (publickey).' >&2; exit 255", "gpu1: ssh can't connect: Permission denied"),
         ("echo 'sh: python3: not found' >&2; exit 127", "gpu1: there is no python3 there"),
         ("echo 'No module named ddptrain' >&2; exit 1", "gpu1: ddptrain is missing there: python3 -m pip install"),
         ("echo 'Unknown option: -P' >&2; echo usage >&2; exit 2", "gpu1: python3 is too old there"),
         ('echo \'{"error": "the disk is full"}\'', "gpu1: the disk is full"),
-        ("exit 0", "gpu1: exit code 0"),
+        ("exit 0", "gpu1: python3 is not Python 3.11 or newer there (exit code 0): set cluster.ssh.python"),
+        ("echo 'sh: 0: Illegal option -P' >&2; exit 2", "gpu1: python3 is not Python 3.11 or newer there (sh: 0: "),
+        ("echo 'SyntaxError: invalid syntax' >&2; exit 1", "gpu1: python3 is not Python 3.11 or newer there (Syntax"),
+        ("echo 'MemoryError' >&2; exit 1", "gpu1: MemoryError"),
     ],
 )
 def test_what_is_wrong_with_a_host_is_one_line(tmp_path: Path, script: str, told: str) -> None:

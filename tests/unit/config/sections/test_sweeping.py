@@ -25,6 +25,7 @@ def problems(tmp_path: Path, space: str, rest: str = "trials: 2", head: str = "w
     [
         ("params.learing_rate: [1]", "4: sweep.space.params.learing_rate: there is no such parameter (did you mean "),
         ("cluster.ranks: [1, 2]", "4: sweep.space.cluster.ranks: this field can't be searched (write params.NAME;"),
+        ("layers: [1, 2]", "4: sweep.space.layers: this field can't be searched (write params.layers;"),
         ("params.: [1]", "4: sweep.space.params.: this field can't be searched"),
         ("params.layers: [1, 1]", "4: sweep.space.params.layers: 1 is listed twice"),
         ("params.layers: []", "4: sweep.space.params.layers: "),

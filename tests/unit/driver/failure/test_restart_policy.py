@@ -93,14 +93,14 @@ def test_failures_that_are_named_are_final(fault: AttemptEnd, named: str) -> Non
 
 def test_full_disk_and_a_lost_scheduler_are_final() -> None:
     policy = restarts(max_restarts=1, max_losses=1)
-    assert after(policy, failed(FaultKind.RESULTS)) == NoRestart("what has failed does not go away by itself")
+    assert after(policy, failed(FaultKind.RESULTS)) == NoRestart("a restart would fail in the same way")
     assert after(policy, failed(FaultKind.WORKER_LOST), there=False) == NoRestart("the Dask scheduler is gone")
 
 
 @pytest.mark.parametrize("kind", [FaultKind.REFUSED, FaultKind.RESULTS])
 def test_refused_path_and_full_disk_are_final_whatever_is_left_of_the_budget(kind: FaultKind) -> None:
     policy = restarts(max_restarts=9, max_losses=9)
-    assert after(policy, failed(kind), 5) == NoRestart("what has failed does not go away by itself")
+    assert after(policy, failed(kind), 5) == NoRestart("a restart would fail in the same way")
 
 
 def test_lost_results_end_the_run_even_with_a_fault_and_a_notice() -> None:

@@ -135,7 +135,7 @@ def test_checkpoint_with_files_of_an_unknown_rank_is_not_added(
     event = dataclasses.replace(event, parts=(CheckpointPart(7, "checkpoint-0", event.files),))
     transfer.bring_checkpoint(0, event, lambda rank: {0: Source(folder.parent, None)}[rank])
     failed = inbox.get(timeout=60)
-    assert isinstance(failed, ArtifactFailed) and "files of rank 7, which there is not" in str(failed.error)
+    assert isinstance(failed, ArtifactFailed) and "files of rank 7, which does not exist" in str(failed.error)
     assert not (transfer.writer.layout.checkpoints_dir / "step-1").exists()
 
 

@@ -172,8 +172,8 @@ def test_other_ranks_than_before_are_told_and_get_new_random_states(rank: Rank, 
 class FullDisk:
     """os.write that finds no room, `times` times."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-        self.left = times
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int, code: int = errno.ENOSPC) -> None:
+        self.left, self._code = times, code
         self._write = os.write
         monkeypatch.setattr(os, "write", self.write)
         monkeypatch.setattr(checkpoint_writer, "_LONGEST_PAUSE_S", 0.05)
@@ -181,7 +181,7 @@ class FullDisk:
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         if isinstance(data, memoryview) and self.left > 0:  # a checkpoint's; events are bytes
             self.left -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(self._code, os.strerror(self._code))
         return self._write(descriptor, data)
 
 
@@ -196,23 +196,30 @@ def test_a_full_disk_is_told_and_tried_again(rank: Rank, monkeypatch: pytest.Mon
     assert (rank.folder / "staging" / saved.staging / "state.pt").exists()
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.ENOSPC, "No space left on device$"),
+        (errno.EFBIG, "File too large; raise the limit on the size of files: ulimit -f$"),
+    ],
+)
 def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
 ) -> None:
     rank = Rank(tmp_path, max_failures=3)
-    FullDisk(monkeypatch, 1000)
+    FullDisk(monkeypatch, 1000, code)
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1)
-    expected = r"a checkpoint could not be written into /.*: No space left"
+    expected = rf"a checkpoint could not be written into /.*: {reason}"
     with pytest.raises(CheckpointNotWritten, match=expected) as full:
         rank.context.close()
-    assert full.value.errno == errno.ENOSPC
+    assert full.value.errno == code
     told = [event for event in rank.events() if isinstance(event, events.CheckpointFailed)]
     assert [event.given_up for event in told] == [False, False, True]
     assert list((tmp_path / "staging").iterdir()) == []  # half a checkpoint would keep the disk full
     rank.context.checkpoint(model=model, step=2)
     until(lambda: rank.context._saver.error is not None)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=reason):
         rank.context.checkpoint(model=model, step=3, epoch=0.5)
     rank.file.close()
 

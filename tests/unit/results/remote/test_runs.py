@@ -20,8 +20,7 @@ from ddptrain.storage.store import StoreError, StoreForbidden
 from tests.unit.results.stores import watched_fs, watched_store
 
 WEAK = (
-    "{} cannot keep two drivers apart that start at the same moment: conditional writes cannot be used there "
-    "(memory has none)"
+    "{} has no conditional writes (memory has none): two drivers that start at the same moment may write the same run"
 )
 
 
@@ -194,7 +193,7 @@ def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoreRuns) 
         assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
     (aside,) = runs.work.glob("a-1.before-*")
     assert (aside / "mine").read_text() == "not lost"
-    assert said[1:] == [f"{runs.store.url}/a-1 has been written from elsewhere since; what was here is kept in {aside}"]
+    assert said[1:] == [f"{runs.store.url}/a-1 was continued by another host; the copy of this host is kept in {aside}"]
 
 
 def test_place_without_a_scheme_is_a_folder() -> None:

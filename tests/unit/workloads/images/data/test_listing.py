@@ -50,7 +50,7 @@ def test_other_files_are_left_out_and_counted(tmp_path: Path) -> None:
     rest = ["a/.hidden.jpg", ".thumbs/a.jpg", "a/notes.txt", "b/labels.csv", "README", "stray.jpg"]
     manifest, said = prepared(tmp_path / "inputs", fill(tmp_path / "source", *good, *rest))
     assert sorted(manifest.keys) == sorted(good)
-    assert said[0].endswith("; left out: 3 files that are no images, 2 hidden files, 1 image in no class's folder")
+    assert said[0].endswith("; left out: 3 files that are no images, 2 hidden files, 1 image outside of class folders")
 
 
 def test_a_list_that_is_there_is_used_again(tmp_path: Path, source: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_class_that_is_none_is_named_with_the_nearest(subset: int | list[str],
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ([], "there is nothing in .*/source: the folder is empty; params.source is the folder that"),
+        ([], "there is nothing in .*/source: the folder is empty; params.source must be a folder"),
         ([".a/1.jpg"], "there is no image in .*/source, only 1 other file"),
-        (["1.jpg", "2.jpg"], "has its 2 images directly in it, in no folders of classes"),
+        (["1.jpg", "2.jpg"], "has its 2 images directly in it, not in class folders"),
         (["a/1.txt", "b/2.csv", "b/3.csv"], "there is no image in .*, only 3 other files \\(2 .csv, 1 .txt\\)"),
-        (["a/1.jpg"], "gives 1 class only, a: at least 2 are needed; params.source is the folder that"),
+        (["a/1.jpg"], "gives 1 class only, a: at least 2 are needed; params.source must be a folder"),
         (["Images/a/1.jpg", "Images/b/1.jpg"], "did you mean params.source: .*/source/Images\\?"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_source_that_does_not_do_is_a_clear_error(tmp_path: Path, files: list[
 
 def test_a_local_source_that_is_not_there_and_one_without_a_file_are_told_apart(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    with pytest.raises(StoreMissing, match=r"/source does not exist: params\.source is the folder that"):
+    with pytest.raises(StoreMissing, match=r"/source does not exist: params\.source must be a folder"):
         prepared(tmp_path / "inputs", source)
     (source / "a").mkdir(parents=True)
     (source / "b").mkdir()
@@ -176,8 +176,8 @@ def test_labels_of_another_model_than_the_named_weights_are_refused_before_anyth
     [
         (None, "there are no weights .*model.pth: params.weights is the path of a file that the command and all"),
         (b"", "model.pth holds no weights: it is empty"),
-        (b"PK\x03\x04cut", "model.pth are not whole: the file has 7 bytes"),
-        (b"\xff\0\0\0\0\0\0\0{cut", "model.pth are not whole: the file has 12 bytes"),
+        (b"PK\x03\x04cut", "model.pth are incomplete: the file has 7 bytes"),
+        (b"\xff\0\0\0\0\0\0\0{cut", "model.pth are incomplete: the file has 12 bytes"),
         (b"<!DOCTYPE html>", "model.pth holds no weights: it begins with b'<!DOCTYPE'"),
     ],
 )

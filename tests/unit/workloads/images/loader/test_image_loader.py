@@ -231,8 +231,8 @@ def test_folder_that_goes_away_ends_the_training_and_no_image_is_taken_for_a_bad
         elsewhere.rename(images)
         assert fed.bad == [] and told == []
     said = str(caught.value)
-    assert said.startswith(f"{images} is away: no request has succeeded since ") and "\n" not in said
-    assert f"the last one: the folder {images} is not there on " in said
+    assert said.startswith(f"{images} does not answer: no request has succeeded since ") and "\n" not in said
+    assert f"the last error: the folder {images} does not exist on " in said
     assert said.endswith("; when it is back, failure.max_restarts or --resume continues from the newest checkpoint")
 
 

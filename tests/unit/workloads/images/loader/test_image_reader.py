@@ -60,7 +60,7 @@ def test_image_is_given_up_at_its_deadline_with_the_last_reason(pauses: list[flo
     fault = (
         Scripted(a=[Transient("first"), Transient("503 Slow Down")]).reader(tries=RetryPolicy()).read(ImageRef("a", 5))
     )
-    assert fault == ReadFailure("a", "tried for 60 s, the last time: 503 Slow Down")
+    assert fault == ReadFailure("a", "tried for 60 s; the last error: 503 Slow Down")
     assert sum(pauses) == pytest.approx(60) and max(pauses) <= 5
 
 

@@ -71,10 +71,11 @@ NEVER = (0.0, 0.0)
 def test_store_that_is_away_for_long_is_told_with_its_name_its_words_and_the_time(clock: Clock) -> None:
     fault = Store(clock, ALWAYS).reader().read(ImageRef("a"))
     assert isinstance(fault, ReadFailure)
-    assert fault.reason == f"tried for 60 s, the last time: {REFUSED}"
+    assert fault.reason == f"tried for 60 s; the last error: {REFUSED}"
     since = r"since \d\d:\d\d:\d\d \(60 s\)"
     assert re.fullmatch(
-        rf"s3://bucket/dogs is away: no request has succeeded {since}, the last one: {re.escape(REFUSED)}", fault.away
+        rf"s3://bucket/dogs does not answer: no request has succeeded {since}; the last error: {re.escape(REFUSED)}",
+        fault.away,
     )
 
 
@@ -117,7 +118,7 @@ def test_image_that_fails_alone_is_a_bad_one_though_nothing_else_was_wanted_mean
     assert reader.read(ImageRef("b")) == b"image"
     clock.now_s = 1000
     fault = reader.read(ImageRef("a"))
-    assert fault == ReadFailure("a", "tried for 60 s, the last time: 503 Slow Down") and fault.away == ""
+    assert fault == ReadFailure("a", "tried for 60 s; the last error: 503 Slow Down") and fault.away == ""
     assert store.asked["b"] == 2, "asked for what the store has given before"
 
 
@@ -151,9 +152,11 @@ def test_folder_that_goes_away_is_a_store_that_is_away(clock: Clock, folder: Pat
         unmount(folder, folder if how == "unmounted at it" else folder.parent)
     fault = reader.read(ImageRef("b"))
     assert isinstance(fault, ReadFailure) and clock.now_s == pytest.approx(60)
-    what = "empty" if how == "unmounted at it" else "not there"
-    said = f"the folder {folder} is {what} on {socket.gethostname()}"
-    assert re.fullmatch(rf"{folder} is away: no request .*\(60 s\), the last one: {said}: .*", fault.away), fault.away
+    what = "is empty" if how == "unmounted at it" else "does not exist"
+    said = f"the folder {folder} {what} on {socket.gethostname()}"
+    assert re.fullmatch(rf"{folder} does not answer: no request .*\(60 s\); the last error: {said}: .*", fault.away), (
+        fault.away
+    )
 
 
 def test_folder_that_comes_back_is_waited_for(clock: Clock, folder: Path) -> None:
@@ -166,7 +169,9 @@ def test_folder_that_comes_back_is_waited_for(clock: Clock, folder: Path) -> Non
 
 def test_folder_that_a_host_has_never_seen_is_told_at_once(clock: Clock, tmp_path: Path) -> None:
     fault = Reader(Location(str(tmp_path / "none")), tries=RetryPolicy()).read(ImageRef("a"))
-    said = f"the folder {tmp_path / 'none'} is not there on {socket.gethostname()}: every rank has to see it"
+    said = (
+        f"the folder {tmp_path / 'none'} does not exist on {socket.gethostname()}: every rank must be able to read it"
+    )
     assert fault == ReadFailure("a", said, said) and clock.now_s == 0
 
 
