@@ -222,5 +222,5 @@ def test_folder_without_a_record_is_replaced(folder: Path) -> None:
     (folder / "dev" / "scheduler.json").write_text('{"address": "tcp://old"}')
     made = cluster_records.create(record())
     assert made.record.address == "" and [path.name for path in made.folder.iterdir()] == ["cluster.json"]
-    with pytest.raises(UsageError, match=r"^there is a cluster dev already: ddptrain cluster down dev$"):
+    with pytest.raises(UsageError, match=r"^there is a cluster dev already: ddptrain cluster down dev ends it$"):
         cluster_records.create(record())

@@ -221,7 +221,7 @@ def test_scheduler_without_ddptrain_is_told(tmp_path: Path, monkeypatch: pytest.
     bench = Bench(tmp_path, monkeypatch)
     monkeypatch.setattr(bench, "run_on_scheduler", fail)
     with pytest.raises(
-        ClusterError, match=r"^the scheduler at tcp://s can't be used \(No module named ddptrain\): ddptr"
+        ClusterError, match=r"^the scheduler at tcp://s can't be used \(No module named ddptrain\): install"
     ):
         bench.wait.view()
 

@@ -28,6 +28,7 @@ class Writer:
         self.metrics: list[Any] = []
         self.samples: list[Any] = []
         self.flushed = 0
+        self.versions_before: dict[str, str] = {}
 
     def event(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
@@ -336,6 +337,6 @@ def test_names_in_the_warning_are_counted_and_the_nearest_is_offered() -> None:
     text = metric_problem("m0", saved, [])
     listed = ", ".join(f"m{number:02}" for number in range(20))
     assert f"Given to ctx.checkpoint: {listed} and 1 more; logged with ctx.log: none. Did you mean m" in text
-    assert 'metrics={"m0": ...}), or set checkpoint.metric to one of these, or to null' in text
+    assert 'metrics={"m0": ...}), or set checkpoint.metric to another one, or to null' in text
     twenty = events.CheckpointSaved(AT, 7, "s", (), None, {f"m{number:02}": 1.0 for number in range(20)})
     assert "more" not in metric_problem("zzz", twenty, []) and "Did you mean" not in metric_problem("zzz", twenty, [])

@@ -33,9 +33,9 @@ def test_other_workers_and_other_ranks_are_refused() -> None:
     worker = WorkerKey()
     sealed = seal(ENV, worker.public, "run/1/0")
     for opener, purpose in ((WorkerKey(), "run/1/0"), (worker, "run/1/1")):
-        with pytest.raises(ClusterError, match="not sealed for this worker"):
+        with pytest.raises(ClusterError, match="not encrypted for this worker"):
             opener.open(sealed, purpose)
-    with pytest.raises(ClusterError, match="not sealed for this worker"):
+    with pytest.raises(ClusterError, match="not encrypted for this worker"):
         worker.open({SEALED: "AAAA"}, "run/1/0")
 
 
@@ -74,7 +74,7 @@ def test_params_and_arguments_that_hold_secrets_are_sealed(fields: dict[str, Any
     assert list(sealed.env) == [SEALED]
     (opened,) = decrypt_specs([RankSpec.from_json(sealed.to_json())], worker)
     assert json.loads(opened.to_json()) == json.loads(spec.to_json())
-    with pytest.raises(ClusterError, match="not sealed for this worker"):
+    with pytest.raises(ClusterError, match="not encrypted for this worker"):
         decrypt_specs([sealed], WorkerKey())
 
 
@@ -91,14 +91,14 @@ def test_ranks_of_a_worker_share_one_message_and_each_gets_its_own_parts() -> No
         opened = decrypt_specs(sealed[part], worker)
         assert opened == specs[part]
         assert len({id(spec.env) for spec in opened}) == 3
-    with pytest.raises(ClusterError, match="not sealed for this worker"):
+    with pytest.raises(ClusterError, match="not encrypted for this worker"):
         decrypt_specs(sealed, workers[0])
 
 
 def test_message_of_an_earlier_attempt_is_refused() -> None:
     worker = WorkerKey()
     (sealed,) = encrypt_specs([make_spec(env=ENV)], [worker.public])
-    with pytest.raises(ClusterError, match="not sealed for this worker"):
+    with pytest.raises(ClusterError, match="not encrypted for this worker"):
         decrypt_specs([dataclasses.replace(sealed, attempt=sealed.attempt + 1)], worker)
 
 

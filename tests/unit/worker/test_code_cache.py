@@ -88,7 +88,7 @@ def test_folder_in_the_way_is_named(cache: CodeCache, tmp_path: Path) -> None:
     with (cache.folder / f"{of.hash}.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         (cache.folder / of.hash / "file").touch()
-        with pytest.raises(ClusterError, match="in the way"):
+        with pytest.raises(ClusterError, match="is where the uploaded code must be written: delete it"):
             unpacked(cache, tmp_path, "one", "print(1)")
 
 

@@ -403,7 +403,7 @@ def test_keeper_is_told_to_end_and_waited_for(
     provider.stop(cluster, told.append)
     assert len(told) == 11 and cluster.record.parts
     provider.stop(cluster, told.append)
-    assert told[11:] == ["the keeper (pid 4711) was killed: what x.Cluster has started elsewhere may still be there"]
+    assert told[11:] == ["the keeper (pid 4711) was killed: what x.Cluster has started on other hosts may still run"]
     (cluster.folder / "ended.json").write_text('{"reason": "no permission", "is_left": true}')
     with pytest.raises(ClusterError, match=r"^no permission; ddptrain cluster down dev forgets it$"):
         provider.stop(cluster, told.append)

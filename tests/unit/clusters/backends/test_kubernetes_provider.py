@@ -129,7 +129,7 @@ def test_existing_cluster_is_used_as_it_is(api: Api, tmp_path: Path, ours: bool)
     if ours:
         api.of[DASK, "daskworkergroups"] = [thing("dev-default", {}, spec={"worker": {"replicas": 3}})]
     cluster = deployment(tmp_path)
-    assert scaled(cluster) == ["the namespace ml has a DaskCluster dev: attached to it, as it is"]
+    assert scaled(cluster) == ["the namespace ml has a DaskCluster dev: it is used as it is"]
     found = {path.name: path.read_text() for path in tmp_path.glob("*.pem")}
     assert found == ({"cert.pem": "c", "key.pem": "k"} if ours else {})
     assert Parts.of(cluster) == Parts("here", "ml", "", attached=True, slots=4 if ours else 1)
@@ -224,7 +224,12 @@ def waited(api: Api, cluster: Deployment) -> list[str]:
             -1,
             "the scheduler of dev has got no pod within -1 s (cluster.start_timeout_s)",
         ),
-        ({}, "", -1, "nobody has taken up the DaskCluster dev within -1 s: is dask-kubernetes' operator running, and"),
+        (
+            {},
+            "",
+            -1,
+            "no operator has started the DaskCluster dev within -1 s: is dask-kubernetes' operator running, and",
+        ),
     ],
 )
 def test_scheduler_that_does_not_come_is_told_with_its_reason(
@@ -234,7 +239,7 @@ def test_scheduler_that_does_not_come_is_told_with_its_reason(
     api.logs["s"] = log
     with pytest.raises(ClusterError) as error:
         waited(api, deployment(tmp_path, timeout_s=timeout_s))
-    assert str(error.value).startswith(told) and (("nobody" in told) or str(error.value) == told)
+    assert str(error.value).startswith(told) and (told.endswith(", and") or str(error.value) == told)
 
 
 def test_each_state_of_the_scheduler_is_told_once(api: Api, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -312,7 +317,7 @@ def test_cluster_that_was_there_before_stays(api: Api, ours: Deployment) -> None
     Parts("here", "ml", "", attached=True).save(ours)
     told: list[str] = []
     KubernetesProvider().stop(ours, told.append)
-    assert told == ["the DaskCluster dev was there before, and stays: kubectl delete daskcluster ends it"]
+    assert told == ["the DaskCluster dev was there before, and keeps running: kubectl delete daskcluster ends it"]
     assert api.deleted == [] and api.asked == []
 
 
@@ -411,14 +416,14 @@ def test_workers_are_known_only_while_the_scheduler_answers(monkeypatch: pytest.
             4,
             {"a": (1, 4), "b": (2, 2)},
             {"a": 1, "b": 4},
-            ["runs are on 1 of the workers that should go: scale again"],
+            ["runs use 1 of the workers to remove: scale again"],
         ),
         (
             0,
             4,
             {"a": (1, 4), "b": (2, 4)},
             {"a": 1, "b": 2},
-            ["runs are on 2 of the workers that should go: scale again"],
+            ["runs use 2 of the workers to remove: scale again"],
         ),
     ],
 )

@@ -147,9 +147,7 @@ def test_loopback_and_network_are_not_mixed(hosts: Hosts) -> None:
     with pytest.raises(ClusterError) as refused:
         started(deployment("a b c"))
     (line,) = str(refused.value).splitlines()
-    assert line.startswith(
-        "b: ssh reaches it at 127.0.0.1, and the scheduler is at 10.0.0.1: nothing reaches a loopback"
-    )
+    assert line.startswith("b: ssh reaches it at 127.0.0.1, and the scheduler is at 10.0.0.1: a loopback address works")
 
 
 def test_address_that_is_set_for_the_scheduler_is_that_of_the_first_host_alone(hosts: Hosts) -> None:
@@ -271,7 +269,7 @@ class Client:
             {"a": 1, "b": 2},
             3,
             [(3, "tls://a")],
-            ["the worker on b stays, for a run is on it: scale again when that has ended"],
+            ["the worker on b is kept, because a run uses it: scale again when the run has ended"],
             2,
             [],
         ),

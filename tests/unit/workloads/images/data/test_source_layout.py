@@ -166,7 +166,7 @@ def test_a_folder_of_its_own_comes_before_the_val_folder_of_the_source(tmp_path:
         (
             ["train/cat", "val/cat"],
             [],
-            r"source/train gives 1 class only, cat: at least 2 are needed; params.source is",
+            r"source/train gives 1 class only, cat: at least 2 are needed; params.source must be",
         ),
         (["train/cat", "train/dog", "val"], [], r"source is split into train/, val/, and val/ has no images in class"),
         (["cat", "dog"], ["."], r"held has its 4 images directly in it"),
