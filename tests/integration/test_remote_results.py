@@ -85,6 +85,8 @@ def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(
     )
     running.wait_for("waiting")
     wait_until((first.runs / "night/checkpoints/step-2/checkpoint.json").exists, "checkpoint in the store")
+    log = first.runs / "night/logs/rank-0.log"  # uploaded every ten seconds
+    wait_until(lambda: log.exists() and "attempt 1 begins" in log.read_text(), "log in the store")
     locked = second("train", second.config(die_in=3, how="wait", wait_for=go), "--resume", "night")
     assert locked.rc == 6 and f"run {RUNS}/night is held by process {running.popen.pid}" in locked.stderr
     os.kill(running.popen.pid, signal.SIGKILL)
@@ -98,8 +100,8 @@ def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(
     record = second.record("night")
     assert record["status"] == "succeeded" and record["checkpoints"] == ["step-4", "step-3", "step-2"]
     assert [attempt["outcome"] for attempt in record["attempts"]] == ["failed", "succeeded"]
-    log = (second.runs / "night/logs/rank-0.log").read_text()
-    assert "attempt 1 begins with epoch 1" in log and "attempt 2 begins with epoch 3" in log
+    text = (second.runs / "night/logs/rank-0.log").read_text()
+    assert "attempt 1 begins with epoch 1" in text and "attempt 2 begins with epoch 3" in text
     events = (second.runs / "night/events.jsonl").read_text().splitlines()
     assert json.loads(events[-1])["run_dir"] == f"{RUNS}/night"
     looks_right_from_anywhere(Machine(run_cli, s3, "third"))

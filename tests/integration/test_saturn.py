@@ -135,7 +135,7 @@ def test_cluster_that_runs_already_is_attached_to_and_stays(clusters: SaturnClus
     up = clusters.up_in_saturn()
     assert json.loads(up.stdout)["slots"] == 2, "as it is, not as the settings would have it"
     assert "Saturn warns: The cluster is running: its settings can't be changed." in up.stderr
-    assert "was running in Saturn before, and stays" in clusters("down", "dev").stderr
+    assert "was running in Saturn before, and keeps running" in clusters("down", "dev").stderr
     assert (saturn.status, clusters.entries()) == ("ready", [])
 
     # dask-saturn itself, as it is, finds in this server all that it calls.

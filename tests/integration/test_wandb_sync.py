@@ -183,7 +183,7 @@ def test_ranks_that_shared_a_run_are_sent_later_as_a_run_each_for_their_rows_hav
     assert (first.folder.name[-7:], last.folder.name[-7:]) == ("-rank_0", "-rank_1")
     (first.folder / "files/it").symlink_to(run / "run.json")
     came = sync(run, backend.environment)
-    assert (came.sent, came.waiting, "is a link" in came.problem) == (1, 1, True), "it holds up no other"
+    assert (came.sent, came.waiting, "is a symbolic link" in came.problem) == (1, 1, True), "it holds up no other"
     (first.folder / "files/it").unlink()
     for _ in range(2):  # the second time nothing is left to be sent
         assert sync(run, backend.environment).problem == ""
@@ -324,9 +324,9 @@ def test_log_that_names_files_which_are_not_of_the_run_sends_none_of_them(
     sent = [made.files for made in backend.artifacts.values()] + [made.files for made in backend.runs.values()]
     assert b"hush-hush" not in [data for files in sent for data in files.values()]
     if kind == "checkpoint in a link":
-        assert came.summary == "a-run: 1 sent to W&B, less 1 checkpoint that the run no longer keeps"
+        assert came.summary == "a-run: 1 sent to W&B, without 1 checkpoint that the run no longer keeps"
     else:
-        assert "are missing" in problem or "is not of this run" in problem
+        assert "are missing" in problem or "outside of this run" in problem
         assert backend.asked == []
 
 
