@@ -39,6 +39,7 @@ class Sizes:
     burst_lines: int = 100_000
     burst_lines_peer: int = 20_000
     checkpoint_mb: int = 500
+    large_checkpoint_mb: int = 3000
     checkpoints: int = 2
     tracked_warm_s: float = 6.0  # for trackers to start
     tracked_s: float = 10.0
@@ -61,6 +62,7 @@ QUICK = Sizes(
     burst_lines=5_000,
     burst_lines_peer=1_000,
     checkpoint_mb=20,
+    large_checkpoint_mb=60,
     checkpoints=1,
     tracked_warm_s=0.5,
     tracked_s=0.5,

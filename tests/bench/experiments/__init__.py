@@ -35,6 +35,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     steady.EXPERIMENT,
     petnames.EXPERIMENT,
     checkpoint.EXPERIMENT,
+    checkpoint.LARGE,
     generation.EXPERIMENT,
     burst.EXPERIMENT,
     sweep.EXPERIMENT,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-_BETWEEN_S = 4.0  # more than the writing takes
+_BETWEEN_S, _MB_PER_S = 4.0, 200  # a checkpoint is written before the next one begins
 
 
 def _took(step: Callable[[], None], number: int, after: Callable[[int], None]) -> list[float]:
@@ -87,7 +87,7 @@ def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -
             calls.append(time.perf_counter() - began)
 
     times = _took(step, 100, lambda _: None)
-    between = max(10, round(_BETWEEN_S / statistics.median(times)))
+    between = max(10, round(max(_BETWEEN_S, mega_bytes / _MB_PER_S) / statistics.median(times)))
     _took(step, between, save)  # the first allocates memory, and makes the page cache grow
     plain = _excess(_took(step, checkpoints * between, lambda _: None))
     lost_s = (_excess(_took(step, checkpoints * between, save)) - plain) / checkpoints
