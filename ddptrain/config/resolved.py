@@ -58,7 +58,7 @@ def _complete_params(config: RunConfig) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what config/yaml.py reads back equal: quotes text that would be read as another type; no aliases."""
+    """Writes what yaml_reader.py reads back equal: quotes text that would be read as another type; no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -80,5 +80,5 @@ def _is_text(value: str) -> bool:
 
 
 def dump_yaml(data: Mapping[str, Any]) -> str:
-    """Return plain data as YAML that config/yaml.py reads back equal."""
+    """Return plain data as YAML that yaml_reader.py reads back equal."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

@@ -1,4 +1,4 @@
-"""Errors of run directories. Those of object stores are in storage/base.py.
+"""Errors of run directories. Those of object stores are in storage/store.py.
 
 ResultsError             4  the run directory can't be written: disk full, no permission, not a folder
 ├── CheckpointDamaged    4  a checkpoint does not have the size or hash that its event or manifest states

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Folder(Store):
-    """A folder of this machine, for reading. Runs in a folder are written by results/writer.py."""
+    """A folder of this machine, for reading. Runs in a folder are written by results/run_writer.py."""
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)

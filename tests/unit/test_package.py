@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from ddptrain.config.known_names import TRACKER_EXTRAS, TRACKERS
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
+USERS_FILES = {"digits.py", "json.py", "pydantic.py", "train.py"}  # in examples
+
 
 def test_every_extra_that_is_recommended_exists() -> None:
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.*")]
@@ -32,6 +36,31 @@ def test_every_extra_that_is_recommended_exists() -> None:
     }
     assert len({path for path, _ in found if path.startswith("ddptrain/")}) > 8
     assert [each for each in sorted(found) if each[1] not in PROJECT["optional-dependencies"]] == []
+
+
+def test_files_that_comments_and_design_pages_name_exist() -> None:
+    pages = (
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "docs/design.md",
+        ROOT / "docs/glossary.md",
+        *(ROOT / "docs/adr").glob("*.md"),
+    )
+    texts = {path: path.read_text(encoding="utf-8") for path in pages}
+    for path in (ROOT / "ddptrain").rglob("*.py"):
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+        texts[path] = "\n".join(
+            token.string for token in tokens if token.type == tokenize.COMMENT or token.string.startswith('"""')
+        )
+    folders = "ddptrain", "tests", "examples", "docs"
+    there = {file.name for folder in folders for file in (ROOT / folder).rglob("*.py")} | USERS_FILES
+    named = re.compile(r"(?<![\w.*])(?:[\w-]+/)*([\w-]+\.py)\b")
+    missing = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path, text in texts.items()
+        for match in named.finditer(text)
+        if match[1] not in there and not match[0].startswith("distributed/")
+    ]
+    assert missing == []
 
 
 def test_package_of_every_tracker_is_installed_or_in_its_extra() -> None:

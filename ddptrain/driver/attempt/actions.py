@@ -1,4 +1,4 @@
-"""What the attempt's state machine wants done, as data. Ranks are given by number; attempt.py carries actions out."""
+"""What the attempt's state machine wants done, as data. Ranks are given by number; loop.py carries actions out."""
 
 from __future__ import annotations
 

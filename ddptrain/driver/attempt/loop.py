@@ -1,4 +1,4 @@
-"""One attempt: the loop that reads messages, asks attempt_step.py what follows, and does it."""
+"""One attempt: the loop that reads messages, asks step.py what follows, and does it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The attempt as a pure state machine: step(state, message, now) returns the next state and what is to be done.
 
-No input or output, no clock and no thread is used here. attempt.py reads messages and carries the actions out.
+No input or output, no clock and no thread is used here. loop.py reads messages and carries the actions out.
 
     rank 0's worker opens the store ─ all ranks start ─ fault, hang, signal, preemption ─ stopping ─ over
 

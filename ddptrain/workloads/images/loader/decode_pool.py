@@ -27,7 +27,7 @@ _SUSPECT = 2  # after so many deaths a request is tried once more, alone
 class ProcessDied:
     """A process has ended by itself.
 
-    `replaced` must be called by the thread that uses the pool: it starts another process with the pending requests, and
+    `replace` must be called by the thread that uses the pool: it starts another process with the pending requests, and
     returns the results of requests that are not tried again. It raises DecodeProcessLost if that did not help before.
     """
 
@@ -89,7 +89,7 @@ class ThreadDecodePool:
         )
 
     def put(self, request: DecodeRequest) -> bool:
-        """See Crew."""
+        """See DecodePool."""
         if self._room == 0:
             return False
         self._room -= 1
@@ -97,14 +97,14 @@ class ThreadDecodePool:
         return True
 
     def flush(self) -> None:
-        """See Crew."""
+        """See DecodePool."""
 
     def complete(self, ticket: int) -> None:
-        """See Crew."""
+        """See DecodePool."""
         self._room += 1
 
     def close(self) -> None:
-        """See Crew."""
+        """See DecodePool."""
         self._pipeline.close()
 
 
@@ -133,7 +133,7 @@ class ProcessDecodePool:
         return [decoder.popen.pid for decoder in self._decoders]
 
     def put(self, request: DecodeRequest) -> bool:
-        """See Crew."""
+        """See DecodePool."""
         decoder = max(self._decoders, key=lambda decoder: decoder.room)
         if decoder.room <= 0:
             return False
@@ -142,18 +142,18 @@ class ProcessDecodePool:
         return True
 
     def flush(self) -> None:
-        """See Crew."""
+        """See DecodePool."""
         for decoder in self._decoders:
             decoder.flush()
 
     def complete(self, ticket: int) -> None:
-        """See Crew."""
+        """See DecodePool."""
         self._deaths.pop(ticket, None)
         if decoder := self._owners.pop(ticket, None):
             decoder.complete(ticket)
 
     def close(self) -> None:
-        """See Crew."""
+        """See DecodePool."""
         with self._lock:
             self._closed = True
         for decoder in self._decoders:
