@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from pathlib import Path
 
@@ -46,14 +44,12 @@ def test_files_that_comments_and_design_pages_name_exist() -> None:
         *(ROOT / "docs/adr").glob("*.md"),
     )
     texts = {path: path.read_text(encoding="utf-8") for path in pages}
+    comments = re.compile(r'(?<=#)[^\n]*|(?s:""".*?""")')
     for path in (ROOT / "ddptrain").rglob("*.py"):
-        tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-        texts[path] = "\n".join(
-            token.string for token in tokens if token.type == tokenize.COMMENT or token.string.startswith('"""')
-        )
+        texts[path] = "\n".join(comments.findall(path.read_text(encoding="utf-8")))
     folders = "ddptrain", "tests", "examples", "docs"
     there = {file.name for folder in folders for file in (ROOT / folder).rglob("*.py")} | USERS_FILES
-    named = re.compile(r"(?<![\w.*])(?:[\w-]+/)*([\w-]+\.py)\b")
+    named = re.compile(r"(?<![\w.*])(?:[\w-]+/)*([a-z_][a-z0-9_-]*\.py)\b")
     missing = [
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path, text in texts.items()
