@@ -34,7 +34,7 @@ STATE_FILE = "state.pt"
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 20
 _PAGE_BYTES = 4096  # O_DIRECT needs memory, length and position in the file in multiples of it
-_DIRECT_BYTES = 256 << 20  # smaller files stay in the page cache, from which a restart reads them
+_DIRECT_BYTES = 64 << 20  # smaller files stay in the page cache, from which a restart reads them
 _REFERENCE = "ddptrain.tensor"  # {_REFERENCE: name} in state.pt refers to the tensor of that name in TENSORS_FILE
 
 
