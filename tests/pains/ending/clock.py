@@ -42,6 +42,7 @@ PROBLEM = Problem(
     files={
         "sitecustomize.py": '''
 """Python imports this first: its clock is an hour ahead as soon as the file `jumped` exists."""
+
 import os
 import time
 
@@ -72,6 +73,7 @@ dist.destroy_process_group()
     peer_files={
         "shifted.py": '''
 """torchrun, whose agent uses the clock through datetime: it is set like time.time."""
+
 import datetime
 
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
