@@ -152,7 +152,7 @@ def _sync_stored(
         try:
             stored.fetch(_waiting(here), deadline)
         except TimeoutError:
-            raise _NotSent("there was no time left to fetch them") from None
+            raise _NotSent("the time limit (--timeout) was over before they were fetched") from None
         try:
             return _send_all(here, env, deadline)
         finally:
@@ -221,7 +221,7 @@ def _send(
     """Sends these parts. Returns an error message or "", and how many checkpoints were left out of each part."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
-        return "there was no time left for it", {}
+        return "the time limit (--timeout) was over before it began", {}
     known = wandb_parts(view.layout, view.record)
     with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as scratch:
         prepared: dict[RunPart, tuple[Path, int]] = {}
