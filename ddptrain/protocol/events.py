@@ -169,6 +169,7 @@ class Stacks(Event):
     "" if the rank has answered itself, else its state as its worker sees it: "stopped" (SIGSTOP), "uninterruptible"
     (in the kernel) or "busy" (in compiled code that does not let Python run). calls: how often the rank has called each
     ctx method that all ranks must call. waits: the method in which it waits for other ranks, at the step `waits_step`.
+    handles: the exception that it handles in an `except` or `finally`, in one line.
     """
 
     kind: ClassVar[str] = "stacks"
@@ -178,6 +179,7 @@ class Stacks(Event):
     calls: Mapping[str, float] = field(default_factory=dict)
     waits: str = ""
     waits_step: int | None = None
+    handles: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time
     first = _first(alive or [report for report in reports if not report.over] or list(reports))
     others = [report for report in alive if report is not first]
     message = ", ".join(part for part in (_since(first, limit_s), first.place) if part)
-    message += _those_that_wait(others) + _of_thread(first)
+    message += _those_that_wait(others) + _of_exception(first) + _of_thread(first)
     trace = first.thread.traceback if first.thread is not None else ""
     checked = f"{first.checked}; " if first.checked and limit_s is not None else ""
     text = f"{message} ({checked}stacks: artifacts/{STACKS_FOLDER}/)"
@@ -187,6 +187,11 @@ def _those_that_wait(others: Sequence[RankReport]) -> str:
     operations = {report.operation for report in waiting} - {"a collective operation"}
     operation = operations.pop() if len(operations) == 1 else "a collective operation"
     return f" while rank {format_ranks([report.rank for report in waiting])} {verb} for it in {operation}"
+
+
+def _of_exception(first: RankReport) -> str:
+    handles = first.stacks.handles if first.stacks is not None else ""
+    return f"; it is in an except or finally block after {handles}" if handles else ""
 
 
 def _of_thread(first: RankReport) -> str:

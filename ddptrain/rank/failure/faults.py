@@ -69,13 +69,18 @@ def handled(phase: str) -> events.Failure | None:
 
     None if there is none, or if it says only that another rank is gone.
     """
-    # Python 3.11 has a tuple in place of the exception. There is no public API.
-    found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
-    error = found[1] if isinstance(found, tuple) else found
-    if not isinstance(error, Exception):  # SystemExit and the like are no failures
+    if (error := handled_error()) is None:
         return None
     event = failure(error, phase)
     return None if event.lost_peer or event.timed_out else dataclasses.replace(event, handled=True)
+
+
+def handled_error() -> Exception | None:
+    """The exception that the main thread handles; None if there is none, or only a SystemExit or the like."""
+    # Python 3.11 has a tuple in place of the exception. There is no public API.
+    found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    error = found[1] if isinstance(found, tuple) else found
+    return error if isinstance(error, Exception) else None
 
 
 def _text(error: BaseException) -> str:

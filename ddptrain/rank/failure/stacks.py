@@ -17,11 +17,13 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from ddptrain.errors import one_line
 from ddptrain.file_ops import open_append, sha256
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.failure.faults import handled_error
 from ddptrain.rank.failure.tracebacks import clipped
 
 _MAX_FRAMES = 200
@@ -58,7 +60,9 @@ class StackReporter:
     def _event(self, main: FrameType | None) -> events.Stacks:
         calls, wait = self._collective_calls.counts, self._collective_calls.wait
         where = (wait.name, wait.step) if wait is not None else ("", None)
-        return events.Stacks(time.time_ns(), _innermost_first(main), _sequence(), "", calls, *where)
+        error = handled_error()
+        handles = clipped(one_line(f"{type(error).__qualname__}: {error}"), 300) if error is not None else ""
+        return events.Stacks(time.time_ns(), _innermost_first(main), _sequence(), "", calls, *where, handles)
 
 
 def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:

@@ -56,6 +56,14 @@ def test_wait_is_known_by_its_innermost_frames(frames: tuple[str, ...], operatio
     assert waits_in(frames) == operation
 
 
+def test_a_rank_that_hangs_in_its_clean_up_is_named_with_the_exception_before() -> None:
+    waiting = report(0, ALL_REDUCE)
+    cleaning = RankReport(1, 10.0, events.Stacks(1, LOADING, handles="ValueError: sample 4711"))
+    found = find_missing_rank([waiting, cleaning], 60.0, 1)
+    assert (found.rank, found.kind) == (1, FaultKind.HANG)
+    assert "in all_reduce; it is in an except or finally block after ValueError: sample 4711 (stacks: " in found.message
+
+
 def test_place_is_the_innermost_frame_of_the_users_code() -> None:
     assert users_frame(ALL_REDUCE) == "train.py:50 in step"
     assert users_frame((f"{C10D}:3 all_reduce",)) == "distributed_c10d.py:3 in all_reduce"

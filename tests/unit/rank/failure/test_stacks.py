@@ -51,6 +51,22 @@ def test_stacks_of_all_threads_are_a_file_and_those_of_the_main_one_an_event(tmp
     assert text.index("MainThread") < text.index("asking (most recent call last)")
 
 
+def test_exception_that_the_main_thread_handles_is_in_the_event(tmp_path: Path, emitter: Emitter) -> None:
+    spec = make_spec(rank=3, staging=str(tmp_path))
+    stacks = StackReporter(spec, emitter, CollectiveCalls(spec, emitter))
+    try:
+        raise ValueError("sample 4711\nhas no label")
+    except ValueError:
+        asking = threading.Thread(target=stacks.report)
+        asking.start()
+        asking.join()
+    finally:
+        faulthandler.unregister(STACKS_SIGNAL)
+    told = events_of(tmp_path / "events")[0]
+    assert isinstance(told, events.Stacks)
+    assert told.handles == "ValueError: sample 4711"
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_exception_that_ends_a_thread_is_reported(
     tmp_path: Path, emitter: Emitter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
