@@ -178,9 +178,9 @@ class Recorder:
             }
             versions = {**self.writer.record.versions, **event.versions}
             self.writer.update(rank_environment=environment, versions=versions)
-            before, self.writer.versions_before = self.writer.versions_before, {}
-            if problem := other_versions(before, versions):
+            if problem := other_versions(self.writer.last_versions, versions):
                 self.warn(problem)
+            self.writer.last_versions = versions
         self._recorded("rank_started", {"rank": rank, "host": event.host, "pid": event.pid, "device": event.device})
         self.display.rank_started(rank, event.host, event.pid)
 

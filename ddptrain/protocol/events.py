@@ -119,12 +119,11 @@ class FileSaved(Event):
 
 @dataclass(frozen=True, slots=True)
 class Failure(Event):
-    """The exception that left the user's code, written before any clean-up.
+    """The exception that left the user's code; `handled`: or in whose `except` or `finally` the rank was stopped.
 
-    phase: "setup" (before the process group), "rendezvous" or "train". exit_code: of sys.exit. lost_peer: the rank has
-    only lost its connection to another rank, so it is a victim. timed_out: it is a victim that waited in a collective
-    operation for a rank that did not come. unwritable: a checkpoint could not be written, so the code is not the cause.
-    handled: it has not left the code: the rank was still in an `except` or `finally` when it was told to stop.
+    phase: "setup" (before the process group), "rendezvous" or "train". exit_code: of sys.exit. lost_peer: a victim,
+    which has only lost its connection to another rank. timed_out: a victim that waited in a collective operation for a
+    rank that did not come. unwritable: a checkpoint could not be written, so the code is not the cause.
     """
 
     kind: ClassVar[str] = "failure"
@@ -165,11 +164,10 @@ class ThreadFailure(Event):
 class Stacks(Event):
     """The stack of the rank's main thread: `main` has its frames as "file:line function", innermost first.
 
-    sequence: how many collective operations the rank has begun in the default group; None if that is not known. state:
-    "" if the rank has answered itself, else its state as its worker sees it: "stopped" (SIGSTOP), "uninterruptible"
-    (in the kernel) or "busy" (in compiled code that does not let Python run). calls: how often the rank has called each
-    ctx method that all ranks must call. waits: the method in which it waits for other ranks, at the step `waits_step`.
-    handles: the exception that it handles in an `except` or `finally`, in one line.
+    sequence: number of collective operations begun in the default group; None if not known. state: "" if the rank has
+    answered itself, else as its worker sees it: "stopped" (SIGSTOP), "uninterruptible" (in the kernel) or "busy" (in
+    compiled code that stops Python). calls: how often it has called each ctx method that all ranks must call. waits,
+    waits_step: the one in which it waits for others. handles: the exception in whose `except` or `finally` it is.
     """
 
     kind: ClassVar[str] = "stacks"

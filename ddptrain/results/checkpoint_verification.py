@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.file_ops import hash_file
-from ddptrain.results.errors import CheckpointDamaged as CheckpointDamaged  # for callers of verify()
+from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import MANIFEST, RunLayout, step_of
 from ddptrain.results.run_files import read_bytes
 

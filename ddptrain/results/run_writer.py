@@ -51,7 +51,7 @@ class RunWriter:
         self.layout = layout
         self.secrets: Sequence[str] = ()
         self._record = record
-        self.versions_before: Mapping[str, str] = {}  # of Python and packages, when a resumed run ended
+        self.last_versions: Mapping[str, str] = {}  # of Python and packages, at the last start of rank 0
         self._lock = lock_descriptor
         self._folder = FolderIdentity.of(layout.root)
         self.loss: DdptrainError | None = None  # set when another driver has the run: nothing is written any more
@@ -143,7 +143,7 @@ class RunWriter:
             )
             write_file(layout.config_yaml, config_text.encode())
             writer = cls(layout, record, descriptor)
-            writer.versions_before = view.record.versions
+            writer.last_versions = view.record.versions
             writer._settle(view.record.driver)
             writer._latest.begin_attempt(record.last_metrics)
             return writer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -115,6 +116,14 @@ class Stage:
         made = self.folder / f"{self._count:03d}-{name}"
         made.mkdir()
         return made
+
+    def trained(self, config: Path, name: str, params: Mapping[str, object]) -> Path:
+        """Train a shipped configuration with these params in a new folder; return the run directory."""
+        runs = self.new_folder(name)
+        settings = [("--set", f"params.{key}={json.dumps(value)}") for key, value in params.items()]
+        options = ("--output", "plain", "--runs-dir", runs, "--run-id", "run")
+        self.run([self.command, "train", config, *options, *itertools.chain.from_iterable(settings)])
+        return runs / "run"
 
     @contextmanager
     def started(

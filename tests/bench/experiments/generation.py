@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,22 +20,8 @@ _FULL = {"epochs": 16, "batch_size": 32, "context": "full"}
 
 def _train(stage: Stage, context: str) -> Path:
     """A short training of the tutorial's model on the builtin names; returns the run directory."""
-    runs = stage.new_folder(context)
     params = {**_TRAINING, **(_FULL if context == "full" else {})}
-    settings = [f"params.{name}={json.dumps(value)}" for name, value in params.items()]
-    command: list[str | Path] = [
-        stage.command,
-        "train",
-        _CONFIG,
-        "--output",
-        "plain",
-        "--runs-dir",
-        runs,
-        "--run-id",
-        "run",
-    ]
-    stage.run([*command, *itertools.chain.from_iterable(("--set", setting) for setting in settings)])
-    return runs / "run"
+    return stage.trained(_CONFIG, context, params)
 
 
 @contextmanager

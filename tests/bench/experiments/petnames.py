@@ -81,22 +81,9 @@ class _Trainings:
         return self._lists[windows]
 
     def _train(self, names: Path, **params: object) -> float:
-        runs = self._stage.new_folder("ddptrain")
         settings = {"names": str(names), "unique": False, "val_fraction": 0, **params}
-        options = [f"params.{name}={json.dumps(value)}" for name, value in settings.items()]
-        command: list[str | Path] = [
-            self._stage.command,
-            "train",
-            _CONFIG,
-            "--output",
-            "plain",
-            "--runs-dir",
-            runs,
-            "--run-id",
-            "run",
-        ]
-        self._stage.run([*command, *itertools.chain.from_iterable(("--set", option) for option in options)])
-        lines = (runs / "run" / "metrics.jsonl").read_text().splitlines()
+        run = self._stage.trained(_CONFIG, "ddptrain", settings)
+        lines = (run / "metrics.jsonl").read_text().splitlines()
         return _rate_after_first([json.loads(line) for line in lines])
 
 

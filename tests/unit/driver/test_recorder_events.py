@@ -28,7 +28,7 @@ class Writer:
         self.metrics: list[Any] = []
         self.samples: list[Any] = []
         self.flushed = 0
-        self.versions_before: dict[str, str] = {}
+        self.last_versions: dict[str, str] = {}
 
     def event(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
