@@ -9,6 +9,7 @@ import pytest
 from ddptrain import ci
 from ddptrain.ci import CiService
 from ddptrain.errors import UsageError
+from tests import fake_time
 
 GITHUB = {"GITHUB_ACTIONS": "true"}
 
@@ -79,7 +80,7 @@ def test_json_stays_the_same_data_without_commands() -> None:
 
 
 def test_sections_have_the_form_of_each_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: 1560896352.4)
+    fake_time.replace(monkeypatch, "time", lambda: 1560896352.4)
     assert ci.fold_start(CiService.GITHUB, "50% of\nit", "a_1") == "::group::50%25 of it\n"
     assert ci.fold_end(CiService.GITHUB, "a_1") == "::endgroup::\n"
     start = "\x1b[0Ksection_start:1560896352:a_1[collapsed=true]\r\x1b[0Klogs of it\n"

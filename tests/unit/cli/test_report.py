@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.run_record import RunRecord
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
+from tests import fake_time
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_watched_page_is_written_until_the_run_is_over(runs: Path, monkeypatch: 
         put(runs, "c-3", "running", "2026-01-03T00:00:00Z")  # a newer one does not take its place
         put(runs, "b-2", "succeeded", "2026-01-02T00:00:00Z")
 
-    monkeypatch.setattr(time, "sleep", end_the_run)
+    fake_time.replace(monkeypatch, "sleep", end_the_run)
     assert "report: " in report("--watch", "--every", "3", "-o", "page.html")
     last = Path("page.html").read_text()
     assert len(seen) == 1 and '"reload_s":3' in seen[0] and '"reload_s":null' in last
@@ -99,6 +99,6 @@ def test_interrupted_watch_leaves_a_page_that_does_not_wait(runs: Path, monkeypa
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(time, "sleep", interrupted)
+    fake_time.replace(monkeypatch, "sleep", interrupted)
     assert CliRunner().invoke(app, ["report", "--watch"]).exit_code == 130
     assert '"reload_s":null' in Path("report.html").read_text()

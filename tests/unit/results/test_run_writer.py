@@ -25,6 +25,7 @@ from ddptrain.results.ownership import driver_heartbeat, run_lock
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.run_record import DriverRecord, EnvironmentValue, FailureRecord, GitRecord, RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
+from tests import fake_time
 from tests.unit.results.conftest import Stage
 
 
@@ -200,7 +201,7 @@ def test_of_two_hosts_that_take_up_a_run_at_the_same_moment_one_gets_it(
         if seconds == writer_module._SETTLE_S:
             other.append(driver_heartbeat.Heartbeat(writer.layout.heartbeat_file))
 
-    monkeypatch.setattr("ddptrain.results.run_writer.time.sleep", another_host_is_later)
+    fake_time.replace(monkeypatch, "sleep", another_host_is_later)
     with pytest.raises(RunLocked, match="taken over"):
         RunWriter.reopen(writer.layout.root, "")
     monkeypatch.undo()
@@ -324,14 +325,14 @@ def test_last_metrics_are_what_the_checkpoint_of_the_newest_step_says(writer: Ru
 
 def test_duration_of_a_resumed_run_is_that_of_all_its_parts(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: began + 100)
+    fake_time.replace(monkeypatch, "monotonic", lambda: began + 100)
     writer.finish(RunStatus.FAILED, 1)
     writer.close()
     with RunWriter.reopen(writer.layout.root, "workload: toy\n") as again:
         assert again.record.duration_s is None and again.record.earlier_s == pytest.approx(100, abs=5)
         view = load_run(writer.layout.root)
         assert view.is_running and view.duration_s == pytest.approx(100, abs=5), "not the time between the parts"
-        monkeypatch.setattr(time, "monotonic", lambda: began + 120)
+        fake_time.replace(monkeypatch, "monotonic", lambda: began + 120)
         again.finish(RunStatus.SUCCEEDED, 0)
     record = load_run(writer.layout.root).record
     assert record.duration_s == pytest.approx(120, abs=5)
@@ -349,7 +350,7 @@ def test_run_is_waiting_until_it_has_ranks_and_its_status_stays_running(writer: 
 
 def test_run_json_follows_the_metrics_at_most_once_a_second(writer: RunWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    fake_time.replace(monkeypatch, "monotonic", lambda: now)
     writer.update()
     writer.metrics(Metrics(0, {"a": 1.0}), 0)
     assert read(writer)["last_metrics"] == {}

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.clusters.scheduler import slots
+from tests import fake_time
 from tests.unit.clusters.scheduler.fake_scheduler import FakeScheduler, ask
 
 LOOP = asyncio.new_event_loop()  # of the scheduler
@@ -147,7 +148,7 @@ def test_waiter_that_says_nothing_holds_up_nobody(monkeypatch: pytest.MonkeyPatc
     ask(there, "silent", 1, in_line=True)
     slots.release("r1", there)
     later = time.monotonic() + 60.0
-    monkeypatch.setattr("ddptrain.clusters.scheduler.slots.time.monotonic", lambda: later)
+    fake_time.replace(monkeypatch, "monotonic", lambda: later)
     assert "slots" in ask(there, "r2", 1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import tarfile
-import time
 from io import BytesIO
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ddptrain.driver.transfer import code_package
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
 from ddptrain.errors import UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
+from tests import fake_time
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_hash_is_of_names_contents_and_whether_a_file_is_a_program(project: Path
 def test_archive_is_the_same_for_the_same_content(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pack(project, []).archive()
     os.utime(project / "train.py", (1, 1))
-    monkeypatch.setattr(time, "time", lambda: 1.0)  # gzip has a clock in its header
+    fake_time.replace(monkeypatch, "time", lambda: 1.0)  # gzip has a clock in its header
     assert pack(project, []).archive() == first
     assert first[1] == pack(project, []).hash
 

@@ -8,6 +8,7 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.steps.timed_activities import TimedActivities
+from tests import fake_time
 
 
 class Activities(TimedActivities):
@@ -52,7 +53,7 @@ def test_short_blocks_and_other_ranks_are_not_reported(tmp_path: Path, monkeypat
         time.sleep(0.02)
     assert activities.told() == []
     activities = Activities(tmp_path / "events", 0)
-    monkeypatch.setattr("ddptrain.rank.steps.timed_activities.time.monotonic", lambda: 5.0)
+    fake_time.replace(monkeypatch, "monotonic", lambda: 5.0)
     with activities.timed("checkpoint"):
         pass
     assert activities.told() == []

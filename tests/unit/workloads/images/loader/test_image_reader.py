@@ -11,6 +11,7 @@ import pytest
 from ddptrain.storage.store import Location, NotFound, StoreForbidden, Transient
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
+from tests import fake_time
 
 S3 = Location("s3://bucket/dogs")
 QUICK = RetryPolicy(deadline_s=60, first_wait_s=0.001, longest_wait_s=0.01)
@@ -37,15 +38,10 @@ class Scripted:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What a reader would sleep for; the clock goes on by it. Threads of libraries sleep as they always do."""
+    """What a reader would sleep for, in seconds; the clock goes on by it."""
     slept: list[float] = []
-    here, sleep, clock = threading.get_ident(), time.sleep, time.monotonic
-
-    def is_here() -> bool:
-        return threading.get_ident() == here
-
-    monkeypatch.setattr(time, "sleep", lambda pause_s: slept.append(pause_s) if is_here() else sleep(pause_s))
-    monkeypatch.setattr(time, "monotonic", lambda: sum(slept) if is_here() else clock())
+    fake_time.replace(monkeypatch, "sleep", slept.append)
+    fake_time.replace(monkeypatch, "monotonic", lambda: sum(slept))
     return slept
 
 

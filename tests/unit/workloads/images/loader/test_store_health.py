@@ -13,6 +13,7 @@ import pytest
 from ddptrain.storage.store import Location, NotFound, StoreUnreachable, Transient
 from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
 from ddptrain.workloads.images.loader.store_health import StoreHealth
+from tests import fake_time
 
 S3 = Location("s3://bucket/dogs")
 REFUSED = "s3://bucket/dogs/a: no connection (Connection refused)"
@@ -34,8 +35,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(time, "sleep", made.sleep)
-    monkeypatch.setattr(time, "monotonic", lambda: made.now_s)
+    fake_time.replace(monkeypatch, "sleep", made.sleep)
+    fake_time.replace(monkeypatch, "monotonic", lambda: made.now_s)
     return made
 
 
