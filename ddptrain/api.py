@@ -199,14 +199,14 @@ def _started(
     order = LaunchRequest(data, str(folder), changes, together)
     process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], order.to_line())
     if isinstance(begun, EndedEarly):
-        raise error_of(begun.exit_code, _last_error(begun.said))
+        raise error_of(begun.exit_code, _last_error(begun.output))
     run = Run(begun.run_id, begun.run_dir, process, begun.log_from)
     if not together:
         run.let_go()
     return run
 
 
-def _last_error(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
+def _last_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ddptrain: ").removeprefix("error: ") for line in lines if line.startswith("ddptrain:")]
     return "\n".join(errors or lines[-5:]) or "the driver ended without a word"

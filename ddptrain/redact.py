@@ -29,9 +29,11 @@ def hide_secrets(value: Any, *, in_secret: bool = False) -> Any:
     A list of texts is handled as the arguments of a program: `--password X`, `--token=X`.
     """
     if isinstance(value, Mapping):
-        told = is_secret_name(str(value.get("name", "")))  # {name: DB_PASSWORD, value: X}, as in Kubernetes
+        named_secret = is_secret_name(str(value.get("name", "")))  # {name: DB_PASSWORD, value: X}, as in Kubernetes
         return {
-            name: hide_secrets(below, in_secret=in_secret or is_secret_name(str(name)) or (told and name == "value"))
+            name: hide_secrets(
+                below, in_secret=in_secret or is_secret_name(str(name)) or (named_secret and name == "value")
+            )
             for name, below in value.items()
         }
     if isinstance(value, list | tuple):

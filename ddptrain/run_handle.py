@@ -148,9 +148,9 @@ class Run:
         from ddptrain.results.layout import MANIFEST, step_of
 
         folder = self.dir / "checkpoints"
-        there = list(folder.iterdir()) if folder.is_dir() else []
+        folders = list(folder.iterdir()) if folder.is_dir() else []
         steps = {
-            path: step for path in there if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
+            path: step for path in folders if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
         }
         return sorted(steps, key=lambda path: -steps[path])
 
@@ -297,21 +297,21 @@ class Run:
             self._attend(say, lambda **_: None)
 
     def _attend(self, say: Callable[[str], object], refresh: Callable[..., None]) -> None:
-        said = _Said(self._desk / "driver.log", say, self._log_from)
+        log = _DriverLog(self._desk / "driver.log", say, self._log_from)
         try:
             while self._is_on():
-                said.pass_on()
+                log.pass_on()
                 refresh()
                 time.sleep(_LOOK_S)
         except BaseException:
             self._end()
             with suppress(Exception):  # the first exception is raised
-                said.pass_on()
+                log.pass_on()
                 refresh(now=True)
             raise
         finally:
             self.let_go()
-        said.pass_on()
+        log.pass_on()
         refresh(now=True)
         self._raise()
 
@@ -336,7 +336,7 @@ def _whole(step: float | None) -> float | None:
     return int(step) if step is not None and step.is_integer() else step
 
 
-class _Said:
+class _DriverLog:
     """Prints the output of a driver line by line."""
 
     def __init__(self, log: Path, say: Callable[[str], object], offset: int = 0) -> None:

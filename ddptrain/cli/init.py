@@ -104,9 +104,11 @@ def _write(target: Path, files: dict[str, str]) -> None:
     from ddptrain.errors import UsageError
 
     names = [name for name in files if name != _SCHEMA]
-    there = [name for name in names if (target / name).is_symlink() or (target / name).exists()]
-    if there:
-        raise UsageError(f"{target} has {', '.join(there)} already, which would be overwritten: choose another folder")
+    existing = [name for name in names if (target / name).is_symlink() or (target / name).exists()]
+    if existing:
+        raise UsageError(
+            f"{target} has {', '.join(existing)} already, which would be overwritten: choose another folder"
+        )
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name in names:

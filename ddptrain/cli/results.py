@@ -47,7 +47,7 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = Fa
     view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
     if json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
-        logs = {str(rank): view.layout.told(path) for rank, path in view.layout.logs().items()}
+        logs = {str(rank): view.layout.shown_path(path) for rank, path in view.layout.logs().items()}
         spent = time_use_of(view)
         time_use_s = None if spent is None else spent.as_dict()
         print_json({**view.as_dict(), "time_use_s": time_use_s, "artifacts": files, "logs": logs})

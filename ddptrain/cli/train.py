@@ -150,7 +150,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     typed = _typed(ctx, leave_out={"detach", "output", "verbose"})
     begun = start_detached([command, "--output", OutputMode.PLAIN.value, *typed])
     if isinstance(begun, EndedEarly):
-        say(begun.said.rstrip("\n"))
+        say(begun.output.rstrip("\n"))
         return begun.exit_code
     if as_json:
         write([json.dumps({"event": "run_detached", **dataclasses.asdict(begun)})], is_json=True)
@@ -160,12 +160,12 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         write([begun.run_id])
         return 0
     run = begun.run_id if runs_dir == "runs" else shlex.quote(begun.run_dir)
-    told = [
+    lines = [
         f"run {begun.run_id} in {begun.run_dir} continues without this shell: process {begun.pid} on {begun.host}",
         *([begun.reason] if begun.reason else []),
         f"follow it with ddptrain results logs {run} --follow, stop it with ddptrain stop {run}",
     ]
-    for line in told:
+    for line in lines:
         say(f"ddptrain: {line}")
     write([begun.run_id])
     return 0

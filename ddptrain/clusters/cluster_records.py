@@ -74,9 +74,9 @@ class Deployment:
     @property
     def record(self) -> ClusterRecord:
         """The record, with the address and dashboard from scheduler.json."""
-        if not self._record.address and (told := _read(self.folder / _SCHEDULER)):
+        if not self._record.address and (scheduler := _read(self.folder / _SCHEDULER)):
             return dataclasses.replace(
-                self._record, address=str(told.get("address", "")), dashboard=str(told.get("dashboard", ""))
+                self._record, address=str(scheduler.get("address", "")), dashboard=str(scheduler.get("dashboard", ""))
             )
         return self._record
 

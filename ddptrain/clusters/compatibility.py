@@ -46,7 +46,7 @@ class Needs:
 class Answers:
     """The answer of each process, by its name: the value of each column (None: missing), or why there is no answer."""
 
-    told: Mapping[str, Mapping[str, str | None]]
+    versions: Mapping[str, Mapping[str, str | None]]
     failed: Mapping[str, str]
 
 
@@ -58,7 +58,7 @@ def check_cluster(client: Client, workers: Sequence[str], needs: Needs) -> None:
     arguments = (_PACKAGES, needs.module, needs.sys_path)
     driver = json.loads(compatibility_probe.look(*arguments))
     answers = client.sync(_ask, client, workers, _expression(*arguments))
-    wrong = judge(answers.told, driver)
+    wrong = judge(answers.versions, driver)
     if answers.failed or any(wrong.values()):
         raise ClusterError(_message(answers, wrong, driver, needs))
 
@@ -76,7 +76,7 @@ async def _ask(client: Client, workers: Sequence[str], expression: str) -> Answe
     for worker in workers:
         asked[worker] = asyncio.ensure_future(client.run(eval, expression, workers=[worker]))
     await asyncio.wait(asked.values(), timeout=_DEADLINE_S)
-    told, failed = {}, {}
+    versions, failed = {}, {}
     for who, answer in asked.items():
         if not answer.done():
             answer.cancel()
@@ -85,18 +85,20 @@ async def _ask(client: Client, workers: Sequence[str], expression: str) -> Answe
             failed[who] = f"could not be asked: {type(error).__name__}: {error}"
         else:
             text = answer.result() if who == _SCHEDULER else answer.result()[who]
-            told[who] = json.loads(text)
+            versions[who] = json.loads(text)
     if failed and _SCHEDULER not in failed:
-        there = await client.nthreads()
-        failed = {who: reason for who, reason in failed.items() if who in there}
-    return Answers(told, failed)
+        present = await client.nthreads()
+        failed = {who: reason for who, reason in failed.items() if who in present}
+    return Answers(versions, failed)
 
 
-def judge(told: Mapping[str, Mapping[str, str | None]], driver: Mapping[str, str | None]) -> dict[str, frozenset[str]]:
+def judge(
+    versions: Mapping[str, Mapping[str, str | None]], driver: Mapping[str, str | None]
+) -> dict[str, frozenset[str]]:
     """For each process, the columns that do not fit."""
-    torch = _usual_torch([answer["torch"] for who, answer in told.items() if who != _SCHEDULER], driver["torch"])
+    torch = _usual_torch([answer["torch"] for who, answer in versions.items() if who != _SCHEDULER], driver["torch"])
     wrong = {}
-    for who, answer in told.items():
+    for who, answer in versions.items():
         fits = {
             "Python": _numbers(answer["Python"]) == _numbers(driver["Python"]),
             "ddptrain": answer["ddptrain"] == driver["ddptrain"],
@@ -124,7 +126,7 @@ def _message(
     answers: Answers, wrong: Mapping[str, frozenset[str]], driver: Mapping[str, str | None], needs: Needs
 ) -> str:
     rows = [VersionRow(_DRIVER, _cells(driver, needs, _OF_RANKS))]
-    for who, answer in answers.told.items():
+    for who, answer in answers.versions.items():
         rows.append(VersionRow(who, _cells(answer, needs, _OF_RANKS if who == _SCHEDULER else ()), wrong[who]))
     rows += [VersionRow(who, {}, reason=reason) for who, reason in answers.failed.items()]
     advice = _advice(answers, frozenset().union(*wrong.values()), driver, needs)
@@ -143,7 +145,7 @@ def _cells(answer: Mapping[str, str | None], needs: Needs, optional: Sequence[st
 def _advice(answers: Answers, wrong: frozenset[str], driver: Mapping[str, str | None], needs: Needs) -> str:
     """The line that says what to do."""
     torch = _usual_torch(
-        [answer["torch"] for who, answer in answers.told.items() if who != _SCHEDULER], driver["torch"]
+        [answer["torch"] for who, answer in answers.versions.items() if who != _SCHEDULER], driver["torch"]
     )
     wanted = {
         "ddptrain": f"ddptrain=={driver['ddptrain']}",

@@ -74,8 +74,8 @@ def _cell(row: VersionRow, column: str) -> str:
 
 def _columns(rows: Sequence[VersionRow]) -> dict[str, int]:
     """The columns with their widths. If the table is too wide, columns without errors are left out, last first."""
-    told = [row for row in rows if row.cells]
-    widths = {column: max(len(column), *(len(_cell(row, column)) for row in told)) for column in told[0].cells}
+    filled = [row for row in rows if row.cells]
+    widths = {column: max(len(column), *(len(_cell(row, column)) for row in filled)) for column in filled[0].cells}
     fine = [column for column in widths if not any(column in row.wrong for row in rows)]
     while fine and len(_INDENT) + _NAMES_WIDTH + sum(len(_GAP) + width for width in widths.values()) > _WIDTH:
         del widths[fine.pop()]

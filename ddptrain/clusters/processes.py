@@ -174,8 +174,8 @@ def read(folder: str, name: str, timeout_s: float) -> Any:
         with suppress(FileNotFoundError):
             return json.loads(path.read_text(encoding="utf-8"))
         if time.monotonic() > deadline:
-            said = "; ".join(log.read_text(errors="replace").strip()[-500:] for log in Path(folder).glob("*.log"))
-            raise ClusterError(f"{name} did not appear within {timeout_s:g} s{': ' if said else ''}{said}")
+            logs = "; ".join(log.read_text(errors="replace").strip()[-500:] for log in Path(folder).glob("*.log"))
+            raise ClusterError(f"{name} did not appear within {timeout_s:g} s{': ' if logs else ''}{logs}")
         time.sleep(_POLL_S)
 
 

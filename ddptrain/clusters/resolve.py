@@ -106,8 +106,8 @@ def by_address(address: str, tls: TlsSettings | None) -> Target:
 def by_scheduler_file(path: Path, tls: TlsSettings | None) -> Target:
     """The scheduler that wrote the file. Raises ClusterError if the file contains no address."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        address = str(told["address"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        address = str(content["address"])
     except OSError as error:
         raise ClusterError(f"the scheduler file {path} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -151,12 +151,12 @@ def _if_starting(view: View) -> View:
     return dataclasses.replace(view, state=State.STARTING, reason="a command is starting or ending it now")
 
 
-def seen(deployment: Deployment, told: Mapping[str, Any]) -> View:
+def seen(deployment: Deployment, overview: Mapping[str, Any]) -> View:
     """The view of a cluster that is up, from the answer of its scheduler (`slots.overview`)."""
     fields = [field.name for field in dataclasses.fields(WorkerView)]
-    workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in told["workers"]]
-    runs = [ClusterRun(run["run_id"], run["slots"], tuple(run["hosts"])) for run in told["runs"]]
-    waiting = [ClusterRun(run["run_id"], asked=run["asked"], waited_s=run["waited_s"]) for run in told["waiting"]]
+    workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in overview["workers"]]
+    runs = [ClusterRun(run["run_id"], run["slots"], tuple(run["hosts"])) for run in overview["runs"]]
+    waiting = [ClusterRun(run["run_id"], asked=run["asked"], waited_s=run["waited_s"]) for run in overview["waiting"]]
     return View(deployment, State.UP, "", True, tuple(workers), tuple(runs), tuple(waiting))
 
 
@@ -219,10 +219,10 @@ async def _ask(deployment: Deployment, timeout_s: float) -> Mapping[str, Any]:
     )
     try:
         await client
-        told: Mapping[str, Any] = await client.run_on_scheduler(slots.overview)
+        overview: Mapping[str, Any] = await client.run_on_scheduler(slots.overview)
     finally:
         await client.close()  # also an unconnected client: it would connect later by itself
-    return told
+    return overview
 
 
 async def _is_refused(address: str) -> None:

@@ -54,7 +54,7 @@ class ReadinessWait:
     def view(self) -> View:
         """The cluster as it is now. Raises ClusterError if its scheduler does not answer in time."""
         try:
-            told = self._overview()
+            overview = self._overview()
         except (OSError, TimeoutError) as error:
             address = self.deployment.record.address
             raise ClusterError(f"the scheduler at {address} does not answer: {error}{self._last_words()}") from error
@@ -63,7 +63,7 @@ class ReadinessWait:
                 f"the scheduler at {self.deployment.record.address} can't be used ({error}): install ddptrain "
                 "on the hosts of the scheduler and of the workers"
             ) from error
-        return status.seen(self.deployment, told)
+        return status.seen(self.deployment, overview)
 
     def _overview(self) -> Mapping[str, Any]:
         """The answer of the scheduler. Raises OSError or TimeoutError."""
@@ -73,7 +73,7 @@ class ReadinessWait:
             client = None
             try:
                 client = self._connected()
-                told = client.run_on_scheduler(slots.overview)
+                overview = client.run_on_scheduler(slots.overview)
             except OSError as error:  # a forwarded port accepts connections before the scheduler does, and closes them
                 if client is not None:
                     client.close(timeout=_CLOSE_S)
@@ -82,7 +82,7 @@ class ReadinessWait:
                 self._go_on(lambda error=error: f"the scheduler at {self._told} does not answer ({error})")
             else:
                 self._client = client
-                return cast(Mapping[str, Any], told)
+                return cast(Mapping[str, Any], overview)
 
     def until_ready(self, asked: int | None) -> View:
         """Wait until all expected workers have joined with `asked` slots (None: any number), and are warm.

@@ -392,9 +392,9 @@ class _Run:
             return run_ends.judge_error(self.writer.loss, self.writer)
         if not problem:
             return run_end
-        told, self.warned = self.warned, True
+        was_warned, self.warned = self.warned, True
         if run_end.exit_code == ExitCode.SUCCEEDED:
             return run_ends.judge_error(ResultsError(problem), self.writer)
-        if not told:
+        if not was_warned:
             self.display.notice(problem, level="warning")
         return run_end

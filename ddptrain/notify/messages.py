@@ -88,8 +88,8 @@ def events_to_tell(on: Collection[str], status: str, earlier: str | Sequence[str
         *(["promoted"] if status == "promoted" else []),
         *(["always"] if status not in _NO_END else []),
     ]
-    told = [event for event in events if event in on]
-    return tuple(event for event in told if event != "always") or tuple(told)
+    wanted = [event for event in events if event in on]
+    return tuple(event for event in wanted if event != "always") or tuple(wanted)
 
 
 def _is_new(status: str, since_success: Sequence[str]) -> bool:

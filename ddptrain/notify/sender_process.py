@@ -97,10 +97,10 @@ def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
     if any(each.status == _TIMEOUT for each in result.results):
         return f"no answer within {timeout_s:g} s"
     logs = [entry for each in result.results for entry in each.logs()]
-    told = [entry.message for entry in logs if entry.level in ("WARNING", "ERROR")]
+    problems = [entry.message for entry in logs if entry.level in ("WARNING", "ERROR")]
     causes = [found for entry in logs if entry.level == "DEBUG" and (found := _CAUSE.search(entry.message))]
     cause = " ".join(filter(None, causes[-1].groups())).strip() if causes else ""
-    last = told[-1].rstrip(".") if told else ""
+    last = problems[-1].rstrip(".") if problems else ""
     return f"{last} ({cause})" if last and cause and cause not in last else last or cause
 
 

@@ -38,9 +38,9 @@ def leave_working_directory() -> None:
     `python -m` and empty entries in PYTHONPATH put it before the standard library. An entry after the standard library
     belongs to an installed package, such as an editable one, and stays.
     """
-    here = os.getcwd()
+    cwd = os.getcwd()
     named = {os.path.abspath(entry) for entry in os.environ.get(_PATH, "").split(os.pathsep) if entry}
     library = os.path.dirname(os.__file__)
     before = sys.path.index(library) if library in sys.path else len(sys.path)
-    implied = {"", here} - named
+    implied = {"", cwd} - named
     sys.path[:] = [*(entry for entry in sys.path[:before] if entry not in implied), *sys.path[before:]]

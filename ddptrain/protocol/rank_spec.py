@@ -184,12 +184,12 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class TrackerSpec:
-    """One tracker of a rank; `told` is what the driver tells it (for W&B: the run's id, the mode, and so on)."""
+    """One tracker of a rank; `from_driver`: settings that the driver adds (for W&B the run's id, the mode, ...)."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     finish_timeout_s: float = 30.0
-    told: Mapping[str, Any] = field(default_factory=dict)
+    from_driver: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ def evaluate(
             continue
         scores[checkpoint.name] = {name: _as_json(value) for name, value in found.items()}
         if ctx.rank == 0:
-            said = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-            print(f"{checkpoint.name}: {said}", flush=True)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            print(f"{checkpoint.name}: {shown}", flush=True)
     notes = list(dict.fromkeys(note for checkpoint in checkpoints for note in checkpoint.notes))
     return {"scores": scores, "failures": failures, "notes": notes}
 

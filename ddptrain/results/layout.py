@@ -60,7 +60,7 @@ class RunLayout:
         """The run's place for messages: the address in the store if `root` is a copy, or else the path."""
         return where_of(self.root)
 
-    def told(self, path: Path) -> str:
+    def shown_path(self, path: Path) -> str:
         """Return a path below `root` for messages."""
         return f"{self.where}/{path.relative_to(self.root).as_posix()}"
 

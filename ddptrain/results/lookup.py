@@ -279,8 +279,8 @@ def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
         raise RunNotFound(f"run {layout.root.name} has no checkpoint")
     step = step_of(which)
     if step is not None and step not in folders:
-        there = ", ".join(folders[known].name for known in sorted(folders))
-        raise RunNotFound(f"run {layout.root.name} has no checkpoint {which}; it has {there}")
+        available = ", ".join(folders[known].name for known in sorted(folders))
+        raise RunNotFound(f"run {layout.root.name} has no checkpoint {which}; it has {available}")
     if step is None:
         step = _pointed_at(layout.checkpoints_dir / which)
     return folders[step] if step in folders else folders[max(folders)]

@@ -48,8 +48,8 @@ def _by_number(name: str) -> list[str | int]:
 def wandb_parts(layout: RunLayout, record: RunRecord) -> list[RunPart]:
     """The parts of a run's W&B runs, including those in another folder (WANDB_DIR)."""
     parts = parts_below(layout.tracking_dir / WANDB)
-    here = {part.run_id for part in parts}
-    found = [about for about in record.tracking.values() if about.get("id", "") not in {"", *here}]
+    part_ids = {part.run_id for part in parts}
+    found = [about for about in record.tracking.values() if about.get("id", "") not in {"", *part_ids}]
     for folder in {Path(about["folder"]).parent for about in found if about.get("folder")}:
         parts += [part for part in parts_in(folder) if part.run_id in {about["id"] for about in found}]
     return parts

@@ -42,8 +42,8 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
         if end.status not in _TRAINED:
             record = _write(start, _ended(record, end))
         if not start.is_done(Stage.NOTIFY):
-            told = _notify(start, record, end, duration_s)
-            record = _write(start, replace(record, told=(*record.told, *told)))
+            notified = _notify(start, record, end, duration_s)
+            record = _write(start, replace(record, told=(*record.told, *notified)))
         if end.status in _TRAINED:
             record = _write(start, replace(record, stage=Stage.NOTIFY))
             _clean_up(start)
@@ -51,8 +51,8 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
     except DdptrainError as error:
         start.out.notice(f"the end of the retraining is not recorded: {one_line(error)}", level="warning")
     text = f"{end.status}: {end.reason}"
-    told = start.heartbeat.log(text) if end.status in _TO_BE_CONTINUED else start.heartbeat.end(end.exit_code, text)
-    for problem in told:
+    problems = start.heartbeat.log(text) if end.status in _TO_BE_CONTINUED else start.heartbeat.end(end.exit_code, text)
+    for problem in problems:
         start.out.notice(problem, level="warning")
 
 

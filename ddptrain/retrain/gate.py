@@ -39,8 +39,8 @@ def _judge_rule(
     if value is None:
         known = ", ".join(sorted(candidate)) or "no metrics"
         advice = "" if candidate else ": give ctx.checkpoint metrics=..., or name a function in evaluate"
-        told = f"the evaluation has no {name} (retrain.gate.metric); it has {known}{advice}"
-        return GateOutcome(name, False, told, None, reference)
+        reason = f"the evaluation has no {name} (retrain.gate.metric); it has {known}{advice}"
+        return GateOutcome(name, False, reason, None, reference)
     if not math.isfinite(value):
         return GateOutcome(name, False, f"{name} is {value:g}", value, reference)
     if bound := _broken_bound(rule, value):

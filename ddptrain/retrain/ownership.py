@@ -149,7 +149,7 @@ class ModelOwner:
     def _take(self, overlap: str, wait_s: float, tell: Callable[[str], None]) -> None:
         """Take the lock; with wait and replace try again for `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
-        told = False
+        is_reported = False
         while True:
             try:
                 self._lock.take()
@@ -158,8 +158,8 @@ class ModelOwner:
                 busy = f"model {self.model} is being retrained by {self._lock.holder or 'another process'}"
             if overlap == "skip":
                 raise RunLocked(busy)
-            if not told:
-                told = True
+            if not is_reported:
+                is_reported = True
                 tell(f"{busy}; {self._ask() if overlap == 'replace' else 'waiting for its end'}")
             if time.monotonic() >= deadline:
                 raise RunLocked(f"{busy} and did not end within {wait_s:g} s")

@@ -54,12 +54,12 @@ def _progress_to(start: Start) -> Iterator[None]:
     folder = open_runs_dir(start.resolved.config.results.dir).folder / start.began.run_id
 
     def watch() -> None:
-        told = ""
+        reported = ""
         while not over.wait(_PROGRESS_EVERY_S):
             metrics = sorted(load_run(folder).record.last_metrics.items())
             text = ", ".join(f"{name} {value:.4g}" for name, value in metrics if value is not None)
-            if text and text != told:
-                told = text
+            if text and text != reported:
+                reported = text
                 start.heartbeat.progress(f"run {start.began.run_id}: {text}")
 
     thread = threading.Thread(target=watch, name="ddptrain-progress", daemon=True)

@@ -93,13 +93,13 @@ def ended(record: RetrainRecord) -> datetime | None:
 
 
 def _why_late(slot: datetime, records: Sequence[RetrainRecord], succeeded: datetime | None) -> str:
-    told = f"no retraining has succeeded since the scheduled time {slot:%Y-%m-%d %H:%M} UTC"
+    reason_start = f"no retraining has succeeded since the scheduled time {slot:%Y-%m-%d %H:%M} UTC"
     last = f"the last success was {succeeded:%Y-%m-%d %H:%M} UTC" if succeeded else "none has succeeded before"
     if not records:
-        return f"{told}; none was ever started"
+        return f"{reason_start}; none was ever started"
     newest = records[0]
     if datetime.fromisoformat(newest.started_at) < slot:
-        return f"{told}; none was started since then; {last}"
+        return f"{reason_start}; none was started since then; {last}"
     state = "has no end, its process was killed" if newest.is_running else f"ended as {newest.status}"
     reason = f": {newest.reason}" if newest.reason else ""
-    return f"{told}; {last}; retraining {newest.number} {state}{reason}"
+    return f"{reason_start}; {last}; retraining {newest.number} {state}{reason}"

@@ -118,10 +118,10 @@ def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool
     if with_missed and watched.since is not None:
         slots = [str(skip.get("slot", "")) for skip in retrainings.skips()]
         missed = missed_times(watched.schedule, records, slots, now, allowed=allowed, since=watched.since)
-    told: list[str] = []
+    notified: list[str] = []
     warnings: list[str] = []
     if notify and judgement.state is State.LATE:
-        told, warnings = _tell_once(watched, resolved, retrainings, judgement, registry)
+        notified, warnings = _tell_once(watched, resolved, retrainings, judgement, registry)
     return Finding(
         name=watched.name,
         model=model,
@@ -129,7 +129,7 @@ def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool
         last=records[0] if records else None,
         next=watched.schedule.next(now),
         missed=tuple(missed),
-        told=tuple(told),
+        told=tuple(notified),
         warnings=tuple(warnings),
     )
 
@@ -161,10 +161,10 @@ def _tell_once(
         models_dir=config.models.dir,
     )
     delivered = send(compose(report), config.notify.urls, timeout_s=config.notify.timeout_s, secrets=resolved.secrets)
-    told = [each.target for each in delivered if each.delivered]
-    if told:  # otherwise the next check tries again
+    notified = [each.target for each in delivered if each.delivered]
+    if notified:  # otherwise the next check tries again
         retrainings.record_late()
-    return told, [each.warning for each in delivered if each.warning]
+    return notified, [each.warning for each in delivered if each.warning]
 
 
 @contextmanager

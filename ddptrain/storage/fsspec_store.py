@@ -175,15 +175,15 @@ class FsspecStore(Store):
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
         """Return the StoreError for an error of a backend; key "" stands for the whole location."""
         error = _real_cause(error) if self._is_http else error
-        status, said = _status(error), self._why(error)
+        status, reason = _status(error), self._why(error)
         where = f"{self.location.words}/{key}" if key else self.location.words
         if status in {404, 410} or isinstance(error, FileNotFoundError | IsADirectoryError):
             whole = StoreMissing(f"{where} does not exist: see {self.location.setting}")
             return NotFound(key) if key or action == "read" else whole
         if isinstance(error, PermissionError) or (400 <= status < 500 and status not in _TRANSIENT_STATUS):
-            return StoreForbidden(f"{where} can't be {action}: it is refused ({said}); {self.location.advice}")
+            return StoreForbidden(f"{where} can't be {action}: it is refused ({reason}); {self.location.advice}")
         kind = StoreError if isinstance(error, _FINAL) else Transient if key else StoreUnreachable
-        return kind(f"{where} can't be {action}: {said}")
+        return kind(f"{where} can't be {action}: {reason}")
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

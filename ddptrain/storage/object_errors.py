@@ -104,8 +104,8 @@ def _why(text: str, timeout_s: float) -> str:
     """Describe what happened; the request's address is left out, because its query may hold a signature."""
     if found := _STATUS.search(text):
         code, message = _CODE.search(text), _MESSAGE.search(text)
-        said = ": ".join(part[1] for part in (code, message) if part) or found[2].strip()
-        return f"{found[1]} {said}".strip()
+        details = ": ".join(part[1] for part in (code, message) if part) or found[2].strip()
+        return f"{found[1]} {details}".strip()
     kinds = {part for match in _KIND.findall(text) for part in match if part}
     retries = _TRIES.search(text)
     tried = f", tried {int(retries[1]) + 1} times" if retries and retries[1] != "0" else ""

@@ -102,9 +102,9 @@ def _wrong(location: Location, name: str, what: str) -> UsageError:
 
 
 def _unknown(key: str, name: str, known: list[str], location: Location) -> UsageError:
-    said = f"{location.options_setting}.{shorten(key)} is not an option of {location.protocol}://"
+    problem = f"{location.options_setting}.{shorten(key)} is not an option of {location.protocol}://"
     hint = did_you_mean(name, known)
-    return UsageError(f"{said}: {hint}" if hint else f"{said}; known are {', '.join(known)}")
+    return UsageError(f"{problem}: {hint}" if hint else f"{problem}; known are {', '.join(known)}")
 
 
 def _plain(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def _stored(runs: StoreRuns, name: str) -> SweepTarget | None:
         return None
 
     def holder() -> tuple[int, str] | None:
-        if here := _holder(lock):
-            return here
+        if owner := _holder(lock):
+            return owner
         claim = claim_from(sweep.read(LEASE))
         return (0, claim.host) if claim is not None and claim.is_held(claim.age_s) else None
 

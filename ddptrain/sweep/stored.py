@@ -174,9 +174,9 @@ class StoredSweeps:
 
 def _download(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
     """Download a sweep into an empty folder. Raises ResultsError, StoreError."""
-    there = run.files()
+    files = run.files()
     for name in _FILES:
-        if name in there:
+        if name in files:
             run.fetch(name, folder / name)
     names = list(_pieces(run))
     found = run.read_all([f"{_PIECES}/{name}" for name in names])

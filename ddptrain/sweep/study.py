@@ -174,21 +174,21 @@ class Study:
             OptunaState.PRUNED: TrialState.PRUNED,
             OptunaState.FAIL: TrialState.FAILED,
         }
-        told = trial.user_attrs.get("result", {})
+        result = trial.user_attrs.get("result", {})
         started, ended = trial.datetime_start, trial.datetime_complete
         return TrialRecord(
             trial.number,
             self._decoded(trial.params),
             states.get(trial.state, TrialState.INTERRUPTED),
-            told.get("value"),
-            list(told.get("values", [])),
-            told.get("spread"),
-            told.get("step"),
-            str(told.get("error", "")),
-            list(told.get("run_ids", [])),
+            result.get("value"),
+            list(result.get("values", [])),
+            result.get("spread"),
+            result.get("step"),
+            str(result.get("error", "")),
+            list(result.get("run_ids", [])),
             started_at=_utc(started) or "",
             ended_at=_utc(ended),
-            duration_s=told.get("duration_s"),
+            duration_s=result.get("duration_s"),
         )
 
     def _complete_points(self) -> None:

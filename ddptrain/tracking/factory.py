@@ -83,7 +83,7 @@ def _definition(tracker: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, em
         config=tracking.config,
         resumed_from=tracking.resumed_from,
         resumed=spec.attempt > 1,  # resuming a run in another command also increases the attempt
-        told=tracker.told,
+        from_driver=tracker.from_driver,
         tell=tell,
         found=found,
     )

@@ -31,8 +31,8 @@ class Facts:
 
     The tracker may write into `folder`, which exists and becomes tracking/ in the run directory. If `resumed`, an
     earlier attempt (maybe of another command) has used the same tracker run, which continues. Then items after the step
-    `resumed_from` are logged again; None means all items, unless the user's code resumes by itself. `told` is what the
-    driver adds for this tracker, such as the id of a run that all ranks share. `tell` prints a line for the user.
+    `resumed_from` are logged again; None means all items, unless the user's code resumes by itself. `from_driver` are
+    settings that the driver adds, such as the id of a run that all ranks share. `tell` prints a line for the user.
     `found` records in run.json what the tracker has created, such as the URL of a run.
     """
 
@@ -48,7 +48,7 @@ class Facts:
     config: Mapping[str, Any] = field(default_factory=dict)  # the complete configuration without secrets
     resumed: bool = False
     resumed_from: int | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
+    from_driver: Mapping[str, Any] = field(default_factory=dict)
     tell: Callable[[str], None] = print
     found: Callable[[Mapping[str, str]], None] = lambda found: None
 

@@ -58,7 +58,7 @@ folder = Path(sys.argv[1])
 tracker = WandbTracker({"checkpoints": True})
 told = {"mode": "rank0", "online": True, "id": "w1"}
 config = {"checkpoint": {"keep": 2}}
-tracker.start(Facts("a-run", "pets", 1, 0, 1, 0, 0, 1, folder / "run" / "tracking", config=config, told=told))
+tracker.start(Facts("a-run", "pets", 1, 0, 1, 0, 0, 1, folder / "run" / "tracking", config=config, from_driver=told))
 for step in range(1, int(sys.argv[2]) + 1):
     lent = folder / "lent" / str(step)
     lent.mkdir(parents=True)

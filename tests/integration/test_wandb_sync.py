@@ -49,7 +49,7 @@ tracker = WandbTracker({"log_every": 1})
 mode, rank = (sys.argv[3], int(sys.argv[4])) if len(sys.argv) > 3 else ("rank0", 0)
 online = len(sys.argv) > 3
 told = {"mode": mode, "online": online, "id": "w1"}
-tracker.start(Facts("a-run", "petnames", attempt, rank, 1, 0, 0, 1, folder, told=told))
+tracker.start(Facts("a-run", "petnames", attempt, rank, 1, 0, 0, 1, folder, from_driver=told))
 first = 0 if attempt == 1 else 3
 for step in range(first, first + 5):
     tracker.log(items.Numbers(time.time_ns(), {"loss": 1.0 / (step + 1)}, step))

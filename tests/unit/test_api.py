@@ -198,7 +198,7 @@ def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
 def test_whole_lines_of_the_driver_are_passed_on_once(tmp_path: Path) -> None:
     said: list[str] = []
     log = tmp_path / "driver.log"
-    follower = run_handle._Said(log, said.append)
+    follower = run_handle._DriverLog(log, said.append)
     follower.pass_on()
     log.write_text("a\nb")
     follower.pass_on()

@@ -281,5 +281,5 @@ def _checked(finding: Finding) -> dict[str, Any]:
 def _lines(finding: Finding) -> list[str]:
     if finding.judgement is None:
         return []
-    told = f" (told: {', '.join(finding.told)})" if finding.told else ""
-    return [f"{finding.name}: {finding.judgement.state}: {finding.judgement.reason}{told}"]
+    notified = f" (told: {', '.join(finding.told)})" if finding.told else ""
+    return [f"{finding.name}: {finding.judgement.state}: {finding.judgement.reason}{notified}"]

@@ -118,20 +118,20 @@ def _request(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
 
 def _ask(connection: socket.socket, request: bytes) -> int | None:
     """Send the request; wait for the end of the command if it is accepted. None if it is not."""
-    here = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+    cwd = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
     memory = os.memfd_create("ddptrain-request", os.MFD_CLOEXEC)
     try:
         with open(memory, "wb", closefd=False) as file:
             file.write(request)
         if connection.recv(_MAX_MESSAGE_BYTES) != READY:  # files that wait in the socket would stay open
             return None
-        socket.send_fds(connection, [b"command"], [memory, 0, 1, 2, here])
+        socket.send_fds(connection, [b"command"], [memory, 0, 1, 2, cwd])
         if connection.recv(_MAX_MESSAGE_BYTES) != ACCEPTED:
             return None
     except OSError:  # also TimeoutError; nothing has begun: the other side waits for "go"
         return None
     finally:
-        os.close(here)
+        os.close(cwd)
         os.close(memory)
     connection.settimeout(None)
     _pass_on_signals(connection)

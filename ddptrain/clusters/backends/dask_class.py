@@ -114,7 +114,7 @@ def _await_card(cluster: Deployment, tell: Tell) -> Mapping[str, Any]:
             kind = UsageError if cluster.ended.get("is_usage") else ClusterError
             raise kind(_words_of_end(cluster, keeper))
         if waited_s > timeout_s:
-            raise ClusterError(f"{name} is not up after {timeout_s:g} s (cluster.start_timeout_s){_said(cluster)}")
+            raise ClusterError(f"{name} is not up after {timeout_s:g} s (cluster.start_timeout_s){_log_end(cluster)}")
     raise AssertionError("the wait has no end of its own")
 
 
@@ -133,13 +133,13 @@ def _await_end(cluster: Deployment, keeper: DaemonId, tell: Tell) -> None:
 
 def _waiting(tell: Tell, words: str) -> Iterator[float]:
     """Yield the seconds waited so far, every poll; print what it waits for every few seconds."""
-    began = told = time.monotonic()
+    began = last_shown = time.monotonic()
     while True:
         now = time.monotonic()
         yield now - began
-        if now - told > _TELL_EVERY_S:
+        if now - last_shown > _TELL_EVERY_S:
             tell(words)
-            told = now
+            last_shown = now
         time.sleep(_POLL_S)
 
 
@@ -148,10 +148,10 @@ def _words_of_end(cluster: Deployment, keeper: DaemonId) -> str:
     ended = cluster.ended
     if ended.get("is_usage"):
         return str(ended["reason"])
-    return str(ended.get("reason") or f"the keeper (pid {keeper.pid}) has ended") + _said(cluster)
+    return str(ended.get("reason") or f"the keeper (pid {keeper.pid}) has ended") + _log_end(cluster)
 
 
-def _said(cluster: Deployment) -> str:
+def _log_end(cluster: Deployment) -> str:
     log = processes.tail(str(cluster.folder), _KEEPER, _LOG_LINES)
     return "\nlast lines of keeper:\n  " + log.strip().replace("\n", "\n  ") if log.strip() else ""
 
@@ -169,7 +169,7 @@ def _order(cluster: Deployment, keeper: DaemonId, slots: int) -> Mapping[str, An
                 answer: dict[str, Any] = json.loads(stream.readline())
         except (OSError, ValueError) as error:
             raise ClusterError(
-                f"the keeper (pid {keeper.pid}) of the cluster {cluster.name} does not answer: {error}{_said(cluster)}"
+                f"the keeper (pid {keeper.pid}) of the cluster {cluster.name} does not answer: {error}{_log_end(cluster)}"
             ) from error
     if "error" in answer:
         raise ClusterError(f"{answer['error']}; for details: ddptrain cluster logs {cluster.name}")

@@ -48,10 +48,10 @@ async def _dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
     target = of_deployment(cluster)
     how = target.security.get_connection_args("client") if target.security else None
     async with rpc(target.address, connection_args=how, timeout=_ASK_S) as scheduler:
-        of_scheduler, of_workers, told = await asyncio.gather(
+        of_scheduler, of_workers, overview = await asyncio.gather(
             scheduler.get_logs(n=lines), scheduler.worker_logs(n=lines), scheduler.identity(n_workers=-1)
         )
-    names = {address: worker["name"] for address, worker in told["workers"].items()}
+    names = {address: worker["name"] for address, worker in overview["workers"].items()}
     logs = {"scheduler": of_scheduler, **{f"worker {names.get(each, each)}": log for each, log in of_workers.items()}}
     return {source: _text(log, lines) for source, log in logs.items()}
 

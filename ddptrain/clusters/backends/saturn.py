@@ -93,11 +93,11 @@ def close(cluster: Deployment, tell: Tell) -> None:
     if not cluster_id or saturn.status(cluster_id) in CLOSED:
         return
     saturn.close(cluster_id)
-    deadline, told = time.monotonic() + _STOP_S, ""
+    deadline, shown = time.monotonic() + _STOP_S, ""
     while (status := saturn.status(cluster_id)) not in CLOSED:
-        if status != told:
+        if status != shown:
             tell(f"Saturn: {status}")
-            told = status
+            shown = status
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"Saturn was asked to close the cluster {cluster_id}, but it is {status} after {_STOP_S:g} s"

@@ -90,8 +90,8 @@ class SlurmProvider:
     def fault(self, cluster: Deployment) -> str | None:
         """Names the job that has ended, or None."""
         ids = _jobs_of(cluster)
-        there = {job.id for job in _listed(ids)}
-        gone = [job for job in ids if job not in there]
+        listed = {job.id for job in _listed(ids)}
+        gone = [job for job in ids if job not in listed]
         return f"job {', '.join(gone)} has ended" if gone else None
 
 
@@ -224,8 +224,8 @@ def _call(
     except subprocess.TimeoutExpired as error:
         raise ClusterError(f"{program} did not answer within {_COMMAND_S:g} s: is Slurm's controller down?") from error
     if done.returncode and not (passes and passes.search(done.stderr)):
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ClusterError(f"{shlex.join([program, *arguments][:2])}: {said[-1]}")
+        error_lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ClusterError(f"{shlex.join([program, *arguments][:2])}: {error_lines[-1]}")
     return done.stdout
 
 

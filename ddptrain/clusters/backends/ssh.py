@@ -177,10 +177,10 @@ def _start_scheduler(cluster: Deployment, host: Host, address: str) -> None:
     daemon = _order(cluster, host, part, arguments)
     _keep(cluster, [dataclasses.replace(part, daemon=daemon)])
     try:
-        told = host.call("read", folder=daemon.folder, name=_SCHEDULER_FILE, timeout_s=_START_S)
+        scheduler = host.call("read", folder=daemon.folder, name=_SCHEDULER_FILE, timeout_s=_START_S)
     except ClusterError as error:
         raise ClusterError(f"{host.name}: the scheduler did not start at {address}: {error}") from error
-    cluster.update(address=str(told["address"]), dashboard=_link(host, address, str(told["dashboard"])))
+    cluster.update(address=str(scheduler["address"]), dashboard=_link(host, address, str(scheduler["dashboard"])))
 
 
 def _link(host: Host, address: str, dashboard: str) -> str:

@@ -51,28 +51,28 @@ class Host:
         lines = [line for line in answer.stdout.splitlines() if line.startswith("{")]
         if answer.returncode or not lines:
             raise ClusterError(f"{self.name}: {self._reason(answer)}")
-        told: Mapping[str, Any] = json.loads(lines[-1])
-        if "error" in told:
-            raise ClusterError(f"{self.name}: {told['error']}")
-        return told["result"]
+        response: Mapping[str, Any] = json.loads(lines[-1])
+        if "error" in response:
+            raise ClusterError(f"{self.name}: {response['error']}")
+        return response["result"]
 
     def _run(self, command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
         try:
             # stderr is a file, not a pipe: a master process of ssh (ControlPersist) may keep it open for ever.
-            with tempfile.TemporaryFile() as said:
+            with tempfile.TemporaryFile() as stderr:
                 answer = subprocess.run(
                     command,
                     input=text,
                     stdout=subprocess.PIPE,
-                    stderr=said,
+                    stderr=stderr,
                     encoding="utf-8",
                     errors="replace",
                     timeout=_CALL_S,
                     check=False,
                     start_new_session=True,  # Ctrl-C must not end ssh: its answer says what has been started
                 )
-                said.seek(0)
-                answer.stderr = said.read().decode("utf-8", "replace")
+                stderr.seek(0)
+                answer.stderr = stderr.read().decode("utf-8", "replace")
                 return answer
         except FileNotFoundError as error:
             raise ClusterError(
@@ -83,8 +83,8 @@ class Host:
 
     def _reason(self, answer: subprocess.CompletedProcess[str]) -> str:
         """The error in one line."""
-        said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-        last = said[-1] if said else f"exit code {answer.returncode}"
+        error_lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+        last = error_lines[-1] if error_lines else f"exit code {answer.returncode}"
         if answer.returncode == _SSH_FAILED:
             return f"ssh can't connect: {last}"
         if answer.returncode in _NOT_FOUND:

@@ -81,16 +81,16 @@ def _parser() -> argparse.ArgumentParser:
 async def _serve(options: argparse.Namespace) -> None:
     from ddptrain.protocol import unix_comm
 
-    told = asyncio.Event()
+    stop_signal = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop_signal.set)
     folder: Path = options.folder
     scheduler = await _started(options)
     write_private_json(folder / SCHEDULER_FILE, _card(scheduler))
     warm = _start_warm_driver(folder) if options.warm_driver else None
     _log.info("scheduler listens", address=scheduler.address, idle_timeout_s=options.idle_timeout)
     ends = {
-        asyncio.ensure_future(told.wait()): "",
+        asyncio.ensure_future(stop_signal.wait()): "",
         asyncio.ensure_future(scheduler.finished()): "a client of it shut it down",
         asyncio.ensure_future(drop_the_silent(scheduler, lambda: _lost_after_s(scheduler))): "",
         asyncio.ensure_future(_idle_for(scheduler, options.idle_timeout)): f"idle for {options.idle_timeout:g} s",

@@ -238,12 +238,12 @@ class SlotTable(SchedulerPlugin):
 
     def _detach(self, run_id: str, workers: set[str]) -> None:
         """Remove the run's plugin from its workers, which ends its remaining ranks, and delete its topic."""
-        there = [address for address in workers if address in self.scheduler.workers]
-        if not there:
+        present = [address for address in workers if address in self.scheduler.workers]
+        if not present:
             _forget_topic(self.scheduler, run_id)
             return
         message = {"op": "plugin-remove", "name": attached_plugin(run_id)}
-        removal = asyncio.ensure_future(self.scheduler.broadcast(msg=message, workers=there, on_error="ignore"))
+        removal = asyncio.ensure_future(self.scheduler.broadcast(msg=message, workers=present, on_error="ignore"))
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
         # The last messages of the ranks arrive over other connections, maybe after the answers to this call.

@@ -120,11 +120,11 @@ class _Collector:
 
     def collect(self) -> int:
         """Transfer all waiting results; return their number."""
-        told = self._ask(outbox.look, self.boxes, self.key, self.done)
+        answers = self._ask(outbox.look, self.boxes, self.key, self.done)
         self.done = []
-        waiting = [(entry, worker) for worker, answer in told.items() for entry in answer["entries"]]
+        waiting = [(entry, worker) for worker, answer in answers.items() for entry in answer["entries"]]
         for entry, worker in sorted(waiting, key=lambda each: str(each[0]["name"]).partition("/")[2]):
-            self._bring(entry, worker, told[worker]["root"], told[worker]["token"])
+            self._bring(entry, worker, answers[worker]["root"], answers[worker]["token"])
             self.done.append(entry["name"])
         return len(waiting)
 

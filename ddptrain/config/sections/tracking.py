@@ -18,13 +18,13 @@ _MODES = ("off", "rank0", "process", "shared")
 _WANDB_MODES = ("offline", "online", "disabled")
 
 
-def _said(value: object) -> object:
+def _mode(value: object) -> object:
     """Convert false, which is `off` in YAML 1.1, to a mode."""
     return "off" if value is False else value
 
 
 def _wandb_mode(value: object) -> object:
-    """As `_said`. Raises an error with the right place for a mode of the wandb library, also for a misspelt one."""
+    """As `_mode`. Raises an error with the right place for a mode of the wandb library, also for a misspelt one."""
     if (
         isinstance(value, str)
         and value not in _MODES
@@ -34,7 +34,7 @@ def _wandb_mode(value: object) -> object:
         raise wrong_field(
             "", f"expected off, rank0, process or shared, got {describe_value(value)}, a WANDB_MODE", hint
         )
-    return _said(value)
+    return _mode(value)
 
 
 def _section(value: object) -> object:
@@ -95,7 +95,7 @@ class TensorBoardSettings(Strict):
 
     mode: Annotated[
         Literal["off", "rank0", "process"],
-        BeforeValidator(_said),
+        BeforeValidator(_mode),
         Field(json_schema_extra={"enum": ["off", "rank0", "process", False]}),
     ] = Field(
         default="rank0", description="Which ranks write: rank0 alone, or each into a folder of its own (process)."
@@ -110,7 +110,7 @@ class OtherTracker(Strict):
     )
     mode: Annotated[
         Literal["off", "rank0", "process"],
-        BeforeValidator(_said),
+        BeforeValidator(_mode),
         Field(json_schema_extra={"enum": ["off", "rank0", "process", False]}),
     ] = Field(default="process", description="Which ranks use it: rank0 alone, or each (process).")
     options: dict[str, Any] = Field(default_factory=dict, description="What its class is called with.", repr=False)

@@ -67,11 +67,11 @@ class CheckedSlots:
             report = check.without_bad(report, places)
         self._recorder.event("cluster_check", **as_dict(report))
         names = host_names(report)
-        told = [(each.level, finding_line(each, names)) for each in report.findings]
-        for level, text in told:
+        lines = [(each.level, finding_line(each, names)) for each in report.findings]
+        for level, text in lines:
             self._recorder.warn(f"cluster check, {level}: {text}")
         if not report.usable:
-            what = "; ".join(text for level, text in told if level is Level.BAD) or report.everyone_else_error
+            what = "; ".join(text for level, text in lines if level is Level.BAD) or report.everyone_else_error
             advice = "" if self._settings.exclude_bad else ". cluster.exclude_bad: true trains without bad hosts"
             raise ClusterError(f"the cluster check ({check.depth.name}) found: {what}{advice}")
         self._bad |= {host: names.get(host, host) for host in report.left_out}
@@ -84,7 +84,7 @@ class CheckedSlots:
     def _avoid(self) -> None:
         """Reserve no slots of bad hosts, also of workers that have joined since."""
         if self._bad:
-            told = self._worker_group.client.run_on_scheduler(slots.overview)
-            for worker in told["workers"]:
+            overview = self._worker_group.client.run_on_scheduler(slots.overview)
+            for worker in overview["workers"]:
                 if worker["host"] in self._bad:
                     self._worker_group.avoid(worker["address"])

@@ -73,15 +73,15 @@ def _in_use(worker_group: WorkerGroup) -> tuple[Mapping[str, tuple[str, ...]], b
 
     Raises ClusterError if runs wait for slots: the check must not take them.
     """
-    told: dict[str, Any] = worker_group.client.run_on_scheduler(slots.overview)
-    if told["waiting"]:
-        names = ", ".join(str(run["run_id"]) for run in told["waiting"])
+    overview: dict[str, Any] = worker_group.client.run_on_scheduler(slots.overview)
+    if overview["waiting"]:
+        names = ", ".join(str(run["run_id"]) for run in overview["waiting"])
         raise ClusterError(f"the free slots are for runs that wait for them ({names}): check the cluster later")
     free: dict[str, int] = {}
-    for worker in told["workers"]:
+    for worker in overview["workers"]:
         free[worker["host"]] = free.get(worker["host"], 0) + worker["slots"] - worker["held"]
     full = {
-        host: tuple(str(run["run_id"]) for run in told["runs"] if host in run["hosts"])
+        host: tuple(str(run["run_id"]) for run in overview["runs"] if host in run["hosts"])
         for host, count in free.items()
         if count <= 0
     }

@@ -45,8 +45,8 @@ async def _ask(client: Client, worker: str, timeout_s: float) -> Answer:
     try:
         async with asyncio.timeout(timeout_s + _MARGIN_S):
             clock = await _clock(lambda: client.run(driver_calls.read_clock, workers=[worker]), worker)
-            told = await client.run(driver_calls.host_facts, timeout_s, workers=[worker])
-        return Answer(HostFacts.from_json(told[worker]), clock)
+            facts = await client.run(driver_calls.host_facts, timeout_s, workers=[worker])
+        return Answer(HostFacts.from_json(facts[worker]), clock)
     except TimeoutError:
         return Answer(None, clock, f"it does not answer within {timeout_s:g} s")
     except Exception as error:  # a worker's own exception arrives as it was raised there
@@ -58,7 +58,7 @@ async def _clock(ask: Callable[[], Any], worker: str) -> ClockOffset:
     found = []
     for _ in range(_CLOCK_TRIES):
         before = time.time()
-        there = (await ask())[worker]
+        worker_time_s = (await ask())[worker]
         after = time.time()
-        found.append(ClockOffset(float(there) - (before + after) / 2, max(0.0, after - before) / 2))
+        found.append(ClockOffset(float(worker_time_s) - (before + after) / 2, max(0.0, after - before) / 2))
     return min(found, key=lambda each: each.uncertainty_s)

@@ -114,8 +114,8 @@ def _versions(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Findin
         common = usual(versions.values())
         level = Level.BAD if name in _ESSENTIAL else Level.WARNING
         if common is None:
-            told = ", ".join(f"{version or 'none'} on {host}" for host, version in versions.items())
-            yield Finding(level, "", "versions", f"{name}: {told}", "install the same version everywhere")
+            listed = ", ".join(f"{version or 'none'} on {host}" for host, version in versions.items())
+            yield Finding(level, "", "versions", f"{name}: {listed}", "install the same version everywhere")
             continue
         for host, version in versions.items():
             if version != common:

@@ -98,8 +98,8 @@ def summary(report: Report) -> list[str]:
     if left_out:
         lines.append(f"left out: {left_out}")
     count = sum(result(report, host) == "ok" for host in checked)
-    told = f"{count} of {counted(len(checked), 'host')} ok" if checked else "no host was checked"
-    lines.append(f"{told}, {report.depth} check in {report.seconds:.1f} s")
+    total = f"{count} of {counted(len(checked), 'host')} ok" if checked else "no host was checked"
+    lines.append(f"{total}, {report.depth} check in {report.seconds:.1f} s")
     return lines
 
 

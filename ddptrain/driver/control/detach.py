@@ -53,7 +53,7 @@ class EndedEarly:
     """A driver that ended before its run began: its exit code and its output."""
 
     exit_code: int
-    said: str
+    output: str
 
 
 # --- the process that starts the driver ---
@@ -97,7 +97,7 @@ def start_ordered(
             if process.stdin is not None:
                 with suppress(BrokenPipeError):
                     process.stdin.close()
-            return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _said(output.fileno()))
+            return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _output_of(output.fileno()))
         except BaseException:
             _end(process)
             raise
@@ -144,7 +144,7 @@ def _read_line(descriptor: int, deadline_s: float) -> bytes:
     raise ClusterError(f"the detached driver has not begun its run within {deadline_s:g} s; try it without --detach")
 
 
-def _said(descriptor: int) -> str:
+def _output_of(descriptor: int) -> str:
     """The content of a file that another process writes; the position in the file does not change."""
     blocks, at = [], 0
     while block := os.pread(descriptor, _BLOCK_BYTES, at):
@@ -182,16 +182,16 @@ def tell_done(ready: int, layout: RunLayout, reason: str) -> None:
 
 
 def _begun(layout: RunLayout, reason: str, log_from: int = 0, *, done: bool = False) -> Begun:
-    log = layout.told(layout.driver_log)
+    log = layout.shown_path(layout.driver_log)
     return Begun(layout.root.name, layout.where, os.getpid(), socket.gethostname(), log, reason, log_from, done)
 
 
 def _tell(ready: int, begun: Begun) -> None:
     with (
         suppress(OSError),
-        os.fdopen(ready, "wb") as told,
+        os.fdopen(ready, "wb") as pipe,
     ):  # the waiting process may be gone
-        told.write(json.dumps(dataclasses.asdict(begun)).encode())
+        pipe.write(json.dumps(dataclasses.asdict(begun)).encode())
 
 
 def _print_into(log: Path) -> int:
@@ -200,7 +200,7 @@ def _print_into(log: Path) -> int:
     try:
         with naming(log):
             before = os.fstat(descriptor).st_size
-            write_all(descriptor, _said(sys.stdout.fileno()).encode())
+            write_all(descriptor, _output_of(sys.stdout.fileno()).encode())
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
                 os.dup2(descriptor, stream.fileno())

@@ -83,7 +83,7 @@ def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
 
 
 def _record(end: AttemptEnd, fault: Fault, layout: RunLayout) -> FailureRecord:
-    return fault.record(end.ranks[fault.rank].record().host, layout.told(layout.log(fault.rank)))
+    return fault.record(end.ranks[fault.rank].record().host, layout.shown_path(layout.log(fault.rank)))
 
 
 def _others(ranks: Sequence[RankState], first: int) -> str:

@@ -76,9 +76,9 @@ class TrackingSetup:
         chosen = [each for each in self._config.for_rank(place.rank) if each.name != WANDB or self._wandb]
         if not chosen:
             return None
-        told = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
+        from_driver = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
         return TrackingSpec(
-            trackers=tuple(dataclasses.replace(each, told=told.get(each.name, {})) for each in chosen),
+            trackers=tuple(dataclasses.replace(each, from_driver=from_driver.get(each.name, {})) for each in chosen),
             name=self._name,
             config=self._public_config,
             resumed_from=self._resumed_from,

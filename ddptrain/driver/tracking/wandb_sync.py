@@ -104,8 +104,8 @@ def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sync
         return _result(view, lambda: _sync_local(view, environ, deadline))
     with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as folder:
         stored = StoredWandbRun(RemoteFolder.open(view.layout.where), Path(folder) / "run")
-        here = RunView(stored.layout, view.record)
-        return _result(here, lambda: _sync_stored(view, here, stored, environ, deadline))
+        local_view = RunView(stored.layout, view.record)
+        return _result(local_view, lambda: _sync_stored(view, local_view, stored, environ, deadline))
 
 
 def _result(view: RunView, sync: Callable[[], SyncResult]) -> SyncResult:
@@ -135,14 +135,14 @@ def _sync_local(view: RunView, environ: Mapping[str, str], deadline: float) -> S
 
 
 def _sync_stored(
-    view: RunView, here: RunView, stored: StoredWandbRun, environ: Mapping[str, str], deadline: float
+    view: RunView, local_view: RunView, stored: StoredWandbRun, environ: Mapping[str, str], deadline: float
 ) -> SyncResult:
-    """Sends a run of an object store, whose files are fetched to `here`."""
+    """Sends a run of an object store, whose files are fetched to the folder of `local_view`."""
     stored.refresh()
-    if not _waiting(here):
+    if not _waiting(local_view):
         return SyncResult(view.run_id)
     _check_ended(view)
-    env = _environment(here, environ)
+    env = _environment(local_view, environ)
     lock_file = StoreLock(stored.store.below(RECORDED))
     lock_file.take(contested=True)
     # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
@@ -150,11 +150,11 @@ def _sync_stored(
     try:
         stored.refresh()  # another process may have sent it before we had the lock
         try:
-            stored.fetch(_waiting(here), deadline)
+            stored.fetch(_waiting(local_view), deadline)
         except TimeoutError:
             raise _NotSent("the time limit (--timeout) was over before they were fetched") from None
         try:
-            return _send_all(here, env, deadline)
+            return _send_all(local_view, env, deadline)
         finally:
             stored.upload_states()
     finally:

@@ -67,7 +67,7 @@ class SlotQueue:
     def __init__(self, request: SlotRequest, hooks: WaitHooks) -> None:
         self.request, self.hooks = request, hooks
         self.started = time.monotonic()
-        self.told = ""
+        self.shown = ""
 
     def wait(self, refusal: slots.Refusal) -> int | None:
         """Wait a moment after a refusal; return how many slots to request next (None: all).
@@ -98,20 +98,20 @@ class SlotQueue:
             text += (f": number {refusal.place} in line" if refusal.place else "") + _held_by(refusal)
         else:
             text = f"waiting for workers: {refusal.total} of {refusal.asked} slots are there"
-        if text != self.told:
-            self.told = text
+        if text != self.shown:
+            self.shown = text
             self.hooks.tell(text)
 
     def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
         kind = "slot{} with a GPU" if self.request.gpus_only else "slot{}"
         came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
         name = self.hooks.cluster
-        there = f"{refusal.total} came within {waited_s:.0f} s ({came})"
+        available = f"{refusal.total} came within {waited_s:.0f} s ({came})"
         if self.hooks.fixed and refusal.total:
-            there = f"the cluster {name} has {refusal.total} ({came})"
+            available = f"the cluster {name} has {refusal.total} ({came})"
         elif self.hooks.fixed and refusal.of_any_kind:
-            there = f"the cluster {name} has none: there is no GPU in its {counted(refusal.of_any_kind, 'slot')}"
-        text = f"{_asked(refusal.asked, kind)} asked for, {there}. "
+            available = f"the cluster {name} has none: there is no GPU in its {counted(refusal.of_any_kind, 'slot')}"
+        text = f"{_asked(refusal.asked, kind)} asked for, {available}. "
         if self.request.gpus_only and not refusal.total and refusal.of_any_kind:
             return f"{text}Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
         words = self.hooks.last_words()

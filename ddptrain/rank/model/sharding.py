@@ -42,9 +42,9 @@ def checkpoint_activations(model: nn.Module, classes: Sequence[str]) -> None:
 
 def layers_of(model: nn.Module, classes: Sequence[str], setting: str) -> list[nn.Module]:
     """Return the layers of these classes. Raises ValueError, with the classes that there are, if one has no layer."""
-    there = {type(layer).__name__ for layer in model.modules()}
-    if missing := [name for name in classes if name not in there]:
-        names = ", ".join(sorted(there))
+    class_names = {type(layer).__name__ for layer in model.modules()}
+    if missing := [name for name in classes if name not in class_names]:
+        names = ", ".join(sorted(class_names))
         raise ValueError(f"prepare.{setting}: the model has no layer of class {missing[0]!r}; it has {names}")
     return [layer for layer in model.modules() if type(layer).__name__ in classes]
 
@@ -110,9 +110,9 @@ def _copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
     from torch.distributed import broadcast
 
     for tensor in (*model.parameters(), *model.buffers()):
-        there = tensor.detach().to(device).contiguous()
-        broadcast(there, 0)
-        tensor.detach().copy_(there)
+        on_device = tensor.detach().to(device).contiguous()
+        broadcast(on_device, 0)
+        tensor.detach().copy_(on_device)
 
 
 def _check_initializers(model: nn.Module) -> None:

@@ -126,8 +126,8 @@ def _title(subjects: Subjects) -> str:
 
 def _subtitle(subjects: Subjects) -> str:
     states = Counter(view.shown_status for view in subjects.views)
-    told = ", ".join(f"{count} {shorten(state, 40)}" for state, count in states.most_common(8))
-    return f"{counted(len(subjects.views), 'run')}: {told}." if len(subjects.views) > 1 else ""
+    by_state = ", ".join(f"{count} {shorten(state, 40)}" for state, count in states.most_common(8))
+    return f"{counted(len(subjects.views), 'run')}: {by_state}." if len(subjects.views) > 1 else ""
 
 
 def _labels(cards: Sequence[RunCard]) -> list[str]:

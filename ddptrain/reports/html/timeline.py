@@ -170,13 +170,13 @@ def _row(attempt: _Attempt, number: int, scale: _Scale, until: float, evaluation
         *([] if rank.timed else _evaluations(evaluations, number, attempt.started, over, scale)),
         *([Mark("failure", scale.x(rank.fault[0]), f"failed: {rank.fault[1]}")] if rank.fault else []),
     ]
-    told = [phase.text for phase in phases]
-    told += [f"{len(rank.checkpoints)} checkpoints"] * bool(rank.checkpoints)
-    told += [f"failed: {rank.fault[1]}"] if rank.fault else []
+    texts = [phase.text for phase in phases]
+    texts += [f"{len(rank.checkpoints)} checkpoints"] * bool(rank.checkpoints)
+    texts += [f"failed: {rank.fault[1]}"] if rank.fault else []
     measured = [_phase(kind, start, end, scale) for kind, start, end in rank.timed]
     drawn = [phase for phase in phases if phase.width >= _LEAST_WIDTH]
     drawn += [replace(phase, width=max(_LEAST_WIDTH, phase.width)) for phase in measured]
-    return Row(attempt.number, number, rank.host, tuple(drawn), tuple(marks), "; ".join(told))
+    return Row(attempt.number, number, rank.host, tuple(drawn), tuple(marks), "; ".join(texts))
 
 
 def _phase(kind: str, start: float, end: float, scale: _Scale) -> Phase:

@@ -49,19 +49,19 @@ class StoredCheckpoints:
     @property
     def is_synced(self) -> bool:
         """Whether every checkpoint of the folder is in the store, and `latest` and `best` are the same there."""
-        there = self._there or {}
-        whole = all(_same(manifest, there.get(step)) for step, manifest in self._local().items())
+        stored = self._there or {}
+        whole = all(_same(manifest, stored.get(step)) for step, manifest in self._local().items())
         return whole and all(self._pointers.get(name, b"") == self._pointer(name) for name in (LATEST, BEST))
 
     def _look(self) -> None:
         self._objects = set(self._store.files(CHECKPOINTS))
         manifests = [path for path in self._objects if path.endswith(f"/{MANIFEST}")]
-        there = {}
+        stored = {}
         for path, data in self._store.read_all(manifests).items():
             step, manifest = step_of(path.split("/")[1]), parse_stored(data)
             if step is not None and manifest and _objects_of(step, manifest) <= self._objects:
-                there[step] = manifest
-        self._there = there
+                stored[step] = manifest
+        self._there = stored
 
     def _local(self) -> dict[int, dict[str, Any]]:
         found = {}
@@ -73,8 +73,8 @@ class StoredCheckpoints:
 
     def _next(self) -> int | None:
         """Return the step to upload now: the newest; every second time the best one, if it is missing."""
-        there = self._there or {}
-        left = [step for step, local in self._local().items() if not _same(local, there.get(step))]
+        stored = self._there or {}
+        left = [step for step, local in self._local().items() if not _same(local, stored.get(step))]
         best = _step_in(self._pointer(BEST))
         self._turns += 1
         if best in left and self._turns % 2 == 0:
@@ -129,9 +129,9 @@ class StoredCheckpoints:
 
     def _prune(self) -> None:
         """Delete what the folder has deleted, but neither the last complete checkpoint nor one that is pointed at."""
-        there = self._there or {}
+        stored = self._there or {}
         local = self._local()
-        if not any(_same(manifest, there.get(step)) for step, manifest in local.items()):
+        if not any(_same(manifest, stored.get(step)) for step, manifest in local.items()):
             return
         kept_steps = {*local, *map(_step_in, self._pointers.values()), None}
 
@@ -141,8 +141,8 @@ class StoredCheckpoints:
         for path in sorted(filter(is_dropped, self._objects)):
             if path.endswith(f"/{MANIFEST}"):  # first: without a manifest there is no checkpoint
                 self._remove({path})
-                there.pop(step_of(path.split("/")[1]) or 0, None)
-        kept = {path for step in there for path in _objects_of(step, there[step])}
+                stored.pop(step_of(path.split("/")[1]) or 0, None)
+        kept = {path for step in stored for path in _objects_of(step, stored[step])}
         self._remove({path for path in self._objects if is_dropped(path) and path not in kept})
 
     def _remove(self, paths: set[str]) -> None:

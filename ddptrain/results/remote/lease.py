@@ -166,9 +166,9 @@ class StoreLock:
         before = self._won()
         if contested and self.weakness:
             time.sleep(self._settle_s)
-            there = claim_from((self._file.read() or Versioned(b"")).data)
-            if there is not None and there.token != self.claim.token:
-                raise self._locked(there, there.age_s)
+            holder = claim_from((self._file.read() or Versioned(b"")).data)
+            if holder is not None and holder.token != self.claim.token:
+                raise self._locked(holder, holder.age_s)
         return before
 
     def _won(self) -> Claim | None:
@@ -242,9 +242,9 @@ class StoreLock:
         """Renew a file that has changed: another driver took it, it was deleted, or an answer to a write was lost."""
         try:
             seen = self._file.read()
-            there = claim_from(seen.data) if seen else None
-            if seen and there and there.token != self.claim.token:
-                raise self._locked(there, self._file.age_s(seen, there))
+            holder = claim_from(seen.data) if seen else None
+            if seen and holder and holder.token != self.claim.token:
+                raise self._locked(holder, self._file.age_s(seen, holder))
             self._write(seen)
         except (WriteConflict, RunLocked) as error:
             lost = error if isinstance(error, RunLocked) else RunLocked(f"run {self.store.url} was taken meanwhile")
@@ -288,8 +288,8 @@ def _elapsed_s() -> float:
 
 def _machine() -> str:
     """Identify this boot of this machine and its process id namespace: containers often share a host name."""
-    here = this_host()
-    return f"{here.boot} {here.pids}" if here.boot and here.pids else ""
+    host = this_host()
+    return f"{host.boot} {host.pids}" if host.boot and host.pids else ""
 
 
 def _born(pid: int) -> float:

@@ -25,12 +25,12 @@ def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -
     Of older checkpoints only the manifests are downloaded: they count for `checkpoint.keep`, and are deleted later.
     `warn` is called for each damaged checkpoint. Raises ResultsError, StoreError.
     """
-    there = run.files()
-    for path in there:
+    paths = run.files()
+    for path in paths:
         is_below = path.startswith(("logs/", f"{INPUTS}/")) and path.count("/") == 1 and "\\" not in path
         if path in _CONTINUED or is_below:
             run.fetch(path, folder / path)
-    manifests = _manifests(run, there)
+    manifests = _manifests(run, paths)
     for step in sorted(manifests, reverse=True):
         try:
             _fetch(run, folder, step, manifests[step])
@@ -54,12 +54,12 @@ def download_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]
                 shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
 
 
-def download_model(run: RemoteFolder, folder: Path, there: Iterable[str], which: str = BEST) -> None:
+def download_model(run: RemoteFolder, folder: Path, paths: Iterable[str], which: str = BEST) -> None:
     """Download a checkpoint, unless the folder has it: best (or else the newest), latest, or a name such as step-100.
 
     Raises RunNotFound if there is none; ResultsError, StoreError.
     """
-    manifests = _manifests(run, there)
+    manifests = _manifests(run, paths)
     if not manifests:
         raise RunNotFound(f"run {folder.name} has no checkpoint in {run.url}")
     step = step_of(which)
@@ -69,10 +69,10 @@ def download_model(run: RemoteFolder, folder: Path, there: Iterable[str], which:
         steps = ", ".join(step_name(step) for step in sorted(manifests))
         raise RunNotFound(f"run {folder.name} has no checkpoint {which} in {run.url}; it has {steps}")
     try:
-        here = json.loads((folder / CHECKPOINTS / step_name(step) / MANIFEST).read_bytes())
+        local_manifest = json.loads((folder / CHECKPOINTS / step_name(step) / MANIFEST).read_bytes())
     except (OSError, ValueError):
-        here = None
-    if here != without_stored_as(manifests[step]):
+        local_manifest = None
+    if local_manifest != without_stored_as(manifests[step]):
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         _fetch(run, folder, step, manifests[step])
     for name in (BEST, LATEST):
@@ -86,25 +86,25 @@ def _pointed_at(run: RemoteFolder, pointers: Sequence[str], steps: Collection[in
     return next((step for text in texts if (step := step_of(text)) in steps and step is not None), max(steps))
 
 
-def _manifests(run: RemoteFolder, there: Iterable[str]) -> dict[int, dict[str, Any]]:
+def _manifests(run: RemoteFolder, paths: Iterable[str]) -> dict[int, dict[str, Any]]:
     """Return the manifests of a run's checkpoints, by step."""
-    paths = {
+    steps = {
         path: step
-        for path in there
+        for path in paths
         if path.startswith(f"{CHECKPOINTS}/") and path.count("/") == 2 and path.endswith(f"/{MANIFEST}")
         if (step := step_of(path.split("/")[1])) is not None
     }
-    found = {paths[path]: parse_stored(data) for path, data in run.read_all(list(paths)).items()}
+    found = {steps[path]: parse_stored(data) for path, data in run.read_all(list(steps)).items()}
     return {step: manifest for step, manifest in found.items() if manifest is not None}
 
 
 def _fetch(run: RemoteFolder, folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
     """Download a checkpoint's files, then its manifest, and compare them. Raises CheckpointDamaged, StoreError."""
     target = folder / CHECKPOINTS / step_name(step)
-    there = run.files(f"{CHECKPOINTS}/{step_name(step)}")
+    files = run.files(f"{CHECKPOINTS}/{step_name(step)}")
     for file in manifest["files"]:
         path = f"{CHECKPOINTS}/{step_name(step)}/{stored_name(manifest, file['name'])}"
-        if path not in there:
+        if path not in files:
             raise CheckpointDamaged(f"{path} is missing")
         run.fetch(path, target / file["name"])
     _write_manifest(folder, step, manifest)

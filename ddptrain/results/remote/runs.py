@@ -195,11 +195,11 @@ class StoreRuns:
 
     def _refresh(self) -> None:
         names = [name for name in self.store.folders() if valid_run_id(name)]
-        there = self._copy_records(names)
+        names_in_store = self._copy_records(names)
         _private(self.copies)
         Origin(self.store.url).mark(self.copies)
         for folder in self.copies.iterdir():
-            if folder.is_dir() and folder.name not in there:
+            if folder.is_dir() and folder.name not in names_in_store:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _copy_records(self, names: Iterable[str]) -> set[str]:
@@ -225,14 +225,14 @@ class StoreRuns:
 
     def _copy_files(self, folder: Path, need: NeededFiles, rank: int | None, checkpoint: str = BEST) -> None:
         run = self.store.below(folder.name)
-        there = {path: file for path, file in run.files().items() if is_plain(path)}
+        files = {path: file for path, file in run.files().items() if is_plain(path)}
         origin = origin_of(folder)
         assert origin is not None
-        listed = {path: file.size_bytes for path, file in there.items() if path.startswith(("logs/", "artifacts/"))}
+        listed = {path: file.size_bytes for path, file in files.items() if path.startswith(("logs/", "artifacts/"))}
         Origin(origin.url, alive=origin.alive, files=listed).mark(folder)
         if need is NeededFiles.MODEL:
-            restore.download_model(run, folder, there, checkpoint)
-        _fetch_changed(run, folder, {path: file for path, file in there.items() if _is_needed(path, need, rank)})
+            restore.download_model(run, folder, files, checkpoint)
+        _fetch_changed(run, folder, {path: file for path, file in files.items() if _is_needed(path, need, rank)})
 
     def _grow_logs(self, folder: Path, rank: int | None) -> None:
         run = self.store.below(folder.name)
@@ -309,8 +309,8 @@ def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed])
         versions = dict(json.loads((folder / _VERSIONS).read_bytes()))
     for path, file in files.items():
         target = folder / path
-        here = target.stat().st_size if target.is_file() else -1
-        if here != file.size_bytes or not file.version or versions.get(path) != file.version:
+        local_size = target.stat().st_size if target.is_file() else -1
+        if local_size != file.size_bytes or not file.version or versions.get(path) != file.version:
             run.fetch(path, target)
             versions[path] = file.version
             write_file(folder / _VERSIONS, json.dumps(versions).encode())

@@ -94,7 +94,7 @@ def _look(view: RunView, runs_dir: str) -> Iterator[str]:
     if view.record.exit_code == ExitCode.HANG:
         yield f"{layout.where}/artifacts/stacks/ (the stacks of all ranks)"
     if not view.is_running:
-        yield f"{layout.told(layout.decision_log)} (what ddptrain decided, and why)"
+        yield f"{layout.shown_path(layout.decision_log)} (what ddptrain decided, and why)"
 
 
 def _next(view: RunView, runs_dir: str) -> Iterator[str]:

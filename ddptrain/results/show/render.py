@@ -159,7 +159,7 @@ def _profiles(files: Iterable[str]) -> str:
 
 
 def _path_of(layout: RunLayout, path: Path) -> str:
-    return layout.told(path) if path.exists() else ""
+    return layout.shown_path(path) if path.exists() else ""
 
 
 def _duration(view: RunView) -> str:

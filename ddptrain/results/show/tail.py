@@ -162,7 +162,7 @@ def _is_prefixed(view: RunView, rank: int | None) -> bool:
 
 
 def _no_log(view: RunView, rank: int) -> str:
-    there = ", ".join(str(number) for number in view.layout.logs())
+    numbers = ", ".join(str(number) for number in view.layout.logs())
     return f"run {view.run_id} has no log of rank {rank}; " + (
-        f"it has logs of ranks {there}" if there else "it has no logs"
+        f"it has logs of ranks {numbers}" if numbers else "it has no logs"
     )

@@ -78,7 +78,7 @@ class GitHub(Target):
 def _steps(job: Job) -> list[dict[str, Any]]:
     """The steps. The cache is saved also if the retraining fails, as the next one continues from its checkpoints."""
     folder = inside(job, job.workdir)
-    here = {"working-directory": folder} if folder != "." else {}
+    in_folder = {"working-directory": folder} if folder != "." else {}
     folders = kept_folders(job)
     cache = {"path": "\n".join(folders), "key": f"ddptrain-{job.name}-${{{{ github.run_id }}}}"}
     restore = {"uses": "actions/cache/restore@v5", "with": {**cache, "restore-keys": f"ddptrain-{job.name}-"}}
@@ -86,14 +86,14 @@ def _steps(job: Job) -> list[dict[str, Any]]:
     slot = f"${{{{ github.event_name == 'schedule' && '{job.schedule}' || '' }}}}"
     retrain = {
         "name": "Retrain",
-        **here,
+        **in_folder,
         "env": {"SLOT": slot},
         "run": retrain_line(job, '${SLOT:+--slot "$SLOT"}'),
     }
     return [
         {"uses": "actions/checkout@v6"},
         {"uses": "actions/setup-python@v6", "with": {"python-version": PYTHON}},
-        {"name": "Install", **here, "run": install_line(job)},
+        {"name": "Install", **in_folder, "run": install_line(job)},
         *([restore] if folders else []),
         *([{"name": "Jitter", "run": sleep_line(job)}] if job.jitter_s else []),
         retrain,

@@ -57,8 +57,12 @@ class Systemd(Target):
             with tempfile.TemporaryDirectory() as runtime:
                 environment = {"XDG_RUNTIME_DIR": runtime, **os.environ}
                 done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-            said = [line for line in done.stderr.splitlines() if folder in line or "ddptrain-" in line]
-        return f"systemd refuses the unit: {said[0].replace(f'{folder}/', '')}" if done.returncode and said else ""
+            error_lines = [line for line in done.stderr.splitlines() if folder in line or "ddptrain-" in line]
+        return (
+            f"systemd refuses the unit: {error_lines[0].replace(f'{folder}/', '')}"
+            if done.returncode and error_lines
+            else ""
+        )
 
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""

@@ -84,8 +84,8 @@ def run_tool(command: Sequence[str], text: str = "", *, missing: str) -> str:
     except OSError as error:
         raise ClusterError(f"{command[0]} can't be started: {error.strerror}") from None
     if done.returncode:
-        said = one_line(done.stderr) or one_line(done.stdout) or f"exit code {done.returncode}"
-        raise ClusterError(f"{' '.join(command)} failed: {said}")
+        reason = one_line(done.stderr) or one_line(done.stdout) or f"exit code {done.returncode}"
+        raise ClusterError(f"{' '.join(command)} failed: {reason}")
     return done.stdout
 
 

@@ -23,7 +23,7 @@ _OPEN, _NOT_OPEN = "open", "not open"
 
 
 class RankRun:
-    """Chooses and opens the run, from the options, what the driver adds (`facts.told`) and the environment.
+    """Chooses and opens the run, from the options, what the driver adds (`facts.from_driver`) and the environment.
 
     Environment variables have priority. `mode` is rank0, process or shared; offline, shared becomes process.
     """
@@ -31,14 +31,14 @@ class RankRun:
     def __init__(self, options: Mapping[str, Any], facts: Facts, environ: Mapping[str, str]) -> None:
         self._options, self._facts = options, facts
         self._environ = environ
-        self.mode = str(facts.told.get("mode") or options.get("mode") or "rank0")
-        self.online = bool(facts.told.get("online"))
+        self.mode = str(facts.from_driver.get("mode") or options.get("mode") or "rank0")
+        self.online = bool(facts.from_driver.get("online"))
         self.folder = facts.folder / "wandb"
         self.uploads = Uploads()
         self.finish_timeout_s = float(options.get("finish_timeout_s", 30.0))
         self.wandb_timeout_s = _FINISH_SHARE * self.finish_timeout_s
         self._init_timeout_s = float(options.get("init_timeout_s", 20.0))
-        self._base_id = environ.get("WANDB_RUN_ID") or str(facts.told.get("id") or facts.run_id)
+        self._base_id = environ.get("WANDB_RUN_ID") or str(facts.from_driver.get("id") or facts.run_id)
 
     @property
     def prefix(self) -> str:

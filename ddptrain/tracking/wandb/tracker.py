@@ -68,7 +68,7 @@ class WandbTracker:
         sending = folder / f"{SENDING}{facts.rank}"
         self._checkpoints = CheckpointArtifacts(sending, facts.folder.parent, facts.run_id, keep, uploads)
         self._prefix = self._rank_run.prefix
-        for name, (lowest, highest, last) in facts.told.get("before", {}).items():
+        for name, (lowest, highest, last) in facts.from_driver.get("before", {}).items():
             if goal := self._goal(name):
                 self._bests.add(f"{self._prefix}{name}", goal, lowest, highest, last)
         for position in (STEP, ATTEMPT):
@@ -101,7 +101,7 @@ class WandbTracker:
 
     @property
     def _sync(self) -> str:
-        return f"`{self._facts.told.get('sync_command') or f'ddptrain results sync {self._facts.run_id}'}`"
+        return f"`{self._facts.from_driver.get('sync_command') or f'ddptrain results sync {self._facts.run_id}'}`"
 
     def log(self, item: items.Item) -> None:
         """Takes one item; its files have been copied when this returns."""
@@ -265,7 +265,7 @@ class WandbTracker:
             self._facts.tell(f"{incomplete}; {self._sync} sends the rest")
         if lost := self._rank_run.uploads.problem:
             self._facts.tell(lost)
-        if self._facts.told.get("strict") and (reason := self._offline_reason or lost or incomplete):
+        if self._facts.from_driver.get("strict") and (reason := self._offline_reason or lost or incomplete):
             raise WentOffline(reason)
 
     def _end_run(self, state: State) -> bool:

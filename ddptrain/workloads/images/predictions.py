@@ -110,5 +110,5 @@ def example_words(logits: Tensor, labels: Tensor, model_config: Mapping[str, Any
     """The caption of the strip: class and predicted class of each image, as "cat: dog 51 %"."""
     classes, names = model_config["classes"], answer_names(model_config)
     shares, outputs = logits[:_EXAMPLES].detach().float().softmax(1).max(1)
-    said = zip(labels[:_EXAMPLES].tolist(), outputs.tolist(), shares.tolist(), strict=True)
-    return ", ".join(f"{classes[label]}: {names[output]} {share:.0%}" for label, output, share in said)
+    examples = zip(labels[:_EXAMPLES].tolist(), outputs.tolist(), shares.tolist(), strict=True)
+    return ", ".join(f"{classes[label]}: {names[output]} {share:.0%}" for label, output, share in examples)

@@ -179,8 +179,8 @@ class ImageTrainer:
             samples = epoch * len(self._manifest.train)  # of all ranks
             logged = {"train/accuracy": accuracy, **validated, "samples": samples, "samples_per_s": self._rate}
             self._ctx.log(logged, step=self.step, epoch=epoch)
-        said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self._say(f"epoch {epoch}/{self._settings.epochs}: {said}, {self._rate:,.0f} images/s")
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._say(f"epoch {epoch}/{self._settings.epochs}: {shown}, {self._rate:,.0f} images/s")
         if "val/loss" in validated and (lowered := self._schedule.after_validation(validated["val/loss"])):
             self._say(lowered)
         return metrics

@@ -66,8 +66,8 @@ def train(ctx: RankContext, **params: Any) -> None:
                 metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size, trainer.report)
         if held_out is not None and ctx.rank == 0:
             ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
-        said = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        print(f"epoch {epoch}/{settings.epochs}: {said}, {rate:,.0f} {trainer.unit}/s", flush=True)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        print(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {trainer.unit}/s", flush=True)
         trainer.save(epoch, metrics, last=epoch == settings.epochs)
     if settings.samples and ctx.rank == 0:
         known = {*split.train, *split.held_out}

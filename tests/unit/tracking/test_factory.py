@@ -135,7 +135,13 @@ def test_users_own_tracker_is_imported_in_its_thread_and_told_the_facts(
     manager.wait()
     seen = sys.modules["sink_a"].seen
     facts = seen["facts"]
-    assert (facts.name, facts.attempt, facts.rank, facts.resumed, facts.told) == ("pets", 2, 1, True, {"id": "7"})
+    assert (facts.name, facts.attempt, facts.rank, facts.resumed, facts.from_driver) == (
+        "pets",
+        2,
+        1,
+        True,
+        {"id": "7"},
+    )
     assert (facts.folder, facts.config) == (tmp_path / "runs/tracking", {"a": 1})
     assert (seen["items"], seen["state"]) == ([Numbers(1, {"loss": 0.5}, 1)], "preempted")
     note, found = told

@@ -91,12 +91,12 @@ class Kubernetes:
     async def _call(self, method: str, group: str, path: str, **options: Any) -> dict[str, Any]:
         answer = await self._request(method, group, path, **options)
         try:
-            told = answer.json()
+            body = answer.json()
         except ValueError:
-            told = None
-        if answer.is_error or not isinstance(told, dict):
-            raise _refused(answer, told, path)
-        return told
+            body = None
+        if answer.is_error or not isinstance(body, dict):
+            raise _refused(answer, body, path)
+        return body
 
     async def _request(self, method: str, group: str, path: str, **options: Any) -> httpx.Response:
         import httpx
@@ -178,11 +178,11 @@ def _not_configured(error: Exception, context: str | None) -> DdptrainError:
     return ClusterError(f"the kubeconfig {source} can't be used: {type(error).__name__}: {_words(error)}")
 
 
-def _refused(answer: httpx.Response, told: Any, path: str) -> ClusterError:
+def _refused(answer: httpx.Response, body: Any, path: str) -> ClusterError:
     """The error for a refused request."""
     import httpx
 
-    status = told if isinstance(told, dict) else {}
+    status = body if isinstance(body, dict) else {}
     words = " ".join(str(status.get("message") or answer.text[:200] or answer.reason_phrase).split())
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         return ClusterError(f"Kubernetes does not accept the credentials of the kubeconfig: {words}")

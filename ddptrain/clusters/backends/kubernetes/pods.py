@@ -68,23 +68,23 @@ async def why_there_is_no_pod(api: Kubernetes, name: str, component: str) -> str
 async def log_of(api: Kubernetes, pod: Mapping[str, Any], lines: int) -> str:
     """The last log lines of a pod, or of its previous container; and why it does not run."""
     name = str(pod["metadata"]["name"])
-    said = await api.log(name, tailLines=str(lines))
-    if not said.strip() and _restarts(pod):
-        said = await api.log(name, tailLines=str(lines), previous="true")
+    log = await api.log(name, tailLines=str(lines))
+    if not log.strip() and _restarts(pod):
+        log = await api.log(name, tailLines=str(lines), previous="true")
     trouble = trouble_of(pod)
-    return "\n".join(part for part in (said.rstrip(), f"({trouble.words})" if trouble else "") if part)
+    return "\n".join(part for part in (log.rstrip(), f"({trouble.words})" if trouble else "") if part)
 
 
 async def logs_of(api: Kubernetes, name: str, lines: int) -> dict[str, str]:
     """The last log lines of each pod of a cluster, by component and name. Raises ClusterError."""
-    told = {}
+    logs = {}
     for component in ("scheduler", "worker"):
         pods = await api.items(CORE, "pods", cluster_labels(name, component))
         if not pods and (why := await why_there_is_no_pod(api, name, component)):
-            told[component] = f"({why})"
+            logs[component] = f"({why})"
         for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
-            told[_source(component, pod)] = await log_of(api, pod, lines)
-    return told
+            logs[_source(component, pod)] = await log_of(api, pod, lines)
+    return logs
 
 
 def _source(component: str, pod: Mapping[str, Any]) -> str:

@@ -55,8 +55,8 @@ class Parts:
     @classmethod
     def of(cls, cluster: Deployment) -> Parts | None:
         """The parts of a cluster; None before anything was created."""
-        told = cluster.record.parts
-        return cls(**{name: told[name] for name in cls.__slots__}) if "owner" in told else None
+        parts = cluster.record.parts
+        return cls(**{name: parts[name] for name in cls.__slots__}) if "owner" in parts else None
 
     def save(self, cluster: Deployment) -> None:
         """Save them in the cluster's record."""
@@ -103,12 +103,12 @@ class _Order:
     """One call of scale."""
 
     def __init__(self, cluster: Deployment, tell: Tell) -> None:
-        told = cluster.record.settings
+        settings = cluster.record.settings
         self.cluster = cluster
         self.tell = tell
-        self.settings = KubernetesSettings.model_validate(told["kubernetes"])
-        self.ranks = told.get("ranks")
-        self.timeout_s = float(told["start_timeout_s"])
+        self.settings = KubernetesSettings.model_validate(settings["kubernetes"])
+        self.ranks = settings.get("ranks")
+        self.timeout_s = float(settings["start_timeout_s"])
         self.deadline = time.monotonic() + self.timeout_s
 
     async def scale(self, slots: int | None) -> None:
@@ -172,7 +172,7 @@ class _Order:
 
     async def _await_scheduler(self, api: Kubernetes) -> None:
         """Wait until the scheduler's pod is ready. Raises ClusterError if it never will be, or not in time."""
-        told_at, told = 0.0, ""
+        shown_at, shown = 0.0, ""
         while True:
             pods = await api.items(CORE, "pods", cluster_labels(self.cluster.name, "scheduler"))
             if any(is_ready(pod) for pod in pods):
@@ -182,18 +182,18 @@ class _Order:
             now = time.monotonic()
             if (trouble and trouble.hopeless) or now > self.deadline:
                 raise ClusterError(await self._why_not(api, pods, words))
-            if words != told or now - told_at > _TELL_EVERY_S:
+            if words != shown or now - shown_at > _TELL_EVERY_S:
                 self.tell(words)
-                told_at, told = now, words
+                shown_at, shown = now, words
             await asyncio.sleep(_POLL_S)
 
     async def _why_not(self, api: Kubernetes, pods: Sequence[Mapping[str, Any]], words: str) -> str:
         """Why the scheduler is not ready."""
         name = self.cluster.name
         if pods:
-            said = (await log_of(api, pods[0], _LOG_LINES)).splitlines()
+            log_lines = (await log_of(api, pods[0], _LOG_LINES)).splitlines()
             late = "" if trouble_of(pods[0]) else f" after {self.timeout_s:g} s (cluster.start_timeout_s)"
-            return f"{words}{late}" + "".join(f"\n  {line}" for line in said[:-1])
+            return f"{words}{late}" + "".join(f"\n  {line}" for line in log_lines[:-1])
         if why := await why_there_is_no_pod(api, name, "scheduler"):
             return f"the scheduler of {name} gets no pod: {why}"
         found = await api.get(DASK, f"daskclusters/{name}") or {}

@@ -73,8 +73,8 @@ def close(cluster: Deployment) -> None:
 
 def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
     """The log of the port-forward, if it has written anything."""
-    said = processes.tail(str(cluster.folder), _FORWARD, lines)
-    return {_FORWARD: said} if said.strip() else {}
+    log_tail = processes.tail(str(cluster.folder), _FORWARD, lines)
+    return {_FORWARD: log_tail} if log_tail.strip() else {}
 
 
 def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:

@@ -162,5 +162,5 @@ def _resources(settings: KubernetesSettings) -> dict[str, dict[str, str]]:
     requests, limits = settings.resources.requests, settings.resources.limits
     if settings.gpus_per_worker:
         limits = {_GPU: settings.gpus_per_worker, **limits}
-    told = {"requests": requests, "limits": limits}
-    return {part: {key: str(value) for key, value in values.items()} for part, values in told.items() if values}
+    resources = {"requests": requests, "limits": limits}
+    return {part: {key: str(value) for key, value in values.items()} for part, values in resources.items() if values}

@@ -143,7 +143,7 @@ class ImageSource:
     def words(self) -> str:
         """For a message: the files that are left out, and the layout of a split source; "" or begins with ";"."""
         ignored = [self.train.ignored, self.val.ignored if self.val else ""]
-        left_out = "".join(f"; left out: {said}" for said in ignored if said)
+        left_out = "".join(f"; left out: {text}" for text in ignored if text)
         if self.layout is None:
             return left_out
         parts = [f"{self.layout.train}/ trains", f"{self.layout.val}/ validates" if self.layout.val else ""]
@@ -278,9 +278,9 @@ def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, w
         return list(classes[:subset])
     unknown = [name for name in subset if name not in set(classes)]
     if unknown:
-        said = "; ".join(_unknown(name, classes) for name in unknown[:_MOST_NAMED])
+        problems = "; ".join(_unknown(name, classes) for name in unknown[:_MOST_NAMED])
         more = f"; and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
-        raise UsageError(f"params.subset has names that are no classes of {where}: {said}{more}")
+        raise UsageError(f"params.subset has names that are no classes of {where}: {problems}{more}")
     return sorted(set(subset))
 
 
@@ -341,13 +341,13 @@ def _check(found: SourceListing, location: Location) -> None:
 
 
 def _too_few(found: SourceListing, classes: Sequence[str], where: str, depth: int) -> str:
-    said = f"{where} gives {counted(len(classes), 'class')} only, {shorten(classes[0])}: at least 2 are needed"
+    problem = f"{where} gives {counted(len(classes), 'class')} only, {shorten(classes[0])}: at least 2 are needed"
     if len(found.by_class) > 1:
-        return f"{said}; see params.subset"
+        return f"{problem}; see params.subset"
     deeper = sum(item.key.count("/") > depth for item in found.by_class[classes[0]])
     if deeper:
-        return f"{said}; did you mean params.source: {where}/{shorten(classes[0])}?"
-    return f"{said}; params.source must be a folder with one folder of images for each class"
+        return f"{problem}; did you mean params.source: {where}/{shorten(classes[0])}?"
+    return f"{problem}; params.source must be a folder with one folder of images for each class"
 
 
 def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:

@@ -58,15 +58,15 @@ class Manifest:
 
     def location(self, params: ImagesParams) -> Location:
         """Where to read the images: a local folder as the driver resolved it, a URL as in the parameters."""
-        here = Location.at(params)
-        return Location(self.url, here.options) if here.protocol == "file" else here
+        chosen = Location.at(params)
+        return Location(self.url, chosen.options) if chosen.protocol == "file" else chosen
 
     def val_location(self, params: ImagesParams) -> Location | None:
         """Where to read the validation images, as `location`; None if they are in the source."""
         if not self.val_url:
             return None
-        here = Location.of(params.val_source or self.val_url, params.source_options)
-        return Location(self.val_url, here.options) if here.protocol == "file" else here
+        chosen = Location.of(params.val_source or self.val_url, params.source_options)
+        return Location(self.val_url, chosen.options) if chosen.protocol == "file" else chosen
 
     def in_val_source(self, index: int) -> bool:
         """Whether an image is read from `val_url`."""

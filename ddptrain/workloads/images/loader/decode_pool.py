@@ -202,15 +202,17 @@ class ProcessDecodePool:
         """A new process in place of a dead one that has left `n_left` requests. Raises DecodeProcessLost."""
         is_killed = dead.end.endswith("SIGKILL")
         memory = "; the system may have been out of memory" if is_killed else ""
-        said = f"decode process {place + 1} of {len(self._decoders)} (pid {dead.popen.pid}) {dead.end}{memory}"
+        problem = f"decode process {place + 1} of {len(self._decoders)} (pid {dead.popen.pid}) {dead.end}{memory}"
         hint = "lower params.loader_workers, params.prefetch or params.requests"
         if self._deaths_in_a_row[place] > _MOST_DEATHS_IN_A_ROW:
             n = self._deaths_in_a_row[place]
-            raise DecodeProcessLost(f"{said}, {n} in a row without an image: {hint}, or see its output above")
+            raise DecodeProcessLost(f"{problem}, {n} in a row without an image: {hint}, or see its output above")
         try:
             another = self._start()
         except OSError as error:
-            raise DecodeProcessLost(f"{said}, and no other one can be started ({error}): {hint}") from None
+            raise DecodeProcessLost(f"{problem}, and no other one can be started ({error}): {hint}") from None
         images = f"does its {counted(n_left, 'image')} again" if n_left else "goes on"
-        self._say(f"{said}{f': {hint}, if it goes on' if is_killed else ''}; another one takes its place, and {images}")
+        self._say(
+            f"{problem}{f': {hint}, if it goes on' if is_killed else ''}; another one takes its place, and {images}"
+        )
         return another

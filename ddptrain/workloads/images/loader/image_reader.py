@@ -156,10 +156,10 @@ class Reader:
         except NotFound:
             return ReadFailure(wanted.key, "it is no longer there")
         except TRANSIENT as error:
-            said = str(error)
+            reason = str(error)
             # A folder that this process has never read from will not appear.
             lasts = isinstance(error, StoreMissing) and not self._health.has_read
-            return ReadFailure(wanted.key, said, away=said) if lasts else said
+            return ReadFailure(wanted.key, reason, away=reason) if lasts else reason
         except DdptrainError as error:  # such as forbidden: a retry can't help
             return ReadFailure(wanted.key, str(error))
         if wanted.size_bytes < 0 or len(data) == wanted.size_bytes:
@@ -179,13 +179,13 @@ class Reader:
         self._health.record_answer(key)
         return data
 
-    def _away(self, since: float, said: str) -> str:
+    def _away(self, since: float, last_error: str) -> str:
         """The error message for a store that has been silent since that time.monotonic()."""
         silent_s = time.monotonic() - since
         # The time of day makes two failures different: equal failures in a row are not restarted.
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
         silent = f"no request has succeeded since {clock} ({silent_s:.0f} s)"
-        return f"{self._location.words} does not answer: {silent}; the last error: {said}"
+        return f"{self._location.words} does not answer: {silent}; the last error: {last_error}"
 
     def _open(self) -> ObjectSource:
         """The store of this process. Raises RuntimeError after a fork of a process that had connections."""

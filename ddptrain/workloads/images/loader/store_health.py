@@ -44,7 +44,7 @@ class StoreHealth:
         """Whether the store answers a probe for an image that it returned before.
 
         One thread probes for all. There is no probe if an answer, or an unanswered probe, is newer than `since`. `get`
-        records answers with `hear`.
+        records its answers with `record_answer`.
         """
         with self._probing:
             if self._last_answer >= since or self._failed_probe >= since:

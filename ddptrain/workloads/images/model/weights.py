@@ -110,10 +110,10 @@ def fit(
     unexpected = [name for name in state if name not in own]
     if missing or unexpected or (wrong and others is None):
         misfits = [] if others else [f"{name} ({_shape(state[name])}, not {_shape(own[name])})" for name in wrong]
-        told = {"missing": missing, "unknown": unexpected, "of another shape": misfits}
+        differences = {"missing": missing, "unknown": unexpected, "of another shape": misfits}
         raise BadWeights(
             f"the weights {source} are not of {model_config['architecture']}: "
-            + "; ".join(f"{what}: {_listed(names)}" for what, names in told.items() if names)
+            + "; ".join(f"{what}: {_listed(names)}" for what, names in differences.items() if names)
             + "; set params.architecture to that of the weights, or params.weights to others, or to null"
         )
     if others is not None and keep_head:

@@ -107,7 +107,7 @@ def told(tracking: TrackingSetup, rank: int = 0) -> dict[str, Any]:
     spec = tracking.of(place(rank))
     assert spec is not None
     (tracker,) = spec.trackers
-    return dict(tracker.told)
+    return dict(tracker.from_driver)
 
 
 def test_ranks_of_a_run_without_trackers_are_told_nothing(make: Make) -> None:

@@ -88,7 +88,9 @@ def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoreRuns
     put_run(runs, "a-1")
     view = runs.find("a-1")
     assert view.layout.artifacts() == {"large.bin": 5000, "names.json": 3}
-    assert [view.layout.told(path) for path in view.layout.logs().values()] == [f"{runs.store.url}/a-1/logs/rank-0.log"]
+    assert [view.layout.shown_path(path) for path in view.layout.logs().values()] == [
+        f"{runs.store.url}/a-1/logs/rank-0.log"
+    ]
     assert not list(view.layout.root.glob("logs/*"))
     runs.find("a-1", NeededFiles.LOGS)
     assert view.layout.log(0).read_text() == "one\ntwo\n"

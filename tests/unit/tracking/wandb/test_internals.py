@@ -88,7 +88,7 @@ def test_private_part_of_wandb_is_unchanged(part: str) -> None:
 @pytest.mark.parametrize("mode", ["online", "offline", "shared"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_every_setting_is_known_to_wandb(mode: str, rank: int, tmp_path: Path) -> None:
-    facts = Facts("r-1", "pets", 1, rank, 2, rank, 0, 1, tmp_path, told={"mode": "shared", "online": True})
+    facts = Facts("r-1", "pets", 1, rank, 2, rank, 0, 1, tmp_path, from_driver={"mode": "shared", "online": True})
     chosen = settings_for(RankRun({}, facts, {}).run_options(mode), {})
     unknown = chosen.keys() - wandb.Settings.model_fields.keys()
     assert not unknown, (

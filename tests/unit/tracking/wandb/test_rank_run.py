@@ -63,7 +63,9 @@ def opened_by(made: RankRun) -> tuple[object, str]:
 
 def of_rank(rank: int, folder: Path, environ: dict[str, str], mode: str = "shared") -> RankRun:
     told = {"mode": mode, "online": True, "id": "w1"}
-    return RankRun({"init_timeout_s": 0.1}, Facts("r-1", "r", 1, rank, 2, rank, 0, 1, folder, told=told), environ)
+    return RankRun(
+        {"init_timeout_s": 0.1}, Facts("r-1", "r", 1, rank, 2, rank, 0, 1, folder, from_driver=told), environ
+    )
 
 
 def test_shared_run_is_opened_by_all_ranks(

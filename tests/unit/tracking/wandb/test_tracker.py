@@ -59,7 +59,7 @@ class Heard:
         return Facts(
             *("petnames-1", "petnames", attempt, rank, world_size, rank, 0, 1, folder),
             config=CONFIG,
-            told=about,
+            from_driver=about,
             tell=self.lines.append,
             found=self.found.update,
             resumed=attempt > 1,
