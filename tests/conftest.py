@@ -39,9 +39,10 @@ def pytest_configure() -> None:
     os.environ[leaks.MARK] = uuid.uuid4().hex
     # Hundreds of processes import ddptrain: without cached bytecode each compiles it again, for 0.2 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = (
-        False  # pytest keeps the test files that it has rewritten: 10 s of CPU time in each process
-    )
+    # pytest keeps the test files that it has rewritten: 10 s of CPU time in each process.
+    sys.dont_write_bytecode = False
+    # Some containers set it. Processes that get few variables lack it, and would not be forked: see child_forks.py.
+    os.environ.pop("PYTHONUNBUFFERED", None)
     for name in ("GITHUB_ACTIONS", "GITLAB_CI", "DDPTRAIN_CI"):  # where this suite runs must not change what it sees
         os.environ.pop(name, None)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
