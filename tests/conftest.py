@@ -67,8 +67,9 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All test processes must have the same order."""
-    items.sort(key=lambda item: item.path)
+    """All test processes must have the same order. Slow files are first: the last ones would keep one process busy."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, item.path))
 
 
 def pytest_collection_finish() -> None:
