@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # Unit tests compute, a file at a time; integration tests wait for processes, so more of them fit at a time.
 PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder
 UNIT := --numprocesses 3 --dist loadfile
-INTEGRATION := --numprocesses 4 --dist loadgroup
+INTEGRATION := --numprocesses 5 --dist loadgroup
 # An integration test that fails runs once more, three of them at most; the summary lists each (R).
 AGAIN := --reruns 1 --max-suite-reruns 3 -r sR
 # uv's progress is for people.

@@ -47,7 +47,9 @@ _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "DASK_", "FSSPEC_", "OPENBLAS_", "OMP_", "KMP_", "GOMP_", "MKL_", "LC_"),
     *("LANG", "TZ", "TORCH_"),  # TORCHINDUCTOR_CACHE_DIR is set by an import of torch
 )
-_READ_AT_START_NAMES = frozenset({"HOME"})  # where Dask looks for its configuration
+# Where Dask and fsspec look for their settings. Most folders that tests make their HOME have none.
+_READ_AT_START_NAMES = frozenset({"HOME"})
+_SETTINGS = (".config/dask", ".config/fsspec")
 _SET_BY_IMPORTS = frozenset({"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})  # by scikit-learn, for another OpenMP library
 _RANK_SERVER = "ddptrain.rank.server.server"
 # Modules, and scripts of tests by their names, that start further processes.
@@ -94,9 +96,18 @@ def changed_at_start(environment: Mapping[str, str], other: Mapping[str, str]) -
 
 def _value(environment: Mapping[str, str], name: str) -> str | list[str] | None:
     value = environment.get(name)
+    if name == "HOME":
+        return _settings_below(Path(value or os.path.expanduser("~")))
     if name != "PYTHONPATH" or value is None:
         return value
     return [folder for folder in value.split(os.pathsep) if folder != _REPOSITORY]  # it is on the path anyway
+
+
+def _settings_below(home: Path) -> list[str]:
+    """The lines of all settings in a home; Dask writes files of comments there."""
+    files = [file for folder in _SETTINGS for file in sorted((home / folder).glob("*")) if file.is_file()]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def send_order(link: socket.socket, order: Mapping[str, Any], fds: Sequence[int]) -> int:

@@ -74,6 +74,18 @@ def test_spare_variables_make_no_difference_and_others_of_the_interpreter_do(tmp
         assert not said["forked"] and said["parent"] == said["pid"] and said["code"] == 7
 
 
+def test_home_takes_effect_at_a_start_only_with_settings_in_it(tmp_path: Path) -> None:
+    dask, fsspec = tmp_path / "one" / ".config" / "dask", tmp_path / "two" / ".config" / "fsspec"
+    dask.mkdir(parents=True)
+    fsspec.mkdir(parents=True)
+    homes = [{"HOME": str(tmp_path / name)} for name in ("one", "two", "three")]
+    (dask / "distributed.yaml").write_text("# distributed:\n\n#   logging: {}\n")
+    assert [child_forks.changed_at_start(home, homes[2]) for home in homes] == [set()] * 3
+    (dask / "distributed.yaml").write_text("# mine:\ndistributed: {}\n")
+    (fsspec / "conf.json").write_text("{}")
+    assert [child_forks.changed_at_start(home, homes[2]) for home in homes] == [{"HOME"}, {"HOME"}, set()]
+
+
 def test_hidden_modules_come_back_with_the_first_import() -> None:
     code = (
         "import sys, email.mime.text, email as before; from tests.child_forks import HiddenModules\n"

@@ -66,7 +66,8 @@ class DaskBench:
         """A plain Dask scheduler."""
         tls = {f"tls_{name}": f"{self.tls_dir}/{file}" for name, file in _TLS.items()} if self.tls_dir else {}
         words = (str(self.scheduler_file), json.dumps(tls))
-        process = self.start("scheduler", "-P", "-m", "tests.unit.worker.plain_scheduler", *words)
+        path = {"PYTHONPATH": os.environ["PYTHONPATH"]}  # no stub ranks there: it may be forked
+        process = self.start("scheduler", "-P", "-m", "tests.unit.worker.plain_scheduler", *words, **path)
         until(self.scheduler_file.exists, "the scheduler's file")
         return process
 

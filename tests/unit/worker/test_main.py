@@ -19,6 +19,8 @@ from ddptrain.worker.rank_server_client import RankServerLost
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
 from tests.unit.worker.stubs import Bench, until
 
+pytestmark = pytest.mark.slow  # all together
+
 SLEEPER = "import os, time; say(os.getpid()); time.sleep(600)"
 
 

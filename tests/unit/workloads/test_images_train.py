@@ -31,7 +31,8 @@ from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import _described_again
 from ddptrain.workloads.sharding import plan_epoch
 
-pytestmark = pytest.mark.timeout(420)  # of the three ranks that all tests look at, also on a machine with other work
+# The limit is that of the three ranks that all tests look at, also on a machine with other work.
+pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("images_ranks.py")
 UNEVEN, TINY, STRAIGHT, STOPPED, GOES_ON, WITH_OTHERS, MAPPED, FULL_OF_BAD = range(8)

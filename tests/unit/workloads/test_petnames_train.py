@@ -15,7 +15,8 @@ from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summe
 from ddptrain.workloads.petnames.names import load_names, split_names
 from ddptrain.workloads.petnames.train import _VALIDATION_ROWS
 
-pytestmark = pytest.mark.timeout(420)  # of the three ranks that all tests look at, also on a machine with other work
+# The limit is that of the three ranks that all tests look at, also on a machine with other work.
+pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("petnames_ranks.py")
 WINDOW, FULL, TINY, STRAIGHT, FIRST_PART, RESUMED, STOPPED, GOES_ON = range(8)
