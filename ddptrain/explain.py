@@ -179,7 +179,7 @@ EXPLANATIONS: dict[int, Explanation] = {
             Cause(
                 "disk full, quota, limit on the size of files (ulimit -f)",
                 "free some space: ddptrain results prune --keep 20; the last complete checkpoint is intact",
-                "No space left|[Dd]isk (quota|space)|[Ff]ile too large",
+                "No space left|[Dd]isk (quota|space)|disk of .* is full|[Ff]ile too large|limit on the size",
             ),
             Cause(
                 "a store (S3, ...) does not answer",
@@ -194,7 +194,7 @@ EXPLANATIONS: dict[int, Explanation] = {
             Cause(
                 "ranks cannot reach each other",
                 "set the interface: env: {NCCL_SOCKET_IFNAME: eth0, GLOO_SOCKET_IFNAME: eth0}",
-                "reach",
+                r"\breach\b",
             ),
             Cause("a certificate is wrong or missing", "set cluster.tls", "certificate|TLS"),
             Cause("the cluster is of another host", "run the command on the host that is named", "runs on "),

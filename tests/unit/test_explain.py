@@ -36,6 +36,7 @@ def test_explanation_is_short_unless_all_is_asked_for() -> None:
         (1, "rank 0 on vm: torch.OutOfMemoryError: CUDA out of memory", ["an exception", "CUDA out of memory"]),
         (4, "StoreError: s3://bucket/runs does not answer", ["a store"]),
         (4, "ResultsError: runs/x: No space left on device", ["disk full"]),
+        (4, "its events or log have reached the limit on the size of files: ulimit -f", ["disk full"]),
         (4, "something else", ["too few free slots", "no scheduler answers", "a worker was lost"]),
         (130, "SIGINT: the driver was sent SIGINT", ["Ctrl-C"]),
         (143, "ended by ddptrain stop", ["the signal came before", "the function does not call ctx.checkpoint"]),
