@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddptrain.errors import ExitCode
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 KILLED = 128 + signal.SIGKILL
+_MOST_CAUSES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One cause of an exit code, or the message that shows it, and what to do."""
+    """One cause of an exit code, or the message that shows it, and what to do.
+
+    sign: a regular expression; a run whose root cause it matches has this cause.
+    """
 
     cause: str
     action: str
+    sign: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is known about an exit code. example: lines as the command prints them. remarks: full sentences."""
+    """What is known about an exit code. example: lines as the command prints them. remarks: full sentences.
+
+    causes: the most likely ones first.
+    """
 
     title: str
     example: tuple[str, ...] = ()
@@ -34,13 +44,16 @@ _INTERRUPTED = Explanation(
     ("ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",),
     (
         Cause(
+            "Ctrl-C, stop --now, or a second SIGTERM did not wait",
+            "use ddptrain stop, which waits for failure.grace_s",
+            "SIGINT",
+        ),
+        Cause(
             "the signal came before the first checkpoint (also with ddptrain stop)",
             "start it again; save more often, as checkpoint.every_s: 300 does",
+            "SIGTERM|ddptrain stop",
         ),
-        Cause("the function does not call ctx.checkpoint", "call it on all ranks"),
-        Cause(
-            "Ctrl-C, stop --now, or a second SIGTERM did not wait", "use ddptrain stop, which waits for failure.grace_s"
-        ),
+        Cause("the function does not call ctx.checkpoint", "call it on all ranks", "SIGTERM|ddptrain stop"),
         Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 75"),
     ),
     (
@@ -60,20 +73,38 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
         ),
         (
-            Cause("an exception with your file and line", "fix it; --full-traceback shows the frames of torch, too"),
+            Cause(
+                "an exception with your file and line",
+                "fix it; --full-traceback shows the frames of torch, too",
+                "Error|Exception",
+            ),
+            Cause("CUDA out of memory", "a smaller batch, or prepare: {precision: bf16}", "CUDA out of memory"),
             Cause(
                 "killed by SIGKILL: often the kernel, because memory was short; the message says so if the kernel "
                 "counted it",
                 "smaller batches, fewer loader workers, fewer ranks on the host",
+                "SIGKILL",
+            ),
+            Cause(
+                "No module named ... on a host",
+                "install it there; ddptrain copies your project, not its packages",
+                "No module named",
             ),
             Cause(
                 "killed by SIGSEGV or SIGABRT: compiled code, such as CUDA or an extension",
                 'env: {CUDA_LAUNCH_BLOCKING: "1"} shows the line; the log has the stack',
+                "SIGSEGV|SIGABRT|SIGBUS",
             ),
-            Cause("CUDA out of memory", "a smaller batch, or prepare: {precision: bf16}"),
-            Cause("rank 0 is in ctx.checkpoint, which rank 1 has not called", "call it on all ranks"),
-            Cause("No module named ... on a host", "install it there; ddptrain copies your project, not its packages"),
-            Cause("all images of the source are bad", "check the folder, the format and the access rights"),
+            Cause(
+                "rank 0 is in ctx.checkpoint, which rank 1 has not called",
+                "call it on all ranks",
+                r"in ctx\.checkpoint",
+            ),
+            Cause(
+                "all images of the source are bad",
+                "check the folder, the format and the access rights",
+                "images .*bad|bad images",
+            ),
         ),
         (
             (
@@ -97,9 +128,9 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause("a wrong field or value", "fix the line that is named; ddptrain schema lists all fields"),
             Cause("data are missing or empty (params.source, params.names)", "check path or URL, and credentials"),
-            Cause("weights or a checkpoint are damaged or of another model", "the message names the file"),
             Cause("no run has that name", "ddptrain results lists the runs of a folder; --runs-dir names another one"),
             Cause("a resume with changed parameters", "--allow-changes, or start a new run"),
+            Cause("weights or a checkpoint are damaged or of another model", "the message names the file"),
             Cause(
                 "retrain: the data check found a class without images, or half of the files gone",
                 "check the data; --force trains anyway",
@@ -129,34 +160,44 @@ EXPLANATIONS: dict[int, Explanation] = {
         ),
         (
             Cause(
-                "no scheduler answers",
-                "is it up (ddptrain cluster list), is the port open, is the address right? "
-                "cluster.start_timeout_s is the time limit",
-            ),
-            Cause(
                 "too few free slots",
                 "cluster.wait_s: 3600 waits in line; ddptrain cluster status NAME shows who holds them; "
                 "ask for fewer --ranks",
+                "slots",
+            ),
+            Cause(
+                "no scheduler answers",
+                "is it up (ddptrain cluster list), is the port open, is the address right? "
+                "cluster.start_timeout_s is the time limit",
+                "[Ss]cheduler .*(answer|gone)",
             ),
             Cause(
                 "a worker was lost: out of memory, restarted, cut off",
                 "the message names the host; failure.max_losses: 3 continues on others",
+                "worker .*(lost|gone|memory|restarted)",
+            ),
+            Cause(
+                "disk full, quota, limit on the size of files (ulimit -f)",
+                "free some space: ddptrain results prune --keep 20; the last complete checkpoint is intact",
+                "No space left|[Dd]isk (quota|space)|disk of .* is full|[Ff]ile too large|limit on the size",
+            ),
+            Cause(
+                "a store (S3, ...) does not answer",
+                "credentials, region, endpoint; later --resume RUN",
+                "(s3|gs|az|https?)://",
             ),
             Cause(
                 "versions do not match",
                 "install the same Python, torch and ddptrain everywhere; the table shows the differences",
+                "[Vv]ersion",
             ),
-            Cause("a certificate is wrong or missing", "set cluster.tls"),
-            Cause("the cluster is of another host", "run the command on the host that is named"),
-            Cause(
-                "disk full, quota",
-                "free some space: ddptrain results prune --keep 20; the last complete checkpoint is intact",
-            ),
-            Cause("a store (S3, ...) does not answer", "credentials, region, endpoint; later --resume RUN"),
             Cause(
                 "ranks cannot reach each other",
                 "set the interface: env: {NCCL_SOCKET_IFNAME: eth0, GLOO_SOCKET_IFNAME: eth0}",
+                r"\breach\b",
             ),
+            Cause("a certificate is wrong or missing", "set cluster.tls", "certificate|TLS"),
+            Cause("the cluster is of another host", "run the command on the host that is named", "runs on "),
         ),
         ("ddptrain doctor checks this machine, ddptrain cluster check all hosts of a cluster.",),
     ),
@@ -170,18 +211,18 @@ EXPLANATIONS: dict[int, Explanation] = {
         ),
         (
             Cause("the rank is in your own line: a lock, a download, an endless loop", "give requests a time limit"),
-            Cause("in a loader: too few workers, a dead file system (NFS)", "check the mount; use ctx.loader"),
+            Cause(
+                "nowhere: the step is only slow, the limit too short",
+                "failure.hang_timeout_s: 1800, or call ctx.progress",
+            ),
             Cause(
                 "in all_reduce, while another rank has ended or is elsewhere: a condition that differs between ranks",
                 "every rank must take the same number of steps; ctx.mean decides together",
             ),
+            Cause("in a loader: too few workers, a dead file system (NFS)", "check the mount; use ctx.loader"),
             Cause(
                 "in NCCL on all ranks: the network between the hosts",
                 "env: {NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
-            ),
-            Cause(
-                "nowhere: the step is only slow, the limit too short",
-                "failure.hang_timeout_s: 1800, or call ctx.progress",
             ),
         ),
         (
@@ -291,16 +332,34 @@ def explanation_of(code: int) -> Explanation:
     return Explanation("not an exit code of ddptrain", remarks=(f"Its exit codes: {_listed()}.",))
 
 
-def as_text(code: int) -> list[str]:
-    """Return the lines that explain an exit code."""
+def causes_of(code: int, root_cause: str) -> tuple[Cause, ...]:
+    """Return the causes of an exit code that fit the root cause of a run; if none does, the most likely ones."""
+    causes = explanation_of(code).causes
+    return tuple(each for each in causes if each.sign and re.search(each.sign, root_cause)) or causes[:_MOST_CAUSES]
+
+
+def cause_lines(causes: Iterable[Cause]) -> list[str]:
+    """Return causes as lines, each with what to do."""
+    return [line for each in causes for line in (f"  - {each.cause}", f"    -> {each.action}")]
+
+
+def as_text(code: int, *, complete: bool = False) -> list[str]:
+    """Return the lines that explain an exit code: the most likely causes, or all that is known."""
     found = explanation_of(code)
+    shown = len(found.causes) if complete else _MOST_CAUSES
+    more = len(found.causes) - shown
     lines = [f"exit code {code}: {found.title}"]
     if found.example:
         lines += ["", "what it looks like:", *(f"  {line}" for line in found.example)]
     if found.causes:
-        lines += ["", "causes, and what to do:"]
-        lines += [line for each in found.causes for line in (f"  - {each.cause}", f"    -> {each.action}")]
-    return [*lines, *(["", *found.remarks] if found.remarks else [])]
+        lines += ["", "causes, and what to do:" if more <= 0 else "most likely causes, and what to do:"]
+        lines += cause_lines(found.causes[:shown])
+    if remarks := found.remarks if complete else found.remarks[:1]:
+        lines += ["", *remarks]
+    if more > 0:
+        others = f"{more} more cause{'s' if more > 1 else ''}"
+        lines += ["", f"{others}: ddptrain explain {code} --all. The cause of a run: ddptrain explain RUN"]
+    return lines
 
 
 def _listed() -> str:

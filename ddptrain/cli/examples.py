@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cluster scale": ("cluster scale lab 8",),
     "cluster down": ("cluster down lab",),
     "results list": ("results list", 'results list --where "status == failed"', "results list --json"),
+    "results sweeps": ("results sweeps", "results sweeps --json"),
     "results show": ("results show latest",),
     "results logs": ("results logs latest --follow", "results logs latest --rank 1 --lines 20"),
     "results plot": ("results plot latest", "results plot latest --metric val/loss --out loss.png"),

@@ -17,17 +17,18 @@ def explain(
     what: Annotated[
         str, typer.Argument(metavar="CODE|RUN", help="An exit code, or a run: its id, the start of one, latest, a URL.")
     ] = "latest",
+    every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:
-    """Explain an exit code: causes, and what to do. Or a run: how it ended, why, where to look, what comes next."""
+    """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
     if re.fullmatch(r"[0-9]{1,3}", what):
-        _explain_code(int(what), json)
+        _explain_code(int(what), every, json)
     else:
         _explain_run(what, runs_dir, json)
 
 
-def _explain_code(code: int, json: bool) -> None:
+def _explain_code(code: int, every: bool, json: bool) -> None:
     import dataclasses
 
     from ddptrain.errors import UsageError
@@ -41,7 +42,7 @@ def _explain_code(code: int, json: bool) -> None:
     if json:
         print_json({"exit_code": code, **dataclasses.asdict(explanation_of(code))})
     else:
-        write(as_text(code))
+        write(as_text(code, complete=every))
 
 
 def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:

@@ -17,7 +17,7 @@ from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folde
 from ddptrain.cli.runs.compare import chart_style, compare
 from ddptrain.cli.runs.consolidate import consolidate
 from ddptrain.cli.runs.export import export
-from ddptrain.cli.runs.listing import list_runs, print_runs
+from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs
 from ddptrain.cli.runs.report import report
 from ddptrain.cli.unattended.prune import prune
 
@@ -166,7 +166,8 @@ def sync(
         raise typer.Exit(ExitCode.CLUSTER)
 
 
-app.command("list")(list_runs)
+app.command("list", short_help="List the runs, newest first, and the sweeps.")(list_runs)
+app.command("sweeps", short_help="List the sweeps, newest first.")(list_sweeps)
 app.command("compare", short_help="Compare runs: settings, metrics, curves.")(compare)
 app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
 app.command("note", short_help="Write a note on a run.")(note)

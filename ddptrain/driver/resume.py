@@ -59,7 +59,7 @@ def choose(
         return _newest(runs_dir, resolved, allow_changes=allow_changes)
     layout = RunLayout(runs_dir / run_id)
     if not layout.run_json.is_file():
-        return Choice(None, f"starting a new run: there is no run {run_id} in {where_of(runs_dir)}")
+        return Choice(None, "starting a new run: no earlier run has this id")
     view = load_run(layout.root)
     _require_own(view)
     _require_ended(view)

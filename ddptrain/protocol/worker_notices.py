@@ -89,9 +89,9 @@ class OutputBytes(Notice):
 class RankExit(Notice):
     """The rank's process ended: `status` is its exit code, or minus the signal that killed it.
 
-    log_size, events_size: bytes that the rank wrote in total. oom: why the kernel killed the process, a text that
-    begins with "out of memory" or "likely out of memory", or "". timed_out: NCCL's watchdog killed the process because
-    a collective operation did not end.
+    log_size, events_size: bytes that the rank wrote in total. timed_out: NCCL's watchdog killed the process because a
+    collective operation did not end. reason: "", or of a SIGKILL why the kernel sent it, a text that begins with "out
+    of memory" or "likely out of memory"; of an exit code why the rank could not report its failure.
     """
 
     kind: ClassVar[str] = "exit"
@@ -100,13 +100,13 @@ class RankExit(Notice):
     time_ns: int
     log_size: int
     events_size: int
-    oom: str = ""
+    reason: str = ""
     timed_out: bool = False
 
     @property
     def text(self) -> str:
-        """The status as text: `exit code 1`, `killed by SIGSEGV`."""
-        return describe_status(self.status) + (f": {self.oom}" if self.oom else "")
+        """The status as text: `exit code 1`, `killed by SIGSEGV`, with the reason."""
+        return describe_status(self.status) + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "pid": _is_count,
     "status": lambda value: _is_int(value, -_MAX_STATUS, _MAX_STATUS),
     "time_ns": lambda value: _is_int(value, 0, _MAX_TIME_NS),
-    "oom": _is_text,
+    "reason": _is_text,
     "host": lambda value: isinstance(value, str) and len(value) <= _MAX_HOST,
     "use": lambda value: _is_sample(value, HOST_METRICS),
     "ranks": _are_ranks,

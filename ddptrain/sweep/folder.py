@@ -11,18 +11,18 @@ from typing import Any
 
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.config.wording import describe_value, nearest, shorten
-from ddptrain.errors import DdptrainError, RunLocked, RunNotFound, UsageError
+from ddptrain.config.wording import describe_value
+from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import RunLayout, new_run_id
-from ddptrain.results.lookup import RunView, load_run, moment
+from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_files import is_own_folder, read_bytes, require_own_folder, write_file
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.sweep.metric import saved_values, values_of_run
-from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, read_sweep
+from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, choose_sweep, newest_first, read_sweep
 from ddptrain.sweep.stored import StoredSweeps
 
 JOURNAL, CONFIG, LOG, BEST, LOCK, SCRATCH = (
@@ -64,22 +64,7 @@ def sweeps_in(runs: Path) -> dict[str, SweepRecord]:
             found[folder.name] = read_sweep(folder)
         except UsageError:
             continue
-    return dict(sorted(found.items(), key=lambda item: (str(moment(item[1].started_at)), item[0]), reverse=True))
-
-
-def find_sweep(runs: Path, name: str | None, sweep_id: str | None) -> Path:
-    """Return the folder of a sweep: that id, or the newest (of that name). Raises RunNotFound."""
-    found = sweeps_in(runs)
-    if sweep_id is not None:
-        if sweep_id in found:
-            return runs / sweep_id
-        match = nearest(sweep_id, list(found))
-        hint = f"; did you mean {match}?" if match else ""
-        raise RunNotFound(f'no sweep "{shorten(sweep_id)}" in {runs}{hint}')
-    named = [each for each, record in found.items() if name in (None, record.name)]
-    if not named:
-        raise RunNotFound(f"there is no sweep{f' named {name}' if name else ''} in {runs} to resume")
-    return runs / named[0]
+    return newest_first(found)
 
 
 @contextmanager
@@ -136,7 +121,11 @@ class LocalSweeps:
 
     def find(self, name: str | None, sweep_id: str | None) -> str:
         """Return the id of a sweep: that one, or the newest (of that name). Raises RunNotFound."""
-        return find_sweep(self.runs, name, sweep_id).name
+        return choose_sweep(sweeps_in(self.runs), str(self.runs), name, sweep_id)
+
+    def list(self) -> dict[str, SweepRecord]:
+        """Return the sweeps of this user by id, the newest first."""
+        return sweeps_in(self.runs)
 
     def read(self, sweep_id: str) -> SweepRecord:
         """Return the record of a sweep. Raises UsageError."""

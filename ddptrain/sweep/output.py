@@ -80,10 +80,13 @@ def trial_event(kind: str, record: TrialRecord) -> dict[str, Any]:
 
 def last_event(record: SweepRecord, where: str) -> dict[str, Any]:
     """Return the last object for --output json; `where` is the folder or URL of the sweep."""
+    return {"event": "sweep_finished", "time_s": round(time.time(), 3), **sweep_data(record, where)}
+
+
+def sweep_data(record: SweepRecord, where: str) -> dict[str, Any]:
+    """Return what JSON output has about a sweep; `where` is its folder or URL."""
     best = record.find_best()
     return {
-        "event": "sweep_finished",
-        "time_s": round(time.time(), 3),
         "sweep_id": record.sweep_id,
         "sweep_dir": where,
         "status": record.status,
@@ -124,8 +127,7 @@ def best_words(sweep: SweepRecord) -> str:
 
 def ended_words(sweep: SweepRecord) -> str:
     """Return how many trials have ended."""
-    ended = sum(trial.state.is_final for trial in sweep.trials)
-    return f"{ended} of {counted(sweep.planned, 'trial')}" if sweep.planned else counted(ended, "trial")
+    return f"{sweep.ended} of {counted(sweep.planned, 'trial')}" if sweep.planned else counted(sweep.ended, "trial")
 
 
 def summary_lines(sweep: SweepRecord, where: str) -> list[str]:

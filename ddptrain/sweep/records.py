@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddptrain.config.sections.sweeping import SweepConfig
-from ddptrain.errors import UsageError
+from ddptrain.config.wording import nearest, shorten
+from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.results.lookup import moment
 from ddptrain.results.run_files import read_bytes, write_file
 from ddptrain.results.run_record import as_json_data
 
@@ -92,6 +94,11 @@ class SweepRecord:
         """Whether a value of the metric is better than another one."""
         return value < than if self.mode == "min" else value > than
 
+    @property
+    def ended(self) -> int:
+        """The number of trials that have ended."""
+        return sum(trial.state.is_final for trial in self.trials)
+
     def find_best(self) -> TrialRecord | None:
         """Return the best trial that is complete; of equal ones the first."""
         best: TrialRecord | None = None
@@ -106,6 +113,25 @@ class SweepRecord:
         """Replace sweep.json. Raises ResultsError."""
         data = as_json_data({"format": _FORMAT, **dataclasses.asdict(self)})
         write_file(folder / SWEEP_JSON, (json.dumps(data, allow_nan=False) + "\n").encode())
+
+
+def newest_first(found: Mapping[str, SweepRecord]) -> dict[str, SweepRecord]:
+    """Return sweeps in this order, by id."""
+    return dict(sorted(found.items(), key=lambda item: (str(moment(item[1].started_at)), item[0]), reverse=True))
+
+
+def choose_sweep(found: Mapping[str, SweepRecord], where: str, name: str | None, sweep_id: str | None) -> str:
+    """Return the id of a sweep: that one, or the first in `found` (of that name). Raises RunNotFound."""
+    if sweep_id is not None:
+        if sweep_id in found:
+            return sweep_id
+        match = nearest(sweep_id, list(found))
+        hint = f"; did you mean {match}?" if match else ""
+        raise RunNotFound(f'no sweep "{shorten(sweep_id)}" in {where}{hint}')
+    for each, record in found.items():
+        if name in (None, record.name):
+            return each
+    raise RunNotFound(f"there is no sweep{f' named {name}' if name else ''} in {where} to resume")
 
 
 def describe_space(sweep: SweepConfig) -> dict[str, dict[str, Any]]:

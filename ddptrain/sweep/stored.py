@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ddptrain.config.wording import nearest, shorten
-from ddptrain.errors import DdptrainError, RunNotFound, UsageError
+from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.log import Log
 from ddptrain.results.checkpoint_verification import finite_metrics, parse_manifest
 from ddptrain.results.errors import ResultsError, naming
 from ddptrain.results.layout import MANIFEST, new_run_id, valid_run_id
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS
@@ -31,7 +30,7 @@ from ddptrain.results.run_files import write_file
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.sweep.metric import values_of_run
-from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, parse_sweep
+from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, choose_sweep, newest_first, parse_sweep
 
 WORK_LOCK = ".sweep.lock"  # of the working folder: ddptrain stop finds the process of the driver by it
 _FILES = (SWEEP_JSON, "config.yaml", "driver.log", "best.yaml")
@@ -103,22 +102,19 @@ class StoredSweeps:
         """Return the id of a sweep: that one, or the newest (of that name). Raises RunNotFound, StoreError."""
         if sweep_id is not None and valid_run_id(sweep_id) and self._read(sweep_id) is not None:
             return sweep_id
-        paths = [f"{folder}/{SWEEP_JSON}" for folder in self._store.folders() if valid_run_id(folder)]
+        return choose_sweep(self.list(), self._store.url, name, sweep_id)
+
+    def list(self, known_runs: Container[str] = ()) -> dict[str, SweepRecord]:
+        """Return the sweeps by id, the newest first; `known_runs` are no sweeps. Raises StoreError."""
+        names = [name for name in self._store.folders() if valid_run_id(name) and name not in known_runs]
+        paths = [f"{name}/{SWEEP_JSON}" for name in names]
         found: dict[str, SweepRecord] = {}
         for path, data in self._store.read_all(paths).items():
             try:
                 found[path.partition("/")[0]] = parse_sweep(data, f"{self._store.url}/{path}")
             except UsageError as error:
                 _log.info("sweep passed over", reason=error)
-        if sweep_id is not None:
-            match = nearest(sweep_id, list(found))
-            hint = f"; did you mean {match}?" if match else ""
-            raise RunNotFound(f'no sweep "{shorten(sweep_id)}" in {self._store.url}{hint}')
-        named = {each: record for each, record in found.items() if name in (None, record.name)}
-        if not named:
-            what = f" named {name}" if name else ""
-            raise RunNotFound(f"there is no sweep{what} in {self._store.url} to resume")
-        return max(named, key=lambda each: (str(moment(named[each].started_at)), each))
+        return newest_first(found)
 
     def read(self, sweep_id: str) -> SweepRecord:
         """Return the record of a sweep. Raises UsageError, StoreError."""

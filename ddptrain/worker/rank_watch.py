@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -88,11 +89,12 @@ class RankWatch:
 
     def _end(self, report: dict[str, Any]) -> None:
         self._numbers_s = 0.0
-        stack_reports.announce_flight_record(self.spool, self.spec)
-        stack_reports.report_error_file(self.spool, report["status"])
+        with contextlib.suppress(OSError):  # a full disk, or a limit on the size of files: the exit is reported
+            stack_reports.announce_flight_record(self.spool, self.spec)
+            stack_reports.report_error_file(self.spool, report["status"])
         self._send_growth()
         rank_exit = self._exit(report)
-        self.log.info("rank ended", pid=rank_exit.pid, status=rank_exit.status, oom=rank_exit.oom or None)
+        self.log.info("rank ended", pid=rank_exit.pid, status=rank_exit.status, reason=rank_exit.reason or None)
         self._notify(rank_exit)
         self.ended = rank_exit
 
@@ -137,15 +139,17 @@ class RankWatch:
             self.host.sampler.add(spec.key, SampledRank(*rank, pid, gpu, every_s, self.send_sample))
 
     def _exit(self, report: dict[str, Any]) -> RankExit:
-        """The exit that the rank server has reported, with the reason for a signal."""
-        oom, timed_out = "", False
+        """The exit that the rank server has reported, with its reason if that is known."""
+        reason, timed_out = "", False
         if report["status"] == -signal.SIGKILL and self._memory is not None:
-            oom = self._memory.explain_kill()
+            reason = self._memory.explain_kill()
         elif report["status"] == -signal.SIGABRT:
             timed_out = stack_reports.timed_out(self.spool)
+        elif report["status"] > 0:
+            reason = self.spool.why_unwritable()
         sizes = self.spool.sizes()
         process = report["pid"], report["status"], report["time_ns"]
-        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, oom=oom, timed_out=timed_out)
+        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, reason, timed_out=timed_out)
 
     def _send_growth(self) -> bool:
         """Report the sizes of the log and the events. Returns whether they have grown."""

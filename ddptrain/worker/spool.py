@@ -7,6 +7,7 @@ never blocks a rank. The worker only watches the sizes of the files.
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,15 @@ class RankSpool:
     def sizes(self) -> tuple[int, int]:
         """Sizes of the log and the events file in bytes."""
         return os.stat(self.log).st_size, os.stat(self.events).st_size
+
+    def why_unwritable(self) -> str:
+        """Why nothing can be appended to the files, or ""."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # that of the rank, which the worker's server has forked
+        if limit != resource.RLIM_INFINITY and max(self.sizes()) >= limit:
+            return (
+                f"its events or log have reached the limit on the size of files, {limit:,} bytes; raise it: ulimit -f"
+            )
+        return f"the disk of {self.folder} is full" if os.statvfs(self.folder).f_bavail == 0 else ""
 
 
 def rank_spool(scratch: Path, run_id: str, attempt: int, rank: int) -> RankSpool:

@@ -262,7 +262,7 @@ def test_driver_whose_run_was_taken_over_on_another_host_ends_and_leaves_the_run
 def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None:
     command = ("--run-id", "nightly", "--resume", "auto")
     failed = trainer.train(*command, die_in=3)
-    assert failed.rc == 1 and "starting a new run: there is no run nightly" in failed.stderr
+    assert failed.rc == 1 and "starting a new run: no earlier run has this id" in failed.stderr
     resumed = trainer.train(*command, die_in=3)
     assert resumed.rc == 0 and "continuing run nightly, which failed" in resumed.stderr
     record = trainer.record("nightly")

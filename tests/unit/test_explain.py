@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddptrain.errors import ExitCode
-from ddptrain.explain import EXPLANATIONS, as_text, explanation_of
+from ddptrain.explain import EXPLANATIONS, as_text, causes_of, explanation_of
 
 
 @pytest.mark.parametrize("code", list(ExitCode))
@@ -18,6 +18,33 @@ def test_every_exit_code_is_explained(code: ExitCode) -> None:
 def test_causes_stand_with_what_to_do() -> None:
     text = "\n".join(as_text(ExitCode.LOCKED))
     assert "  - its driver on another host is silent\n    -> wait: the lock ends by itself" in text
+
+
+def test_explanation_is_short_unless_all_is_asked_for() -> None:
+    short = as_text(ExitCode.CLUSTER)
+    assert sum(line.startswith("    -> ") for line in short) == 3
+    assert short[-1] == "6 more causes: ddptrain explain 4 --all. The cause of a run: ddptrain explain RUN"
+    assert sum(line.startswith("    -> ") for line in as_text(ExitCode.CLUSTER, complete=True)) == 9
+    assert as_text(ExitCode.INTERRUPTED)[6].startswith("  - Ctrl-C, stop --now, or a second SIGTERM")
+    assert as_text(ExitCode.LOCKED)[-1] == "The lock ends with its process. There is no lock file to delete."
+
+
+@pytest.mark.parametrize(
+    ("code", "root_cause", "found"),
+    [
+        (1, "rank 0 on vm: killed by SIGKILL", ["killed by SIGKILL: often the kernel"]),
+        (1, "rank 0 on vm: torch.OutOfMemoryError: CUDA out of memory", ["an exception", "CUDA out of memory"]),
+        (4, "StoreError: s3://bucket/runs does not answer", ["a store"]),
+        (4, "ResultsError: runs/x: No space left on device", ["disk full"]),
+        (4, "its events or log have reached the limit on the size of files: ulimit -f", ["disk full"]),
+        (4, "something else", ["too few free slots", "no scheduler answers", "a worker was lost"]),
+        (130, "SIGINT: the driver was sent SIGINT", ["Ctrl-C"]),
+        (143, "ended by ddptrain stop", ["the signal came before", "the function does not call ctx.checkpoint"]),
+    ],
+)
+def test_causes_that_fit_the_root_cause_are_chosen(code: int, root_cause: str, found: list[str]) -> None:
+    causes = [each.cause for each in causes_of(code, root_cause)]
+    assert len(causes) == len(found) and all(map(str.startswith, causes, found)), causes
 
 
 def test_codes_of_others_are_named() -> None:

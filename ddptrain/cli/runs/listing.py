@@ -1,8 +1,9 @@
-"""`ddptrain results list`: lists, selects and sorts runs."""
+"""`ddptrain results list`: lists, selects and sorts runs. `results sweeps`: lists sweeps."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,19 +42,35 @@ def list_runs(
     runs_dir: RunsDir = None,
     json: Json = False,
 ) -> None:
-    """List the runs, newest first."""
+    """List the runs, newest first, and below them the sweeps; with other options, or --json, only runs."""
     from ddptrain.results.select.table import Selection
 
     print_runs(folder_of(ctx, runs_dir), Selection.parse(where, sort, columns), limit, as_json=json)
 
 
+def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
+    """List the sweeps, newest first: status, how many trials have ended, and the best one."""
+    from ddptrain.sweep import listing
+
+    place = folder_of(ctx, runs_dir)
+    found = listing.list_sweeps(place)
+    if json:
+        print_json([each.as_dict() for each in found])
+    elif found:
+        _print_table(listing.sweep_table(found))
+    else:
+        say(f"no sweeps in {place}")
+
+
 def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *, as_json: bool) -> None:
-    """Print the runs of a folder that are selected. Raises UsageError, StoreError."""
+    """Print the runs of a folder that are selected; if there is no selection, also sweeps.
+
+    Raises UsageError, StoreError.
+    """
     from ddptrain.results.remote.runs import open_runs_dir
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.select.table import cells, header
-    from ddptrain.results.show.render import print_table, run_table
-    from ddptrain.text_tables import plain_table
+    from ddptrain.results.show.render import run_table
 
     need = NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING
     views = open_runs_dir(runs_dir).list(need)
@@ -66,13 +83,32 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
             [{**run.view.as_dict(), **({"fields": {str(f): run(f) for f in extra}} if extra else {})} for run in runs]
         )
         return
-    if not runs:
+    sweeps = [] if selection.fields or limit else _sweeps(runs_dir, {view.run_id for view in views})
+    if not runs and not sweeps:
         say(f"no runs in {runs_dir}" if not views else f"none of the {len(views)} runs in {runs_dir} matches")
         return
     if (fields := selection.columns) is not None:
         table: list[tuple[str, ...]] = [tuple(header(fields)), *(tuple(cells(run, fields)) for run in runs)]
     else:
         table = run_table(runs, selection.extra_columns)
+    if runs:
+        _print_table(table)
+    if sweeps:
+        write([""] if runs else [])
+        _print_table(sweeps)
+
+
+def _sweeps(runs_dir: str, known_runs: Container[str]) -> list[tuple[str, ...]]:
+    from ddptrain.sweep import listing
+
+    found = listing.list_sweeps(runs_dir, known_runs)
+    return listing.sweep_table(found) if found else []
+
+
+def _print_table(table: Sequence[tuple[str, ...]]) -> None:
+    from ddptrain.results.show.render import print_table
+    from ddptrain.text_tables import plain_table
+
     if sys.stdout.isatty():
         from rich.console import Console
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from ddptrain.errors import ExitCode, one_line
 from ddptrain.protocol import events
-from ddptrain.protocol.worker_notices import RankExit
+from ddptrain.protocol.worker_notices import RankExit, describe_status
 from ddptrain.results.run_record import FailureRecord
 
 
@@ -23,7 +23,7 @@ class FaultKind(StrEnum):
     REFUSED = "refused"  # the rank asked for something that is not allowed
     WORKER_LOST = "worker_lost"
     INFRASTRUCTURE = "infrastructure"  # the rank could not be started, or a part of ddptrain failed
-    RESULTS = "results"  # the run directory cannot be written
+    RESULTS = "results"  # the run directory or the spool cannot be written
     HANG = "hang"  # no progress in time
     TRACKER = "tracker"  # a tracker failed, and tracking.strict is true
 
@@ -118,7 +118,10 @@ def from_exit(ended: RankExit) -> Fault:
     if ended.status < 0:
         victim = ended.timed_out
         return Fault(ended.rank, FaultKind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=victim)
-    text = f"the process ended with {ended.text} in the middle of the workload"
+    text = f"the process ended with {describe_status(ended.status)} in the middle of the workload"
+    if ended.reason:
+        text = f"{text}, and could not report why: {ended.reason}"
+        return Fault(ended.rank, FaultKind.RESULTS, ended.time_ns, text, status=ended.status)
     return Fault(ended.rank, FaultKind.EXIT, ended.time_ns, text, status=ended.status)
 
 

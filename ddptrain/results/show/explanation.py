@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from ddptrain.errors import ExitCode, one_line
-from ddptrain.explain import EXPLANATIONS, Cause, explanation_of
+from ddptrain.explain import EXPLANATIONS, Cause, cause_lines, causes_of
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 
@@ -38,8 +38,8 @@ class RunExplanation:
         lines += ["", "where to look:", *(f"  {line}" for line in self.look)]
         lines += ["", "what to do next:", *(f"  {line}" for line in self.next)]
         if self.causes:
-            lines += ["", f"causes of exit code {self.exit_code}, and what to do:"]
-            lines += [line for each in self.causes for line in (f"  - {each.cause}", f"    -> {each.action}")]
+            lines += ["", "likely causes, and what to do:" if len(self.causes) > 1 else "cause, and what to do:"]
+            lines += cause_lines(self.causes)
         return lines
 
 
@@ -47,15 +47,16 @@ def explain_run(view: RunView, runs_dir: str) -> RunExplanation:
     """Explain the end of a run; `runs_dir` is the --runs-dir of the commands that are named ("": the default)."""
     code = _exit_code(view)
     failed = view.status in (RunStatus.FAILED, RunStatus.CANCELLED)
+    root_cause = _root_cause(view)
     return RunExplanation(
         view.run_id,
         view.shown_status,
         code,
         _end(view, code),
-        _root_cause(view),
+        root_cause,
         tuple(_look(view, runs_dir)),
         tuple(_next(view, runs_dir)),
-        explanation_of(code).causes if failed and code is not None else (),
+        causes_of(code, root_cause) if failed and code is not None else (),
     )
 
 

@@ -184,7 +184,8 @@ def idempotent(runs: Path, run_id: str, of: ResolvedConfig | None = None, *, all
 def test_auto_with_a_run_id_creates_goes_on_with_or_is_done_with_that_run(tmp_path: Path) -> None:
     ended(tmp_path, "night-2", RunStatus.FAILED)  # not the run of which "night" is only the start
     created = idempotent(tmp_path, "night")
-    assert (created.folder, created.done) == (None, None) and "there is no run night" in created.reason
+    assert (created.folder, created.done) == (None, None)
+    assert created.reason == "starting a new run: no earlier run has this id"
     with RunWriter.create(tmp_path, "night", "night", config().yaml_text, "train:main") as writer:
         with pytest.raises(RunLocked, match="run night is running: process"):
             idempotent(tmp_path, "night")

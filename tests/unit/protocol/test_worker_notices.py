@@ -100,7 +100,7 @@ def test_any_value_in_any_field_is_refused_or_gives_a_valid_notice(notice: Notic
         ({**worker_notices.encode(EXIT), "status": 256}, "status"),
         ({**worker_notices.encode(EXIT), "status": "-9"}, "exit: status is a value of type str '-9'"),
         ({**worker_notices.encode(EXIT), "timed_out": 1}, "timed_out"),
-        ({**worker_notices.encode(EXIT), "oom": "x" * 5000}, "oom"),
+        ({**worker_notices.encode(EXIT), "reason": "x" * 5000}, "reason"),
     ],
 )
 def test_reason_names_the_field_and_its_value(message: dict[str, Any], reason: str) -> None:
@@ -115,7 +115,7 @@ def test_text_that_is_no_exit_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "oom", "text"),
+    ("status", "reason", "text"),
     [
         (0, "", "exit code 0"),
         (3, "", "exit code 3"),
@@ -124,5 +124,5 @@ def test_text_that_is_no_exit_is_refused(text: str) -> None:
         (-99, "", "killed by signal 99"),
     ],
 )
-def test_exit_is_described_by_its_status(status: int, oom: str, text: str) -> None:
-    assert dataclasses.replace(EXIT, status=status, oom=oom).text == text
+def test_exit_is_described_by_its_status(status: int, reason: str, text: str) -> None:
+    assert dataclasses.replace(EXIT, status=status, reason=reason).text == text

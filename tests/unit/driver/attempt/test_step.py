@@ -123,7 +123,7 @@ CASES = [
     Case("SIGKILL", lambda play: play.exit(2, -9), 2, FaultKind.SIGNAL, "killed by SIGKILL"),
     Case(
         "memory",
-        lambda play: play.exit(2, -9, oom="out of memory"),
+        lambda play: play.exit(2, -9, reason="out of memory"),
         2,
         FaultKind.SIGNAL,
         "killed by SIGKILL: out of memory",

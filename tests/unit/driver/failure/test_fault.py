@@ -109,8 +109,17 @@ def test_time_out_in_a_collective_is_a_victims() -> None:
 
 def test_kill_for_want_of_memory_is_told() -> None:
     text = "out of memory (the memory limit of 2.0 GiB of its control group)"
-    found = failure_fault.from_exit(RankExit(1, 1, 1, -9, 1, 0, 0, oom=text))
+    found = failure_fault.from_exit(RankExit(1, 1, 1, -9, 1, 0, 0, reason=text))
     assert found.line == f"killed by SIGKILL: {text}"
+
+
+def test_rank_that_could_not_write_its_failure_names_the_reason_and_is_not_tried_again() -> None:
+    text = "its events or log have reached the limit on the size of files, 4,096 bytes: ulimit -f"
+    found = failure_fault.from_exit(RankExit(1, 1, 1, 1, 1, 0, 4096, reason=text))
+    assert (found.kind, found.exit_code) == (FaultKind.RESULTS, ExitCode.CLUSTER)
+    assert found.line == (
+        f"the process ended with exit code 1 in the middle of the workload, and could not report why: {text}"
+    )
 
 
 def test_exception_of_a_thread_before_is_told_with_a_fault() -> None:

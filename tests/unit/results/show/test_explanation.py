@@ -25,7 +25,10 @@ def test_failed_run_names_cause_log_and_next_step(tmp_path: Path) -> None:
         "  fix the root cause",
         "  the same command again, with --resume r-1 (continues from step-20)",
     ]
-    assert "causes of exit code 1, and what to do:" in text
+    assert text[text.index("cause, and what to do:") + 1 :] == [
+        "  - an exception with your file and line",
+        "    -> fix it; --full-traceback shows the frames of torch, too",
+    ]
 
 
 def test_preempted_run_is_only_continued(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""The sweeps of a folder or an object store, as a table and as JSON data."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddptrain.results.lookup import moment
+from ddptrain.sweep.folder import LocalSweeps, open_sweeps
+from ddptrain.sweep.output import best_words, sweep_data
+from ddptrain.sweep.records import SweepRecord
+from ddptrain.sweep.stop import find_target
+from ddptrain.text_tables import clean_line, duration
+
+_HEADER = ("SWEEP", "STATUS", "STARTED (UTC)", "DURATION", "TRIALS", "BEST")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSweep:
+    """A sweep of a list. where: its folder or URL. status: `interrupted` if its driver is gone and recorded no end."""
+
+    record: SweepRecord
+    where: str
+    status: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        record, best = self.record, self.record.find_best()
+        return {
+            **sweep_data(record, self.where),
+            "name": record.name,
+            "status": self.status,
+            "metric": record.metric,
+            "started_at": record.started_at,
+            "trials": len(record.trials),
+            "ended": record.ended,
+            "planned": record.planned,
+            "best": asdict(best) if best is not None else None,
+        }
+
+
+def list_sweeps(runs_dir: str, known_runs: Container[str] = ()) -> list[ListedSweep]:
+    """Return every sweep of this user, newest first; `known_runs` are no sweeps. Raises UsageError, StoreError."""
+    sweeps = open_sweeps(runs_dir)
+    place = runs_dir.rstrip("/")
+    found = sweeps.list() if isinstance(sweeps, LocalSweeps) else sweeps.list(known_runs)
+    return [
+        ListedSweep(record, f"{place}/{sweep_id}", _status(record, place, sweep_id))
+        for sweep_id, record in found.items()
+    ]
+
+
+def _status(record: SweepRecord, place: str, sweep_id: str) -> str:
+    if record.status != "running":
+        return record.status
+    target = find_target(place, sweep_id)
+    return "running" if target is not None and target.holder() is not None else "interrupted"
+
+
+def sweep_table(sweeps: Iterable[ListedSweep]) -> list[tuple[str, ...]]:
+    """Return the table for people, with its header."""
+    return [_HEADER, *(tuple(map(clean_line, _row(each))) for each in sweeps)]
+
+
+def _row(sweep: ListedSweep) -> tuple[str, ...]:
+    record, started = sweep.record, moment(sweep.record.started_at)
+    return (
+        record.sweep_id,
+        sweep.status,
+        f"{started:%Y-%m-%d %H:%M:%S}" if started else "-",
+        duration(record.duration_s),
+        f"{record.ended} of {record.planned}" if record.planned else str(record.ended),
+        best_words(record).removeprefix("best: ") or "-",
+    )
