@@ -169,7 +169,8 @@ def _order(cluster: Deployment, keeper: DaemonId, slots: int) -> Mapping[str, An
                 answer: dict[str, Any] = json.loads(stream.readline())
         except (OSError, ValueError) as error:
             raise ClusterError(
-                f"the keeper (pid {keeper.pid}) of the cluster {cluster.name} does not answer: {error}{_log_end(cluster)}"
+                f"the keeper (pid {keeper.pid}) of the cluster {cluster.name} does not answer: {error}"
+                f"{_log_end(cluster)}"
             ) from error
     if "error" in answer:
         raise ClusterError(f"{answer['error']}; for details: ddptrain cluster logs {cluster.name}")
