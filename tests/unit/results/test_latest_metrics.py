@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddptrain.results.latest_metrics import LatestMetrics
+from ddptrain.results.metrics import AllSeries, Series
 
 
 def test_value_is_the_mean_of_the_ranks_at_the_newest_step() -> None:
@@ -53,3 +54,14 @@ def test_attempt_that_begins_at_an_earlier_step_counts_more_than_the_one_before(
     assert latest.as_dict()["loss"] == 1.5
     latest.logged(0, 6, {"loss": 1.8})
     assert latest.as_dict() == {"loss": 1.8, "gone": 1.0}
+
+
+def test_values_of_a_run_are_those_of_its_series_and_checkpoints() -> None:
+    series: AllSeries = {
+        ("loss", 0): Series(step=[1, 2, 3], value=[9.0, 4.0, float("nan")]),
+        ("loss", 1): Series(step=[1, 2, None], value=[7.0, 6.0, 8.0]),
+        ("acc", 0): Series(step=[1, 2], value=[0.25, 0.5]),
+    }
+    assert LatestMetrics.of(series, [(2, {"acc": 0.75})]).as_dict() == {"loss": 6.0, "acc": 0.75}
+    del series["loss", 1]
+    assert LatestMetrics.of(series, []).as_dict() == {"loss": 4.0, "acc": 0.5}

@@ -98,6 +98,7 @@ def test_paths_below_the_folder_are_taken(path: str, clean: str) -> None:
         ("a /b", "ends in"),
         ("a./b", "ends in"),
         ("x" * 201, "too long"),
+        ("folder/" + "x" * 201, "too long"),
         ("é" * 150, "too long"),
         ("/".join(["abcdefgh"] * 200), "too long"),
     ],
@@ -208,3 +209,7 @@ def test_parts_of_trackers_that_go_while_they_are_listed_are_left_out(tmp_path: 
         (folder / name).touch()
     with going(folder, readings):
         assert kept in [part.log for part in parts_below(folder)]
+
+
+def test_name_of_200_bytes_is_taken() -> None:
+    assert str(safe_relative("folder/" + "é" * 100)) == "folder/" + "é" * 100

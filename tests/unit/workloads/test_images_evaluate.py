@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from ddptrain.storage.store import Location, NotFound
 from ddptrain.storage.synthetic import SHAPES, SyntheticImages
+from ddptrain.workloads.images import evaluate
 from ddptrain.workloads.images.evaluate import _sums
 from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.predictions import (
@@ -82,3 +85,19 @@ def test_drawings_are_the_same_everywhere_and_of_every_shape() -> None:
     assert len({first.get(key) for key in keys}) == len(keys) == 600
     with pytest.raises(NotFound):
         first.get("circle/../secret")
+
+
+def test_unreadable_images_of_all_ranks_are_counted_with_the_reasons_that_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def other_rank(is_bad: torch.Tensor, op: object) -> None:
+        assert is_bad.tolist() == [0, 1, 0, 0] and op == torch.distributed.ReduceOp.MAX
+        is_bad[3] = 1
+
+    monkeypatch.setattr(evaluate.dist, "all_reduce", other_rank)
+    checked: list[Any] = []
+    monkeypatch.setattr(evaluate, "check_bad", lambda *given: checked.extend(given))
+    manifest: Any = SimpleNamespace(keys="abcd", train=[0, 1, 2], val=[3], name=lambda index: "abcd"[index])
+    loader: Any = SimpleNamespace(bad_index=[1], bad=[("b", "truncated")])
+    evaluate.check_bad_on_all_ranks(loader, manifest, 0.25, torch.device("cpu"))
+    assert checked == [2, 4, 0.25, {"b": "truncated", "d": "see the logs of the other ranks"}]

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.workloads.sharding import plan_epoch, plan_validation
+from ddptrain.workloads.sharding import EpochProgress, plan_epoch, plan_validation
 
 
 @settings(max_examples=60)
@@ -49,3 +49,14 @@ def test_images_are_validated_in_order(world_size: int) -> None:
         list(part.numpy()) for part in torch.arange(20).tensor_split(len(steps))
     ]
     assert plan_validation(0, 2, world_size, 0) == []
+
+
+def test_progress_in_an_epoch_continues_with_the_same_ranks_and_begins_again_with_others() -> None:
+    assert EpochProgress.resumed([], 0.0, 0.0, 2) == EpochProgress()
+    taken = [[4, 7], [2, 3]]
+    same = EpochProgress.resumed(taken, 0.25, 0.5, 2)
+    assert same == EpochProgress([[4, 7]], 0.25, 3, is_resumed=True)
+    assert same.done(12) == 0.4375 and same.state(2) == {"taken": taken, "begun": 0.25}
+    other = EpochProgress.resumed(taken, 0.25, 0.5, 3)
+    assert other == EpochProgress(taken, 0.5, 0, is_resumed=True)
+    assert other.done(12) == 0.5 and other.state(3) == {"taken": taken, "begun": 0.5}

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,3 +247,37 @@ def test_expired_certificate_is_known(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(security, "_CLOCK_SKEW", dt.timedelta(days=2))
     security.make_tls(tmp_path)
     assert security.has_expired(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "waits"),
+    [
+        (["ready"], ["ready"], 0),
+        (["pending", "pending", "starting", "ready"], ["pending", "starting", "ready"], 3),
+        (["pending"] * 8 + ["ready"], ["pending", "pending", "ready"], 8),  # once more after more than 5 s
+    ],
+)
+def test_status_is_told_when_it_changes_and_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str], told: list[str], waits: int
+) -> None:
+    slept = wait_for_saturn(monkeypatch, answers, lines := [])
+    assert lines == [f"Saturn: {status}" for status in told] and slept == waits
+
+
+def test_cluster_that_is_not_ready_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match=r"Saturn's cluster is pending after 20 s \(cluster.start_timeout_s\)"):
+        wait_for_saturn(monkeypatch, ["pending"] * 40, [])
+    wait_for_saturn(monkeypatch, [*["pending"] * 21, "ready"], [])  # ready just after the time is good enough
+
+
+def wait_for_saturn(monkeypatch: pytest.MonkeyPatch, answers: list[str], lines: list[str]) -> int:
+    """Wait for a cluster with these states, one a second; return how often it slept."""
+    left, sleeps = list(answers), list[float]()
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + len(sleeps), sleep=sleeps.append)
+    monkeypatch.setattr(saturn, "time", clock)
+    monkeypatch.setattr(saturn, "_begin", lambda *_: left.pop(0))
+    monkeypatch.setattr(saturn, "_asked", lambda *_: left.pop(0))
+    cluster: Any = SimpleNamespace(record=SimpleNamespace(settings={"start_timeout_s": 20}))
+    api: Any = SimpleNamespace(order=lambda order: order)
+    saturn._await_ready(cluster, api, {}, lines.append)
+    return len(sleeps)

@@ -383,3 +383,13 @@ def test_scheduler_that_shares_its_job_ends_with_it(tmp_path: Path) -> None:
         "scheduler=$!",
         "trap 'kill $scheduler; wait $scheduler' EXIT",
     ]
+
+
+def test_each_job_is_listed_once_even_if_it_shares_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array has a row for each of its tasks; the newest one counts."""
+    rows = "17 | PENDING|Priority \n18|PENDING|Priority\n18|RUNNING|None\nslurm: a warning\n"
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(slurm, "_call", lambda *words, **more: (calls.append(words), rows)[1])
+    assert slurm._listed(["17", "18"]) == [slurm.Job("17", "PENDING", "Priority"), slurm.Job("18", "RUNNING", "None")]
+    assert calls == [("squeue", "--noheader", "--jobs", "17,18", "--format", "%F|%T|%r")]
+    assert slurm._listed([]) == [] and len(calls) == 1

@@ -18,6 +18,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
 from tests.unit.driver.attempt.ranks import running
+from tests.unit.notes import Notes
 
 ENDED = RankExit(1, 1, 42, 0, 9, 1, 1)
 FAULT = Fault(1, FaultKind.EXCEPTION, 5, "no")
@@ -25,24 +26,6 @@ SLOW = SlowRank(1, 20, 0.2, 0.1, 0.05)
 SAMPLE = SystemSample(1, 0, 5, "h", {}, {})
 SAVED = events.CheckpointSaved(1, 7, "staging-7", ())
 FILE = events.FileSaved(1, "a/b", "staging-f", 3, "0" * 64)
-
-
-class Notes:
-    """Stands for any object: notes the calls of its methods; `returns` has results by method."""
-
-    def __init__(self, notes: list[tuple[Any, ...]], name: str, **returns: Any) -> None:
-        self._notes, self._name, self._returns = notes, name, returns
-
-    def __getattr__(self, method: str) -> Any:
-        if method in self._returns and not callable(self._returns[method]):
-            return self._returns[method]
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            self._notes.append((f"{self._name}.{method}", *arguments, *([options] if options else [])))
-            given = self._returns.get(method)
-            return given(*arguments) if given is not None else None
-
-        return call
 
 
 class Bench:

@@ -91,3 +91,8 @@ def test_host_that_has_lost_a_gpu_or_links_is_named() -> None:
     assert judged(*hosts) == [("bad", "c", "GPUs", "1 x NVIDIA H100, most hosts have 2 x NVIDIA H100")]
     hosts = host("a", gpus=linked), host("b", gpus=linked), host("c", gpus=(GPU,))
     assert judged(*hosts) == [("bad", "c", "NVLink", "0, most hosts have 18")]
+
+
+@pytest.mark.parametrize(("used_mb", "is_found"), [(4_000, False), (4_001, True)])
+def test_gpu_memory_may_be_used_up_to_a_twentieth(used_mb: int, is_found: bool) -> None:
+    assert bool(judged(host("a", gpus=(dataclasses.replace(GPU, memory_used_mb=used_mb),)))) == is_found

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ddptrain.driver.failure import hang_diagnosis
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
 from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge, users_frame, waits_in
 from ddptrain.protocol import events
@@ -195,3 +196,18 @@ def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
 
 def test_many_ranks_are_told_as_spans() -> None:
     assert format_ranks([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "stage", "text"),
+    [
+        (None, {}, "a collective operation timed out"),
+        (None, {"started": False}, "a collective operation timed out"),
+        (2.5, {"started": False, "entered": False}, "did not start within 2.5 s"),
+        (2.5, {"entered": False}, "did not reach the rendezvous within 2.5 s"),
+        (2.5, {}, "no progress for 2.5 s"),
+        (2.5, {"finished": True}, "no progress for 2.5 s, after the end of its work"),
+    ],
+)
+def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[str, bool], text: str) -> None:
+    assert hang_diagnosis._since(RankReport(0, 1.0, **stage), limit_s) == text

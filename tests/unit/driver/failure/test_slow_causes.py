@@ -61,3 +61,11 @@ def test_idle_gpu_and_a_clock_that_the_user_has_set_are_no_throttling() -> None:
 def test_wait_for_a_core_that_all_ranks_share_is_no_cause_of_one() -> None:
     busy = RankUse({"cpu_percent": 60.0, "cpu_wait_percent": 40.0}, HOST, "h0")
     assert causes(0, [busy, busy]) == []
+
+
+def test_cores_of_other_processes_are_what_the_ranks_of_the_host_do_not_use() -> None:
+    host = {"cores": 64.0, "cpu_percent": 75.0}
+    waits = RankUse({"cpu_percent": 100.0, "cpu_wait_percent": 50.0}, host, "h1")
+    elsewhere = RankUse({"cpu_percent": 100.0}, host, "h0")
+    text = "it waited for a core 50 % of the time: other processes use 47.0 of 64 cores of its host"
+    assert causes(0, [waits, elsewhere, elsewhere]) == [text]

@@ -65,6 +65,7 @@ class FakeClient:
         return dict.fromkeys(WORKERS, 1)
 
     def run_on_scheduler(self, function: object, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        assert (function, args[:2]) == (slots.reserve, ("client-1", "r-1"))
         self.asked.append(kwargs)
         free = [worker for worker in WORKERS if worker not in kwargs["without"]]
         return {"slots": [(worker, worker[6:8], 0, False, True) for worker in free[: args[2]]], "lost_after_s": None}

@@ -212,3 +212,12 @@ def test_manifest_of_a_store_is_checked(change: Callable[[dict[str, Any]], None]
     manifest = manifest_of(1, [{"name": "a", "size_bytes": 1, "sha256": "0" * 64}])
     change(manifest)
     assert (parse_stored(json.dumps(manifest).encode()) == manifest) is valid
+
+
+def test_checkpoint_that_nothing_points_at_must_be_in_the_store_as_well(bench: Bench) -> None:
+    bench.save(9, a="x")
+    bench.point(latest=9)
+    bench.sync()
+    assert bench.is_synced()
+    bench.save(8, a="x")
+    assert not bench.is_synced()

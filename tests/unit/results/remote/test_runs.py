@@ -208,3 +208,37 @@ def test_run_may_be_given_by_its_address() -> None:
     for text in ("s3://", "s3://bucket"):
         with pytest.raises(RunNotFound, match="is not a run's address"):
             split_run(text, "runs")
+
+
+def test_exact_run_comes_with_the_files_that_are_needed_and_leaves_other_copies(runs: StoreRuns) -> None:
+    put_run(runs, "a-1")
+    put_run(runs, "a-10")
+    runs.find("a-10")
+    view = runs.find_exact("a-1", NeededFiles.LOGS)
+    assert view is not None and view.run_id == "a-1" and files_of(view.layout.root) >= {"logs/rank-0.log"}
+    assert (runs.copies / "a-10" / "run.json").exists()
+    assert runs.find_exact("a", NeededFiles.LOGS) is None
+
+
+def test_small_file_beside_the_runs_is_copied(runs: StoreRuns) -> None:
+    assert runs.copy_file("labels.json") is None
+    runs.store.write("labels.json", b"[1]")
+    copy = runs.copy_file("labels.json")
+    assert copy == runs.copies / "labels.json" and copy.read_bytes() == b"[1]"
+
+
+def test_log_is_read_from_where_the_copy_ends_and_as_a_whole_if_it_has_become_shorter(runs: StoreRuns) -> None:
+    run = put_run(runs, "a-1")
+    folder = runs.find("a-1", NeededFiles.LOGS).layout.root
+    log = folder / "logs/rank-0.log"
+    log.write_bytes(b"own\nown\n")  # as long as the log in the store
+    runs._grow_logs(folder, None)
+    assert log.read_bytes() == b"own\nown\n"
+    run.write("logs/rank-0.log", b"one\ntwo\nthree\n")
+    runs._grow_logs(folder, 1)  # of another rank
+    assert log.read_bytes() == b"own\nown\n"
+    runs._grow_logs(folder, 0)
+    assert log.read_bytes() == b"own\nown\nthree\n"
+    run.write("logs/rank-0.log", b"new\n")
+    runs._grow_logs(folder, None)
+    assert log.read_bytes() == b"new\n"

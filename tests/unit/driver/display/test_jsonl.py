@@ -1,0 +1,136 @@
+"""JSON lines: the object of each message, with known values."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddptrain.driver.display import jsonl, messages
+from ddptrain.driver.display.jsonl import JsonRenderer
+from ddptrain.driver.display.lines import RankLine
+from ddptrain.protocol.events import Metrics, Progress
+
+
+class Text:
+    """A stream that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+class Bench:
+    """A renderer at 12.34567 s, and what it has written."""
+
+    def __init__(self, stage: str = "") -> None:
+        self.out, self.err = Text(), Text()
+        self.renderer = JsonRenderer(self.out, self.err, stage)  # type: ignore[arg-type]
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        found = [json.loads(line, parse_constant=pytest.fail) for line in self.out.text.splitlines()]
+        self.out.text = ""
+        return found
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "time", SimpleNamespace(time=lambda: 12.34567))
+
+
+METRICS = Metrics(2_500_000_000, {"loss": math.nan, "acc": 0.5}, 3, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("message", "objects"),
+    [
+        (
+            messages.RankMetrics(2, METRICS),
+            [
+                {
+                    "event": "metrics",
+                    "rank": 2,
+                    "time_s": 2.5,
+                    "step": 3,
+                    "epoch": 1.5,
+                    "values": {"loss": None, "acc": 0.5},
+                }
+            ],
+        ),
+        (
+            messages.RankStarted(2, "h", 77),
+            [{"event": "rank_started", "rank": 2, "time_s": 12.346, "host": "h", "pid": 77}],
+        ),
+        (messages.RankEnded(2, False, True), [{"event": "rank_ended", "rank": 2, "time_s": 12.346, "ok": False}]),
+        (
+            messages.DriverNotice("careful", "warning"),
+            [{"event": "notice", "time_s": 12.346, "level": "warning", "message": "careful"}],
+        ),
+        (messages.DriverStatus("training"), [{"event": "status", "time_s": 12.346, "message": "training"}]),
+        (messages.DriverStatus(""), []),
+        (
+            messages.RedrawnLine(2, "50%"),
+            [{"event": "log", "rank": 2, "time_s": 12.346, "line": "50%", "partial": True}],
+        ),
+        (messages.RedrawnLine(2, ""), []),
+        (messages.WorldSize(4), []),
+        (
+            messages.RawEvent({"event": "x", "deep": {1: [math.inf, (1.0, -math.inf)]}}),
+            [{"event": "x", "deep": {"1": [None, [1.0, None]]}}],
+        ),
+        (messages.Closing(("lines",), {"event": "end"}), [{"event": "end"}]),
+        (messages.Closing(("lines",), {}), []),
+    ],
+)
+def test_message_is_an_object(message: messages.Message, objects: list[dict[str, Any]]) -> None:
+    bench, staged = Bench(), Bench("evaluate")
+    bench.renderer.tell(message)
+    staged.renderer.tell(message)
+    assert bench.objects == objects
+    assert staged.objects == [{**each, "stage": "evaluate"} for each in objects]
+    assert bench.err.text == ""
+
+
+def test_own_log_goes_to_stderr() -> None:
+    bench = Bench()
+    bench.renderer.tell(messages.LogLine("decided"))
+    assert (bench.out.text, bench.err.text) == ("", "decided\n")
+
+
+def test_each_line_of_each_rank_is_an_object() -> None:
+    bench = Bench("evaluate")
+    bench.renderer.log([0, 3], [RankLine('a "b"', True), RankLine("c", False)])
+    about = {"event": "log", "stage": "evaluate", "time_s": 12.346}
+    assert bench.objects == [
+        {**about, "rank": rank, **line}
+        for rank in (0, 3)
+        for line in ({"line": 'a "b"'}, {"line": "c", "partial": True})
+    ]
+
+
+def progress(done: float) -> messages.RankProgress:
+    return messages.RankProgress(1, Progress(3_500_000_000, done, 100.0, "samples"))
+
+
+def test_progress_is_written_at_most_once_a_second_and_its_last_state_always() -> None:
+    bench = Bench()
+    expected = {"event": "progress", "rank": 1, "time_s": 3.5, "total": 100.0, "unit": "samples"}
+    for now_s, done, written in ((10.0, 1.0, [1.0]), (10.5, 2.0, []), (10.99, 3.0, []), (11.0, 4.0, [4.0])):
+        bench.renderer.tell(progress(done))
+        bench.renderer.refresh(now_s)
+        assert bench.objects == [{**expected, "done": each} for each in written]
+        bench.renderer.refresh(now_s)  # each state is written once
+        assert bench.objects == []
+    bench.renderer.tell(progress(5.0))
+    bench.renderer.tell(messages.Closing((), {"event": "end"}))
+    assert bench.objects == [{**expected, "done": 5.0}, {"event": "end"}]
+
+
+def test_programs_get_numbers_and_the_state_of_redrawn_lines_once_a_second() -> None:
+    assert (JsonRenderer.redraw_every_s, JsonRenderer.shows_numbers) == (1.0, True)
