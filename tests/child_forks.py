@@ -65,7 +65,7 @@ _STARTING = _SCRIPTS | {
 _MODULES = _STARTING | {
     _RANK_SERVER,
     "ddptrain.cli.warm.server",
-    "ddptrain.clusters.backends.kubernetes.forward",
+    "ddptrain.clusters.backends.kubernetes.port_forward",
     "ddptrain.driver.transfer.inputs_process",
     "distributed.cli.dask_scheduler",
     "tests.unit.worker.plain_scheduler",

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddptrain.clusters.status import ClusterRun, State, View, WorkerView
 from ddptrain.config.wording import counted
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 from ddptrain.text_tables import Section, clean, clean_line
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ConfigError, Problem, UsageError
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

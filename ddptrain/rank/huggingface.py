@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 
 try:
     from transformers import TrainerCallback

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 
 Credentials = dict[str, Any]  # as obstore's S3Credential
 _FRESH = timedelta(minutes=5)  # credentials of botocore are used for so long before botocore is asked again

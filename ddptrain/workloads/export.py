@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError, one_line
-from ddptrain.extras import install_command
 from ddptrain.file_ops import hash_file, publish
+from ddptrain.optional_packages import install_command
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, SYMBOLS
 from ddptrain.workloads.saved_model import checkpoint_folder
 

@@ -20,7 +20,7 @@ from urllib.parse import urljoin, urlsplit
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 from ddptrain.redact import hide_credentials
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One attempt: the loop that reads messages, asks step.py what follows, and does it."""
+"""One attempt: the loop that reads messages, asks transition.py what follows, and does it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.inbox import Inbox, Message
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
 from ddptrain.driver.attempt.state import AttemptState, Moment, new_state
-from ddptrain.driver.attempt.step import step
+from ddptrain.driver.attempt.transition import step
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.recorder import Recorder

@@ -1,4 +1,4 @@
-"""The state of an attempt: immutable, and everything that its decisions depend on. step.py decides."""
+"""The state of an attempt: immutable, and everything that its decisions depend on. transition.py decides."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 from ddptrain.protocol.model_mirror import MirroredModel, MirroredVersion
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 from ddptrain.rank.artifact_files import ArtifactFiles, stays_below
 from ddptrain.rank.media.images import is_image, png
 from ddptrain.tracking.items import Image, Table

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError, UsageError, one_line
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 from ddptrain.redact import hide_credentials
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable

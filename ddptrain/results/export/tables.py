@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddptrain.errors import UsageError
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable, output_file
 from ddptrain.results.lookup import RunView

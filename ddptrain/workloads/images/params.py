@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddptrain.config.types import FilledText, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 from ddptrain.storage.store import BUILTIN
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit
+from ddptrain.workloads.data_shards import EpochProgress, plan_epoch
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.epoch_metrics import Meter
 from ddptrain.workloads.images.evaluate import check_bad_on_all_ranks, evaluate, share_buffers
@@ -34,7 +35,6 @@ from ddptrain.workloads.images.predictions import (
     example_words,
     table_file,
 )
-from ddptrain.workloads.sharding import EpochProgress, plan_epoch
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddptrain.workloads.data_shards import RankShare, deal_epoch
 from ddptrain.workloads.petnames.alphabet import BLANK, BLANK_ID, STOP, encode
-from ddptrain.workloads.sharding import RankShare, deal_epoch
 
 POOL_STEPS = 16  # whole names are sorted by length within so many steps: little padding, and the order stays random
 

@@ -19,12 +19,12 @@ from torch.optim import AdamW
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.protocol.starting_weights import weights_in
+from ddptrain.workloads.data_shards import EpochProgress, RankShare
 from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch
 from ddptrain.workloads.petnames.examples import log_generated_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import Split, chosen_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
-from ddptrain.workloads.sharding import EpochProgress, RankShare
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed

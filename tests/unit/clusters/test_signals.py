@@ -29,8 +29,8 @@ def test_delayed_signals_go_to_the_handlers_of_before_in_order() -> None:
 
 def test_default_handler_is_set_again_before_the_signal_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, Any]] = []
-    monkeypatch.setattr(signals.signal, "signal", lambda *call: done.append(("set", call)))
-    monkeypatch.setattr(signals.signal, "raise_signal", lambda number: done.append(("raise", number)))
+    monkeypatch.setattr(signal, "signal", lambda *call: done.append(("set", call)))
+    monkeypatch.setattr(signal, "raise_signal", lambda number: done.append(("raise", number)))
     deferral = Deferral(breakable=False)
     deferral.handlers = {signal.SIGTERM: signal.SIG_DFL}
     deferral.take(signal.SIGTERM, None)
@@ -53,7 +53,7 @@ def test_second_signal_is_delivered_at_once_if_the_block_is_breakable(breakable:
 
 def test_third_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    monkeypatch.setattr(os, "_exit", codes.append)
     deferral = Deferral(breakable=False)
     for expected in ([], [], [130]):
         deferral.take(signal.SIGINT, None)

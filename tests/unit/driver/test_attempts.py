@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,7 @@ class Bench:
         def note(name: str, **returns: Any) -> Any:
             return Notes(self.notes, name, **returns)
 
-        self.layout = SimpleNamespace(log=lambda rank: f"log-{rank}", told=str, where="runs/r", root="root")
+        self.layout = SimpleNamespace(log=lambda rank: f"log-{rank}", shown_path=str, where="runs/r", root="root")
         self.record = RunRecord(attempts=(AttemptRecord(attempt=1),))
         self.writer = note("writer", record=self.record, layout=self.layout, run_id="r")
         self.group = note("group", connected=True, rejected=0, first_rejected="bad rank")
@@ -67,7 +68,8 @@ class Bench:
             reserve=lambda: "places",
             resolved=SimpleNamespace(config=SimpleNamespace(script=None)),
         )
-        self.series: Any = AttemptSeries.__new__(AttemptSeries)
+        new_series: Any = AttemptSeries.__new__(AttemptSeries)
+        self.series = new_series
         self.series.context = context
         self.series.config = SimpleNamespace(failure=FailureConfig(**{"backoff_s": 4.0, **failure}))
         self.series.recorder = note("recorder")
@@ -191,7 +193,8 @@ def test_step_of_the_rank_that_failed_counts_and_not_that_of_the_checkpoint(monk
 def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt proper: what it gets from the configuration, and what is recorded before it begins."""
     bench = Bench(monkeypatch)
-    series, seen = bench.series, {}
+    series: Any = bench.series
+    seen: dict[str, Any] = {}
     del series._attempt
     config = {
         "checkpoint": SimpleNamespace(max_failures=2),
@@ -219,7 +222,12 @@ def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPa
     made: list[Any] = []
     monkeypatch.setattr(attempts, "Attempt", Attempt)
     monkeypatch.setattr(attempts, "set_context", lambda **fields: made.append(fields))
-    monkeypatch.setattr(attempts, "ArtifactTransfer", lambda *arguments: (made.append(arguments), transfer)[1])
+
+    def new_transfer(*arguments: Any) -> Any:
+        made.append(arguments)
+        return transfer
+
+    monkeypatch.setattr(attempts, "ArtifactTransfer", new_transfer)
     monkeypatch.setattr(attempts, "new_watchdog", lambda *limits: ("watchdog", *limits))
     places: Any = [SimpleNamespace(rank=0), SimpleNamespace(rank=1)]
     assert series._attempt(places) == "end"
@@ -290,7 +298,7 @@ def test_parts_of_a_series_get_the_configuration(
     series = AttemptSeries(context, SAVED)
     assert made["Recorder"] == ("writer", context.display, "acc", activity)
     assert made["CheckpointPolicy"] == (3, "acc", "max")
-    assert made["TrackingSetup"] == (resolved, "writer", attempts.os.environ, "Recorder.notice")
+    assert made["TrackingSetup"] == (resolved, "writer", os.environ, "Recorder.notice")
     given = (resolved, "writer", "group", "inputs", series.tracking, "status", True, evaluation)
     assert made["RankSpecs"] == given and series.policy is not None
     assert series.checkpoint is SAVED and series.context is context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,12 +191,17 @@ class CodeUpload:
         self.package = SimpleNamespace(folder=folder, names=["a", "b"], size_bytes=9)
         self.project = SimpleNamespace(folder=folder, file=folder / "m.py")
         monkeypatch.setattr(rank_specs, "project_of", lambda resolved: self.project)
-        monkeypatch.setattr(rank_specs, "pack", lambda *given: (self.calls.append(("pack", *given)), self.package)[1])
         uploaded = SimpleNamespace(roots=list(roots), code="hash")
-        monkeypatch.setattr(
-            rank_specs, "upload_code", lambda *given: (self.calls.append(("upload", *given)), uploaded)[1]
-        )
-        monkeypatch.setattr(rank_specs, "check_imports", lambda *given: self.calls.append(("check", *given)))
+        monkeypatch.setattr(rank_specs, "pack", self._recorded("pack", self.package))
+        monkeypatch.setattr(rank_specs, "upload_code", self._recorded("upload", uploaded))
+        monkeypatch.setattr(rank_specs, "check_imports", self._recorded("check", None))
+
+    def _recorded(self, name: str, answer: object) -> Callable[..., object]:
+        def called(*given: object) -> object:
+            self.calls.append((name, *given))
+            return answer
+
+        return called
 
 
 def test_code_is_copied_to_workers_that_do_not_see_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ def test_embedded_cluster_gets_the_resources_of_this_machine(
 ) -> None:
     """The processes of a built-in workload import nothing from the folder that the user is in."""
     monkeypatch.setattr(session, "without_working_directory", lambda environ: {"safe": "1"})
-    monkeypatch.setattr(session.os, "environ", {"PYTHONPATH": "."})
+    monkeypatch.setattr(os, "environ", {"PYTHONPATH": "."})
     seen: list[Any] = []
     monkeypatch.setattr(EmbeddedCluster, "__init__", lambda self, *arguments: seen.extend(arguments))
     machine: Any = SimpleNamespace(ranks=2, gpus="gpus")

@@ -20,7 +20,7 @@ from ddptrain.storage import download
 from ddptrain.storage.download import DownloadFailed, ServerUnreachable, fetch_file
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.preflight import BadWeights, weights_path
-from ddptrain.workloads.images.model.weights import PretrainedWeights
+from ddptrain.workloads.images.model.pretrained_weights import PretrainedWeights
 from ddptrain.workloads.images.params import ImagesParams
 
 CONTENT = b"weights" * 100_000

@@ -20,8 +20,8 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.context import PreemptedExit, RankContext
 from ddptrain.rank.emitter import Emitter
+from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.petnames import train as workload
-from ddptrain.workloads.sharding import RankShare
 from tests.unit.specs import make_spec
 
 

@@ -94,7 +94,7 @@ def test_unreadable_images_of_all_ranks_are_counted_with_the_reasons_that_are_kn
         assert is_bad.tolist() == [0, 1, 0, 0] and op == torch.distributed.ReduceOp.MAX
         is_bad[3] = 1
 
-    monkeypatch.setattr(evaluate.dist, "all_reduce", other_rank)
+    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank)
     checked: list[Any] = []
     monkeypatch.setattr(evaluate, "check_bad", lambda *given: checked.extend(given))
     manifest: Any = SimpleNamespace(keys="abcd", train=[0, 1, 2], val=[3], name=lambda index: "abcd"[index])

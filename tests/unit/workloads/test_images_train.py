@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.errors import UsageError
+from ddptrain.workloads.data_shards import plan_epoch
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
@@ -29,7 +30,6 @@ from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
 from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import _described_again
-from ddptrain.workloads.sharding import plan_epoch
 
 # The limit is that of the three ranks that all tests look at, also on a machine with other work.
 pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]

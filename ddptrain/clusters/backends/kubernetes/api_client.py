@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 
 if TYPE_CHECKING:
     import httpx

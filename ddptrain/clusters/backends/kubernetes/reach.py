@@ -101,7 +101,7 @@ def _start_forward(context: str, namespace: str, cluster: Deployment, local: lis
         name=_FORWARD,
         folder=str(cluster.folder),
         files={},
-        argv=["-m", "ddptrain.clusters.backends.kubernetes.forward", *arguments, "--file", str(file), *pairs],
+        argv=["-m", "ddptrain.clusters.backends.kubernetes.port_forward", *arguments, "--file", str(file), *pairs],
         env={"KUBECONFIG": os.environ["KUBECONFIG"]} if "KUBECONFIG" in os.environ else {},
     )
     started = processes.start(order)

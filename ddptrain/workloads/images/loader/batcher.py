@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ddptrain.config.wording import shorten
 from ddptrain.storage.store import StoreUnreachable
+from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.images.loader.bad_images import BadImages
 from ddptrain.workloads.images.loader.decode_pool import DecodePool, ProcessDied
 from ddptrain.workloads.images.loader.image_reader import ImageRef
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult
-from ddptrain.workloads.sharding import RankShare
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.data.manifest import Manifest

@@ -15,6 +15,7 @@ import numpy as np
 import platformdirs
 import torch
 
+from ddptrain.workloads.data_shards import plan_epoch, plan_validation
 from ddptrain.workloads.images.loader.bad_images import BadImages, TooManyBadImages, check_bad
 from ddptrain.workloads.images.loader.batcher import (
     READY,
@@ -35,7 +36,6 @@ from ddptrain.workloads.images.loader.decode_pool import (
 )
 from ddptrain.workloads.images.loader.decode_process import DecodeSetup
 from ddptrain.workloads.images.loader.decode_worker import AHEAD
-from ddptrain.workloads.sharding import plan_epoch, plan_validation
 
 if TYPE_CHECKING:
     from ddptrain.storage.store import Location

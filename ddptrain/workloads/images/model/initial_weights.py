@@ -28,7 +28,7 @@ from ddptrain.workloads.images.model.preflight import (
     options_for,
     weights_path,
 )
-from ddptrain.workloads.images.model.weights import find_pretrained, fit, read
+from ddptrain.workloads.images.model.pretrained_weights import find_pretrained, fit, read
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.saved_model import with_module_versions
 

@@ -260,7 +260,8 @@ def test_expired_certificate_is_known(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_status_is_told_when_it_changes_and_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, answers: list[str], told: list[str], waits: int
 ) -> None:
-    slept = wait_for_saturn(monkeypatch, answers, lines := [])
+    lines: list[str] = []
+    slept = wait_for_saturn(monkeypatch, answers, lines)
     assert lines == [f"Saturn: {status}" for status in told] and slept == waits
 
 

@@ -389,7 +389,12 @@ def test_each_job_is_listed_once_even_if_it_shares_its_state(monkeypatch: pytest
     """An array has a row for each of its tasks; the newest one counts."""
     rows = "17 | PENDING|Priority \n18|PENDING|Priority\n18|RUNNING|None\nslurm: a warning\n"
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(slurm, "_call", lambda *words, **more: (calls.append(words), rows)[1])
+
+    def call(*words: str, **_: Any) -> str:
+        calls.append(words)
+        return rows
+
+    monkeypatch.setattr(slurm, "_call", call)
     assert slurm._listed(["17", "18"]) == [slurm.Job("17", "PENDING", "Priority"), slurm.Job("18", "RUNNING", "None")]
     assert calls == [("squeue", "--noheader", "--jobs", "17,18", "--format", "%F|%T|%r")]
     assert slurm._listed([]) == [] and len(calls) == 1

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ddptrain.driver.attempt import actions, inbox
 from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.state import Moment, new_state
-from ddptrain.driver.attempt.step import step
+from ddptrain.driver.attempt.transition import step
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.protocol import events, worker_notices

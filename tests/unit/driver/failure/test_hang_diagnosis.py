@@ -209,5 +209,5 @@ def test_many_ranks_are_told_as_spans() -> None:
         (2.5, {"finished": True}, "no progress for 2.5 s, after the end of its work"),
     ],
 )
-def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[str, bool], text: str) -> None:
+def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[str, Any], text: str) -> None:
     assert hang_diagnosis._since(RankReport(0, 1.0, **stage), limit_s) == text

@@ -34,7 +34,7 @@ class Scheduler:
     ) -> dict[str, Any]:
         assert client is self and question is self.asked[-1]
         self.waits.append((patience_s(), heard()))
-        answer = self.answers.pop(0)
+        answer: dict[str, Any] | Exception = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer

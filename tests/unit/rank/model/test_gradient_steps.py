@@ -204,7 +204,8 @@ def test_argument_of_prepare_comes_before_the_configuration(make_rank: MakeRank)
 
 @pytest.mark.parametrize(("accumulate", "batches"), [(2, 2), (4, 2)])
 def test_gradient_of_two_batches_is_their_mean(make_rank: MakeRank, accumulate: int, batches: int) -> None:
-    some, whole = Training(make_rank(accumulate=accumulate)), Training(make_rank())
+    some: Any = Training(make_rank(accumulate=accumulate))
+    whole: Any = Training(make_rank())
     some.optimizer = torch.optim.SGD(some.model.parameters(), 10.0)
     whole.optimizer = torch.optim.SGD(whole.model.parameters(), 10.0)
     for number, rows in enumerate(ROWS.split(20 // batches)):

@@ -33,7 +33,7 @@ def test_signal_to_a_group_that_is_gone_is_no_error(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(process_control.os, "killpg", killpg)
+    monkeypatch.setattr(os, "killpg", killpg)
     process_control.signal_group(77, signal.SIGTERM)
     assert sent == [(77, signal.SIGTERM)]
 
@@ -48,6 +48,6 @@ def test_all_descendants_are_killed_parents_first(monkeypatch: pytest.MonkeyPatc
             raise ProcessLookupError
 
     monkeypatch.setattr(process_control, "_children", lambda pid: children.get(pid, []))
-    monkeypatch.setattr(process_control.os, "kill", kill)
+    monkeypatch.setattr(os, "kill", kill)
     process_control.kill_descendants()
     assert killed == [(pid, signal.SIGKILL) for pid in (10, 11, 12, 20)]

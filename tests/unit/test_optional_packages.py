@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from ddptrain.extras import install_command
+from ddptrain.optional_packages import install_command
 
 
 def test_packages_of_an_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""`python -m ddptrain.clusters.backends.kubernetes.forward`: local ports that lead to a scheduler's pod.
+"""`python -m ddptrain.clusters.backends.kubernetes.port_forward`: local ports that lead to a scheduler's pod.
 
-    python -m ddptrain.clusters.backends.kubernetes.forward --service dev-scheduler --namespace ml --file F 0:8786
+    python -m ddptrain.clusters.backends.kubernetes.port_forward --service dev-scheduler --namespace ml --file F 0:8786
 
 It runs as long as the service exists. Each connection has its own session with the API server. The port-forward of kr8s
 has one session for all connections: when a token expires, all of them end, in the middle of a training.
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m ddptrain.clusters.backends.kubernetes.forward",
+        prog="python -m ddptrain.clusters.backends.kubernetes.port_forward",
         description="Forward ports to the pod of a service.",
     )
     parser.add_argument("--service", required=True)

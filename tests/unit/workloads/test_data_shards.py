@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.workloads.sharding import EpochProgress, plan_epoch, plan_validation
+from ddptrain.workloads.data_shards import EpochProgress, plan_epoch, plan_validation
 
 
 @settings(max_examples=60)
