@@ -101,7 +101,7 @@ class TrackerThread:
         with self._lock:
             self._abandoned = True
             quiet = self._told_at_end
-        self._report(f"has not ended in time ({self._doing}{rest})", "it is abandoned", quiet=quiet)
+        self._report(f"has not ended in time ({self._doing}{rest})", "ddptrain does not wait any longer", quiet=quiet)
         return False
 
     # --- in the thread ---

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ddptrain.config.wording import counted
@@ -97,10 +98,18 @@ def summary(report: Report) -> list[str]:
     ]
     if left_out:
         lines.append(f"left out: {left_out}")
-    count = sum(result(report, host) == "ok" for host in checked)
-    total = f"{count} of {counted(len(checked), 'host')} ok" if checked else "no host was checked"
-    lines.append(f"{total}, {report.depth} check in {report.seconds:.1f} s")
+    lines.append(f"{_hosts_by_result(report, checked)}, {report.depth} check in {report.seconds:.1f} s")
     return lines
+
+
+def _hosts_by_result(report: Report, checked: Sequence[HostReading]) -> str:
+    """For example `5 of 8 hosts ok, 2 with warnings, 1 bad`."""
+    if not checked:
+        return "no host was checked"
+    counts = Counter(result(report, host) for host in checked)
+    texts = {"warning": "with warnings", "bad": "bad", "left out": "left out"}
+    others = [f"{counts[name]} {text}" for name, text in texts.items() if counts[name]]
+    return ", ".join([f"{counts['ok']} of {counted(len(checked), 'host')} ok", *others])
 
 
 def _speed(values: Any) -> str:

@@ -68,11 +68,22 @@ def test_report_has_a_row_for_each_host_and_names_what_is_wrong() -> None:
     assert "bad: b: network: slow" in text
     assert "all-reduce of all ranks: 1.5 GB/s, 8 bytes in 0.06 ms" in text
     assert "c was not checked: all of its slots are in use by run-1" in text
-    assert text[-1] == "1 of 2 hosts ok, deep check in 1.2 s"
+    assert text[-1] == "1 of 2 hosts ok, 1 left out, deep check in 1.2 s"
     data = json.loads(json.dumps(as_dict(found)))
     assert data["usable"] is True and data["left_out"] == ["b"]
     assert [each["result"] for each in data["hosts"]] == ["ok", "left out", "busy"]
     assert data["pairs"] == [{"first": "a", "second": "b", "gb_s": 2.0, "latency_us": 40.0, "error": ""}]
+
+
+def test_last_line_counts_the_hosts_by_their_result() -> None:
+    hosts = tuple(host(name, rank(number)) for number, name in enumerate("abcd"))
+    warnings = [dataclasses.replace(bad(name), level=Level.WARNING) for name in "bc"]
+    assert lines(Report("quick", Readings(hosts), (*warnings, bad("d")), 2.0), all_pairs=False)[-1] == (
+        "1 of 4 hosts ok, 2 with warnings, 1 bad, quick check in 2.0 s"
+    )
+    assert (
+        lines(Report("quick", Readings(hosts), (), 2.0), all_pairs=False)[-1] == "4 of 4 hosts ok, quick check in 2.0 s"
+    )
 
 
 def test_data_of_a_report_has_each_measurement_of_each_rank() -> None:
