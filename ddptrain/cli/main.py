@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         if isinstance(error, BrokenPipeError):
             return code or _BROKEN_PIPE
-        _say(f"error: standard output can't be written: {error.strerror}")
+        if not code:  # otherwise an error was shown, perhaps this one
+            _say(f"error: standard output can't be written: {error.strerror}")
         return code or ExitCode.CLUSTER
     return code
 

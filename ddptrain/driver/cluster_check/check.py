@@ -13,7 +13,6 @@ from ddptrain.driver.cluster_check.judge_facts import judge_facts
 from ddptrain.driver.cluster_check.judge_speed import judge_speed
 from ddptrain.driver.cluster_check.probes import run_probes
 from ddptrain.driver.cluster_check.readings import HostReading, RankReading, Readings, better_of, pairs_of
-from ddptrain.driver.cluster_check.tournament import rounds
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.log import Log
@@ -160,6 +159,27 @@ class HostCheck:
         plan = self.depth.plan(hosts, gpu=gpu, only_all=only_all)
         deadline_s = self.depth.deadline_s
         return run_probes(self.worker_group, places, plan, self.env, deadline_s, self.check)
+
+
+def rounds(hosts: int, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Rounds of a round-robin tournament: in each, every host is in one pair; after all of them each pair has met once.
+
+    At most `most` rounds; each host then has met so many others. With an odd number of hosts one rests in each round.
+    """
+    if hosts < 2:
+        return ()
+    circle: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
+    found = []
+    for _ in range(min(most, len(circle) - 1)):
+        half = len(circle) // 2
+        pairs = [
+            (min(a, b), max(a, b))
+            for a, b in zip(circle[:half], reversed(circle[half:]), strict=True)
+            if a is not None and b is not None
+        ]
+        found.append(tuple(sorted(pairs)))
+        circle = [circle[0], circle[-1], *circle[1:-1]]  # the first stays, the others move on
+    return tuple(found)
 
 
 def _readings(

@@ -210,10 +210,11 @@ def test_reader_that_goes_away_is_no_error_of_ours() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_full_disk_under_stdout_is_told() -> None:
+@pytest.mark.parametrize("options", [[], ["-u"]])
+def test_full_disk_under_stdout_is_reported_once(options: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "ddptrain", "--version"], stdout=full, stderr=subprocess.PIPE, timeout=60
+            [sys.executable, *options, "-m", "ddptrain", "--version"], stdout=full, stderr=subprocess.PIPE, timeout=60
         )
     assert done.returncode == 4
     assert done.stderr == b"ddptrain: error: standard output, or a file, can't be written: No space left on device\n"

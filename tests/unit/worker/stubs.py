@@ -30,6 +30,7 @@ def run_rank(spec, log_fd, events_fd, orders_fd):
     os.environ.clear()
     os.environ.update(spec.env)
     exec(spec.code.params["code"], {{"spec": spec, "say": lambda *words: print(*words, flush=True)}})
+    sys.stdout.flush()
     return 0
 process.read_spec, process.run_rank = read_spec, run_rank
 sys.modules["ddptrain.rank.server.warmup"], sys.modules["ddptrain.rank.rank_process"] = warmup, process

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ddptrain.driver.cluster_check.tournament import rounds
+from ddptrain.driver.cluster_check.check import rounds
 
 
 @pytest.mark.parametrize("hosts", range(2, 12))

@@ -4,7 +4,7 @@ import csv
 import io
 from types import SimpleNamespace
 
-from ddptrain.rank.profiling.operators import operator_table
+from ddptrain.rank.profiling.step_profiler import operator_table
 
 
 def average(key: str, self_us: float, total_us: float, gpu_us: float = 0.0, kind: str = "CPU") -> SimpleNamespace:
