@@ -103,8 +103,9 @@ class ProbePlan(JsonMessage):
     """What the ranks measure. Times in seconds; each is the time that one measurement may take, if nothing is broken.
 
     rounds: the pairs of hosts (their node ranks) that measure at the same time. timeout_s: after which a connection or
-    a collective operation counts as failed. most_bytes: of one all-reduce. gpu: the ranks have GPUs. only_all: measure
-    nothing but the all-reduce of all ranks. nccl: measure pairs with NCCL, by all ranks of both hosts.
+    a collective operation counts as failed. most_bytes: of one all-reduce. gpu: the ranks have GPUs. only: "pairs" or
+    "all" measures nothing but the pairs, or the all-reduce of all ranks. nccl_pairs: measure pairs with NCCL, by all
+    ranks of both hosts.
     """
 
     rounds: tuple[tuple[tuple[int, ...], ...], ...]
@@ -115,7 +116,7 @@ class ProbePlan(JsonMessage):
     most_bytes: int
     gpu: bool
     nccl_pairs: bool = False
-    only_all: bool = False
+    only: str = ""
 
 
 @dataclass(frozen=True, slots=True)

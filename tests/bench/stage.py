@@ -41,7 +41,7 @@ class Sizes:
     burst_lines_peer: int = 20_000
     checkpoint_mb: int = 500
     large_checkpoint_mb: int = 3000
-    checkpoints: int = 2
+    checkpoints: int = 5
     tracked_warm_s: float = 6.0  # for trackers to start
     tracked_s: float = 10.0
     images: int = 2_000

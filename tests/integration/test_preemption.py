@@ -124,6 +124,7 @@ def asked(question: Callable[[], T], else_: T) -> T:
 def test_driver_that_is_told_to_go_saves_and_ends_with_75_and_is_resumed(on_warm: Trainer) -> None:
     assert on_warm.train("--run-id", "undisturbed", pause_s=0.0, held_s=0.0).rc == 0
     running = on_warm.start("--run-id", "night")
+    running.wait_for("ddptrain: training")
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
     ended = running.finish()
@@ -165,6 +166,7 @@ def test_second_signal_stops_at_once_and_a_rank_that_never_saves_is_stopped_afte
 ) -> None:
     settings: dict[str, Any] = {"saves": False, "n": 4000, "failure": {"grace_s": 90.0}}
     running = on_warm.start("--run-id", "twice", **settings)  # it has asked to resume: so it may save
+    running.wait_for("ddptrain: training")
     running.wait_for("under way")
     os.kill(running.popen.pid, signal.SIGTERM)
     running.wait_for("the ranks finish their step and save, within 90 s")
@@ -271,6 +273,7 @@ class Poller(Trainer):
     def told_to_go(self, run: str, **settings: Any) -> tuple[Finished, dict[str, Any]]:
         """The run, sent SIGTERM when both ranks are under way; and its record."""
         running = self.start("--run-id", run, **settings)
+        running.wait_for("ddptrain: training")  # a line of a rank may be shown before the driver knows that it trains
         for rank in range(2):
             running.wait_for(f"[rank {rank}] under way")
         os.kill(running.popen.pid, signal.SIGTERM)

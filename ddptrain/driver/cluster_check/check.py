@@ -37,8 +37,8 @@ class Depth:
     facts_s: float
     deadline_s: float
 
-    def plan(self, hosts: int, *, gpu: bool, only_all: bool = False) -> ProbePlan:
-        """Return what ranks on so many hosts measure."""
+    def plan(self, hosts: int, *, gpu: bool, only: str = "") -> ProbePlan:
+        """Return what ranks on so many hosts measure; `only` as in ProbePlan."""
         return ProbePlan(
             rounds=rounds(hosts, self.rounds),
             gemm_s=self.gemm_s,
@@ -48,12 +48,12 @@ class Depth:
             most_bytes=self.gpu_bytes if gpu else self.cpu_bytes,
             gpu=gpu,
             nccl_pairs=gpu and self.name == "deep",
-            only_all=only_all,
+            only=only,
         )
 
 
 DEPTHS = {
-    "quick": Depth("quick", 0.15, 0.1, 0.15, 4.0, 7, 4 * _MB, 64 * _MB, facts_s=10.0, deadline_s=30.0),
+    "quick": Depth("quick", 0.15, 0.1, 0.08, 4.0, 7, _MB, 64 * _MB, facts_s=10.0, deadline_s=30.0),
     "deep": Depth("deep", 5.0, 1.0, 0.5, 10.0, 15, 64 * _MB, 1024 * _MB, facts_s=15.0, deadline_s=90.0),
 }
 
@@ -123,12 +123,13 @@ class HostCheck:
         began = time.monotonic()
         worker_of = {place.slot.host: place.slot.worker for place in reversed(places)}
         answers = ask_hosts(self.worker_group.client, [*worker_of.values()], self.depth.facts_s)
-        ranks = self._measured(places, only_all=False) if places else []
+        plan = self._plan(places)
+        ranks = self._measured(places, plan) if places else []
         readings = _readings(places, {host: answers[worker] for host, worker in worker_of.items()}, ranks, self.env)
         speed = judge_speed(readings)
         if _may_be_disturbed(speed, ranks):  # for example by another program on a host: the better of two values counts
             _log.info("measured again", findings=[each.text for each in speed])
-            second = self._measured(places, only_all=False)
+            second = self._measured(places, plan_again(plan, speed, [host.host for host in readings.hosts]))
             ranks = [better_of(*both) for both in zip(ranks, second, strict=True)]
             readings = _readings(places, {host: answers[worker] for host, worker in worker_of.items()}, ranks, self.env)
             speed = judge_speed(readings)
@@ -148,17 +149,33 @@ class HostCheck:
         everyone, error = None, ""
         if bad and len({place.slot.host for place in left}) > 1:
             began = time.monotonic()
-            readings = self._measured(left, only_all=True)
-            everyone, error = _everyone(readings)
+            everyone, error = _everyone(self._measured(left, self._plan(left, only="all")))
             report = dataclasses.replace(report, seconds=report.seconds + time.monotonic() - began)
         return dataclasses.replace(report, left_out=bad, everyone_else=everyone, everyone_else_error=error)
 
-    def _measured(self, places: Sequence[RankPlace], *, only_all: bool) -> list[RankReading]:
+    def _plan(self, places: Sequence[RankPlace], only: str = "") -> ProbePlan:
         gpu = self.on_gpus and all(place.slot.gpu for place in places)
-        hosts = len({place.slot.host for place in places})
-        plan = self.depth.plan(hosts, gpu=gpu, only_all=only_all)
-        deadline_s = self.depth.deadline_s
-        return run_probes(self.worker_group, places, plan, self.env, deadline_s, self.check)
+        return self.depth.plan(len({place.slot.host for place in places}), gpu=gpu, only=only)
+
+    def _measured(self, places: Sequence[RankPlace], plan: ProbePlan) -> list[RankReading]:
+        return run_probes(self.worker_group, places, plan, self.env, self.depth.deadline_s, self.check)
+
+
+def plan_again(plan: ProbePlan, findings: Sequence[Finding], hosts: Sequence[str]) -> ProbePlan:
+    """Return what to measure once more: everything, or only the bad pairs and the pairs of hosts with a bad network.
+
+    hosts: their names, by node rank.
+    """
+    bad = [each for each in findings if each.level is Level.BAD]
+    if any(each.subject != "network" or not each.host for each in bad):
+        return plan
+    slow = {each.host for each in bad if not each.other}
+    slow_pairs = [{each.host, each.other} for each in bad if each.other]
+    chosen = [
+        tuple(pair for pair in pairs if (names := {hosts[node] for node in pair}) & slow or names in slow_pairs)
+        for pairs in plan.rounds
+    ]
+    return dataclasses.replace(plan, rounds=tuple(pairs for pairs in chosen if pairs), only="pairs")
 
 
 def rounds(hosts: int, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:

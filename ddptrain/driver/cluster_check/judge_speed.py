@@ -59,8 +59,11 @@ def _excused(stage: str, findings: Iterable[Finding], hosts: Sequence[HostReadin
     A rank with a slow network sleeps meanwhile, and hardly waits for a core.
     """
     by_name = {host.host: host for host in hosts}
+    nodes = {host.host: node for node, host in enumerate(hosts)}
     for finding in findings:
-        waits = {name: by_name[name].waited(stage) for name in (finding.host, finding.other) if name}
+        waits = {finding.host: by_name[finding.host].waited(stage, nodes.get(finding.other))}
+        if finding.other:
+            waits[finding.other] = by_name[finding.other].waited(stage, nodes[finding.host])
         worked = 1.0 - min(sum(waits.values()), _MOST_WAITED)
         if finding.level is Level.BAD and finding.of_limit / worked >= 1.0:
             listed = " and ".join(

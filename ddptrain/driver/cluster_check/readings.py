@@ -55,9 +55,14 @@ def better_of(first: RankReading, second: RankReading) -> RankReading:
 
 
 def _better(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """The larger values, but the smaller latency and the smaller wait for a core."""
-    smaller = ("latency_us", WAITED)
-    return {name: (min if name in smaller else max)(value, second.get(name, value)) for name, value in first.items()}
+    """The larger values, but the smaller latency; the wait for a core from the measurement with the larger values."""
+    better = {name: max(value, second.get(name, value)) for name, value in first.items()}
+    if "latency_us" in first:
+        better["latency_us"] = min(first["latency_us"], second.get("latency_us", first["latency_us"]))
+    if WAITED in first:
+        is_second = any(second.get(name, 0.0) > first.get(name, 0.0) for name in ("gb_s", "gflops"))
+        better[WAITED] = (second if is_second else first).get(WAITED, 0.0)
+    return better
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +98,17 @@ class HostReading:
         name = self.facts.network_env.get("GLOO_SOCKET_IFNAME", self.facts.interface)
         return next((each for each in self.facts.interfaces if each.name == name), None)
 
-    def waited(self, stage: str) -> float:
-        """The part of these measurements (the median) in which a rank waited for a core, because of other processes."""
-        lines = [line for rank in self.ranks for line in rank.lines if (line.stage, line.status) == (stage, "done")]
+    def waited(self, stage: str, peer: int | None = None) -> float:
+        """The part of these measurements (the median) in which a rank waited for a core, because of other processes.
+
+        peer: only those with this other host.
+        """
+        lines = [
+            line
+            for rank in self.ranks
+            for line in rank.lines
+            if (line.stage, line.status) == (stage, "done") and peer in (None, line.peer)
+        ]
         return statistics.median(line.values.get(WAITED, 0.0) for line in lines) if lines else 0.0
 
     def best(self, stage: str, name: str) -> float | None:

@@ -16,6 +16,7 @@ _CPU_SIZE, _GPU_SIZE = 768, 8192  # of the square matrices
 _COPY_BYTES = 256 << 20
 _LATENCY_BYTES = 8
 _WARM_UP, _LATENCY_COUNT, _MOST = 3, 50, 50
+_FEWEST = 6  # fewer operations say little: one pause of a program shows in the typical one
 _FIRST_BYTES = 256 << 10
 _GROWTH = 4
 _LADDER_SHARE = 0.5  # of the time: larger tensors are tried while one operation takes less
@@ -116,13 +117,13 @@ class Group:
         size = _FIRST_BYTES
         self._reduce_s(self._zeros(size))
         while True:
-            once_s = self._agreed(self._reduce_s(self._zeros(size)))
+            once_s = self._agreed(min(self._reduce_s(self._zeros(size)) for _ in range(2)))
             if once_s > seconds * _LADDER_SHARE / _GROWTH or size * _GROWTH > most_bytes:
                 return size, once_s
             size *= _GROWTH
 
     def _count(self, seconds: float, once_s: float, most: int) -> int:
-        return max(1, min(most, int(seconds / max(once_s, 1e-6))))
+        return max(_FEWEST, min(most, int(seconds / max(once_s, 1e-6))))
 
     def _agreed(self, seconds: float) -> float:
         """The largest of the values of all ranks."""

@@ -23,6 +23,7 @@ from ddptrain.rank.cluster_check.measure import Group, copy_gb_s, gemm_gflops
 
 _GIVE_UP_AFTER = 2  # failed pairs of a host without a successful one
 _STORE_S = 10.0
+_LEAVE_S = 1.0
 
 
 class Probe:
@@ -43,7 +44,7 @@ class Probe:
         _tell(ProbeLine("start", "begun"))
         if self.plan.gpu:
             torch.cuda.set_device(self.device)
-        if not self.plan.only_all:
+        if not self.plan.only:
             self._alone()
         store = TCPStore(
             os.environ["MASTER_ADDR"],
@@ -54,11 +55,18 @@ class Probe:
             wait_for_workers=False,
         )
         store.set(f"size/{self.node}", str(self.local_size))
-        if not self.plan.only_all:
+        if not self.plan.only:
             self._inside(store)
+        if self.plan.only != "all":
             self._pairs(store)
-        self._all(store)
-        _leave(store, self.size)
+        if self.plan.only != "pairs":
+            self._all(store)
+        # The store ends with rank 0. After the all-reduce of all ranks all of them leave at about the same time.
+        _leave(
+            store,
+            self.size,
+            _LEAVE_S + (self.plan.timeout_s * len(self.plan.rounds) if self.plan.only == "pairs" else 0),
+        )
         _tell(ProbeLine("end", "done"))
 
     def _alone(self) -> None:
@@ -165,10 +173,10 @@ def _waits_s() -> dict[str, float]:
     return found
 
 
-def _leave(store: Store, size: int) -> None:
-    """Tell the store that this rank has ended, and wait a moment for the others, who may still use a connection."""
+def _leave(store: Store, size: int, wait_s: float) -> None:
+    """Tell the store that this rank has ended, and wait for the others, who may still use a connection."""
     store.add("left", 1)
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + wait_s
     while store.add("left", 0) < size and time.monotonic() < deadline:
         time.sleep(0.01)
 

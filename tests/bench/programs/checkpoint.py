@@ -32,9 +32,14 @@ def _took(step: Callable[[], None], number: int, after: Callable[[int], None]) -
     return times
 
 
-def _excess(times: list[float]) -> float:
-    """Seconds beyond what as many usual steps take."""
-    return sum(times) - len(times) * statistics.median(times)
+def _excess(times: list[float], between: int) -> float:
+    """Seconds beyond what as many usual steps take, of every `between` steps; the median, so that one pause of the
+    machine does not count.
+    """
+    usual = statistics.median(times)
+    return statistics.median(
+        sum(times[first : first + between]) - between * usual for first in range(0, len(times), between)
+    )
 
 
 def _saver(ctx: Any, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path, kind: str) -> Callable[[int], None]:
@@ -89,7 +94,7 @@ def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -
     times = _took(step, 100, lambda _: None)
     between = max(10, round(max(_BETWEEN_S, mega_bytes / _MB_PER_S) / statistics.median(times)))
     _took(step, between, save)  # the first allocates memory, and makes the page cache grow
-    plain = _excess(_took(step, checkpoints * between, lambda _: None))
-    lost_s = (_excess(_took(step, checkpoints * between, save)) - plain) / checkpoints
-    figures = {"lost_s": lost_s, "noise_s": plain / checkpoints, "call_s": statistics.mean(calls[1:])}
+    plain = _excess(_took(step, checkpoints * between, lambda _: None), between)
+    lost_s = _excess(_took(step, checkpoints * between, save), between) - plain
+    figures = {"lost_s": lost_s, "noise_s": plain, "call_s": statistics.median(calls[1:])}
     Path(out).write_text(json.dumps(figures))

@@ -13,7 +13,7 @@ import pytest
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.cluster_check.before_run import CheckedSlots
-from ddptrain.driver.cluster_check.check import DEPTHS, HostCheck, Report, hosts_to_leave_out
+from ddptrain.driver.cluster_check.check import DEPTHS, HostCheck, Report, hosts_to_leave_out, plan_again
 from ddptrain.driver.cluster_check.findings import Finding, Level
 from ddptrain.driver.cluster_check.readings import HostReading, Readings, pairs_of
 from ddptrain.driver.cluster_check.report import as_dict, lines, result
@@ -38,6 +38,18 @@ def test_host_of_most_bad_pairs_is_left_out_and_of_equal_ones_the_second() -> No
     assert hosts_to_leave_out([bad("a"), bad("a", "b")]) == ("a",)
     assert hosts_to_leave_out([bad("a", "b"), bad("c", "d")]) == ("b", "d")
     assert hosts_to_leave_out([Finding(Level.WARNING, "a", "disk", "full"), bad("")]) == ()
+
+
+def test_only_bad_pairs_and_pairs_of_hosts_with_a_bad_network_are_measured_again() -> None:
+    plan = DEPTHS["quick"].plan(4, gpu=False)
+    assert plan.rounds == (((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0, 1), (2, 3)))
+    warning = Finding(Level.WARNING, "a", "disk", "nearly full")
+    again = plan_again(plan, [bad("b", "d"), warning], "abcd")
+    assert (again.rounds, again.only) == ((((1, 3),),), "pairs")
+    again = plan_again(plan, [bad("b", "d"), bad("a")], "abcd")
+    assert again.rounds == (((0, 3),), ((0, 2), (1, 3)), ((0, 1),))
+    assert plan_again(plan, [bad("b", "d"), bad("a", subject="gemm")], "abcd") == plan
+    assert plan_again(plan, [bad("", subject="all ranks")], "abcd") == plan
 
 
 def test_cluster_is_usable_if_nothing_bad_is_left() -> None:

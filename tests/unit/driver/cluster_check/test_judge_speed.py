@@ -158,3 +158,29 @@ def test_of_two_measurements_the_one_without_waits_tells_whether_a_host_was_busy
     )
     better = better_of(replace(rank(0), lines=(first,)), replace(rank(0), lines=(second,)))
     assert better.lines[0].values == {"gflops": 2, WAITED: 0}
+
+
+def test_wait_of_the_better_measurement_counts_also_where_it_is_longer() -> None:
+    first, second = (pair(1, speed, 80.0) for speed in (0.1, 0.2))
+    first, second = (
+        replace(line, values={**line.values, WAITED: share}) for line, share in ((first, 0.1), (second, 0.5))
+    )
+    better = better_of(replace(rank(0), lines=(first,)), replace(rank(0), lines=(second,)))
+    assert (better.lines[0].values["gb_s"], better.lines[0].values[WAITED]) == (0.2, 0.5)
+
+
+def test_only_the_waits_of_the_slow_pair_excuse_it() -> None:
+    speeds = {(a, b): 1.0 for a in range(4) for b in range(a + 1, 4)}
+    slow = measured({**speeds, (1, 3): 0.3}, 4)
+
+    def waiting(peer: int) -> Readings:
+        """Host d waited half of the time while it measured with this one."""
+        lines = tuple(
+            replace(line, values={**line.values, WAITED: 0.5 if line.peer == peer else 0.0})
+            for line in slow.hosts[3].ranks[0].lines
+        )
+        d = replace(slow.hosts[3], ranks=(replace(slow.hosts[3].ranks[0], lines=lines),))
+        return replace(slow, hosts=(*slow.hosts[:3], d))
+
+    assert [each.level for each in judge_speed(waiting(1))] == [Level.WARNING]
+    assert [each.level for each in judge_speed(waiting(0))] == [Level.BAD]
