@@ -262,6 +262,7 @@ def test_up_whose_worker_can_not_work_says_why_and_leaves_nothing(clusters: Clus
     assert clusters.entries() == []
 
 
+@pytest.mark.slow
 def test_forgotten_cluster_ends_but_never_one_with_a_run_on_it(clusters: Clusters) -> None:
     running, idle_s = clusters.start_run_before_idle(lambda idle: clusters.up("--idle-timeout", idle))
     refused = clusters("down", "dev", rc=2).stderr

@@ -253,6 +253,7 @@ def test_killed_keeper_is_seen_and_cleared_away(clusters: DeployClusters) -> Non
     wait_until(lambda: all(is_gone(worker) for worker in workers))
 
 
+@pytest.mark.slow
 def test_forgotten_cluster_is_closed_but_never_one_with_a_run_on_it(clusters: DeployClusters) -> None:
     running, idle_s = clusters.start_run_before_idle(
         lambda idle: clusters.up_with("classes.Quiet", "--idle-timeout", idle), ranks=1

@@ -225,6 +225,7 @@ def quiet(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> Callable[..., Fini
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["validate_on_all", "validate_on_one"])
 def test_silent_validation_of_five_times_the_limit_is_no_hang(
     quiet: Callable[..., Finished], tmp_path: Path, function: str

@@ -230,6 +230,7 @@ def cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network: Network, clu
     cluster.until(lambda: not cut.processes(), "the end of everything on the host that was cut off", ALONE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("whose", ["driver", "scheduler"])
 @pytest.mark.parametrize(
@@ -259,6 +260,7 @@ def test_cut_between_driver_and_workers_that_is_shorter_than_the_limit_is_surviv
     cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_cut_cable_of_the_driver_frees_the_slots_and_that_of_a_host_ends_all(network: Network, run_cli: Cli) -> None:
     cluster = Cluster(network, run_cli)

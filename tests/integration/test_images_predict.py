@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Cli
 from tests.integration.s3server import s3_server
 from tests.unit.workloads.pictures import COLOURS, picture
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_classifies_images_there_and_here(run_cli: Cli, tmp_path: Path) -> None:
     from tests.unit.workloads.images_runs import description, make_run, model_of_colours  # imports torch
 

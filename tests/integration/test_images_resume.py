@@ -105,6 +105,7 @@ def decode_processes(rank: psutil.Process) -> list[psutil.Process]:
     return [child for child in rank.children() if "decode_process" in " ".join(child.cmdline())]
 
 
+@pytest.mark.slow
 def test_run_whose_driver_and_decode_process_are_killed_in_mid_epoch_ends_bit_equal(
     run_cli: Cli, warm_cluster: str, bucket: ImageBucket, proxy: FaultProxy
 ) -> None:

@@ -84,6 +84,7 @@ def aliases(backend: Backend) -> dict[int, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_wandb_has_an_artifact_for_each_version_with_its_aliases(registry: ModelRegistry, run_cli: Cli) -> None:
     with wandb_backend() as backend:
         env = {**backend.environment, "HOME": str(run_cli.folder)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's and onnx' own
 def test_exported_model_gives_the_scores_of_the_model(tmp_path: Path) -> None:
     from tests.unit.workloads.test_export import check_scores  # imports torch

@@ -159,6 +159,7 @@ def test_cluster_comes_for_a_run_and_goes_with_it(clusters: SaturnClusters, satu
     assert (saturn.status, clusters.entries()) == ("closed", [])
 
 
+@pytest.mark.slow
 def test_forgotten_cluster_is_closed_but_never_one_with_a_run_on_it(
     clusters: SaturnClusters, saturn: SaturnServer
 ) -> None:

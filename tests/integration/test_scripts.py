@@ -40,6 +40,7 @@ def losses(said: Finished, logs: str) -> list[list[str]]:
     return [[line for line in text.splitlines() if "loss" in line] for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "args"), SHAPES, ids=lambda value: value.stem if isinstance(value, Path) else "")
 def test_script_has_the_losses_that_it_has_under_torchrun(
     run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_cluster: str, script: Path, args: Sequence[str]

@@ -133,6 +133,7 @@ def test_sigterm_saves_and_a_resume_knows_its_configuration(project: Path, run_c
     assert [each.value for each in record.trials] == pytest.approx([1 / 40, 1 + 1 / 40])
 
 
+@pytest.mark.slow
 def test_a_sweep_in_a_store_is_resumed_on_another_machine(
     project: Path, run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

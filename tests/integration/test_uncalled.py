@@ -176,6 +176,7 @@ def test_synchronous_checkpoint_is_named_at_its_own_step(tmp_path: Path, run_cli
     assert "rank 0 is in ctx.checkpoint at step 1, which rank 1 has not called" in record["failure"]["message"]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_only_slow_are_waited_for(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> None:
     ended, _ = run(tmp_path, run_cli, warm_cluster, "slow")
     assert ended.rc == 0, ended.stderr

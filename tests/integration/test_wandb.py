@@ -107,6 +107,7 @@ def test_process_mode_is_a_run_of_each_rank_in_one_group(backend: Backend, train
     training.assert_key_is_nowhere(ended)
 
 
+@pytest.mark.slow
 def test_failed_attempts_and_a_resumed_one_go_on_in_one_run_that_says_so(backend: Backend, training: Training) -> None:
     params = {"fail_at": [15, 25]}
     first = training.train(backend.environment, params=params, failure={"max_restarts": 1})

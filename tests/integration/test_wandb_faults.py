@@ -40,6 +40,7 @@ def warnings_of(ended: Finished, rank: int) -> list[str]:
     return [line for line in lines if any(line.startswith(start) for start in said) and "wandb: http" not in line]
 
 
+@pytest.mark.slow
 def test_server_that_refuses_breaks_or_hangs_at_the_start(backend: Backend, training: Training) -> None:
     backend.faults = {"rank_0": "unauthorized", "rank_1": "broken", "rank_2": "hang"}
     ended = training.train(backend.environment, ranks=3, mode="process", init_timeout_s=3, finish_timeout_s=3 + START_S)

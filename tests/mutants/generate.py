@@ -16,7 +16,6 @@ GROUPS = {
     "rank": ["ddptrain/rank"],
     "results": ["ddptrain/results"],
     "slots": ["ddptrain/clusters/scheduler/slots.py"],
-    "clusters": ["ddptrain/clusters"],
     "workloads": ["ddptrain/workloads"],
 }
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

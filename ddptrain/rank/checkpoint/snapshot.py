@@ -8,6 +8,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ddptrain.workloads.saved_weights import SAFETENSORS_TYPES
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _HUGE_BYTES = 4 << 20
+_COPY_THREADS = 4  # one cannot use the bandwidth of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class HostBuffers:
         self._buffers: list[Tensor] = []
         self._used = 0
         self._devices: set[torch.device] = set()
+        self._to_copy: list[tuple[Tensor, Tensor]] = []  # (target, source): large tensors of the CPU
 
     def take(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
@@ -73,6 +76,7 @@ class HostBuffers:
         Raises TypeError if something would only load by executing a pickle.
         """
         self._used = 0
+        self._to_copy.clear()
         shards = self._shards(model, optimizer) if is_sharded(model) else None
         weights, tied, others = self._weights({} if shards else unwrapped(model).state_dict())
         plain = {name: self.named(name, value) for name, value in state.items()}
@@ -81,9 +85,17 @@ class HostBuffers:
             plain["model"] = self.named("model", others)
         rest = shards.optimizer_rest if shards else optimizer
         plain["optimizer"] = self.named("optimizer", rest) if rest is not None else None
+        self.complete()
+        return Snapshot(weights, shards.tied if shards else tied, plain, shards)
+
+    def complete(self) -> None:
+        """Wait until everything is copied."""
+        if self._to_copy:
+            with ThreadPoolExecutor(_COPY_THREADS) as pool:
+                list(pool.map(lambda pair: pair[0].copy_(pair[1]), self._to_copy))
+            self._to_copy.clear()
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
-        return Snapshot(weights, shards.tied if shards else tied, plain, shards)
 
     def _shards(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Shards:
         from ddptrain.rank.checkpoint.shards import own_shards
@@ -135,6 +147,11 @@ class HostBuffers:
         if source.layout is not torch.strided or source.is_quantized:
             return source.cpu().clone()
         buffer = self._buffer(source)
+        if (
+            source.is_cpu and source.nbytes >= _HUGE_BYTES and torch.get_num_threads() == 1
+        ):  # else torch divides the work
+            self._to_copy.append((buffer, source))
+            return buffer
         buffer.copy_(source, non_blocking=source.is_cuda)
         if source.is_cuda:
             self._devices.add(source.device)
@@ -173,8 +190,10 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def plain_bytes(value: Any) -> bytes:
     """Encode a rank's state (plain data, or objects with state_dict()) for `from_bytes`. Raises TypeError."""
-    file = io.BytesIO()
-    torch.save(HostBuffers().named("rank_state", value), file)
+    file, buffers = io.BytesIO(), HostBuffers()
+    copies = buffers.named("rank_state", value)
+    buffers.complete()
+    torch.save(copies, file)
     return file.getvalue()
 
 

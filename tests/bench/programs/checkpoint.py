@@ -32,14 +32,12 @@ def _took(step: Callable[[], None], number: int, after: Callable[[int], None]) -
     return times
 
 
-def _excess(times: list[float], between: int) -> float:
-    """Seconds beyond what as many usual steps take, of every `between` steps; the median, so that one pause of the
-    machine does not count.
+def _excess(times: list[float], usual: float) -> float:
+    """Seconds beyond what as many usual steps take; of each but the first, at most one usual step.
+
+    Steps are less than twice as slow while a checkpoint is written; longer pauses are those of the machine.
     """
-    usual = statistics.median(times)
-    return statistics.median(
-        sum(times[first : first + between]) - between * usual for first in range(0, len(times), between)
-    )
+    return times[0] - usual + sum(min(each - usual, usual) for each in times[1:])
 
 
 def _saver(ctx: Any, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path, kind: str) -> Callable[[int], None]:
@@ -86,15 +84,21 @@ def workload(ctx: Any, out: str, mega_bytes: int, checkpoints: int, kind: str) -
     calls: list[float] = []  # seconds of each call that saves
 
     def save(number: int) -> None:
-        if number % between == 0:
+        if number == 0:
             began = time.perf_counter()
-            save_now(number)
+            save_now(len(calls))
             calls.append(time.perf_counter() - began)
 
-    times = _took(step, 100, lambda _: None)
-    between = max(10, round(max(_BETWEEN_S, mega_bytes / _MB_PER_S) / statistics.median(times)))
+    usual = statistics.median(_took(step, 100, lambda _: None))
+    between = max(10, round(max(_BETWEEN_S, mega_bytes / _MB_PER_S) / usual))
     _took(step, between, save)  # the first allocates memory, and makes the page cache grow
-    plain = _excess(_took(step, checkpoints * between, lambda _: None), between)
-    lost_s = _excess(_took(step, checkpoints * between, save), between) - plain
-    figures = {"lost_s": lost_s, "noise_s": plain, "call_s": statistics.median(calls[1:])}
+    pairs = [(_took(step, between, lambda _: None), _took(step, between, save)) for _ in range(checkpoints)]
+    usual = statistics.median(itertools.chain.from_iterable(plain for plain, _ in pairs))
+    lost = [_excess(saved, usual) - _excess(plain, usual) for plain, saved in pairs]
+    noise = [_excess(plain, usual) for plain, _ in pairs]
+    figures = {
+        "lost_s": statistics.median(lost),
+        "noise_s": statistics.median(noise),
+        "call_s": statistics.median(calls[1:]),
+    }
     Path(out).write_text(json.dumps(figures))

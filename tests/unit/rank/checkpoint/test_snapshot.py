@@ -161,8 +161,26 @@ def test_large_copies_are_in_memory_that_forks_share(monkeypatch: pytest.MonkeyP
         return real(file, size)
 
     monkeypatch.setattr("ddptrain.rank.checkpoint.snapshot.mmap.mmap", mapped)
-    copy = HostBuffers().plain(torch.arange(float(count)))
+    copy = HostBuffers().take(torch.nn.Identity(), None, {"extra": torch.arange(float(count))}).state["extra"]
     assert copy[-1] == count - 1 and made == ([4 * count] if shared else [])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_tensors_are_complete_copies_with_any_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """With one thread they are copied by several at the end, otherwise at once."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    wide, layer = torch.arange(float(1 << 21)).view(1 << 10, 1 << 11), torch.nn.Linear(1 << 10, 1 << 10)
+    buffers = HostBuffers()
+    for _ in range(2):
+        found = buffers.take(layer, None, {"view": wide.t(), "again": wide})
+        assert torch.equal(found.weights["weight"], layer.weight) and torch.equal(found.state["view"], wide.t())
+        assert torch.equal(found.state["again"], wide) and found.state["again"].data_ptr() != wide.data_ptr()
+        with torch.no_grad():
+            layer.weight.add_(1)
+            wide.neg_()
+    assert torch.equal(from_bytes(plain_bytes({"wide": wide}))["wide"], wide)
 
 
 def test_state_of_a_rank_comes_back_from_its_bytes() -> None:
