@@ -105,3 +105,9 @@ def test_record_of_the_wheel_has_the_new_sizes_and_hashes(tmp_path: Path) -> Non
     assert content.decode() == INTERNAL
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
     assert record == f"x/a.py,sha256={digest},{len(content)}\nx-1.dist-info/RECORD,,\n"
+
+
+def test_scripts_of_reports_lose_comments_and_indentation() -> None:
+    source = b"// About.\nfunction twice(x) {\n  // Two.\n\n  return 2 * x; // no\n}\n"
+    assert compact_file("ddptrain/reports/html/static/a.js", source) == b"function twice(x) {\nreturn 2 * x; // no\n}\n"
+    assert compact_file("ddptrain/reports/html/static/a.css", b"a { }\n\n") == b"a { }\n\n"
