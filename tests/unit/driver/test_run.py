@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,3 +30,21 @@ def test_run_that_has_succeeded_is_reported_to_whoever_waits(
     assert run._already_done(view, REASON, cast(LaunchOptions, options)) == 0
     assert told == ([] if ready_fd is None else [(7, tmp_path, REASON)]) + [view]
     assert capsys.readouterr() == ("", f"ddptrain: {REASON}\n")
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_run_directory_is_that_of_the_resumed_run_and_is_locked_as_such(tmp_path: Path, resumes: bool) -> None:
+    kept: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def keeping(run_id: str, *, resumed: bool, max_failures: int) -> Iterator[str]:
+        kept.append((run_id, resumed))
+        yield "upload"
+
+    runs = SimpleNamespace(keeping=keeping, folder=tmp_path)
+    config = SimpleNamespace(name="digits", checkpoint=SimpleNamespace(max_failures=3))
+    options = SimpleNamespace(run_id=None if resumes else "night")
+    choice = SimpleNamespace(folder=Path("/elsewhere/earlier")) if resumes else None
+    with run._kept(cast(Any, config), cast(Any, options), cast(Any, choice), cast(Any, runs)) as (folder, upload):
+        assert (folder, upload) == (tmp_path / ("earlier" if resumes else "night"), "upload")
+    assert kept == [("earlier", True) if resumes else ("night", False)]

@@ -37,10 +37,10 @@ def test_slow_interface_of_one_host_is_named_with_interface_and_hint() -> None:
 
 
 def test_slow_pair_of_good_hosts_is_named_as_a_pair() -> None:
-    speeds = {(a, b): 1.0 for a in range(4) for b in range(a + 1, 4)}
-    (found,) = judge_speed(measured({**speeds, (1, 3): 0.3}, 4))
+    speeds = {(a, b): 2.0 for a in range(4) for b in range(a + 1, 4)}
+    (found,) = judge_speed(measured({**speeds, (1, 3): 0.6}, 4))
     assert (found.host, found.other) == ("b", "d")
-    assert "between b (eth0, 10 Gbit/s) and d (eth0, 10 Gbit/s): all-reduce: 0.3 GB/s, 30 % of the median" in found.text
+    assert "between b (eth0, 10 Gbit/s) and d (eth0, 10 Gbit/s): all-reduce: 0.6 GB/s, 30 % of the median" in found.text
 
 
 def test_two_hosts_are_compared_with_their_interfaces() -> None:

@@ -125,3 +125,12 @@ def test_range_of_ranks_that_does_not_wait_ends_when_its_offer_is_refused(clock:
     assert queue.wait(replace(refusal(3, 4), asked=4)) == 3
     with pytest.raises(ClusterError, match=r"3 slots were asked for, 3 of 4 are free after 0 s.*others wait for them"):
         queue.wait(replace(refusal(3, 4), asked=3))
+
+
+@pytest.mark.parametrize(("free", "asked_next"), [(1, 4), (2, 2), (3, 3)])
+def test_after_the_time_to_gather_slots_the_least_number_suffices(clock: Clock, free: int, asked_next: int) -> None:
+    queue, _ = waiting(replace(WISH, least=2, gather_s=10.0))
+    clock.now = 1009.9
+    assert queue.wait(refusal(free, 4)) == 4
+    clock.now = 1010.0
+    assert queue.wait(refusal(free, 4)) == asked_next

@@ -88,6 +88,8 @@ def test_every_image_comes_once_with_its_label_and_pixels(drawn: Path) -> None:
     with feeder(drawn) as fed:
         trained, validated = seen(fed.train(1)), seen(fed.validate())
     assert sorted(trained) == list(manifest.train) and list(validated) == list(manifest.val)
+    with feeder(drawn) as fed:  # an evaluation validates only
+        assert seen(fed.validate()) == validated
     for index, (label, pixels) in (trained | validated).items():
         assert label == manifest.labels[index]
         if index in validated:
