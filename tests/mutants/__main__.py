@@ -39,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = up_to_date(tree.path, ROOT / ".mutants", options.jobs, options.tests)
     if options.list:
         for mutant in mutants:
-            print(
-                f"{name(mutant)}  [{mutant.operator}; {len(select_tests(record, mutant, statement_of(mutant)))} tests]"
-            )
+            tests = select_tests(ROOT, record, mutant, statement_of(mutant))
+            print(f"{name(mutant)}  [{mutant.operator}; {len(tests)} tests]")
         return 0
     outcomes = run_all(mutants, record, options.jobs)
     print(report(outcomes))

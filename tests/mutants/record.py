@@ -56,12 +56,17 @@ class FileRecord:
         """Whether the files that it depends on are as they were."""
         return all(digest(tree / path) == known for path, known in self.digests.items())
 
+    @property
+    def passed(self) -> list[str]:
+        """The tests that have passed."""
+        return [test for test, (passed, _) in self.tests.items() if passed]
+
     def executing(self, path: str, lines: Iterable[int]) -> list[str]:
         """The tests that execute one of some lines of a source, and have passed."""
         wanted = set(lines)
         contexts = {context for context, found in self.lines.get(path, {}).items() if wanted.intersection(found)}
         whole = any("::" not in context for context in contexts)
-        return [test for test, (passed, _) in self.tests.items() if passed and (whole or test in contexts)]
+        return [test for test in self.passed if whole or test in contexts]
 
     def runs_at_import(self, path: str, lines: Iterable[int]) -> bool:
         """Whether one of some lines of a source was executed outside tests, while the test file was collected."""

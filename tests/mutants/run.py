@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -88,21 +89,30 @@ class Tree:
             return status, output.read().decode(errors="replace")
 
 
-def select_tests(record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
+def select_tests(root: Path, record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
     """The tests that execute the mutant's lines, or else its statement; the test files that take less time first.
 
     Lines that run when the module is imported belong to no test, or to the file that was the first to import it: then
-    the tests that execute any line of the module.
+    the tests that execute any line of the module, and those of files that import it.
     """
     whole = range(1, 100_000)
     for lines in (range(mutant.lines[0], mutant.lines[1] + 1), range(statement[0], statement[1] + 1), whole):
         if lines != whole and any(known.runs_at_import(mutant.path, lines) for known in record.values()):
             continue
         by_file = {path: known.executing(mutant.path, lines) for path, known in record.items()}
+        if lines == whole:
+            by_file |= {path: known.passed for path, known in record.items() if imports(root / path, mutant.path)}
         if any(by_file.values()):
             break
     seconds = {path: seconds_of(record, tests) for path, tests in by_file.items()}
     return [test for path in sorted(by_file, key=lambda path: seconds[path]) for test in by_file[path]]
+
+
+def imports(test_file: Path, source: str) -> bool:
+    """Whether a test file imports a module."""
+    package, _, name = source.removesuffix(".py").replace("/", ".").rpartition(".")
+    pattern = rf"^ *(from|import) {package}\.{name}\b|^ *from {package} import [(\w\s,]*\b{name}\b"
+    return re.search(pattern, test_file.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def seconds_of(record: Record, tests: Sequence[str]) -> float:
@@ -113,7 +123,7 @@ def seconds_of(record: Record, tests: Sequence[str]) -> float:
 def outcome(tree: Tree, record: Record, mutant: Mutant, statement: tuple[int, int]) -> Outcome:
     """Run a mutant. A test that fails without it too, as it is unstable, proves nothing and is left out."""
     began = time.monotonic()
-    tests = select_tests(record, mutant, statement)
+    tests = select_tests(tree.path, record, mutant, statement)
     source = (tree.path / mutant.path).read_bytes()
     while tests:
         tree.write(mutant.path, mutant.apply(source))

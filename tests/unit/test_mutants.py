@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutants.generate import choose, mutants_of
 from tests.mutants.record import FileRecord
-from tests.mutants.run import failed_test, select_tests
+from tests.mutants.run import failed_test, imports, select_tests
 
 
 def changes(folder: Path, code: str) -> list[str]:
@@ -73,6 +73,7 @@ def test_same_seed_chooses_the_same_mutants_in_turns_of_the_paths(tmp_path: Path
 
 def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("x = f(\n    3,\n)\n")
+    (tmp_path / "t.py").write_text("import os\n")
     (mutant, *_) = [one for one in mutants_of(tmp_path, "code.py") if one.operator == "boundary"]
     outcomes = {f"t.py::test_{name}": (name != "red", 1.0) for name in ("a", "b", "red")}
     assert mutant.lines == (2, 2)
@@ -84,15 +85,40 @@ def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tm
         ({}, []),
     ):
         record = {"t.py": FileRecord(tests=outcomes, lines={"code.py": lines})}
-        assert select_tests(record, mutant, (1, 3)) == expected
+        assert select_tests(tmp_path, record, mutant, (1, 3)) == expected
 
 
 def test_line_that_runs_at_import_is_checked_by_all_tests_of_the_module(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text("x = 3\n")
-    (mutant, *_) = mutants_of(tmp_path, "code.py")
-    first = FileRecord(tests={"a.py::test_a": (True, 1.0)}, lines={"code.py": {"a.py": [1]}})  # it imported the module
-    second = FileRecord(tests={"b.py::test_b": (True, 2.0)}, lines={"code.py": {"b.py::test_b": [7]}})
-    assert select_tests({"a.py": first, "b.py": second}, mutant, (1, 1)) == ["a.py::test_a", "b.py::test_b"]
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/code.py").write_text("x = 3\n")
+    (mutant, *_) = mutants_of(tmp_path, "package/code.py")
+    module = "package/code.py"
+    first = FileRecord(tests={"a.py::test_a": (True, 1.0)}, lines={module: {"a.py": [1]}})  # it imported the module
+    second = FileRecord(tests={"b.py::test_b": (True, 2.0)}, lines={module: {"b.py::test_b": [7]}})
+    for name in "abcd":
+        (tmp_path / f"{name}.py").write_text("from package import code" if name == "c" else "import other")
+    third = FileRecord(tests={"c.py::test_c": (True, 3.0), "c.py::test_bad": (False, 0.1)})  # it uses a constant
+    files = {"a.py": first, "b.py": second, "c.py": third, "d.py": FileRecord(tests={"d.py::test_d": (True, 1.0)})}
+    chosen = select_tests(tmp_path, files, mutant, (1, 1))
+    assert chosen == ["a.py::test_a", "b.py::test_b", "c.py::test_c"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("from package.inner.code import Limits", True),
+        ("import package.inner.code", True),
+        ("from package.inner import code", True),
+        ("from package.inner import (\n    block,\n    code,\n)", True),
+        ("    from package.inner import code  # imports torch", True),
+        ("from package.inner.coder import Limits", False),
+        ("from package.inner import coder, block", False),
+        ("from package import code", False),
+    ],
+)
+def test_import_of_a_module_by_a_test_file_is_seen(tmp_path: Path, line: str, expected: bool) -> None:
+    (tmp_path / "t.py").write_text(f"import os\n{line}\nx = 1\n")
+    assert imports(tmp_path / "t.py", "package/inner/code.py") is expected
 
 
 def test_name_of_the_test_that_failed() -> None:

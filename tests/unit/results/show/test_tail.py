@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunNotFound
+from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunRecord
@@ -159,3 +161,11 @@ def test_state_of_a_run_is_read_every_few_seconds_and_kept_in_between(
     for now[0] in (100.0, 100.4, 100.5, 100.9, 101.0, 101.4):
         seen.append(watch())
     assert seen == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("lines", [None, 3])
+def test_a_log_that_is_a_link_is_refused_by_its_name(tmp_path: Path, lines: int | None) -> None:
+    log = tmp_path / "rank-0.log"
+    log.symlink_to("/etc/hosts")
+    with pytest.raises(ResultsError, match=rf"^cannot read {re.escape(str(log))}: Too many levels of symbolic links"):
+        list(LogCursor(log, lines).read())
