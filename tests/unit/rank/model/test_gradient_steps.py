@@ -212,3 +212,18 @@ def test_gradient_of_two_batches_is_their_mean(make_rank: MakeRank, accumulate: 
         some.batch(rows, last=number == batches - 1)
     whole.batch(ROWS)
     assert_close(some, whole)
+
+
+def test_gradients_are_averaged_also_where_only_another_rank_has_used_a_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other rank has used the second and the third of four parameters, with gradients 6 and 8."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
+    model[0].grad, model[1].grad = torch.tensor([2.0]), torch.tensor([4.0])
+    of_other_rank = iter((torch.tensor([0.0, 1.0, 1.0, 0.0]), *torch.tensor([[0.0], [6.0], [8.0]])))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.add_(next(of_other_rank)))
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    model.process_group = None  # type: ignore[assignment]  # as DDP has it
+    gradient_steps.average_gradients(model)  # type: ignore[arg-type]
+    assert [parameter.grad for parameter in model.parameters()] == [1.0, 5.0, 4.0, None]
+    assert next(of_other_rank, None) is None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import sys
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -168,3 +169,8 @@ def test_range_of_equal_values_has_a_margin(values: list[float], padded: bool, e
 def test_lines_end_at_values_that_are_not_finite() -> None:
     line = ChartLine("a", [0, 1, math.inf, 3, 4, 5], [math.nan, 1, 2, 3, 4, math.inf])
     assert chart._finite(line) == [[(1, 1)], [(3, 3), (4, 4)]]
+
+
+def test_dots_have_their_places_in_a_braille_character() -> None:
+    names = [[unicodedata.name(chr(chart._BRAILLE | bit)) for bit in row] for row in chart._DOTS]
+    assert names == [[f"BRAILLE PATTERN DOTS-{dot}" for dot in row] for row in ((1, 4), (2, 5), (3, 6), (7, 8))]
