@@ -1,6 +1,6 @@
 """Atomic writes, appends, file locks and SHA-256: no other module calls os.replace, flock or hashlib.sha256.
 
-All functions raise OSError. `results/run_files.py` adds the ownership checks that run directories need.
+All functions raise OSError. `results/secure_files.py` adds the ownership checks that run directories need.
 """
 
 from __future__ import annotations

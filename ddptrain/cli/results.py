@@ -104,8 +104,8 @@ def plot(
     json: Json = False,
 ) -> None:
     """Draw the loss curves of a run: a picture, and in the terminal."""
-    from ddptrain.results.run_files import is_own_folder
     from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.secure_files import is_own_folder
     from ddptrain.results.show.curves import plot_data, plot_of
     from ddptrain.results.show.plot import save_picture, terminal_charts
 

@@ -21,7 +21,7 @@ from ddptrain.config.types import NAME_PATTERN
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import try_lock
-from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
+from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 
 _RECORD = "cluster.json"
 _SCHEDULER = "scheduler.json"

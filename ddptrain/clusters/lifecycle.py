@@ -15,7 +15,7 @@ from ddptrain.clusters.provider import Provider, Tell
 from ddptrain.clusters.security import make_tls
 from ddptrain.clusters.signals import deferred
 from ddptrain.clusters.status import State, View
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.wording import counted, did_you_mean, shorten
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
 from ddptrain.log import Log
@@ -270,7 +270,7 @@ def _forget(deployment: Deployment) -> str:
 
 
 def _provider(backend: str) -> Provider:
-    return cast(Provider, known_names.provider_class(backend)())
+    return cast(Provider, plugin_names.provider_class(backend)())
 
 
 def _encrypts(provider: Provider, backend: str, wanted: bool | None) -> bool:

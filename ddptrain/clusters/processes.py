@@ -28,7 +28,7 @@ from ddptrain import __version__
 from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append
-from ddptrain.hosts import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
+from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
 
 FOLDER = "{folder}"
 _POLL_S = 0.02

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ddptrain import __version__
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.security import own_security, security
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.errors import ClusterError
-from ddptrain.hosts import Relation
+from ddptrain.host_identity import Relation
 
 if TYPE_CHECKING:
     from distributed import Security
@@ -54,7 +54,9 @@ def reopen(deployment: cluster_records.Deployment) -> None:
     Raises ClusterError, also on another host than that of the cluster.
     """
     deployment.check_here()
-    again = getattr(known_names.provider_class(deployment.record.backend), "reopen", None)  # only some backends have it
+    again = getattr(
+        plugin_names.provider_class(deployment.record.backend), "reopen", None
+    )  # only some backends have it
     if again is not None:
         again(deployment)
 

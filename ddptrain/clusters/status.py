@@ -15,7 +15,7 @@ from ddptrain.clusters import cluster_records as state
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.resolve import of_deployment
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER
-from ddptrain.hosts import Relation
+from ddptrain.host_identity import Relation
 
 LOOK_TIMEOUT_S = 2.0
 _LEAVE_S = 0.3

@@ -15,9 +15,9 @@ from typing import Any, Literal, Union
 
 from pydantic import BaseModel
 
-from ddptrain.config import known_names
-from ddptrain.config.known_names import takes_context, workload_target
+from ddptrain.config import plugin_names
 from ddptrain.config.params_check import UNKNOWN, Parameter, defaults_of, make_model
+from ddptrain.config.plugin_names import takes_context, workload_target
 
 _MAX_BYTES = 1 << 20
 _SIMPLE: Mapping[str, Any] = types.MappingProxyType(
@@ -159,7 +159,7 @@ def params_model(found: Found, function: str) -> type[BaseModel] | None:
 
 def default_params(workload: str, folders: Sequence[str]) -> dict[str, Any]:
     """Return the defaults of a workload's params, as far as its source shows them."""
-    model = known_names.params_model(workload)
+    model = plugin_names.params_model(workload)
     if model is None:
         module, _, function = workload_target(workload).partition(":")
         found = find_source(module, folders)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.run_config import RunConfig
 
 
@@ -13,8 +13,8 @@ def config_schema() -> dict[str, Any]:
     schema = RunConfig.model_json_schema()
     definitions = schema.setdefault("$defs", {})
     rules = []
-    for name in known_names.BUILT_IN:
-        model = known_names.params_model(name)
+    for name in plugin_names.BUILT_IN:
+        model = plugin_names.params_model(name)
         if model is None:
             continue
         params = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
@@ -28,7 +28,7 @@ def config_schema() -> dict[str, Any]:
             }
         )
     _describe_references(schema, definitions)
-    schema["properties"]["workload"]["examples"] = [*known_names.BUILT_IN, "package.module:function"]
+    schema["properties"]["workload"]["examples"] = [*plugin_names.BUILT_IN, "package.module:function"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "allOf": rules}
 
 

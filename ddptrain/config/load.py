@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ddptrain.config import function_source as config_params
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
 from ddptrain.config.params_check import check_params
 from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
@@ -208,7 +208,7 @@ def _is_file(path: Path) -> bool:
 
 def _params_model(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
     try:
-        model = known_names.params_model(workload)
+        model = plugin_names.params_model(workload)
         return model or _model_of_function(workload, path, root, problems)
     except ConfigError as error:
         place = place_of(root, ("workload",))
@@ -220,7 +220,7 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
 
 def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
     """The model of the params, read from the source of the user's function; adds a problem if there is no function."""
-    module, _, name = known_names.workload_target(workload).partition(":")
+    module, _, name = plugin_names.workload_target(workload).partition(":")
     found = config_params.find_source(module, [*import_folders(path), *sys.path])
     if found is None:
         return None

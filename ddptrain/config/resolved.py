@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.params_check import check_params
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.yaml_reader import scalar
@@ -53,7 +53,7 @@ def import_folders(path: Path) -> tuple[str, str]:
 
 def _complete_params(config: RunConfig) -> dict[str, Any]:
     """The params with the defaults of the workload's model."""
-    model = known_names.params_model(config.workload) if isinstance(config.workload, str) else None
+    model = plugin_names.params_model(config.workload) if isinstance(config.workload, str) else None
     return check_params(model, config.params).model_dump(mode="json") if model else dict(config.params)
 
 

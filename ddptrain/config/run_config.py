@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from ddptrain.config.known_names import is_built_in
+from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.sections.profiling import ProfileConfig, check_profiled_ranks
 from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig, with_default_gate

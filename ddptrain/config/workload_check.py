@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ddptrain.config.files import MAX_NEIGHBOURS, python_files
 from ddptrain.config.function_source import syntax_error, syntax_error_of_file
-from ddptrain.config.known_names import of_file, workload_target
 from ddptrain.config.load import place_in_file
+from ddptrain.config.plugin_names import of_file, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import describe_value, nearest, shorten
 from ddptrain.errors import ConfigError, Problem

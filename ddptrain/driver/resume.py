@@ -18,8 +18,8 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.local_copy import where_of
-from ddptrain.results.run_files import is_own_folder, read_bytes
 from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.secure_files import is_own_folder, read_bytes
 from ddptrain.results.tracker_records import run_argument
 
 AUTO = "auto"

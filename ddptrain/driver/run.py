@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.provider import Cluster
-from ddptrain.config.known_names import prepare_target, workload_target
+from ddptrain.config.plugin_names import prepare_target, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.tls_check import check_tls

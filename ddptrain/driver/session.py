@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ddptrain.clusters.backends.attached import AttachedCluster
 from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.provider import Cluster, Tell
-from ddptrain.config.known_names import is_built_in
+from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.local_resources import LocalResources
 from ddptrain.protocol.exec_env import without_working_directory

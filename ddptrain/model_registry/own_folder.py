@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddptrain import file_ops
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.run_files import require_own_folder
+from ddptrain.results.secure_files import require_own_folder
 from ddptrain.storage.store import (
     Listed,
     Location,

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.known_names import takes_context
+from ddptrain.config.plugin_names import takes_context
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter

@@ -24,7 +24,7 @@ from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, script
 from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, CheckpointCalls, PreemptedExit, WorkerGroupStore
 from ddptrain.rank.collective.calls import CollectiveCalls
-from ddptrain.rank.control import CommandHandler
+from ddptrain.rank.driver_commands import CommandHandler
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.entrypoint import as_json, bind, load_function
 from ddptrain.rank.failure import faults

@@ -14,7 +14,7 @@ from typing import Any
 from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import MANIFEST, RunLayout, step_of
-from ddptrain.results.run_files import read_bytes
+from ddptrain.results.secure_files import read_bytes
 
 
 @dataclass(frozen=True, slots=True)

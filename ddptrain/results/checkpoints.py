@@ -19,8 +19,8 @@ from ddptrain.protocol.events import CheckpointSaved, StagedFile
 from ddptrain.results.checkpoint_verification import is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
-from ddptrain.results.run_files import write_file
 from ddptrain.results.run_record import BestRecord, as_json_data
+from ddptrain.results.secure_files import write_file
 from ddptrain.results.staged_files import Parcel, move_in
 
 _MANIFEST_SCHEMA = 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddptrain import __version__, file_ops, log
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.run_files import open_to_append
+from ddptrain.results.secure_files import open_to_append
 
 MAX_BYTES = 8 << 20  # a larger file is renamed to driver.log.1, of which there is one
 

@@ -18,8 +18,8 @@ from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, step_na
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.remote.local_copy import origin_of, where_of
-from ddptrain.results.run_files import read_bytes
 from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord, RunStatus
+from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.tracker_records import tracker_outputs
 
 DRIVER_GONE = "the driver is gone (killed?)"

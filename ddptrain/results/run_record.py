@@ -19,7 +19,7 @@ from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 from pydantic_core import to_json
 
 from ddptrain.config.wording import shorten
-from ddptrain.hosts import boot_id
+from ddptrain.host_identity import boot_id
 
 SCHEMA = 1
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
-from ddptrain.hosts import is_this_host
+from ddptrain.host_identity import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
@@ -28,8 +28,8 @@ from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
-from ddptrain.results.run_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus, utc_now
+from ddptrain.results.secure_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.select.recorded_config import parsed_config
 from ddptrain.results.staged_files import adopt_file
 from ddptrain.results.system.system_file import SystemFile

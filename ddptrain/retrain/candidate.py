@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.config.known_names import is_built_in
+from ddptrain.config.plugin_names import is_built_in
 from ddptrain.errors import UsageError, one_line
 from ddptrain.model_registry.add_run import Retrained, add_output, add_run
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from ddptrain.config.known_names import is_built_in
+from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.wording import counted
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.retrain import plan

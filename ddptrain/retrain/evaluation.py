@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config.known_names import BUILT_IN
+from ddptrain.config.plugin_names import BUILT_IN
 from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import ResultsConfig
 from ddptrain.config.sections.tracking import TrackingConfig
@@ -28,8 +28,8 @@ from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
 from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, moment
-from ddptrain.results.run_files import make_folder
 from ddptrain.results.run_record import RecordError, RunRecord
+from ddptrain.results.secure_files import make_folder
 from ddptrain.retrain.script_output import read_metrics
 from ddptrain.run_handle import error_of
 from ddptrain.storage.remote_folder import is_url

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from ddptrain.config.known_names import BUILT_IN, DataSource
+from ddptrain.config.plugin_names import BUILT_IN, DataSource
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import counted, shorten
 from ddptrain.driver.transfer.code_package import pack, project_of

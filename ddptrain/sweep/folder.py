@@ -19,8 +19,8 @@ from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import open_runs_dir
-from ddptrain.results.run_files import is_own_folder, read_bytes, require_own_folder, write_file
 from ddptrain.results.run_store import LocalRuns
+from ddptrain.results.secure_files import is_own_folder, read_bytes, require_own_folder, write_file
 from ddptrain.sweep.metric import saved_values, values_of_run
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, choose_sweep, newest_first, read_sweep
 from ddptrain.sweep.stored import StoredSweeps

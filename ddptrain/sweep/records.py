@@ -14,8 +14,8 @@ from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.lookup import moment
-from ddptrain.results.run_files import read_bytes, write_file
 from ddptrain.results.run_record import as_json_data
+from ddptrain.results.secure_files import read_bytes, write_file
 
 SWEEP_JSON = "sweep.json"
 _FORMAT = 1

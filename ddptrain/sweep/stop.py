@@ -18,7 +18,7 @@ from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.lease import LOCK as LEASE
 from ddptrain.results.remote.lease import claim_from
 from ddptrain.results.remote.runs import StoreRuns, split_run
-from ddptrain.results.run_files import require_own_folder
+from ddptrain.results.secure_files import require_own_folder
 from ddptrain.storage.remote_folder import RemoteFolder, is_url
 from ddptrain.sweep.folder import LOCK
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, parse_sweep, read_sweep

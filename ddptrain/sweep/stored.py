@@ -26,8 +26,8 @@ from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.remote.runs import StoreRuns, bring_here
 from ddptrain.results.remote.upload import StoreUpload
-from ddptrain.results.run_files import write_file
 from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.secure_files import write_file
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.sweep.metric import values_of_run
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, choose_sweep, newest_first, parse_sweep

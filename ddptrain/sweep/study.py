@@ -27,7 +27,7 @@ from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError, one_line
 from ddptrain.log import Log
 from ddptrain.results.errors import ResultsError, naming
-from ddptrain.results.run_files import open_to_append
+from ddptrain.results.secure_files import open_to_append
 from ddptrain.sweep.records import TrialRecord, TrialState
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
 from ddptrain.log import Log
 from ddptrain.results.log_file import driver_log
-from ddptrain.results.run_files import write_file
 from ddptrain.results.run_record import RunStatus, utc_now
+from ddptrain.results.secure_files import write_file
 from ddptrain.sweep import folder as folders
 from ddptrain.sweep import output
 from ddptrain.sweep.capacity import Capacity, local_slots

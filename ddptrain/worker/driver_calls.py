@@ -22,7 +22,7 @@ from distributed import Worker
 from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
-from ddptrain.hosts import file_view
+from ddptrain.host_identity import file_view
 from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command

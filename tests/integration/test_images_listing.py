@@ -40,10 +40,10 @@ ONE_LISTING = {"list": 2}  # of 1,250 keys: two pages
 # A built-in workload that looks at its inputs and does no more: scripts/seen.py.
 COMMAND = """
 import sys
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.cli.main import main
 
-known_names.BUILT_IN["pictures"] = known_names.BuiltIn(
+plugin_names.BUILT_IN["pictures"] = plugin_names.BuiltIn(
     "tests.integration.scripts.seen:train",
     "ddptrain.workloads.images.params:ImagesParams",
     "ddptrain.workloads.images.data.listing:prepare",

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 import ddptrain
 from ddptrain.cli.main import app
-from ddptrain.config.known_names import TRACKER_EXTRAS, TRACKERS
+from ddptrain.config.plugin_names import TRACKER_EXTRAS, TRACKERS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

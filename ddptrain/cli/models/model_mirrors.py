@@ -30,7 +30,7 @@ MirrorTimeout = Annotated[
 
 def named_mirrors(names: list[str], timeout_s: float) -> ModelMirrors:
     """Return the mirrors of these names. Raises UsageError before anything is changed."""
-    from ddptrain.config.known_names import mirror_target
+    from ddptrain.config.plugin_names import mirror_target
     from ddptrain.config.sections.retraining import MirrorSettings
     from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
 

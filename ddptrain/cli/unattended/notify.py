@@ -35,7 +35,7 @@ def send_test(
 
     from ddptrain.config.load import load_config
     from ddptrain.errors import ExitCode, UsageError
-    from ddptrain.hosts import this_host
+    from ddptrain.host_identity import this_host
     from ddptrain.notify.heartbeat import Heartbeat
     from ddptrain.notify.messages import compose_test
     from ddptrain.notify.sender import Delivery, send

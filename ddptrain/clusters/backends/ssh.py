@@ -23,7 +23,7 @@ from ddptrain.clusters.security import CERT_FILE, KEY_FILE
 from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.hosts import is_loopback
+from ddptrain.host_identity import is_loopback
 
 if TYPE_CHECKING:
     from distributed import Client

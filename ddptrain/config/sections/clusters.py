@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.types import (
     MOST_RANKS,
     NAME_PATTERN,
@@ -147,7 +147,7 @@ class KubernetesSettings(Strict):
 
 
 def _known_backend(name: str) -> str:
-    if name in known_names.BACKENDS or name in (known := known_names.backends()):
+    if name in plugin_names.BACKENDS or name in (known := plugin_names.backends()):
         return name
     raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
 
@@ -190,7 +190,7 @@ class ClusterConfig(Strict):
     backend: Annotated[str, AfterValidator(_known_backend)] = Field(
         default="local",
         description="Where workers come from: local, address, ssh, slurm, saturn, kubernetes, class, or another name.",
-        json_schema_extra={"examples": [*known_names.BACKENDS]},
+        json_schema_extra={"examples": [*plugin_names.BACKENDS]},
     )
     address: SchedulerAddress | None = Field(
         default=None,
@@ -292,7 +292,7 @@ class ClusterConfig(Strict):
             raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
         if self.kwargs and self.backend != "class":
             raise _misplaced("kwargs", self.backend, "class")
-        if self.options and self.backend in known_names.BACKENDS:
+        if self.options and self.backend in plugin_names.BACKENDS:
             raise wrong_field(
                 "options", f"is given, but cluster.backend is {self.backend}", "it is for other packages' backends"
             )

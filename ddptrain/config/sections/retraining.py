@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ddptrain.config.known_names import mirror_target, mirrors
+from ddptrain.config.plugin_names import mirror_target, mirrors
 from ddptrain.config.types import NAME_PATTERN, FilledText, Seconds, Strict, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean
 from ddptrain.errors import UsageError

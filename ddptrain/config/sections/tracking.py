@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from ddptrain.config.known_names import TRACKERS, known_tracker, trackers
+from ddptrain.config.plugin_names import TRACKERS, known_tracker, trackers
 from ddptrain.config.types import FilledText, Seconds, Strict, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
 from ddptrain.protocol.rank_spec import TrackerSpec

@@ -22,7 +22,7 @@ from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.file_ops import write_all
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.run_files import open_to_append
+from ddptrain.results.secure_files import open_to_append
 
 READY_OPTION = "--ready-fd"
 _BEGIN_DEADLINE_S = 120.0  # for imports, and for requests to the object store of the runs

@@ -19,8 +19,8 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.ownership import run_lock
-from ddptrain.results.run_files import read_bytes, require_own_folder, write_file
 from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
 
 if TYPE_CHECKING:
     from ddptrain.driver.control.signals import Signals

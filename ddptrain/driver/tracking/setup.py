@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.known_names import TRACKERS, install_tracker
+from ddptrain.config.plugin_names import TRACKERS, install_tracker
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.errors import UsageError

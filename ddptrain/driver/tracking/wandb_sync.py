@@ -27,8 +27,8 @@ from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.remote.lease import StoreLock
-from ddptrain.results.run_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.run_record import RunStatus
+from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError

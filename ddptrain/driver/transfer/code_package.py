@@ -19,7 +19,7 @@ from typing import Any
 import pathspec
 
 from ddptrain.config.function_source import find_source
-from ddptrain.config.known_names import workload_target
+from ddptrain.config.plugin_names import workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import sha256

@@ -15,7 +15,7 @@ from ddptrain.file_ops import hash_file
 from ddptrain.protocol.starting_weights import FILE as WEIGHTS
 from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.errors import naming
-from ddptrain.results.run_files import make_folder, write_file
+from ddptrain.results.secure_files import make_folder, write_file
 
 if TYPE_CHECKING:
     from ddptrain.driver.transfer.starting_weights import FetchedWeights

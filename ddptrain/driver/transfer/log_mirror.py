@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddptrain.protocol import events
-from ddptrain.results import run_files
+from ddptrain.results import secure_files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, read_chunk
 
 # Reads bytes of a file: path, offset, number of bytes. May return fewer; none at the end of the file.
@@ -112,7 +112,7 @@ class LogMirror:
                 self.refused += 1
 
     def _append(self, data: bytes) -> None:
-        run_files.append(self.home_log, data)
+        secure_files.append(self.home_log, data)
 
     def _take_events(self, data: bytes) -> None:
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddptrain.config.known_names import is_built_in
 from ddptrain.config.load import load_data
+from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.file_ops import atomic_file, hash_file
@@ -28,7 +28,7 @@ from ddptrain.protocol.starting_weights import (
 )
 from ddptrain.results.errors import naming
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.run_files import make_folder, read_bytes
+from ddptrain.results.secure_files import make_folder, read_bytes
 
 _MODEL_FILE = "model.safetensors"
 _MOST_LISTED_BYTES = 1 << 30

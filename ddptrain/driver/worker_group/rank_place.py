@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.clusters.scheduler import slots
-from ddptrain.hosts import file_view
+from ddptrain.host_identity import file_view
 
 
 @dataclass(frozen=True, slots=True)

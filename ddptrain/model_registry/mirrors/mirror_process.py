@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ddptrain.config.known_names import MIRRORS, mirror_target
+from ddptrain.config.plugin_names import MIRRORS, mirror_target
 from ddptrain.errors import DdptrainError, UsageError, one_line
 from ddptrain.file_ops import sha256
 from ddptrain.model_registry.records import ModelFile, VersionRecord

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.load import load_data
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.redact import hide_secrets
-from ddptrain.results.run_files import read_bytes
+from ddptrain.results.secure_files import read_bytes
 
 _MOST = 1000
 _CHARACTERS = 300
@@ -56,8 +56,8 @@ def read_settings(path: Path, budget: int) -> list[Setting]:
 
 def _defaults(workload: object) -> dict[str, Any]:
     """The complete configuration of a workload with nothing but defaults."""
-    is_built_in = isinstance(workload, str) and workload in known_names.BUILT_IN
-    model = known_names.params_model(str(workload)) if is_built_in else None
+    is_built_in = isinstance(workload, str) and workload in plugin_names.BUILT_IN
+    model = plugin_names.params_model(str(workload)) if is_built_in else None
     fields = model.model_fields.items() if model is not None else ()
     params = {name: one.get_default(call_default_factory=True) for name, one in fields if not one.is_required()}
     defaults = RunConfig.model_validate({"workload": _ANY, "name": _ANY}).model_dump(mode="json")

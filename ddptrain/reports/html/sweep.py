@@ -11,7 +11,7 @@ from typing import Any
 
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.run_files import read_bytes
+from ddptrain.results.secure_files import read_bytes
 
 SWEEP_JSON = "sweep.json"
 _MOST_TRIALS = 2000

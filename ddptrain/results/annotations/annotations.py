@@ -11,7 +11,7 @@ from typing import Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
-from ddptrain.results.run_files import read_bytes
+from ddptrain.results.secure_files import read_bytes
 
 FILE = "annotations.json"  # in the run directory
 MOST_TAGS = 50

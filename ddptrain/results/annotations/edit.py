@@ -11,7 +11,7 @@ from ddptrain.file_ops import wait_for_lock
 from ddptrain.results.annotations.annotations import FILE, Annotations, read_annotations
 from ddptrain.results.errors import naming
 from ddptrain.results.remote.local_copy import origin_of
-from ddptrain.results.run_files import open_to_lock, require_own_folder, write_file
+from ddptrain.results.secure_files import open_to_lock, require_own_folder, write_file
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import NoConditionalWrites, WriteConflict
 

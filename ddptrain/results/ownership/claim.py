@@ -13,8 +13,8 @@ from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.driver_heartbeat import WATCH_S
-from ddptrain.results.run_files import require_own_folder
 from ddptrain.results.run_record import DriverRecord
+from ddptrain.results.secure_files import require_own_folder
 
 # The files that a driver creates before run.json. If it is killed in between, the same run id can be used again.
 _BEFORE_RECORD = re.compile(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ddptrain import file_ops
 from ddptrain.errors import DdptrainError, RunLocked
-from ddptrain.results import run_files
+from ddptrain.results import secure_files
 from ddptrain.results.errors import ResultsError, naming
 
 BEAT_EVERY_S = 2.0
@@ -71,7 +71,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         host = socket.gethostname()
         self._text = json.dumps({"pid": os.getpid(), "host": host, "token": secrets.token_hex(8)}).encode()
-        run_files.write_file(path, self._text)
+        secure_files.write_file(path, self._text)
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
         """Beat in a thread until close(). `lost` is called, at most once, if another driver has replaced the file."""
@@ -84,7 +84,7 @@ class Heartbeat:
             try:
                 descriptor = file_ops.open_regular(self._path)
             except FileNotFoundError:
-                run_files.write_file(self._path, self._text)
+                secure_files.write_file(self._path, self._text)
                 return
             try:
                 found = os.read(descriptor, 4 * len(self._text))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from ddptrain.hosts import is_this_host
+from ddptrain.host_identity import is_this_host
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.ownership import driver_heartbeat
 from ddptrain.results.ownership import run_lock as lock

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddptrain import file_ops
 from ddptrain.errors import RunLocked
 from ddptrain.log import Log
-from ddptrain.results import run_files
+from ddptrain.results import secure_files
 from ddptrain.results.errors import ResultsError, naming
 
 # A reader that tests the lock holds it for microseconds. So a driver that finds the lock taken tries again.
@@ -40,7 +40,7 @@ def take(path: Path) -> int:
         RunLocked: another process holds it.
         ResultsError: the file can't be created, is not a lock file of this user, or its file system has no locks.
     """
-    descriptor = run_files.open_to_lock(path)
+    descriptor = secure_files.open_to_lock(path)
     try:
         _wait_for(descriptor, path)
         if not _names_holder(_holder(descriptor, path)):
@@ -80,7 +80,7 @@ def _holder(descriptor: int, path: Path) -> str:
 def holder(path: Path) -> str:
     """Return who took the lock last, as "process 12 on host"; "" if the file does not say it, or can't be read."""
     try:
-        match = _WHO.match(run_files.read_bytes(path).decode(errors="replace"))
+        match = _WHO.match(secure_files.read_bytes(path).decode(errors="replace"))
     except OSError:
         return ""
     return match[0] if match else ""

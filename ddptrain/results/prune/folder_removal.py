@@ -27,8 +27,8 @@ from ddptrain.results.lookup import RunView, find_checkpoint, load_run
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.prune.policy import RunFacts
-from ddptrain.results.run_files import FolderIdentity, is_own_folder, read_bytes, write_file
 from ddptrain.results.run_store import LocalRuns
+from ddptrain.results.secure_files import FolderIdentity, is_own_folder, read_bytes, write_file
 
 MARK = ".pruned.json"
 _log = Log(__name__)

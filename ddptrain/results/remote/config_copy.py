@@ -8,7 +8,7 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import sha256
 from ddptrain.results.errors import naming
-from ddptrain.results.run_files import write_file
+from ddptrain.results.secure_files import write_file
 from ddptrain.storage.remote_folder import RemoteFolder
 
 _LARGEST_BYTES = 1 << 20

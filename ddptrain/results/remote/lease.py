@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ddptrain.errors import DdptrainError, RunLocked
-from ddptrain.hosts import this_host
+from ddptrain.host_identity import this_host
 from ddptrain.log import Log
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Limits, StoreError, Versioned, WriteConflict

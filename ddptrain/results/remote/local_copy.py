@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddptrain.results.run_files import read_bytes, write_file
+from ddptrain.results.secure_files import read_bytes, write_file
 
 ORIGIN = ".store.json"
 

@@ -13,7 +13,7 @@ from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.errors import CheckpointDamaged, naming
 from ddptrain.results.layout import BEST, INPUTS, LATEST, MANIFEST, step_name, step_of
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS, parse_stored, stored_name, without_stored_as
-from ddptrain.results.run_files import write_file
+from ddptrain.results.secure_files import write_file
 from ddptrain.storage.remote_folder import RemoteFolder
 
 _CONTINUED = ("run.json", "config.yaml", "events.jsonl", "metrics.jsonl", "system.jsonl")

@@ -25,9 +25,9 @@ from ddptrain.results.remote import restore
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.remote.local_copy import Origin, origin_of
 from ddptrain.results.remote.upload import StoreUpload
-from ddptrain.results.run_files import write_file
 from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns, NeededFiles
+from ddptrain.results.secure_files import write_file
 from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
 from ddptrain.storage.store import Listed

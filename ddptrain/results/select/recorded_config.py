@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_files import read_bytes
+from ddptrain.results.secure_files import read_bytes
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml: ten times as fast, missing on some platforms
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.run_files import write_file
 from ddptrain.results.run_record import BestRecord
+from ddptrain.results.secure_files import write_file
 from ddptrain.results.show.chart import ChartLine, Style, draw_chart
 from ddptrain.results.show.curves import Curve, Panel, Plot
 from ddptrain.text_tables import clean_line

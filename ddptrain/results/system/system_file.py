@@ -13,7 +13,7 @@ from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.errors import naming
 from ddptrain.results.metrics import AllSeries, Series
-from ddptrain.results.run_files import JsonLines
+from ddptrain.results.secure_files import JsonLines
 
 PREFIX = "system/"
 HOST_PREFIX = "system/host/"

@@ -16,9 +16,9 @@ from ddptrain.results.lookup import RunView, list_runs
 from ddptrain.results.prune.folder_removal import folder_bytes
 from ddptrain.results.prune.policy import PrunePolicy
 from ddptrain.results.prune.prune import prune
-from ddptrain.results.run_files import is_own_folder
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_store import LocalRuns
+from ddptrain.results.secure_files import is_own_folder
 from ddptrain.results.show.render import size
 from ddptrain.retrain.cleanup.protected_runs import protected_runs
 from ddptrain.storage.remote_folder import is_url

@@ -15,7 +15,7 @@ from ddptrain.clusters import cluster_records, lifecycle
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.status import State, View
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.errors import ClusterError, UsageError
 
@@ -91,7 +91,7 @@ def test_runs_file_gives_its_cluster_section_and_options_win(
     assert [(name, config.ranks) for config, name, _ in asked] == [("pets", 2), ("local", 5)]
 
 
-@pytest.mark.parametrize("backend", known_names.BACKENDS)
+@pytest.mark.parametrize("backend", plugin_names.BACKENDS)
 def test_backend_without_its_settings_has_defaults_or_says_which_field_is_missing(
     call: Call, asked: list[tuple[ClusterConfig, str, bool | None]], backend: str
 ) -> None:

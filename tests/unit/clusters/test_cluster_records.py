@@ -15,7 +15,7 @@ from ddptrain.clusters import cluster_records, resolve, security
 from ddptrain.clusters.cluster_records import ClusterRecord
 from ddptrain.config.sections.clusters import TlsSettings
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.hosts import HostId, Relation, this_host
+from ddptrain.host_identity import HostId, Relation, this_host
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,10 @@ from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.signals import interruptible
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.sections.clusters import ClusterConfig, SshSettings
 from ddptrain.errors import ClusterError, Interrupted, UsageError
-from ddptrain.hosts import HostId, this_host
+from ddptrain.host_identity import HostId, this_host
 
 
 class Provider:
@@ -64,7 +64,7 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def provider(monkeypatch: pytest.MonkeyPatch) -> Provider:
     made = Provider()
-    monkeypatch.setattr(known_names, "provider_class", lambda backend: lambda: made)
+    monkeypatch.setattr(plugin_names, "provider_class", lambda backend: lambda: made)
     return made
 
 
@@ -257,7 +257,7 @@ def test_host_that_was_added_is_another_setting_and_its_environment_is_not_print
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> OneWorker:
     made = OneWorker()
     made.written = {"scheduler": "fine", "worker a": "also fine", "worker b": "no torch here"}
-    monkeypatch.setattr(known_names, "provider_class", lambda backend: lambda: made)
+    monkeypatch.setattr(plugin_names, "provider_class", lambda backend: lambda: made)
     return made
 
 

@@ -18,7 +18,7 @@ import pytest
 from ddptrain.clusters import processes
 from ddptrain.clusters.processes import FOLDER, DaemonId, DaemonOrder
 from ddptrain.errors import ClusterError
-from ddptrain.hosts import HostId, this_host
+from ddptrain.host_identity import HostId, this_host
 
 Start = Callable[..., DaemonId]
 SERVE = "import sys, time; print('serving', *sys.argv[1:], flush=True); time.sleep(600)"

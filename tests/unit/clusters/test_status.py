@@ -16,7 +16,7 @@ from ddptrain.clusters import cluster_records, status
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.render import sections
 from ddptrain.clusters.status import State
-from ddptrain.hosts import HostId, this_host
+from ddptrain.host_identity import HostId, this_host
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from ddptrain.config import files as config_files
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.files import shipped_configs
 from ddptrain.config.load import (
     load_cluster,
@@ -48,7 +48,7 @@ def toy_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("toy_params")
     module.ToyParams = ToyParams  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "toy_params", module)
-    monkeypatch.setitem(known_names.BUILT_IN, "toy", known_names.BuiltIn("toy:train", "toy_params:ToyParams"))
+    monkeypatch.setitem(plugin_names.BUILT_IN, "toy", plugin_names.BuiltIn("toy:train", "toy_params:ToyParams"))
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_every_reference_of_the_schema_leads_somewhere() -> None:
 
 def test_loading_a_configuration_imports_neither_torch_nor_dask() -> None:
     code = (
-        "import sys, ddptrain.config.load as c, ddptrain.config.known_names as r\n"
+        "import sys, ddptrain.config.load as c, ddptrain.config.plugin_names as r\n"
         "r.params_model('petnames')\n"
         "print([m for m in ('torch', 'distributed', 'dask', 'typer', 'rich', 'numpy') if m in sys.modules])"
     )

@@ -11,7 +11,7 @@ import pytest
 from ddptrain.cli.main import main
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.cluster_records import ClusterRecord
-from ddptrain.hosts import HostId
+from ddptrain.host_identity import HostId
 
 
 @pytest.fixture(autouse=True)

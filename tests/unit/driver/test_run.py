@@ -46,5 +46,5 @@ def test_run_directory_is_that_of_the_resumed_run_and_is_locked_as_such(tmp_path
     options = SimpleNamespace(run_id=None if resumes else "night")
     choice = SimpleNamespace(folder=Path("/elsewhere/earlier")) if resumes else None
     with run._kept(cast(Any, config), cast(Any, options), cast(Any, choice), cast(Any, runs)) as (folder, upload):
-        assert (folder, upload) == (tmp_path / ("earlier" if resumes else "night"), "upload")
+        assert folder == tmp_path / ("earlier" if resumes else "night") and str(upload) == "upload"
     assert kept == [("earlier", True) if resumes else ("night", False)]

@@ -122,7 +122,7 @@ def test_request_names_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_registry_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
-    monkeypatch.setattr("ddptrain.results.run_files._is_our_id", lambda uid, path: False)
+    monkeypatch.setattr("ddptrain.results.secure_files._is_our_id", lambda uid, path: False)
     with pytest.raises(StoreError, match=r"models: the folder belongs to another user"):
         owner_in(tmp_path)._take("skip", 0.0, silent)
 

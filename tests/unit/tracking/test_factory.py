@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ddptrain.config import known_names
+from ddptrain.config import plugin_names
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.driver.tracking.setup import check_trackers
@@ -151,8 +151,8 @@ def test_users_own_tracker_is_imported_in_its_thread_and_told_the_facts(
 
 
 def test_trackers_of_installed_packages_are_known_by_their_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {known_names.TRACKER_GROUP: {"theirs": "collections:Counter"}}
-    monkeypatch.setattr(known_names, "_installed", lambda group: points.get(group, {}))
+    points = {plugin_names.TRACKER_GROUP: {"theirs": "collections:Counter"}}
+    monkeypatch.setattr(plugin_names, "_installed", lambda group: points.get(group, {}))
     assert names(1, other=[{"name": "theirs"}]) == ["theirs"]
     assert load("theirs") is Counter
     with pytest.raises(ValidationError, match="there is no such tracker"):

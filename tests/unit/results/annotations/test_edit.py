@@ -35,7 +35,7 @@ def test_a_change_that_is_refused_leaves_the_file(tmp_path: Path) -> None:
 
 def test_a_run_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.geteuid()
-    monkeypatch.setattr("ddptrain.results.run_files._id_given_in", lambda folder: None)
+    monkeypatch.setattr("ddptrain.results.secure_files._id_given_in", lambda folder: None)
     monkeypatch.setattr(os, "geteuid", lambda: real + 1)
     with pytest.raises(ResultsError, match="belongs to another user"):
         edit_folder(tmp_path, lambda before: before.with_tags(["a"]))

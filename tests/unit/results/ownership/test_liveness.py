@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain import hosts
+from ddptrain import host_identity
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.ownership import driver_heartbeat, liveness, run_lock
@@ -65,14 +65,14 @@ def test_who_is_alive(state: LockState, is_here: bool, pulse: Pulse, quiet_s: fl
     ],
 )
 def test_a_host_is_known_by_its_boot(host: str, boot: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "this_host", lambda: hosts.HostId("this-host", boot="this-boot"))
-    assert hosts.is_this_host(host, boot) is expected
+    monkeypatch.setattr(host_identity, "this_host", lambda: host_identity.HostId("this-host", boot="this-boot"))
+    assert host_identity.is_this_host(host, boot) is expected
 
 
 def test_a_boot_has_one_id() -> None:
     record = DriverRecord.of_this_process()
-    assert record.boot_id == hosts.boot_id() != ""
-    assert hosts.is_this_host(record.host, record.boot_id)
+    assert record.boot_id == host_identity.boot_id() != ""
+    assert host_identity.is_this_host(record.host, record.boot_id)
 
 
 @pytest.fixture

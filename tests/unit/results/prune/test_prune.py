@@ -24,9 +24,9 @@ from ddptrain.results.ownership.claim import continue_run
 from ddptrain.results.prune.folder_removal import MARK, FolderRemoval
 from ddptrain.results.prune.policy import PrunePolicy
 from ddptrain.results.prune.prune import prune
-from ddptrain.results.run_files import FolderIdentity
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.run_store import LocalRuns
+from ddptrain.results.secure_files import FolderIdentity
 
 Driver = Callable[[str], subprocess.Popen[str]]
 ALL = PrunePolicy(keep=0, failed_keep=0)

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from ddptrain import hosts
-from ddptrain.hosts import HostId, Relation, file_view, is_loopback, relation, this_host, where_to_run
+from ddptrain import host_identity
+from ddptrain.host_identity import HostId, Relation, file_view, is_loopback, relation, this_host, where_to_run
 
 HERE = HostId(name="login1", machine="m1", boot="b1", pids="pid:[1]")
 
@@ -69,5 +69,5 @@ def test_files_are_seen_alike_with_the_same_boot_mounts_root_and_user(monkeypatc
     here = file_view()
     monkeypatch.setattr("os.geteuid", lambda: 4711)
     assert file_view() == "" or (file_view() != here and file_view().endswith(" 4711"))
-    monkeypatch.setattr(hosts, "_link", lambda path: "")
+    monkeypatch.setattr(host_identity, "_link", lambda path: "")
     assert file_view() == ""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank.control import CommandHandler
+from ddptrain.rank.driver_commands import CommandHandler
 from ddptrain.rank.server import process_control
 from tests.unit.specs import make_spec
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results import run_files
+from ddptrain.results import secure_files
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.metrics import MetricsReader
 from ddptrain.results.ownership import run_lock
-from ddptrain.results.run_files import JsonLines, write_file
+from ddptrain.results.secure_files import JsonLines, write_file
 
 NOBODY = 65534
 
@@ -50,7 +50,7 @@ def test_a_line_that_the_disk_has_no_room_for_is_not_half_there(tmp_path: Path) 
     script = """
 import resource, signal, sys
 from pathlib import Path
-from ddptrain.results.run_files import JsonLines
+from ddptrain.results.secure_files import JsonLines
 from ddptrain.results.errors import ResultsError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 lines = JsonLines(Path(sys.argv[1]))
@@ -88,11 +88,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "append": lambda path: run_files.append(path, b"line\n"),
-    "open_to_append": lambda path: os.close(run_files.open_to_append(path)),
-    "open_to_lock": lambda path: os.close(run_files.open_to_lock(path)),
+    "append": lambda path: secure_files.append(path, b"line\n"),
+    "open_to_append": lambda path: os.close(secure_files.open_to_append(path)),
+    "open_to_lock": lambda path: os.close(secure_files.open_to_lock(path)),
     "lock": lambda path: os.close(run_lock.take(path)),
-    "lines": lambda path: run_files.JsonLines(path).close(),
+    "lines": lambda path: secure_files.JsonLines(path).close(),
 }
 
 
@@ -179,33 +179,33 @@ def test_reading_follows_no_link_and_waits_for_no_fifo(folder: Path, precious: P
     os.mkfifo(folder / "fifo")
     (folder / "link").symlink_to(precious)
     with pytest.raises(OSError, match="not a regular file"):
-        run_files.read_bytes(folder / "fifo")
+        secure_files.read_bytes(folder / "fifo")
     with pytest.raises(OSError, match="symbolic links"):
-        run_files.read_bytes(folder / "link")
-    assert run_files.read_bytes(precious) == b"precious\n"
+        secure_files.read_bytes(folder / "link")
+    assert secure_files.read_bytes(precious) == b"precious\n"
     assert run_lock.is_held(folder / "fifo") is False
 
 
 def test_what_is_made_is_for_us_alone_to_write_to_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        run_files.make_folder(tmp_path / "logs")
+        secure_files.make_folder(tmp_path / "logs")
         write_file(tmp_path / "run.json", b"")
-        run_files.append(tmp_path / "rank-0.log", b"")
+        secure_files.append(tmp_path / "rank-0.log", b"")
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {"logs": 0o755, "run.json": 0o644, "rank-0.log": 0o644}
-    run_files.make_folder(tmp_path / "logs")
+    secure_files.make_folder(tmp_path / "logs")
 
 
 def test_a_folder_may_be_behind_a_link_of_our_own(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "logs").symlink_to(tmp_path / "scratch")
-    run_files.make_folder(tmp_path / "logs")
+    secure_files.make_folder(tmp_path / "logs")
     (tmp_path / "file").touch()
     with pytest.raises(ResultsError, match="File exists"):
-        run_files.make_folder(tmp_path / "file")
+        secure_files.make_folder(tmp_path / "file")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -216,9 +216,9 @@ def test_a_folder_or_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(mode=0o777)
     os.chown(tmp_path / "theirs", NOBODY, NOBODY)
     for name, kind in (("link", "symbolic link"), ("theirs", "folder")):
-        assert not run_files.is_own_folder(tmp_path / name)
+        assert not secure_files.is_own_folder(tmp_path / name)
         with pytest.raises(ResultsError, match=f"the {kind} belongs to another user"):
-            run_files.make_folder(tmp_path / name)
+            secure_files.make_folder(tmp_path / name)
     assert os.listdir(tmp_path / "theirs") == []
 
 
@@ -227,16 +227,16 @@ def test_owners_may_be_others_where_the_file_system_gives_everything_to_one(
 ) -> None:
     real = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: real + 1)  # what is created has another owner than this process
-    run_files.make_folder(tmp_path / "logs")
-    run_files.append(tmp_path / "logs/a", b"1")
-    run_files.append(tmp_path / "logs/a", b"2")
+    secure_files.make_folder(tmp_path / "logs")
+    secure_files.append(tmp_path / "logs/a", b"1")
+    secure_files.append(tmp_path / "logs/a", b"2")
     assert (tmp_path / "logs/a").read_bytes() == b"12"
     assert os.listdir(tmp_path / "logs") == ["a"]
 
 
 def test_a_folder_that_is_exchanged_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    identity = run_files.FolderIdentity.of(tmp_path / "run")
+    identity = secure_files.FolderIdentity.of(tmp_path / "run")
     identity.check()
     (tmp_path / "run").rename(tmp_path / "away")
     with pytest.raises(ResultsError, match="No such file"):
