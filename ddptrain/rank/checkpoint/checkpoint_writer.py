@@ -196,7 +196,10 @@ class CheckpointWriter:
     def _written_files(
         self, save: PendingCheckpoint, write: Callable[[], tuple[StagedFile, ...]]
     ) -> tuple[StagedFile, ...]:
-        """Return the files that `write` has written into the folder of `save`. A failed write is repeated."""
+        """Return the files that `write` has written into the folder of `save`.
+
+        A failed write is repeated, unless the process may not write such a large file: that limit stays.
+        """
         failures = 0
         while True:
             try:
@@ -205,7 +208,8 @@ class CheckpointWriter:
                 shutil.rmtree(save.folder, ignore_errors=True)
                 failures += 1
                 pause_s = min(2.0 ** (failures - 1), _LONGEST_PAUSE_S)
-                given_up = failures >= self._spec.checkpointing.max_failures or self._hurry.is_set()
+                is_last = failures >= self._spec.checkpointing.max_failures or error.errno == errno.EFBIG
+                given_up = is_last or self._hurry.is_set()
                 self._report_failure(save, error, failures, given_up)
                 if given_up or self._hurry.wait(pause_s):
                     raise

@@ -197,14 +197,14 @@ def test_a_full_disk_is_told_and_tried_again(rank: Rank, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("code", "reason", "given_up"),
     [
-        (errno.ENOSPC, "No space left on device$"),
-        (errno.EFBIG, "File too large; raise the limit on the size of files: ulimit -f$"),
+        (errno.ENOSPC, "No space left on device$", [False, False, True]),
+        (errno.EFBIG, "File too large; raise the limit on the size of files: ulimit -f$", [True]),
     ],
 )
-def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries_and_a_limit_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, given_up: list[bool]
 ) -> None:
     rank = Rank(tmp_path, max_failures=3)
     FullDisk(monkeypatch, 1000, code)
@@ -215,7 +215,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries(
         rank.context.close()
     assert full.value.errno == code
     told = [event for event in rank.events() if isinstance(event, events.CheckpointFailed)]
-    assert [event.given_up for event in told] == [False, False, True]
+    assert [event.given_up for event in told] == given_up
     assert list((tmp_path / "staging").iterdir()) == []  # half a checkpoint would keep the disk full
     rank.context.checkpoint(model=model, step=2)
     until(lambda: rank.context._saver.error is not None)
