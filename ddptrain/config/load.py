@@ -16,12 +16,12 @@ from ddptrain.config import function_source as config_params
 from ddptrain.config import plugin_names
 from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
 from ddptrain.config.params_check import check_params
-from ddptrain.config.problems import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import ClusterConfig, ClusterFile
 from ddptrain.config.sweep_check import first_values, sweep_problems
 from ddptrain.config.types import default_name
+from ddptrain.config.validation_errors import MAX_PROBLEMS, Schema, explain, place_of
 from ddptrain.config.wording import describe_value, dotted, nearest, shorten
 from ddptrain.config.yaml_reader import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
 from ddptrain.errors import ConfigError, Problem

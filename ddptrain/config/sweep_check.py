@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ddptrain.config.params_check import check_params
-from ddptrain.config.problems import place_of
 from ddptrain.config.run_config import PrepareConfig, RunConfig
 from ddptrain.config.sections.sweeping import SweepConfig, samples_of, values_of
+from ddptrain.config.validation_errors import place_of
 from ddptrain.config.wording import describe_value, did_you_mean, shorten
 from ddptrain.config.yaml_reader import Located, Node
 from ddptrain.errors import Problem

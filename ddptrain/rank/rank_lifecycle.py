@@ -27,7 +27,7 @@ from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.driver_commands import CommandHandler
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.entrypoint import as_json, bind, load_function
-from ddptrain.rank.failure import faults
+from ddptrain.rank.failure import exceptions
 from ddptrain.rank.failure.stacks import report_thread_failures
 from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback
 from ddptrain.rank.profiling.profiled_steps import note_unused
@@ -92,7 +92,7 @@ class RankLifecycle:
         except SystemExit as stop:
             if not (self.failed or self.finished or self.preempted):
                 self._report_exit(stop)
-            return faults.exit_code(stop)
+            return exceptions.exit_code(stop)
         except BaseException as error:
             if self.finished:
                 print(f"ddptrain: after the workload had returned: {error!r}", file=sys.stderr)
@@ -202,7 +202,7 @@ class RankLifecycle:
             try:
                 code()
             except SystemExit as stop:
-                if faults.exit_code(stop) == 0:
+                if exceptions.exit_code(stop) == 0:
                     self._close()
                 raise
             self._close()
@@ -280,7 +280,7 @@ class RankLifecycle:
         self.finished = True
 
     def _report_exit(self, stop: SystemExit) -> None:
-        code = faults.exit_code(stop)
+        code = exceptions.exit_code(stop)
         if code == 0:
             self._finish()
             return
@@ -290,22 +290,22 @@ class RankLifecycle:
             return
         if not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)  # as Python does
-        failure = faults.bad_exit(stop, self.phase)
+        failure = exceptions.bad_exit(stop, self.phase)
         recorded = self._recorded()
         self._fail(dataclasses.replace(recorded, exit_code=code) if recorded is not None else failure)
 
     def _report_failure(self, error: BaseException) -> None:
-        faults.add_search_path(error)
+        exceptions.add_search_path(error)
         trace = user_traceback(error)
         print(trace if self.spec.code.full_traceback else shortened(trace), end="", file=sys.stderr)
-        failure, recorded = faults.failure(error, self.phase), self._recorded()
+        failure, recorded = exceptions.failure(error, self.phase), self._recorded()
         if recorded is not None and one_line(recorded.message) not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
         self._fail(failure)
 
     def _report_handled(self) -> None:
         """Report an exception that a long clean-up keeps in the user's code: it may be why other ranks have failed."""
-        if self._state() == "crashed" and (failure := faults.handled(self.phase)) is not None:
+        if self._state() == "crashed" and (failure := exceptions.handled(self.phase)) is not None:
             print("ddptrain: the rank is told to stop while it handles an exception:", file=sys.stderr)
             print(failure.traceback, end="", file=sys.stderr, flush=True)
             self.emitter.emit(failure)

@@ -13,7 +13,7 @@ import cloudpickle
 
 from ddptrain.compat.dask_pytorch_ddp import failures
 from ddptrain.file_ops import write_atomic
-from ddptrain.rank.failure import faults
+from ddptrain.rank.failure import exceptions
 from ddptrain.rank.failure.tracebacks import user_traceback
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def main(ctx: RankContext, *, job: str, answer: str) -> None:
         value = function(*args, **kwargs)
         data = cloudpickle.dumps(value)
     except BaseException as error:  # the client gets whatever the function raised
-        if not isinstance(error, SystemExit) or faults.exit_code(error):
+        if not isinstance(error, SystemExit) or exceptions.exit_code(error):
             _leave(answer, ERROR, _sealed(ctx, error))
         raise
     _leave(answer, VALUE, data)
@@ -46,7 +46,7 @@ def _loaded(job: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
 def _sealed(ctx: RankContext, error: BaseException) -> bytes:
     where = f"rank {ctx.rank} on {socket.gethostname()}"
     trace = user_traceback(error)
-    return failures.sealed(error, where, trace, time.time_ns(), victim=faults.lost_peer(error))
+    return failures.sealed(error, where, trace, time.time_ns(), victim=exceptions.lost_peer(error))
 
 
 def _leave(answer: str, ending: str, data: bytes) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.rank.entrypoint import load_function
-from ddptrain.rank.failure import faults
+from ddptrain.rank.failure import exceptions
 from ddptrain.rank.failure.tracebacks import user_traceback
 
 
@@ -43,7 +43,7 @@ def test_missing_import_inside_the_users_module_is_the_users_error(
 
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (42, 42), (256 + 7, 7), (-1, 255), ("a message", 1)])
 def test_exit_code_is_that_of_python(code: object, status: int) -> None:
-    assert faults.exit_code(SystemExit(code)) == status
+    assert exceptions.exit_code(SystemExit(code)) == status
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_exit_code_is_that_of_python(code: object, status: int) -> None:
     ],
 )
 def test_error_of_a_rank_that_lost_its_peer_is_recognized(error: BaseException, lost: bool) -> None:
-    assert faults.lost_peer(error) is lost
+    assert exceptions.lost_peer(error) is lost
 
 
 def test_traceback_begins_with_the_users_frame() -> None:

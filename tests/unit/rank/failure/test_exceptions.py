@@ -11,7 +11,7 @@ from torch._utils import ExceptionWrapper
 
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
-from ddptrain.rank.failure import faults
+from ddptrain.rank.failure import exceptions
 
 
 class Awkward(Exception):
@@ -30,7 +30,7 @@ def failure(error: BaseException) -> events.Failure:
     try:
         passed_on.reraise()
     except BaseException as raised:
-        return faults.failure(raised, "train")
+        return exceptions.failure(raised, "train")
     raise AssertionError("nothing was raised")
 
 
@@ -64,37 +64,37 @@ def test_exception_in_a_dataloader_worker_is_reported_as_itself(error: Exception
     ],
 )
 def test_time_out_of_a_collective_operation_is_known(words: str) -> None:
-    told = faults.failure(RuntimeError(words), "train")
+    told = exceptions.failure(RuntimeError(words), "train")
     assert (told.timed_out, told.lost_peer) == (True, False)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 5 seconds"), TimeoutError("timed out")])
 def test_time_out_of_the_users_code_is_not_one_of_a_collective(error: Exception) -> None:
-    assert not faults.failure(error, "train").timed_out
+    assert not exceptions.failure(error, "train").timed_out
 
 
 def test_broken_connection_of_the_users_code_is_a_root_cause() -> None:
-    assert not faults.lost_peer(ConnectionResetError(104, "Connection reset by peer"))
+    assert not exceptions.lost_peer(ConnectionResetError(104, "Connection reset by peer"))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_marked() -> None:
     full = CheckpointNotWritten(28, "a checkpoint could not be written: No space left on device")
-    assert faults.failure(full, "train").unwritable
-    assert not faults.failure(OSError(28, "No space left on device"), "train").unwritable  # of the user's own files
+    assert exceptions.failure(full, "train").unwritable
+    assert not exceptions.failure(OSError(28, "No space left on device"), "train").unwritable  # of the user's own files
 
 
 def test_import_error_names_the_interpreter_and_the_folders_once(monkeypatch: pytest.MonkeyPatch) -> None:
     library = os.path.dirname(os.__file__)
     monkeypatch.setattr("sys.path", ["/project", "/project", library, f"{library}/lib-dynload", "/site-packages", ""])
     error = ModuleNotFoundError("No module named 'x'", name="x")
-    faults.add_search_path(error)
+    exceptions.add_search_path(error)
     assert error.__notes__ == [f"not found by {sys.executable} in /project, /site-packages, ."]
 
 
 def _handled() -> events.Failure | None:
     """What another thread, which handles commands, finds."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(faults.handled, "train").result()
+        return pool.submit(exceptions.handled, "train").result()
 
 
 def test_an_exception_is_found_while_a_finally_block_runs() -> None:
@@ -123,11 +123,11 @@ def test_an_end_and_a_lost_peer_are_no_failures_that_explain_others(error: BaseE
 
 @pytest.mark.parametrize(("length", "kept"), [(4_000, 4_000), (4_001, 4_000)])
 def test_message_of_a_failure_has_at_most_4000_characters(length: int, kept: int) -> None:
-    message = faults.failure(ValueError("x" * length), "train").message
+    message = exceptions.failure(ValueError("x" * length), "train").message
     assert message.count("x") <= kept and len(message) <= length + 100
     assert (message == "x" * length) is (length == kept)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 0), (-1, 255), ("text", 1), (1.5, 1)])
 def test_exit_code_is_that_of_python(code: object, expected: int) -> None:
-    assert faults.exit_code(SystemExit(code)) == expected
+    assert exceptions.exit_code(SystemExit(code)) == expected
