@@ -63,7 +63,7 @@ def _starter(workload: Workload) -> dict[str, str]:
     """The content of each file of a new project; the YAML file is the first."""
     from importlib.resources import files
 
-    from ddptrain.config.files import shipped_configs
+    from ddptrain.config.config_file import shipped_configs
 
     package = files("ddptrain") / "starter"
     if workload in _STARTERS:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ddptrain.config import function_source as config_params
 from ddptrain.config import plugin_names
-from ddptrain.config.files import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
+from ddptrain.config.config_file import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
 from ddptrain.config.params_check import check_params
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.run_config import RunConfig

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddptrain.config.files import MAX_NEIGHBOURS, python_files
+from ddptrain.config.config_file import MAX_NEIGHBOURS, python_files
 from ddptrain.config.function_source import syntax_error, syntax_error_of_file
 from ddptrain.config.load import place_in_file
 from ddptrain.config.plugin_names import of_file, workload_target

@@ -180,7 +180,7 @@ def _watched(configs: list[str], at: str, timezone: str) -> tuple[list[Watched],
 
     Also returns a line for each installed schedule that can't be read.
     """
-    from ddptrain.config.files import find_config
+    from ddptrain.config.config_file import find_config
     from ddptrain.errors import UsageError
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import Watched

@@ -11,9 +11,9 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ddptrain.config import files as config_files
+from ddptrain.config import config_file as config_files
 from ddptrain.config import plugin_names
-from ddptrain.config.files import shipped_configs
+from ddptrain.config.config_file import shipped_configs
 from ddptrain.config.load import (
     load_cluster,
     load_config,
