@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import copy
 import ctypes
 import fcntl
 import importlib
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -67,8 +69,10 @@ _MODULES = _STARTING | {
     "ddptrain.cli.warm.server",
     "ddptrain.clusters.backends.kubernetes.port_forward",
     "ddptrain.driver.transfer.inputs_process",
+    "ddptrain.model_registry.mirrors.mirror_process",
     "distributed.cli.dask_scheduler",
     "tests.unit.worker.plain_scheduler",
+    "wandb",
 }
 _REPOSITORY = str(Path(__file__).parents[1])
 _NAMESPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid"}  # as nsenter and /proc name them
@@ -145,8 +149,10 @@ def _receive(link: socket.socket, size: int) -> bytes:
 class HiddenModules(MetaPathFinder, Loader):
     """Modules that are loaded but not in `sys.modules`: the first import of one of them brings all back."""
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, package: str, on_return: Callable[[], object] = lambda: None) -> None:
+        """`on_return` is called when they are back."""
         self._modules = {n: m for n, m in sys.modules.items() if n == package or n.startswith(package + ".")}
+        self._on_return = on_return
         self._spec: ModuleSpec | None = None
         for name in self._modules:
             del sys.modules[name]
@@ -158,14 +164,16 @@ class HiddenModules(MetaPathFinder, Loader):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             sys.modules.update(self._modules)
+            self._on_return()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """A spec for a module that is loaded already."""
         if name not in self._modules:
             return None
-        self.restore()
-        del sys.modules[name]  # or the import system would execute the module's file again
-        return ModuleSpec(name, self)
+        spec = copy.copy(self._modules[name].__spec__)
+        assert spec is not None
+        spec.loader = self
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The loaded module."""
@@ -176,6 +184,7 @@ class HiddenModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Nothing: it has been executed."""
         module.__spec__ = self._spec
+        self.restore()
 
 
 # --- in the process that starts others ---
@@ -217,7 +226,7 @@ class Forks(ABC):
         """What the helper has to do for a call of Popen; None where only a real start does."""
         words = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list) else []
         host, entered, words = _split_host(words)
-        safe, module, *arguments = _split(words)
+        options, module, arguments = _split(words)
         env = dict(os.environ if call["env"] is None else call["env"])
         cwd = entered or os.fspath(call["cwd"] or os.getcwd())
         plain = (
@@ -234,7 +243,8 @@ class Forks(ABC):
         return {
             "module": module,
             "args": arguments,
-            "safe": safe,
+            "safe": "-P" in options,
+            "quiet": "-W ignore" in options,
             "host": host,
             "env": env,
             "cwd": cwd,
@@ -258,18 +268,21 @@ def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
     return 0, "", words
 
 
-def _split(words: Sequence[str]) -> tuple[str, ...]:
-    """Of `python [-P] -m MODULE ARGUMENT...` and `python SCRIPT ARGUMENT...`: "-P" or "", module and arguments.
+def _split(words: Sequence[str]) -> tuple[frozenset[str], str, list[str]]:
+    """Options, module and arguments of `python OPTION... -m MODULE ARGUMENT...` and `python SCRIPT ARGUMENT...`.
 
-    A script stands for a module; for all else it is "".
+    Options are "-P" and "-W ignore". A script stands for a module; for all else it is "".
     """
-    safe = "-P" if words[1:2] == ["-P"] else ""
-    rest = words[2 if safe else 1 :]
+    options, rest = set(), list(words[1:])
+    while rest[:1] == ["-P"] or rest[:2] == ["-W", "ignore"]:
+        size = 1 if rest[0] == "-P" else 2
+        options.add(" ".join(rest[:size]))
+        del rest[:size]
     if words[:1] == [sys.executable] and rest[:1] == ["-m"] and len(rest) > 1:
-        return (safe, *rest[1:])
+        return frozenset(options), rest[1], rest[2:]
     if words[:1] == [sys.executable] and os.path.basename("".join(words[1:2])) in _SCRIPTS:
-        return ("-P", *words[1:])
-    return ("", "")
+        return frozenset({"-P"}), words[1], list(words[2:])
+    return frozenset(), "", []
 
 
 class ChildForks(Forks):
@@ -405,6 +418,8 @@ def become_program(order: Mapping[str, Any]) -> None:
     tempfile.tempdir = None
     if not order["safe"]:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
+    if order.get("quiet"):
+        warnings.simplefilter("ignore")
     sys.argv = [order["module"], *order["args"]]
     set_command_line(order["words"])
     _set_environment_block(order["env"])

@@ -9,6 +9,7 @@ path, environment in /proc) is tested with one: see `real_start` in conftest.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -235,6 +236,23 @@ def _become(order: dict[str, Any], fds: list[int]) -> None:
     become_program(order)
 
 
+def _without_folders() -> Callable[[], None]:
+    """Delete the folders that wandb makes when it is imported. Returns what makes others: each process has its own."""
+    from wandb import Artifact
+    from wandb.sdk.data_types import _private as media
+
+    folders = [Artifact._TMP_DIR, media.MEDIA_TMP]
+    for folder in folders:
+        atexit.unregister(folder.cleanup)
+        folder.cleanup()
+
+    def make() -> None:
+        for folder in folders:
+            folder.__init__("wandb")  # type: ignore[misc]  # it has the finalizer that removes it, too
+
+    return make
+
+
 def _main() -> NoReturn:
     del sys.path[0]  # the folder of the tests
     del os.environ["ROOM"]
@@ -245,6 +263,8 @@ def _main() -> NoReturn:
         importlib.import_module(name)
     import_driver()
     import_everything()
+    importlib.import_module("wandb.sdk.launch")  # wandb.init imports it: 1.2 s of CPU time for each rank, with wandb
+    HiddenModules("wandb", _without_folders())
     hidden = HiddenModules("torch")
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # folders of tests may have modules of this name
