@@ -74,6 +74,9 @@ _MODULES = _STARTING | {
     "tests.unit.worker.plain_scheduler",
     "wandb",
 }
+# Scripts that torchrun starts in the tests, as `python -u SCRIPT`, and variables that it sets; the second is for NCCL.
+_RANK_SCRIPTS = frozenset({"torchrun_script.py", "imagenet.py", "main.py"})
+_OF_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 _REPOSITORY = str(Path(__file__).parents[1])
 _NAMESPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid"}  # as nsenter and /proc name them
 _FIRST_SPARE_FD = 200
@@ -224,25 +227,30 @@ class Forks(ABC):
 
     def order(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the helper has to do for a call of Popen; None where only a real start does."""
-        words = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list) else []
+        words = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list | tuple) else []
         host, entered, words = _split_host(words)
         options, module, arguments = _split(words)
         env = dict(os.environ if call["env"] is None else call["env"])
+        of_torchrun = os.path.basename(module) in _RANK_SCRIPTS
         cwd = entered or os.fspath(call["cwd"] or os.getcwd())
+        environment = self._environment | (_OF_TORCHRUN if of_torchrun else {})
         plain = (
-            (module in _MODULES or os.path.basename(module) in _SCRIPTS)
+            self._is_known(module)
             and (call["preexec_fn"], call["executable"]) == (None, None)
             and call["close_fds"]
             and (call["uid"], call["gid"], call["gids"], call["umask"]) == (None, None, None, -1)
             and os.path.isdir(cwd)
             and all(fd < _FIRST_SPARE_FD for fd in call["pass_fds"])
-            and not changed_at_start({**self._spare, **env}, self._environment)
+            and not changed_at_start({**self._spare, **env}, environment)
         )
         if not plain:
             return None
+        code = arguments.pop(0) if module == "-c" else ""
         return {
             "module": module,
             "args": arguments,
+            "code": code,
+            "one_thread": of_torchrun,
             "safe": "-P" in options,
             "quiet": "-W ignore" in options,
             "host": host,
@@ -254,6 +262,10 @@ class Forks(ABC):
             "ignored": [number for number in _IGNORABLE if signal.getsignal(number) is signal.SIG_IGN],
             "words": words,
         }
+
+    def _is_known(self, module: str) -> bool:
+        """Whether a module or script may be forked."""
+        return module in _MODULES or os.path.basename(module) in _SCRIPTS | _RANK_SCRIPTS
 
 
 def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
@@ -271,7 +283,8 @@ def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
 def _split(words: Sequence[str]) -> tuple[frozenset[str], str, list[str]]:
     """Options, module and arguments of `python OPTION... -m MODULE ARGUMENT...` and `python SCRIPT ARGUMENT...`.
 
-    Options are "-P" and "-W ignore". A script stands for a module; for all else it is "".
+    Options are "-P" and "-W ignore". A script stands for a module; "-c" does, with its code as the first argument. For
+    all else it is "".
     """
     options, rest = set(), list(words[1:])
     while rest[:1] == ["-P"] or rest[:2] == ["-W", "ignore"]:
@@ -280,8 +293,12 @@ def _split(words: Sequence[str]) -> tuple[frozenset[str], str, list[str]]:
         del rest[:size]
     if words[:1] == [sys.executable] and rest[:1] == ["-m"] and len(rest) > 1:
         return frozenset(options), rest[1], rest[2:]
+    if words[:1] == [sys.executable] and rest[:1] == ["-c"] and len(rest) > 1:
+        return frozenset(options), "-c", rest[1:]
     if words[:1] == [sys.executable] and os.path.basename("".join(words[1:2])) in _SCRIPTS:
         return frozenset({"-P"}), words[1], list(words[2:])
+    if words[:2] == [sys.executable, "-u"] and os.path.basename("".join(words[2:3])) in _RANK_SCRIPTS:
+        return frozenset({"-P"}), words[2], list(words[3:])
     return frozenset(), "", []
 
 
@@ -376,7 +393,7 @@ class ChildForks(Forks):
         if "spawn" in order:
             tracker, pipe = order["spawn"]
             run_to_end(lambda: multiprocessing.spawn.spawn_main(pipe, tracker_fd=tracker))
-        run_program(order["module"])
+        run_program(order)
 
 
 def be_child(order: Mapping[str, Any], fds: Sequence[int]) -> None:
@@ -427,8 +444,14 @@ def become_program(order: Mapping[str, Any]) -> None:
         dask.config.refresh()
 
 
-def run_program(module: str) -> NoReturn:
-    """Run a module or a script as `__main__`, and end."""
+def run_program(order: Mapping[str, Any]) -> NoReturn:
+    """Run the module, the script or the code of an order as `__main__`, and end."""
+    module = order["module"]
+    if order.get("one_thread"):  # OMP_NUM_THREADS has been read already
+        importlib.import_module("torch").set_num_threads(1)
+    if order.get("code"):
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        run_to_end(lambda: exec(compile(order["code"], "<string>", "exec"), vars(main)))
     if module.endswith(".py"):
         path = os.path.abspath(module)
         sys.path.insert(0, os.path.dirname(path))

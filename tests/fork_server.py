@@ -167,6 +167,9 @@ class ServerForks(Forks):
         super().__init__({**_spare(), **os.environ}, _spare())
         self._server = server
 
+    def _is_known(self, module: str) -> bool:
+        return module == "-c" or super()._is_known(module)
+
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Have the server fork; returns the pid of the new process, a child of this one."""
         return self._server.start_child(order, fds)
@@ -180,8 +183,8 @@ def _spare() -> dict[str, str]:
 # --- in the process of the server ---
 
 
-def _serve(connection: socket.socket) -> str:
-    """Fork for each order. Returns the module to run in each forked process; the server itself exits."""
+def _serve(connection: socket.socket) -> dict[str, Any]:
+    """Fork for each order. Returns the order in each forked process, which has to run it; the server itself exits."""
     for number in (signal.SIGINT, signal.SIGHUP):  # they are for the tests
         signal.signal(number, signal.SIG_IGN)
     woken, wake = os.pipe()
@@ -207,7 +210,7 @@ def _serve(connection: socket.socket) -> str:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 connection.detach()  # it is closed with all other descriptors
                 (be_child if sibling else _become)(order, fds)
-                return str(order["module"])
+                return order
             if not sibling:
                 running[pid] = fds.pop()
             for fd in fds:
@@ -271,10 +274,10 @@ def _main() -> NoReturn:
     gc.freeze()  # fewer pages to copy after a fork
     gc.enable()
     assert threading.active_count() == 1, threading.enumerate()
-    module = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if can_fork_siblings() and process_control.thread_count() == 1:
+    order = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if can_fork_siblings() and not order.get("code") and process_control.thread_count() == 1:
         ChildForks(environment, _spare(), hidden).install()
-    run_program(module)
+    run_program(order)
 
 
 if __name__ == "__main__":
