@@ -4,14 +4,16 @@ An import of torch and Dask takes a rank server 2 s of CPU time and a worker 0.7
 hundreds of them. The fork server (tests/fork_server.py) has imported both. Each process that it forks has a helper: a
 fork of its own, made at its start, when it has one thread and no state. `subprocess.Popen` has the helper fork where
 it would start `python -m MODULE` with one of _MODULES. The new process has the caller as its parent (CLONE_PARENT), and
-session, environment, descriptors, signals and working directory as `Popen` would give them. Any other program, an
-environment that only a real start reads, and any other system than Linux on x86-64 or arm64 get a real start.
+session, environment, descriptors, signals and working directory as `Popen` would give them. What a
+test itself starts may also be `python -c CODE`. Any other program, an environment that only a real start reads, and any
+other system than Linux on x86-64 or arm64 get a real start.
 """
 
 from __future__ import annotations
 
 import array
 import atexit
+import copy
 import ctypes
 import fcntl
 import importlib
@@ -31,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -67,9 +70,14 @@ _MODULES = _STARTING | {
     "ddptrain.cli.warm.server",
     "ddptrain.clusters.backends.kubernetes.port_forward",
     "ddptrain.driver.transfer.inputs_process",
+    "ddptrain.model_registry.mirrors.mirror_process",
     "distributed.cli.dask_scheduler",
     "tests.unit.worker.plain_scheduler",
+    "wandb",
 }
+# Scripts that torchrun starts in the tests, as `python -u SCRIPT`, and variables that it sets; the second is for NCCL.
+_RANK_SCRIPTS = frozenset({"torchrun_script.py", "imagenet.py", "main.py"})
+_OF_TORCHRUN = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 _REPOSITORY = str(Path(__file__).parents[1])
 _NAMESPACES = {"net": "net", "mount": "mnt", "uts": "uts", "pid": "pid"}  # as nsenter and /proc name them
 _FIRST_SPARE_FD = 200
@@ -145,8 +153,10 @@ def _receive(link: socket.socket, size: int) -> bytes:
 class HiddenModules(MetaPathFinder, Loader):
     """Modules that are loaded but not in `sys.modules`: the first import of one of them brings all back."""
 
-    def __init__(self, package: str) -> None:
+    def __init__(self, package: str, on_return: Callable[[], object] = lambda: None) -> None:
+        """`on_return` is called when they are back."""
         self._modules = {n: m for n, m in sys.modules.items() if n == package or n.startswith(package + ".")}
+        self._on_return = on_return
         self._spec: ModuleSpec | None = None
         for name in self._modules:
             del sys.modules[name]
@@ -158,14 +168,16 @@ class HiddenModules(MetaPathFinder, Loader):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             sys.modules.update(self._modules)
+            self._on_return()
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """A spec for a module that is loaded already."""
         if name not in self._modules:
             return None
-        self.restore()
-        del sys.modules[name]  # or the import system would execute the module's file again
-        return ModuleSpec(name, self)
+        spec = copy.copy(self._modules[name].__spec__)
+        assert spec is not None
+        spec.loader = self
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The loaded module."""
@@ -176,6 +188,7 @@ class HiddenModules(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Nothing: it has been executed."""
         module.__spec__ = self._spec
+        self.restore()
 
 
 # --- in the process that starts others ---
@@ -215,26 +228,32 @@ class Forks(ABC):
 
     def order(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the helper has to do for a call of Popen; None where only a real start does."""
-        words = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list) else []
+        words = [os.fspath(word) for word in call["args"]] if isinstance(call["args"], list | tuple) else []
         host, entered, words = _split_host(words)
-        safe, module, *arguments = _split(words)
+        options, module, arguments = _split(words)
         env = dict(os.environ if call["env"] is None else call["env"])
+        of_torchrun = os.path.basename(module) in _RANK_SCRIPTS
         cwd = entered or os.fspath(call["cwd"] or os.getcwd())
+        environment = self._environment | (_OF_TORCHRUN if of_torchrun else {})
         plain = (
-            (module in _MODULES or os.path.basename(module) in _SCRIPTS)
+            self._is_known(module)
             and (call["preexec_fn"], call["executable"]) == (None, None)
             and call["close_fds"]
             and (call["uid"], call["gid"], call["gids"], call["umask"]) == (None, None, None, -1)
             and os.path.isdir(cwd)
             and all(fd < _FIRST_SPARE_FD for fd in call["pass_fds"])
-            and not changed_at_start({**self._spare, **env}, self._environment)
+            and not changed_at_start({**self._spare, **env}, environment)
         )
         if not plain:
             return None
+        code = arguments.pop(0) if module == "-c" else ""
         return {
             "module": module,
             "args": arguments,
-            "safe": safe,
+            "code": code,
+            "one_thread": of_torchrun,
+            "safe": "-P" in options,
+            "quiet": "-W ignore" in options,
             "host": host,
             "env": env,
             "cwd": cwd,
@@ -244,6 +263,10 @@ class Forks(ABC):
             "ignored": [number for number in _IGNORABLE if signal.getsignal(number) is signal.SIG_IGN],
             "words": words,
         }
+
+    def _is_known(self, module: str) -> bool:
+        """Whether a module or script may be forked."""
+        return module in _MODULES or os.path.basename(module) in _SCRIPTS | _RANK_SCRIPTS
 
 
 def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
@@ -258,18 +281,26 @@ def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
     return 0, "", words
 
 
-def _split(words: Sequence[str]) -> tuple[str, ...]:
-    """Of `python [-P] -m MODULE ARGUMENT...` and `python SCRIPT ARGUMENT...`: "-P" or "", module and arguments.
+def _split(words: Sequence[str]) -> tuple[frozenset[str], str, list[str]]:
+    """Options, module and arguments of `python OPTION... -m MODULE ARGUMENT...` and `python SCRIPT ARGUMENT...`.
 
-    A script stands for a module; for all else it is "".
+    Options are "-P" and "-W ignore". A script stands for a module; "-c" does, with its code as the first argument. For
+    all else it is "".
     """
-    safe = "-P" if words[1:2] == ["-P"] else ""
-    rest = words[2 if safe else 1 :]
+    options, rest = set(), list(words[1:])
+    while rest[:1] == ["-P"] or rest[:2] == ["-W", "ignore"]:
+        size = 1 if rest[0] == "-P" else 2
+        options.add(" ".join(rest[:size]))
+        del rest[:size]
     if words[:1] == [sys.executable] and rest[:1] == ["-m"] and len(rest) > 1:
-        return (safe, *rest[1:])
+        return frozenset(options), rest[1], rest[2:]
+    if words[:1] == [sys.executable] and rest[:1] == ["-c"] and len(rest) > 1:
+        return frozenset(options), "-c", rest[1:]
     if words[:1] == [sys.executable] and os.path.basename("".join(words[1:2])) in _SCRIPTS:
-        return ("-P", *words[1:])
-    return ("", "")
+        return frozenset({"-P"}), words[1], list(words[2:])
+    if words[:2] == [sys.executable, "-u"] and os.path.basename("".join(words[2:3])) in _RANK_SCRIPTS:
+        return frozenset({"-P"}), words[2], list(words[3:])
+    return frozenset(), "", []
 
 
 class ChildForks(Forks):
@@ -363,7 +394,7 @@ class ChildForks(Forks):
         if "spawn" in order:
             tracker, pipe = order["spawn"]
             run_to_end(lambda: multiprocessing.spawn.spawn_main(pipe, tracker_fd=tracker))
-        run_program(order["module"])
+        run_program(order)
 
 
 def be_child(order: Mapping[str, Any], fds: Sequence[int]) -> None:
@@ -405,6 +436,8 @@ def become_program(order: Mapping[str, Any]) -> None:
     tempfile.tempdir = None
     if not order["safe"]:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
+    if order.get("quiet"):
+        warnings.simplefilter("ignore")
     sys.argv = [order["module"], *order["args"]]
     set_command_line(order["words"])
     _set_environment_block(order["env"])
@@ -412,8 +445,14 @@ def become_program(order: Mapping[str, Any]) -> None:
         dask.config.refresh()
 
 
-def run_program(module: str) -> NoReturn:
-    """Run a module or a script as `__main__`, and end."""
+def run_program(order: Mapping[str, Any]) -> NoReturn:
+    """Run the module, the script or the code of an order as `__main__`, and end."""
+    module = order["module"]
+    if order.get("one_thread"):  # OMP_NUM_THREADS has been read already
+        importlib.import_module("torch").set_num_threads(1)
+    if order.get("code"):
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        run_to_end(lambda: exec(compile(order["code"], "<string>", "exec"), vars(main)))
     if module.endswith(".py"):
         path = os.path.abspath(module)
         sys.path.insert(0, os.path.dirname(path))

@@ -9,6 +9,7 @@ path, environment in /proc) is tested with one: see `real_start` in conftest.py.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -166,6 +167,9 @@ class ServerForks(Forks):
         super().__init__({**_spare(), **os.environ}, _spare())
         self._server = server
 
+    def _is_known(self, module: str) -> bool:
+        return module == "-c" or super()._is_known(module)
+
     def start(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Have the server fork; returns the pid of the new process, a child of this one."""
         return self._server.start_child(order, fds)
@@ -179,8 +183,8 @@ def _spare() -> dict[str, str]:
 # --- in the process of the server ---
 
 
-def _serve(connection: socket.socket) -> str:
-    """Fork for each order. Returns the module to run in each forked process; the server itself exits."""
+def _serve(connection: socket.socket) -> dict[str, Any]:
+    """Fork for each order. Returns the order in each forked process, which has to run it; the server itself exits."""
     for number in (signal.SIGINT, signal.SIGHUP):  # they are for the tests
         signal.signal(number, signal.SIG_IGN)
     woken, wake = os.pipe()
@@ -206,7 +210,7 @@ def _serve(connection: socket.socket) -> str:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 connection.detach()  # it is closed with all other descriptors
                 (be_child if sibling else _become)(order, fds)
-                return str(order["module"])
+                return order
             if not sibling:
                 running[pid] = fds.pop()
             for fd in fds:
@@ -235,6 +239,23 @@ def _become(order: dict[str, Any], fds: list[int]) -> None:
     become_program(order)
 
 
+def _without_folders() -> Callable[[], None]:
+    """Delete the folders that wandb makes when it is imported. Returns what makes others: each process has its own."""
+    from wandb import Artifact
+    from wandb.sdk.data_types import _private as media
+
+    folders = [Artifact._TMP_DIR, media.MEDIA_TMP]
+    for folder in folders:
+        atexit.unregister(folder.cleanup)
+        folder.cleanup()
+
+    def make() -> None:
+        for folder in folders:
+            folder.__init__("wandb")  # type: ignore[misc]  # it has the finalizer that removes it, too
+
+    return make
+
+
 def _main() -> NoReturn:
     del sys.path[0]  # the folder of the tests
     del os.environ["ROOM"]
@@ -245,16 +266,18 @@ def _main() -> NoReturn:
         importlib.import_module(name)
     import_driver()
     import_everything()
+    importlib.import_module("wandb.sdk.launch")  # wandb.init imports it: 1.2 s of CPU time for each rank, with wandb
+    HiddenModules("wandb", _without_folders())
     hidden = HiddenModules("torch")
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # folders of tests may have modules of this name
     gc.freeze()  # fewer pages to copy after a fork
     gc.enable()
     assert threading.active_count() == 1, threading.enumerate()
-    module = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if can_fork_siblings() and process_control.thread_count() == 1:
+    order = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if can_fork_siblings() and not order.get("code") and process_control.thread_count() == 1:
         ChildForks(environment, _spare(), hidden).install()
-    run_program(module)
+    run_program(order)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_training_on_images_imports_nothing_from_the_working_directory(
     small = {"architecture": "small_cnn", "image_size": 16, "epochs": 1, "batch_size": 8}
     config = {"workload": "images", "cluster": {"ranks": 2, "gpus": 0}, "params": {"source": "pictures", **small}}
     (tmp_path / "run.yml").write_text(json.dumps(config))
-    trained = run_cli("train", "run.yml", env={"PYTHONPATH": ":"})
+    trained = run_cli("train", "run.yml", env={"PYTHONPATH": ":"} | ONE_THREAD)
     assert found(traps) == {}
     assert trained.rc == 0, trained.stderr
 

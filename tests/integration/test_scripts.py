@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,14 @@ from tests.conftest import Cli, Finished
 
 SCRIPTS = Path(__file__).with_name("scripts")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = (str(Path(sys.executable).with_name("torchrun")),)
+# The command `torchrun`, as a script that the tests can fork.
+TORCHRUN = """
+import subprocess, sys
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main
+subprocess_handler.Popen = subprocess.Popen  # in a forked process the one of child_forks.py
+sys.exit(main())
+"""
 
 # The DDP tutorial's script, torch elastic's ImageNet, and minGPT-ddp: each in miniature.
 SHAPES = [
@@ -50,7 +56,8 @@ def test_script_has_the_losses_that_it_has_under_torchrun(
     ours.mkdir()
     monkeypatch.chdir(tmp_path)
     options = ["--standalone", "--nproc-per-node", "2", "--redirects", "3", "--log-dir", "../logs"]
-    expected = losses(run_cli(*options, script, *args, program=TORCHRUN, cwd=theirs), "logs/*/*/*/stdout.log")
+    said = run_cli(*options, script, *args, program=run_cli.program(TORCHRUN), cwd=theirs)
+    expected = losses(said, "logs/*/*/*/stdout.log")
     assert [len(lines) >= 2 for lines in expected] == [True, True]
     where = ("--ranks", "2", "--cluster", warm_cluster)
     found = losses(run_cli("run", *where, script, "--", *args, cwd=ours), "ours/runs/*/logs/rank-?.log")

@@ -19,7 +19,7 @@ from distributed.comm.core import connect
 
 from tests.conftest import Cli
 from tests.integration.attacker import NOBODY
-from tests.integration.test_cluster import Clusters, clusters, wait_until
+from tests.integration.test_cluster import Clusters, clusters, is_gone, wait_until
 
 __all__ = ["clusters"]  # a fixture
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -182,8 +182,10 @@ def test_forged_scheduler_of_a_stale_record_executes_nothing(
 ) -> None:
     """The cluster was killed, and somebody else listens at its address: no command unpickles the answer."""
     address = clusters.up(*options)["address"]
-    for part in ("worker", "scheduler"):
-        clusters.process(part).kill()
+    parts = [clusters.process(part) for part in ("worker", "scheduler")]
+    for part in parts:
+        part.kill()
+    wait_until(lambda: all(is_gone(part) for part in parts))  # till then the address is in use
     place = address.rpartition(":")[2] if options else address.removeprefix("unix://")
     if not options:
         shutil.rmtree(Path(place).parent)

@@ -50,14 +50,14 @@ class Clients:
 
     def __init__(self, folder: Path, backend: Backend) -> None:
         self.folder, self.backend = folder, backend
-        (folder / "client.py").write_text(CLIENT)
+        (folder / "command.py").write_text(CLIENT)
 
     def start(self, rank: int = 0, exit_code: int = 0, **settings: object) -> subprocess.Popen[bytes]:
         given = json.dumps({"rank": rank, "exit": exit_code, "settings": settings})
         kept = {name: str(self.folder) for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")}
         with (self.folder / "said.txt").open("ab") as said:
             return subprocess.Popen(
-                [sys.executable, str(self.folder / "client.py"), given],
+                [sys.executable, str(self.folder / "command.py"), given],
                 env={**os.environ, **self.backend.environment, **kept},
                 stdin=subprocess.DEVNULL,
                 stdout=said,

@@ -94,3 +94,15 @@ def test_hidden_modules_come_back_with_the_first_import() -> None:
         "assert before.__spec__.origin == before.__file__ and after is before.mime.text"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_hidden_modules_can_be_looked_for_and_tell_that_they_are_back() -> None:
+    code = (
+        "import sys, email.mime.text; from importlib.util import find_spec\n"
+        "from tests.child_forks import HiddenModules\n"
+        "back = []; hidden = HiddenModules('email', lambda: back.append('email.mime.text' in sys.modules))\n"
+        "spec = find_spec('email'); assert spec.submodule_search_locations\n"
+        "assert 'email' not in sys.modules and not back\n"
+        "import email.mime; assert back == [True]"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
