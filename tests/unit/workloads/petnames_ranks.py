@@ -3,7 +3,7 @@
 python petnames_ranks.py FOLDER WORLD_SIZE ...    FOLDER/cases.json holds
                                                   [{"params", "resume_from"?, "stop_after"?}, ...]
 Each rank takes part in the groups of those sizes that have such a rank, one after the other. All ranks are forked from
-this program: an import of torch takes 3 s of CPU time, and the first optimizer of a process another.
+this program, since an import of torch takes 3 s of CPU time.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.server.warmup import import_everything
 from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.petnames import train as workload
+from tests.command import QUICK_START
 from tests.unit.specs import make_spec
 
 
@@ -107,7 +108,8 @@ def run_ranks(script: Path, root: Path, world_sizes: Sequence[int]) -> None:
     """Run this program or images_ranks.py to its end; all ranks must succeed. Rank N prints to output-N.txt."""
     output = root / "output.txt"
     command = [sys.executable, str(script), str(root), *map(str, world_sizes)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    path = os.pathsep.join([QUICK_START, str(Path(__file__).parents[3])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
