@@ -207,6 +207,10 @@ class Forks(ABC):
 
     def install(self) -> None:
         """Have `subprocess.Popen` of this process use forks."""
+        subprocess.Popen = self.popen()  # type: ignore[assignment, misc]
+
+    def popen(self) -> type[subprocess.Popen[Any]]:
+        """A `subprocess.Popen` that uses forks."""
         forks = self
         execute = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
@@ -224,7 +228,7 @@ class Forks(ABC):
                 pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
                 self._close_pipe_fds(*(call[name] for name in pipes))  # type: ignore[attr-defined]
 
-        subprocess.Popen = Popen  # type: ignore[misc]
+        return Popen
 
     def order(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the helper has to do for a call of Popen; None where only a real start does."""

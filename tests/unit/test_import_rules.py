@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +109,7 @@ class Import(NamedTuple):
         return f"{self.file.relative_to(PACKAGE.parent)}:{self.line}: {self.name}"
 
 
+@cache
 def imports_of(room: str) -> list[Import]:
     """Every import in a room; what only type checkers see is left out."""
     files = PACKAGE.glob("*.py") if room == HALL else (PACKAGE / room).rglob("*.py")

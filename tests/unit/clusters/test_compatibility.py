@@ -20,6 +20,7 @@ from ddptrain.clusters.compatibility import Needs, check_cluster
 from ddptrain.clusters.compatibility_table import folded
 from ddptrain.errors import ClusterError
 from tests.environments import make_environment
+from tests.fork_server import ForkServer
 from tests.unit.worker.daskbench import DaskBench, Driver
 
 PACKAGES = ("ddptrain", "torch", "distributed", "dask-pytorch-ddp")
@@ -284,9 +285,9 @@ def refused(driver: Driver, needs: Needs) -> list[str]:
 
 
 @pytest.fixture
-def dask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaskBench]:
+def dask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dask_fork_server: ForkServer | None) -> Iterator[DaskBench]:
     monkeypatch.setattr(compatibility, "_DEADLINE_S", 60.0)
-    with DaskBench(tmp_path) as bench:
+    with DaskBench(tmp_path, fork_server=dask_fork_server) as bench:
         bench.scheduler()
         yield bench
 

@@ -1,8 +1,8 @@
-"""One rank of real gloo groups that runs the image workload case after case, and writes what it saw.
+"""The ranks of real gloo groups that run the image workload case after case, and write what they saw.
 
-python images_ranks.py FOLDER RANK WORLD_SIZE ...    FOLDER/cases.json holds
+python images_ranks.py FOLDER WORLD_SIZE ...    FOLDER/cases.json holds
                                      [{"inputs", "params", "resume_from"?, "stop_after"?, "worlds"?}, ...]
-It takes part in the groups of those sizes that have such a rank, one after the other.
+Each rank takes part in the groups of those sizes that have such a rank, one after the other: see petnames_ranks.py.
 """
 
 import contextlib

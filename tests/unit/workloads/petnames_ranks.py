@@ -1,17 +1,22 @@
-"""One rank of real gloo groups that runs the pet-name workload case after case, and writes what it saw.
+"""The ranks of real gloo groups that run the pet-name workload case after case, and write what they saw.
 
-python petnames_ranks.py FOLDER RANK WORLD_SIZE ...    FOLDER/cases.json holds
+python petnames_ranks.py FOLDER WORLD_SIZE ...    FOLDER/cases.json holds
                                                   [{"params", "resume_from"?, "stop_after"?}, ...]
-It takes part in the groups of those sizes that have such a rank, one after the other.
+Each rank takes part in the groups of those sizes that have such a rank, one after the other. All ranks are forked from
+this program, since an import of torch takes 3 s of CPU time.
 """
 
 import contextlib
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,8 +25,10 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.context import PreemptedExit, RankContext
 from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.server.warmup import import_everything
 from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.petnames import train as workload
+from tests.command import QUICK_START
 from tests.unit.specs import make_spec
 
 
@@ -97,13 +104,64 @@ def join(root: Path, rank: int, world_size: int) -> int:
     return int(store.port)
 
 
-def run_groups(run_group: Callable[[Path, int, int], None]) -> None:
-    """Be this program's rank (folder, rank and sizes of the groups are its arguments) in every group that has it."""
-    root, rank, *world_sizes = Path(sys.argv[1]), *map(int, sys.argv[2:])
+def run_ranks(script: Path, root: Path, world_sizes: Sequence[int]) -> None:
+    """Run this program or images_ranks.py to its end; all ranks must succeed. Rank N prints to output-N.txt."""
+    output = root / "output.txt"
+    command = [sys.executable, str(script), str(root), *map(str, world_sizes)]
+    path = os.pathsep.join([QUICK_START, str(Path(__file__).parents[3])])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        process.wait(350)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(_said(root)) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all ranks have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, _said(root)
+
+
+def _said(root: Path) -> str:
+    return "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(root.glob("output*.txt")))
+
+
+def run_groups(run_group: Callable[[Path, int, int], None]) -> NoReturn:
+    """Be this program: folder and sizes of the groups are its arguments. It ends as soon as a rank fails."""
+    root, *world_sizes = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
-    for world_size in world_sizes:
-        if rank < world_size:
-            run_group(root, rank, world_size)
+    import_everything()
+
+    def take_part(rank: int) -> None:
+        for world_size in world_sizes:
+            if rank < world_size:
+                run_group(root, rank, world_size)
+
+    for rank in range(max(world_sizes)):
+        if os.fork() == 0:
+            _be_rank(rank, root / f"output-{rank}.txt", take_part)
+    for _ in range(max(world_sizes)):
+        if os.wait()[1]:
+            sys.exit(1)  # the other ranks wait for it: `run_ranks` kills them
+    sys.exit(0)
+
+
+def _be_rank(rank: int, output: Path, take_part: Callable[[int], None]) -> NoReturn:
+    """Be a rank in this process, which was forked for it."""
+    fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    code = 1
+    try:
+        take_part(rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def run_cases(root: Path, rank: int, world_size: int, taken: list[list[int]], seeds: set[int]) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
 from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.train import _described_again, _is_channels_last
+from tests.unit.workloads.petnames_ranks import run_ranks
 
 # The limit is that of the three ranks that all tests look at, also on a machine with other work.
 pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
@@ -119,23 +116,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for index in some.val[:2]:  # of two ranks, each gets one
         (root / "some" / some.keys[index]).write_bytes(b"no image")  # since it was listed
     (root / "cases.json").write_text(json.dumps(all_cases))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    outputs = [root / f"output-{rank}.txt" for rank in range(max(WORLD_SIZES))]
-    processes = []
-    for rank, output in enumerate(outputs):
-        with output.open("wb") as file:
-            command = [sys.executable, str(SCRIPT), str(root), str(rank), *map(str, WORLD_SIZES)]
-            processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + 350
-    try:  # a rank that fails leaves the others waiting for it
-        while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
-            assert time.monotonic() < deadline, [output.read_text() for output in outputs]
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(processes), [o.read_text() for o in outputs]
+    run_ranks(SCRIPT, root, WORLD_SIZES)
     return root
 
 

@@ -1,8 +1,5 @@
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from ddptrain.workloads.petnames.data import make_rows
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import load_names, split_names
 from ddptrain.workloads.petnames.train import _VALIDATION_ROWS
+from tests.unit.workloads.petnames_ranks import run_ranks
 
 # The limit is that of the three ranks that all tests look at, also on a machine with other work.
 pytestmark = [pytest.mark.timeout(420), pytest.mark.slow]
@@ -55,24 +53,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "names.txt").write_text("\n".join(some))
     (root / "few.txt").write_text("\n".join(some[:4]))
     (root / "cases.json").write_text(json.dumps(cases(str(root / "names.txt"), str(root / "few.txt"))))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(root), str(rank), *map(str, WORLD_SIZES)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(max(WORLD_SIZES))
-    ]
-    try:
-        outputs = [process.communicate(timeout=350)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
+    run_ranks(SCRIPT, root, WORLD_SIZES)
     return root
 
 

@@ -124,8 +124,9 @@ def test_key_that_outgrows_the_limit_begins_afresh(tmp_path: Path) -> None:
 
 
 HOLDS = """
-import os, sys
+import os, sys, types
 from pathlib import Path
+sys.modules["torch"] = types.ModuleType("torch")  # the import takes 2 s of CPU time, and nothing here calls torch
 from ddptrain.rank.model.compile_cache import CompileCache
 cache = CompileCache("key", Path(sys.argv[1]))
 with cache.exclusive():
