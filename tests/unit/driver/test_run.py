@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver import run
 from ddptrain.driver.run import LaunchOptions
+from ddptrain.driver.worker_group.reservation import SlotRequest
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunRecord
@@ -48,3 +50,32 @@ def test_run_directory_is_that_of_the_resumed_run_and_is_locked_as_such(tmp_path
     with run._kept(cast(Any, config), cast(Any, options), cast(Any, choice), cast(Any, runs)) as (folder, upload):
         assert folder == tmp_path / ("earlier" if resumes else "night") and str(upload) == "upload"
     assert kept == [("earlier", True) if resumes else ("night", False)]
+
+
+def test_only_a_first_reservation_waits_for_more_slots_than_the_run_needs() -> None:
+    cluster = {"ranks": {"min": 2, "max": 4}}
+    config = RunConfig.model_validate(
+        {"workload": "petnames", "cluster": cluster, "failure": {"rejoin_wait_s": 30.0, "max_restarts": 1}}
+    )
+    requests: list[tuple[int | None, int | None, float]] = []
+
+    def reserve(request: SlotRequest, _: object) -> list[str]:
+        requests.append((request.ranks, request.least, request.gather_s))
+        return ["a place", "another"]
+
+    told: list[object] = []
+    unfinished = SimpleNamespace(
+        config=config,
+        machine=None,
+        signals=SimpleNamespace(interrupting=nullcontext),
+        display=SimpleNamespace(expect=lambda ranks, sizes: told.append((ranks, sizes)), status=told.append),
+        log_sizes="sizes",
+        cluster=SimpleNamespace(words="the cluster"),
+    )
+    checked = SimpleNamespace(reserve=lambda reserve_slots: [reserve_slots(True), reserve_slots(False)][-1])
+    places = run._Run._reserved(
+        cast(Any, unfinished), cast(Any, SimpleNamespace(reserve=reserve)), cast(Any, None), cast(Any, checked)
+    )
+    assert places == ["a place", "another"]
+    assert requests == [(4, 2, 30.0), (4, 2, 0.0)]
+    assert told == [(2, "sizes"), "starting 2 ranks on the cluster"]
