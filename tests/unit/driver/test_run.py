@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver import run
+from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.driver.run import LaunchOptions
 from ddptrain.driver.worker_group.reservation import SlotRequest
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import RunRecord
+from ddptrain.results.run_record import FailureRecord, RunRecord, RunStatus
+from ddptrain.results.run_writer import RunWriter
 
 REASON = "run night has succeeded: there is nothing left to do"
 
@@ -79,3 +82,16 @@ def test_only_a_first_reservation_waits_for_more_slots_than_the_run_needs() -> N
     assert places == ["a place", "another"]
     assert requests == [(4, 2, 30.0), (4, 2, 0.0)]
     assert told == [(2, "sizes"), "starting 2 ranks on the cluster"]
+
+
+def test_end_of_a_run_is_written_into_run_json_and_the_events(tmp_path: Path) -> None:
+    failure = FailureRecord(message="it broke", rank=1)
+    with RunWriter.create(tmp_path, "night", "petnames", "name: petnames\n", "petnames") as writer:
+        unfinished = SimpleNamespace(writer=writer)
+        last = run._Run._finish(cast(Any, unfinished), RunEnd(RunStatus.FAILED, 5, "cause", failure))
+        assert (writer.record.status, writer.record.exit_code, writer.record.failure) == ("failed", 5, failure)
+        assert (last["event"], last["status"], last["exit_code"]) == ("run_finished", "failed", 5)
+        assert last["duration_s"] == pytest.approx(writer.record.duration_s, abs=0.001)
+        assert last["failure"]["message"] == "it broke"
+        *_, written = map(json.loads, writer.layout.events_jsonl.read_text().splitlines())
+    assert {name: written[name] for name in last} == last
