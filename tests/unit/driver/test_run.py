@@ -16,6 +16,8 @@ from ddptrain.driver import run
 from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.driver.run import LaunchOptions
 from ddptrain.driver.worker_group.reservation import SlotRequest
+from ddptrain.errors import Interrupted
+from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import FailureRecord, RunRecord, RunStatus
@@ -95,3 +97,60 @@ def test_end_of_a_run_is_written_into_run_json_and_the_events(tmp_path: Path) ->
         assert last["failure"]["message"] == "it broke"
         *_, written = map(json.loads, writer.layout.events_jsonl.read_text().splitlines())
     assert {name: written[name] for name in last} == last
+
+
+WELL = RunEnd(RunStatus.SUCCEEDED, 0)
+PREEMPTED = RunEnd(RunStatus.PREEMPTED, 75)
+BROKEN = RunEnd(RunStatus.FAILED, 1, "broken")
+
+
+@pytest.mark.parametrize(
+    ("taken", "run_end", "problems", "warned", "loss", "expected", "deadlines", "notices"),
+    [
+        ([], WELL, [""], False, None, WELL, [900.0], []),
+        ([15], WELL, [""], False, None, WELL, [7.0], []),
+        ([], PREEMPTED, ["it is late"], False, None, PREEMPTED, [7.0], ["it is late"]),
+        ([], BROKEN, ["it is late"], True, None, BROKEN, [900.0], []),
+        ([], BROKEN, ["it is late"], False, None, BROKEN, [900.0], ["it is late"]),
+        ([], BROKEN, [""], False, ResultsError("lost"), BROKEN, [900.0], []),
+        ([], WELL, [""], False, ResultsError("lost"), "lost", [900.0], []),
+        ([], WELL, ["it is late"], False, None, "it is late", [900.0], []),
+        ([], BROKEN, [Interrupted(2), "it is late"], False, None, BROKEN, [900.0, 0.0], ["it is late"]),
+    ],
+)
+def test_a_run_ends_well_only_if_its_uploads_do(
+    taken: list[int],
+    run_end: RunEnd,
+    problems: list[str | Interrupted],
+    warned: bool,
+    loss: ResultsError | None,
+    expected: RunEnd | str,
+    deadlines: list[float],
+    notices: list[str],
+) -> None:
+    waited: list[float] = []
+    told: list[str] = []
+    answers = iter(problems)
+
+    def flush(deadline_s: float) -> str:
+        waited.append(deadline_s)
+        answer = next(answers)
+        if isinstance(answer, Interrupted):
+            raise answer
+        return answer
+
+    unfinished = SimpleNamespace(
+        signals=SimpleNamespace(taken=taken, interrupting=nullcontext),
+        config=SimpleNamespace(failure=SimpleNamespace(grace_s=7.0)),
+        keeping=SimpleNamespace(flush=flush),
+        writer=SimpleNamespace(loss=loss),
+        display=SimpleNamespace(notice=lambda text, level: told.append(text)),
+        warned=warned,
+    )
+    found = run._Run._flushed(cast(Any, unfinished), run_end)
+    if isinstance(expected, str):
+        assert (found.status, found.exit_code, found.cause) == (RunStatus.FAILED, ResultsError.exit_code, expected)
+    else:
+        assert found == expected
+    assert (waited, told) == (deadlines, notices)
+    assert unfinished.warned is (warned or problems[-1] != "")
