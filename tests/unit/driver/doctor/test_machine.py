@@ -18,6 +18,7 @@ import pytest
 from ddptrain.driver.doctor import machine
 from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock
 from ddptrain.errors import ClusterError
+from ddptrain.storage.remote_folder import RemoteFolder
 from tests.unit.driver.cluster_check.hosts import facts
 
 
@@ -126,7 +127,7 @@ def test_store_is_checked_only_for_a_url(monkeypatch: pytest.MonkeyPatch) -> Non
         if (problem := next(problems)) is not None:
             raise problem
 
-    monkeypatch.setattr(machine.RemoteFolder, "open", lambda url: SimpleNamespace(check=check))
+    monkeypatch.setattr(RemoteFolder, "open", lambda url: SimpleNamespace(check=check))
     assert machine._store("runs") == []
     assert machine._store("s3://bucket/runs") == [Check("store", Result.OK, "s3://bucket/runs can be listed")]
     assert machine._store("s3://bucket/runs") == [Check("store", Result.BAD, "no bucket")]

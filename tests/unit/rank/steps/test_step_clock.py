@@ -159,13 +159,16 @@ def test_steps_of_a_gpu_are_reported_in_order_once_the_device_has_come_to_their_
     assert measured[1:] == [(3.0, 1.0), (0.0, 0.25), (0.5, 0.0)]
 
 
-def test_a_step_has_own_time_without_other_work_and_a_wait_and_the_first_one_only_begins() -> None:
+def test_a_step_has_own_time_without_other_work_and_a_wait_and_the_first_one_only_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     measured: Measured = []
     firsts: list[int] = []
     clock = StepClock(lambda own_s, waited_s: measured.append((own_s, waited_s)), first=lambda: firsts.append(1))
     queued: list[Callable[[], None]] = []
     marks = iter([_Mark(1.0, 0.0), _Mark(1.5, 0.0), _Mark(4.5, 1.0), _Mark(5.0, 1.0), _Mark(6.0, 3.0), _Mark(8.0, 3.0)])
-    clock._queue, clock._mark = queued.append, lambda: next(marks)  # type: ignore[method-assign]
+    monkeypatch.setattr(clock, "_queue", queued.append)
+    monkeypatch.setattr(clock, "_mark", lambda: next(marks))
     for _ in range(3):
         clock._on_arrived()
         assert queued == [clock._on_left]
@@ -174,9 +177,9 @@ def test_a_step_has_own_time_without_other_work_and_a_wait_and_the_first_one_onl
     assert measured == [(2.0, 0.5), (0.0, 2.0)]
 
 
-def test_a_measurement_that_fails_is_the_last_one() -> None:
-    clock = StepClock(lambda own_s, waited_s: 1 / 0)  # type: ignore[arg-type,return-value]
-    clock._queue = lambda callback: None  # type: ignore[method-assign]
+def test_a_measurement_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(lambda own_s, waited_s: 1 / 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(clock, "_queue", lambda callback: None)
     for is_off in (False, True):
         clock._on_arrived()
         clock._on_left()
