@@ -78,7 +78,7 @@ def test_only_a_first_reservation_waits_for_more_slots_than_the_run_needs() -> N
         cluster=SimpleNamespace(words="the cluster"),
     )
     checked = SimpleNamespace(reserve=lambda reserve_slots: [reserve_slots(True), reserve_slots(False)][-1])
-    places = run._Run._reserved(
+    places: object = run._Run._reserved(
         cast(Any, unfinished), cast(Any, SimpleNamespace(reserve=reserve)), cast(Any, None), cast(Any, checked)
     )
     assert places == ["a place", "another"]
@@ -154,3 +154,33 @@ def test_a_run_ends_well_only_if_its_uploads_do(
         assert found == expected
     assert (waited, told) == (deadlines, notices)
     assert unfinished.warned is (warned or problems[-1] != "")
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_run_on_this_machine_is_announced_with_its_ranks_and_what_may_be_too_small(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "resource_warnings", lambda machine, cores: [f"{machine.ranks} are many"])
+    told: list[object] = []
+    unfinished = SimpleNamespace(
+        options=SimpleNamespace(evaluation=None, shared="a cluster" if is_shared else None),
+        writer=SimpleNamespace(run_id="night", layout=SimpleNamespace(where="runs/night")),
+        choice=SimpleNamespace(reason="a reason"),
+        machine=SimpleNamespace(ranks=3),
+        cluster=SimpleNamespace(words="the cluster"),
+        log_sizes="sizes",
+        display=SimpleNamespace(
+            notice=lambda text, level="info": told.append((level, text)),
+            expect=lambda ranks, sizes: told.append((ranks, sizes)),
+            status=told.append,
+        ),
+    )
+    run._Run._greet(cast(Any, unfinished))
+    greeting = [("info", "run night in runs/night"), ("info", "a reason"), (3, "sizes")]
+    warnings = [] if is_shared else [("warning", "3 are many")]
+    assert told == [*greeting, *warnings, "starting 3 ranks on a local cluster"]
+    told.clear()
+    unfinished.machine = unfinished.choice = None
+    unfinished.options.evaluation = SimpleNamespace(words="the best checkpoint")
+    run._Run._greet(cast(Any, unfinished))
+    assert told == [("info", "evaluating the best checkpoint"), "connecting to the cluster"]

@@ -23,7 +23,7 @@ class _Signs:
     """A watchdog for which rank 1 works, and each rank is idle for ten times its number of seconds."""
 
     def idle_s(self, rank: Any, activity: Activity, now: float) -> float:
-        return 10.0 * rank.spec.rank
+        return 10.0 * int(rank.spec.rank)
 
     def works(self, rank: Any, activity: Activity, now: float) -> bool:
         return bool(rank.spec.rank == 1)

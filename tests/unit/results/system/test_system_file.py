@@ -143,3 +143,11 @@ def test_use_of_many_ranks_is_that_of_the_first_64() -> None:
     lines = [SystemLine(1.0, "h", rank, {"cpu_percent": 1.0}) for rank in reversed(range(70))]
     assert [name for name, _ in use_lines(lines)] == ["h", *(f"rank {rank}" for rank in range(64))]
     assert use_lines([]) == []
+
+
+def test_a_name_of_a_host_has_at_most_255_characters_and_numbers_are_finite(tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    values = {"cpu_percent": 1e300, "memory_bytes": 9.9e299, "shm_bytes": True, "disk_bytes": "1"}
+    path.write_text(json.dumps({"time_s": 3, "host": "h" * 300, "rank": None, **values}) + "\n")
+    (line,) = read_system(path)
+    assert (line.time_s, line.host, line.rank, line.values) == (3.0, "h" * 255, None, {"memory_bytes": 9.9e299})
