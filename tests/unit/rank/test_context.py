@@ -215,13 +215,13 @@ def test_rank_0_executes_the_block_before_the_others_begin_it(
             return 7
 
         def meet(self, name: str, number: int, store: object) -> None:
-            assert store is rank.context._store
+            assert store is made.context._store
             done.append((name, number))
 
-    rank = Rank(tmp_path, rank=number, world_size=2)
-    monkeypatch.setattr(rank.context, "_collective_calls", Calls())
-    with rank.context.rank_zero_first():
+    made = Rank(tmp_path, rank=number, world_size=2)
+    monkeypatch.setattr(made.context, "_collective_calls", Calls())
+    with made.context.rank_zero_first():
         done.append("block")
-    rank.file.close()
+    made.file.close()
     meeting = ("rank_zero_first", 7)
     assert done == ["enter rank_zero_first", *(("block", meeting) if number == 0 else (meeting, "block"))]

@@ -350,3 +350,21 @@ def test_all_reduce_of_all_ranks_is_that_of_the_first_rank_that_has_it(
     ranks: list[RankReading], expected: tuple[dict[str, float] | None, str]
 ) -> None:
     assert check._everyone(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("depth", "gpu", "plan", "limits"),
+    [
+        ("quick", False, ProbePlan((((0, 1),),), 0.15, 0.1, 0.08, 4.0, 1 << 20, False, False, "all"), (10.0, 30.0)),
+        ("quick", True, ProbePlan((((0, 1),),), 0.15, 0.1, 0.08, 4.0, 64 << 20, True, False, "all"), (10.0, 30.0)),
+        ("deep", False, ProbePlan((((0, 1),),), 5.0, 1.0, 0.5, 10.0, 64 << 20, False, False, "all"), (15.0, 90.0)),
+        ("deep", True, ProbePlan((((0, 1),),), 5.0, 1.0, 0.5, 10.0, 1 << 30, True, True, "all"), (15.0, 90.0)),
+    ],
+)
+def test_a_deep_check_measures_longer_and_more(
+    depth: str, gpu: bool, plan: ProbePlan, limits: tuple[float, float]
+) -> None:
+    chosen = DEPTHS[depth]
+    assert chosen.name == depth and chosen.plan(2, gpu=gpu, only="all") == plan
+    assert (chosen.facts_s, chosen.deadline_s) == limits
+    assert len(chosen.plan(100, gpu=gpu).rounds) == {"quick": 7, "deep": 15}[depth]
