@@ -160,3 +160,18 @@ def test_a_check_ends_with_the_scheduler_and_with_the_results(tmp_path: Path) ->
     with pytest.raises(ClusterError, match="disk full"):
         lost.run()
     assert lost.calls[-1] == "end"
+
+
+def test_a_wait_without_a_message_is_short_and_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(tmp_path, lambda attempt: [Broken(attempt, 0, "no rank server")])
+    take, waits = group.inbox.get, iter([True, True, False])
+
+    def get(*, timeout: float) -> Any:
+        assert timeout == 0.1
+        if next(waits):
+            raise queue.Empty
+        return take(block=False)
+
+    monkeypatch.setattr(group.inbox, "get", get)
+    assert group.run()[0].error == "no rank server"
+    assert group.calls == ["check"] * 3 + ["end"]

@@ -84,7 +84,8 @@ def test_loopback_works() -> None:
 def test_process_is_asked_with_its_arguments_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = iter([("a\n", "x\nlast words\n", 0), ("", "x\nlast words\n", 3), ("", "", 3)])
 
-    def run(command: list[str], *, env: dict[str, str], timeout: float, **_: object) -> SimpleNamespace:
+    def run(command: list[str], *, env: dict[str, str], timeout: float, **options: bool) -> SimpleNamespace:
+        assert options == {"capture_output": True, "text": True, "check": False}
         assert command == [sys.executable, "-P", "-m", "a.module", "one"] and env == {"A": "1"} and timeout == 30.0
         stdout, stderr, status = next(outcomes)
         return SimpleNamespace(stdout=stdout, stderr=stderr, returncode=status)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.failure.hang_diagnosis import RankReport
 from ddptrain.driver.failure.stack_collector import ANSWERS_S, StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog
 from ddptrain.protocol import events
@@ -125,8 +126,31 @@ def test_a_rank_that_waits_in_a_method_for_one_that_will_not_call_it_is_a_fault(
 def test_a_rank_that_finishes_during_the_inquiry_ends_it_without_a_fault_unless_a_wait_has_timed_out() -> None:
     collector = answered(begun(hang=None), 0)
     finished = [RANKS[0], RANKS[1]._replace(finished=True)]
-    _, fault = collector.result(finished, 105.0, 8)
-    assert fault is None
+    after, fault = collector.result(finished, 105.0, 8)
+    assert fault is None and after == StackCollector(not_before=105.0, before=collector.stacks)
     victim = Fault(0, FaultKind.EXCEPTION, 3, "timed out", victim=True, timed_out=True)
     _, fault = collector.result([finished[0]._replace(fault=victim, lost=True), finished[1]], 105.0, 8)
     assert fault is not None and fault.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "did not start within 40 s"),
+        ({"started": STARTED}, "did not reach the rendezvous within 40 s"),
+        ({"started": STARTED, "entered": True}, "no progress for 40 s"),
+    ],
+)
+def test_the_fault_says_how_far_the_rank_came(state: dict[str, Any], message: str) -> None:
+    ranks = [running(0, **state), running(1, **state)._replace(lost=True)]
+    _, fault = begun().result(ranks, 105.0, 8)
+    assert fault is not None and fault.rank == 0
+    assert fault.message.startswith(f"{message}, its place in the code is not known")
+
+
+def test_of_ranks_that_were_not_asked_nothing_is_known() -> None:
+    collector = StackCollector(until=100.0, limit_s=40.0)
+    _, fault = collector.result([RANKS[0]], 100.0, 8)
+    assert fault is not None
+    assert fault.message == "no progress for 40 s, its place in the code is not known (stacks: artifacts/stacks/)"
+    assert collector._report(RANKS[0]) == RankReport(0, 0.0)
