@@ -273,7 +273,9 @@ def _main() -> NoReturn:
     if not only_dask:
         import_driver()
         import_everything()
-        importlib.import_module("wandb.sdk.launch")  # wandb.init imports it: 1.2 s of CPU time for each rank, with wandb
+        importlib.import_module(
+            "wandb.sdk.launch"
+        )  # wandb.init imports it: 1.2 s of CPU time for each rank, with wandb
         HiddenModules("wandb", _without_folders())
     hidden = HiddenModules("torch")
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:

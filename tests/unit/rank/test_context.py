@@ -201,3 +201,27 @@ def test_epochs_are_counted_from_1_and_set_in_each_loader(rank: Rank) -> None:
     loaders = [rank.context.loader(range(4), batch_size=2) for _ in range(2)]  # type: ignore[arg-type]
     seen = [[loader.epoch for loader in loaders] for _ in rank.context.epochs(2)]
     assert seen == [[1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_rank_0_executes_the_block_before_the_others_begin_it(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+
+    class Calls:
+        def enter(self, name: str) -> int:
+            done.append(f"enter {name}")
+            return 7
+
+        def meet(self, name: str, number: int, store: object) -> None:
+            assert store is made.context._store
+            done.append((name, number))
+
+    made = Rank(tmp_path, rank=number, world_size=2)
+    monkeypatch.setattr(made.context, "_collective_calls", Calls())
+    with made.context.rank_zero_first():
+        done.append("block")
+    made.file.close()
+    meeting = ("rank_zero_first", 7)
+    assert done == ["enter rank_zero_first", *(("block", meeting) if number == 0 else (meeting, "block"))]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddptrain.rank import rank_process
 from ddptrain.rank.entrypoint import load_function
 from ddptrain.rank.failure import exceptions
 from ddptrain.rank.failure.tracebacks import user_traceback
+from tests.unit.specs import make_spec
 
 
 def test_function_is_found_by_its_module_and_name() -> None:
@@ -68,3 +72,29 @@ def test_traceback_begins_with_the_users_frame() -> None:
         text = user_traceback(error)
     assert "in user" in text
     assert text.endswith("ValueError: boom\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({}, ["/p", "/q", "/lib", "/other"]),
+        ({"built_in": True}, ["/lib", "/other", "/p", "/q"]),
+        ({"script": "train.py"}, ["/lib", "/p", "/other"]),
+        ({"env": {"PYTHONPATH": ":/x"}}, ["/p", "/q", "{workdir}", "/lib", "/other"]),
+        ({"env": {"PYTHONPATH": ""}}, ["/p", "/q", "/lib", "/other"]),
+    ],
+)
+def test_modules_of_the_project_are_searched_first_and_once_but_for_built_in_workloads(
+    changes: dict[str, Any], path: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # and back after the test
+    monkeypatch.setattr(os, "environ", {"OF_THE_WORKER": "1"})
+    monkeypatch.setattr(sys, "path", ["/lib", "/p", "/other"])
+    monkeypatch.setattr(sys, "argv", ["worker"])
+    workdir = tmp_path / "work"
+    workdir.mkdir()
+    code = {"workload": "m:f", "workdir": str(workdir), "sys_path": ("/p", "/q")}
+    spec = make_spec(**{"env": {"OF_THE_RANK": "2"}, **code, **changes})
+    rank_process._enter_environment(spec)
+    assert sys.path == [entry.format(workdir=workdir) for entry in path]
+    assert (os.environ, sys.argv, Path.cwd()) == (spec.env, ["m:f"], workdir)

@@ -16,6 +16,7 @@ from ddptrain.results.run_record import (
     RankRecord,
     RecordError,
     RunRecord,
+    SlowRankRecord,
     as_json_data,
 )
 
@@ -115,3 +116,16 @@ def test_numbers_that_are_not_finite_are_written_as_null() -> None:
     data = as_json_data({"a": math.nan, "b": [math.inf, 1], 3: {"c": object}})
     assert data == {"a": None, "b": [None, 1], "3": {"c": str(object)}}
     assert '"x": null' in RunRecord(run_id="r", last_metrics={"x": math.nan}).to_json()
+
+
+@pytest.mark.parametrize(
+    ("own_s", "median_s", "causes", "words"),
+    [
+        (1.5, 1.0, ("low clock", "swap"), "1.5 s in each step, 1.5 times the median of 1 s; low clock; swap"),
+        (0.9994, 0.25, (), "999 ms in each step, 4.0 times the median of 250 ms; the system metrics show no reason"),
+        (2.0, 0.0, ("x",), "2 s in each step, longer than the median of 0 ms; x"),
+    ],
+)
+def test_a_slow_rank_is_told_with_its_times(own_s: float, median_s: float, causes: tuple[str, ...], words: str) -> None:
+    record = SlowRankRecord(rank=3, host="h", own_s=own_s, median_s=median_s, causes=causes)
+    assert record.words == f"rank 3 on h is slow: its own work takes {words}"

@@ -23,7 +23,15 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import load_run
 from ddptrain.results.ownership import driver_heartbeat, run_lock
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.run_record import DriverRecord, EnvironmentValue, FailureRecord, GitRecord, RunRecord, RunStatus
+from ddptrain.results.run_record import (
+    AttemptRecord,
+    DriverRecord,
+    EnvironmentValue,
+    FailureRecord,
+    GitRecord,
+    RunRecord,
+    RunStatus,
+)
 from ddptrain.results.run_writer import RunWriter
 from tests import fake_time
 from tests.unit.results.conftest import Stage
@@ -337,6 +345,26 @@ def test_duration_of_a_resumed_run_is_that_of_all_its_parts(writer: RunWriter, m
     record = load_run(writer.layout.root).record
     assert record.duration_s == pytest.approx(120, abs=5)
     assert record.resumed_at is not None and record.earlier_s == pytest.approx(100, abs=5)
+
+
+def test_attempts_of_a_killed_driver_have_failed_when_the_run_continues(writer: RunWriter) -> None:
+    writer.update(
+        attempts=(
+            AttemptRecord(1, "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z", 2, "preempted"),
+            AttemptRecord(2, "2026-01-01T00:02:00Z", "2026-01-01T00:03:00Z", 2),
+            AttemptRecord(3, "2026-01-01T00:04:00Z", None, 2),
+        )
+    )
+    writer.finish(RunStatus.FAILED, 1)
+    writer.close()
+    ended_at = load_run(writer.layout.root).record.ended_at
+    assert ended_at is not None
+    with RunWriter.reopen(writer.layout.root, "workload: toy\n") as again:
+        assert [(one.attempt, one.outcome, one.ended_at) for one in again.record.attempts] == [
+            (1, "preempted", "2026-01-01T00:01:00Z"),
+            (2, "failed", "2026-01-01T00:03:00Z"),
+            (3, "failed", ended_at),
+        ]
 
 
 def test_run_is_waiting_until_it_has_ranks_and_its_status_stays_running(writer: RunWriter) -> None:

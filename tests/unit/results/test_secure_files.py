@@ -283,3 +283,15 @@ def test_added_lines_are_written_together_by_flush_and_by_append(tmp_path: Path)
     lines.add({"a": "x" * (1 << 16)})
     assert len(path.read_text().splitlines()) == 5  # so much does not wait
     lines.close()
+
+
+def test_closing_lines_frees_the_descriptor_and_leaves_what_waits(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.append({"a": 1})
+    lines.add({"b": 2})
+    descriptor = lines._descriptor
+    lines.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    lines.close()
+    assert (tmp_path / "a.jsonl").read_bytes() == b'{"a":1}\n' and lines.size_bytes == 8

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim import AdamW
 
+from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.params import PetnamesParams
 from tests.unit.rank.test_context import Rank
 
 NAMES = ["ada", "bo", "coco", "dina", "ella", "fido", "gus"]
@@ -123,3 +128,67 @@ def test_loss_that_is_no_number_ends_the_run(run: Run, monkeypatch: pytest.Monke
     monkeypatch.setattr(workload, "summed_nll", lambda scores, targets: scores.sum() * float("nan"))
     with pytest.raises(FloatingPointError, match=r"train/loss is nan in epoch 1: lower params\.learning_rate"):
         run.train()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "batch_size", "device", "accumulate", "rows"),
+    [
+        ("auto", 4096, "cpu", 1, 512),
+        ("auto", 100, "cpu", 1, 512),
+        ("auto", 4096, "cuda", 1, 0),
+        (0, 4096, "cpu", 1, 0),
+        (64, 4096, "cuda", 1, 64),
+        (8192, 4096, "cpu", 1, 8192),
+        ("auto", 4096, "cpu", 2, 512),
+        ("auto", 100, "cpu", 2, 100),
+        ("auto", 4096, "cuda", 2, 4096),
+        (64, 4096, "cuda", 2, 64),
+    ],
+)
+def test_rows_of_one_pass_are_few_on_a_cpu_and_at_most_a_batch_of_several(
+    chosen: str | int, batch_size: int, device: str, accumulate: int, rows: int
+) -> None:
+    settings = PetnamesParams.model_validate({"loss_microbatch": chosen, "batch_size": batch_size})
+    assert workload._microbatch_rows(settings, torch.device(device), accumulate) == rows
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_training_begins_with_weights_of_the_same_architecture_and_no_others(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workload, "weights_in", lambda inputs: inputs / "weights")
+    context: Any = SimpleNamespace(inputs=tmp_path, device=torch.device("cpu"), rank=rank)
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    save_file(other.state_dict(), tmp_path / "weights")
+    workload._begin_with_weights(context, cast(Any, model), "names@2")
+    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
+    assert capsys.readouterr().out == ("weights: names@2\n" if rank == 0 else "")
+    before = model.weight.clone()
+    for wrong, names in (
+        ({"weight": torch.zeros(3, 2)}, "bias"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, "weight"),
+        ({**other.state_dict(), "d": torch.zeros(1), "c": torch.zeros(1)}, "c, d"),
+        ({"weight": torch.zeros(2, 3), "a": torch.zeros(1), "z": torch.zeros(1)}, "a, bias, weight"),
+    ):
+        save_file(wrong, tmp_path / "weights")
+        with pytest.raises(UsageError) as refused:
+            workload._begin_with_weights(context, cast(Any, model), "names@2")
+        assert str(refused.value).startswith(
+            f"params.weights: names@2 is of another architecture ({names} differ): set input, embedding_size"
+        )
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "line"),
+    [
+        (0, 0, "training 9 parameters on 5 names, 2 steps an epoch over 1 rank\n"),
+        (0, 7, "training 9 parameters on 5 names, 2 steps an epoch over 1 rank, continuing after epoch 3, step 7\n"),
+        (1, 7, ""),
+    ],
+)
+def test_rank_0_tells_what_is_trained(rank: int, step: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = SimpleNamespace(unit="names", steps_per_epoch=2, epochs_done=3, step=step)
+    context = SimpleNamespace(rank=rank, world_size=1)
+    workload._greet(cast(Any, context), cast(Any, nn.Linear(2, 3)), cast(Any, [0] * 5), cast(Any, trainer))
+    assert capsys.readouterr().out == line

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from ddptrain.driver.attempt import actions, inbox
+from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events, worker_notices
 from ddptrain.results.errors import ResultsError, UnsafePath
 from tests.unit.driver.attempt.attempt_play import GRACE_S, PORT, Play
+from tests.unit.driver.attempt.ranks import running
 
 BUSY = ("/home/u/train.py:41 load",)
 REDUCING = ("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:3100 all_reduce", *BUSY)
@@ -795,3 +797,13 @@ def test_next_deadline_is_known() -> None:
     assert play.state.due() == pytest.approx(102.15)
     play.tick(2.0)
     assert play.state.due() == pytest.approx(100.15 + GRACE_S + 3.0)
+
+
+def test_a_rank_of_which_nothing_is_known_has_done_nothing() -> None:
+    fresh = running(1)._replace(submitted_at=0.0)
+    assert RankState(fresh.spec, fresh.place) == (
+        *(fresh.spec, fresh.place, None),
+        *(False, False, False),
+        *(None, None, None),
+        *(False, 0.0, None, None),
+    )

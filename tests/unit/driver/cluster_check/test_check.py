@@ -6,21 +6,24 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.run_config import RunConfig
+from ddptrain.driver.cluster_check import check
 from ddptrain.driver.cluster_check.before_run import CheckedSlots
 from ddptrain.driver.cluster_check.check import DEPTHS, HostCheck, Report, hosts_to_leave_out, plan_again
+from ddptrain.driver.cluster_check.facts import Answer
 from ddptrain.driver.cluster_check.findings import Finding, Level
-from ddptrain.driver.cluster_check.readings import HostReading, Readings, pairs_of
+from ddptrain.driver.cluster_check.readings import HostReading, RankReading, Readings, pairs_of
 from ddptrain.driver.cluster_check.report import as_dict, lines, result
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.cluster_check import ProbeLine
-from tests.unit.driver.cluster_check.hosts import host, pair, rank
+from ddptrain.protocol.cluster_check import ProbeLine, ProbePlan
+from tests.unit.driver.cluster_check.hosts import CLOCK, facts, host, pair, rank
 
 
 def bad(name: str, other: str = "", subject: str = "network") -> Finding:
@@ -229,3 +232,139 @@ def test_plan_of_a_quick_check_of_many_hosts_has_few_rounds() -> None:
     plan = DEPTHS["quick"].plan(128, gpu=False)
     assert len(plan.rounds) == 7 and not plan.nccl_pairs
     assert DEPTHS["deep"].plan(4, gpu=True).nccl_pairs
+
+
+def place(rank_number: int, name: str, node_rank: int, *, gpu: bool = True) -> RankPlace:
+    slot = Slot(f"tcp://{name}:{rank_number}", name, 0, gpu, True)
+    return RankPlace(rank_number, 0, 1, node_rank, slot, name, Path("/"), True)
+
+
+class Measuring:
+    """Stands for hosts and their ranks; each measurement takes the next readings."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *measured: list[RankReading]) -> None:
+        self.plans: list[tuple[list[int], ProbePlan]] = []
+        self.asked: list[str] = []
+        self._measured = iter(measured)
+        monkeypatch.setattr(check, "ask_hosts", self._ask)
+        monkeypatch.setattr(check, "run_probes", self._run)
+
+    def host_check(self, depth: str = "quick", *, on_gpus: bool = True) -> HostCheck:
+        group: Any = SimpleNamespace(client="the client")
+        return HostCheck(group, DEPTHS[depth], {"NCCL_DEBUG": "INFO"}, self.called, on_gpus)
+
+    def called(self) -> None:
+        raise AssertionError("only ranks that measure call it")
+
+    def _ask(self, client: object, workers: Sequence[str], timeout_s: float) -> Mapping[str, Answer]:
+        assert (client, timeout_s) == ("the client", 10.0)
+        self.asked += workers
+        return {worker: Answer(facts(hostname=worker[6:7]), CLOCK) for worker in workers}
+
+    def _run(self, group: object, places: Sequence[RankPlace], plan: ProbePlan, *more: object) -> list[RankReading]:
+        assert more == ({"NCCL_DEBUG": "INFO"}, DEPTHS["quick"].deadline_s, self.called)
+        self.plans.append(([place.rank for place in places], plan))
+        return next(self._measured)
+
+
+def everyone(gb_s: float) -> ProbeLine:
+    return ProbeLine("all", "done", values={"gb_s": gb_s})
+
+
+def test_hosts_are_asked_once_and_read_in_the_order_of_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [rank(0, everyone(2.0)), rank(1), rank(2)]
+    measuring = Measuring(monkeypatch, measured)
+    places = [place(0, "b", 1), place(1, "a", 0), place(2, "b", 1)]
+    found = measuring.host_check(on_gpus=False).run(places, {"c": ("run-1",)})
+    assert measuring.asked == ["tcp://b:0", "tcp://a:1"]
+    assert measuring.plans == [([0, 1, 2], DEPTHS["quick"].plan(2, gpu=False))]
+    assert found.depth == "quick" and found.findings == () and found.seconds >= 0.0
+    assert [(each.host, each.workers, each.ranks, each.busy) for each in found.readings.hosts] == [
+        ("a", ("tcp://a:1",), (measured[1],), ()),
+        ("b", ("tcp://b:0", "tcp://b:2"), (measured[0], measured[2]), ()),
+        ("c", (), (), ("run-1",)),
+    ]
+    assert (found.readings.everyone, found.readings.everyone_error) == ({"gb_s": 2.0}, "")
+    assert [each.facts.network_env for each in found.readings.hosts[:2] if each.facts] == [{"NCCL_DEBUG": "INFO"}] * 2
+
+
+def test_without_a_place_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Measuring(monkeypatch).host_check().run([], {"c": ("run-1",)})
+    assert [each.host for each in found.readings.hosts] == ["c"] and not found.usable
+
+
+def test_a_bad_value_is_measured_again_and_the_better_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "abcd"
+    places = [place(number, name, number) for number, name in enumerate(names)]
+    first = [rank(number, device=str(number), gflops=10.0 if number == 3 else 100.0) for number in range(4)]
+    second = [rank(number, device=str(number), gflops=90.0) for number in range(4)]
+    measuring = Measuring(monkeypatch, first, second)
+    found = measuring.host_check().run(places)
+    plan = DEPTHS["quick"].plan(4, gpu=True)
+    assert measuring.plans == [([0, 1, 2, 3], plan)] * 2
+    assert [each.ranks[0].value("gemm", "gflops") for each in found.readings.hosts] == [100.0, 100.0, 100.0, 90.0]
+    assert found.bad == ()
+    measuring = Measuring(monkeypatch, first, first)
+    found = measuring.host_check().run(places)
+    assert len(measuring.plans) == 2 and found.bad == ("d",) and found.findings[0].level is Level.BAD
+    failed = [rank(0, error="exit code 1"), *first[1:]]
+    assert len(Measuring(monkeypatch, failed).host_check().run(places).findings) == 2
+
+
+def test_all_ranks_are_measured_again_without_the_hosts_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [place(number, name, number) for number, name in enumerate("abc")]
+    measuring = Measuring(monkeypatch, [rank(0), rank(1, everyone(3.0))])
+    before = report(bad("a"))
+    found = measuring.host_check().without_bad(before, places)
+    assert measuring.plans == [([0, 1], DEPTHS["quick"].plan(2, gpu=True, only="all"))]
+    assert (found.left_out, found.everyone_else, found.everyone_else_error) == (("a",), {"gb_s": 3.0}, "")
+    assert found.seconds >= before.seconds
+    failed = rank(1, ProbeLine("all", "failed", text="time-out"))
+    found = Measuring(monkeypatch, [rank(0), failed]).host_check().without_bad(before, places)
+    assert (found.everyone_else, found.everyone_else_error) == (None, "time-out")
+    for findings in ([], [bad("a"), bad("b")]):  # nothing is left out, or one host is left
+        found = Measuring(monkeypatch).host_check().without_bad(report(*findings), places)
+        assert found == dataclasses.replace(report(*findings), left_out=tuple(each.host for each in findings))
+
+
+def test_places_that_are_left_are_numbered_from_0() -> None:
+    left = check._numbered([place(1, "b", 1), place(4, "d", 3), place(6, "b", 1)])
+    assert [(each.rank, each.node_rank, each.host) for each in left] == [(0, 0, "b"), (1, 1, "d"), (2, 0, "b")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([], (None, "")),
+        ([rank(0), rank(1, everyone(2.0), everyone(3.0))], ({"gb_s": 2.0}, "")),
+        ([rank(0, everyone(2.0)), rank(1, ProbeLine("all", "failed", text="lost"))], (None, "lost")),
+        ([rank(0, everyone(2.0)), rank(1, ProbeLine("all", "failed"), error="exit code 1")], (None, "exit code 1")),
+        (
+            [rank(0, ProbeLine("pair", "failed", 1), ProbeLine("all", "skipped", text="a pair failed"))],
+            (None, "a pair failed"),
+        ),
+        ([rank(0, ProbeLine("all", "begun"))], (None, "")),
+    ],
+)
+def test_all_reduce_of_all_ranks_is_that_of_the_first_rank_that_has_it(
+    ranks: list[RankReading], expected: tuple[dict[str, float] | None, str]
+) -> None:
+    assert check._everyone(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("depth", "gpu", "plan", "limits"),
+    [
+        ("quick", False, ProbePlan((((0, 1),),), 0.15, 0.1, 0.08, 4.0, 1 << 20, False, False, "all"), (10.0, 30.0)),
+        ("quick", True, ProbePlan((((0, 1),),), 0.15, 0.1, 0.08, 4.0, 64 << 20, True, False, "all"), (10.0, 30.0)),
+        ("deep", False, ProbePlan((((0, 1),),), 5.0, 1.0, 0.5, 10.0, 64 << 20, False, False, "all"), (15.0, 90.0)),
+        ("deep", True, ProbePlan((((0, 1),),), 5.0, 1.0, 0.5, 10.0, 1 << 30, True, True, "all"), (15.0, 90.0)),
+    ],
+)
+def test_a_deep_check_measures_longer_and_more(
+    depth: str, gpu: bool, plan: ProbePlan, limits: tuple[float, float]
+) -> None:
+    chosen = DEPTHS[depth]
+    assert chosen.name == depth and chosen.plan(2, gpu=gpu, only="all") == plan
+    assert (chosen.facts_s, chosen.deadline_s) == limits
+    assert len(chosen.plan(100, gpu=gpu).rounds) == {"quick": 7, "deep": 15}[depth]

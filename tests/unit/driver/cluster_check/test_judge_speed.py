@@ -97,6 +97,19 @@ def test_same_failure_of_several_ranks_is_one_finding() -> None:
     assert found.text == "the all-reduce inside this host failed on rank 0, rank 1: no interface eth9"
 
 
+def test_rank_that_failed_outside_the_stages_is_named_with_its_reason() -> None:
+    ranks = [rank(number, error="exit code 1") for number in (0, 1)]
+    (found,) = judge_speed(readings(host("a", *ranks)))
+    assert (found.level, found.host, found.subject, found.hint) == (Level.BAD, "a", "rank", "")
+    assert found.text == "the measurement failed on rank 0, rank 1: exit code 1"
+
+
+def test_failure_without_a_text_has_the_reason_of_its_rank() -> None:
+    failed = rank(0, ProbeLine("gemm", "failed"), device="3", error="exit code 1")
+    (found,) = judge_speed(readings(host("a", failed)))
+    assert (found.subject, found.text) == ("gemm", "the matrix products failed on GPU 3: exit code 1")
+
+
 def test_failed_all_reduce_of_all_ranks_is_bad() -> None:
     (found,) = judge_speed(readings(host("a"), everyone_error="time-out"))
     assert (found.level, found.text) == (Level.BAD, "the all-reduce of all ranks failed: time-out")

@@ -87,3 +87,13 @@ def test_json_and_other_places_have_no_sections(tmp_path: Path) -> None:
         open_display(mode, tmp_path, 1, "run", out, io.StringIO(), environ).close()
         assert len(out.getvalue().splitlines()) == 2 * VISIBLE_LINES
         assert "::group::" not in out.getvalue()
+
+
+def test_as_many_lines_are_shown_after_a_message_as_before() -> None:
+    folded = Folded()
+    for _ in range(2):
+        folded.print(VISIBLE_LINES)
+        folded.renderer.tell(messages.DriverNotice("a message", "info"))
+    assert START not in folded.lines and len(folded.lines) >= 2 * VISIBLE_LINES
+    folded.print(VISIBLE_LINES + 1)
+    assert folded.lines[-2] == START

@@ -111,3 +111,32 @@ def test_gpus_that_torch_can_use_are_told_with_the_driver(
 
 def test_this_torch_reduces_with_gloo() -> None:
     torch_probe._reduce_with_gloo()
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus", "checks"),
+    [
+        (
+            CUDA,
+            2,
+            [
+                Check("torch", Result.OK, "2.9, for CUDA 12.8"),
+                Check("torchvision", Result.OK, "0.24"),
+                Check("GPUs", Result.OK, "2, with the driver 470.1"),
+                Check("gloo", Result.OK, "an all-reduce works"),
+            ],
+        ),
+        (
+            TorchFacts("2.9", "", "0.24"),
+            0,
+            [
+                Check("torch", Result.OK, "2.9, without CUDA"),
+                Check("torchvision", Result.OK, "0.24"),
+                Check("GPUs", Result.OK, "none: ranks train on the CPU"),
+                Check("gloo", Result.OK, "an all-reduce works"),
+            ],
+        ),
+    ],
+)
+def test_what_works_of_torch_is_told(found: TorchFacts, gpus: int, checks: list[Check]) -> None:
+    assert list(judge_torch(found, gpus, "470.1")) == checks

@@ -168,3 +168,7 @@ def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory
     transfer.bring_checkpoint(0, event, lambda rank: Source(folder.parent, fetch))
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed) and failed.unreachable and str(failed.error) == "no route"
+
+
+def test_a_transfer_that_hangs_does_not_keep_the_driver_alive(transfer: ArtifactTransfer) -> None:
+    assert transfer._thread.daemon and transfer._thread.is_alive()

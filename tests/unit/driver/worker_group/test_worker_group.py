@@ -124,6 +124,25 @@ def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(worker_group: W
     assert [asked["without"] for asked in client.asked] == [[], ["tcp://h0:1"], ["tcp://h0:1", "tcp://h1:1"]]
 
 
+@pytest.mark.parametrize(("wait_s", "in_line"), [(0.0, False), (0.5, True), (60.0, True)])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_scheduler_is_asked_for_slots_as_the_run_requests_them(
+    client: FakeClient, inbox: Inbox, *, wait_s: float, in_line: bool, foreign: bool
+) -> None:
+    asking = WorkerGroup(cast("Any", client), "r-1", inbox, 33.0, foreign=foreign)
+    asking.avoid("tcp://h1:1")
+    asking.reserve(SlotRequest(2, True, 5.0, wait_s), WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))
+    assert client.asked == [
+        {
+            "gpus_only": True,
+            "in_line": in_line,
+            "without": ["tcp://h1:1"],
+            "lost_after_s": None if foreign else 33.0,
+            "without_slots": asking.spares.avoided,
+        }
+    ]
+
+
 def test_worker_that_comes_back_is_avoided_no_longer(worker_group: WorkerGroup, inbox: Inbox) -> None:
     worker_group._on_all((1.0, {"action": "remove-worker", "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == WorkerLost("tcp://h0:1")

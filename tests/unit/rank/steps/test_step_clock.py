@@ -8,6 +8,7 @@ import pickle
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.rank.steps.non_training_time import OtherTime
-from ddptrain.rank.steps.step_clock import StepClock
+from ddptrain.rank.steps.step_clock import StepClock, _Mark
 
 SLEEP_S = 0.1
 Measured = list[tuple[float, float]]
@@ -144,3 +145,62 @@ def test_other_time_is_not_own_work(measured: list[dict[str, Any]]) -> None:
 
 def test_gradients_are_the_same(measured: list[dict[str, Any]]) -> None:
     assert [one["same"] for one in measured] == [True, True]
+
+
+class Moment:
+    """A CUDA event at a number of milliseconds; `is_over`: the device has come to it."""
+
+    def __init__(self, at_ms: float, *, is_over: bool = True) -> None:
+        self.at_ms, self.is_over = at_ms, is_over
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def elapsed_time(self, later: Moment) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_steps_of_a_gpu_are_reported_in_order_once_the_device_has_come_to_their_end() -> None:
+    measured: Measured = []
+    clock = StepClock(lambda own_s, waited_s: measured.append((own_s, waited_s)))
+    clock._on_gpu = True
+
+    def mark(at_ms: float, other_s: float = 1.0, *, is_over: bool = True) -> _Mark:
+        return _Mark(Moment(at_ms, is_over=is_over), other_s)
+
+    late = mark(9000.0, 1.0, is_over=False)
+    clock._measure((mark(0.0, 1.0), mark(2000.0, 1.5), mark(5000.0)))
+    assert measured == [(1.5, 3.0)]
+    clock._measure((mark(5000.0), mark(8000.0), late))
+    clock._measure((mark(0.0, 1.0), mark(1000.0, 3.0), mark(1250.0)))
+    assert len(measured) == 1, "the second step waits, and the third one for it"
+    late.at.is_over = True
+    clock._measure((mark(0.0), mark(500.0), mark(500.0)))
+    assert measured[1:] == [(3.0, 1.0), (0.0, 0.25), (0.5, 0.0)]
+
+
+def test_a_step_has_own_time_without_other_work_and_a_wait_and_the_first_one_only_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: Measured = []
+    firsts: list[int] = []
+    clock = StepClock(lambda own_s, waited_s: measured.append((own_s, waited_s)), first=lambda: firsts.append(1))
+    queued: list[Callable[[], None]] = []
+    marks = iter([_Mark(1.0, 0.0), _Mark(1.5, 0.0), _Mark(4.5, 1.0), _Mark(5.0, 1.0), _Mark(6.0, 3.0), _Mark(8.0, 3.0)])
+    monkeypatch.setattr(clock, "_queue", queued.append)
+    monkeypatch.setattr(clock, "_mark", lambda: next(marks))
+    for _ in range(3):
+        clock._on_arrived()
+        assert queued == [clock._on_left]
+        queued.pop()()
+    assert firsts == [1]
+    assert measured == [(2.0, 0.5), (0.0, 2.0)]
+
+
+def test_a_measurement_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(lambda own_s, waited_s: 1 / 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(clock, "_queue", lambda callback: None)
+    for is_off in (False, True):
+        clock._on_arrived()
+        clock._on_left()
+        assert clock._is_off is is_off

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddptrain.errors import UsageError
 from ddptrain.results.export.tensorboard import export_tensorboard, points
+from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import Series
 from tests.unit.results.export.test_tables import put
 
@@ -37,3 +40,20 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(UsageError, match=r"pip install 'tensorboard>=2.17'"):
         export_tensorboard([], tmp_path)
+
+
+def test_system_metrics_have_seconds_since_the_start_as_steps(tmp_path: Path) -> None:
+    def write(view: RunView) -> list[Any]:
+        lines = [(1735689600.0 - 5, 0, 1.0), (1735689600.0 + 9.9, 0, 2.0), (1735689600.0 + 2, None, 3.0)]
+        texts = [{"time_s": at, "host": "h", "rank": rank, "cpu_percent": value} for at, rank, value in lines]
+        texts.append({"time_s": 1e200, "host": "h", "rank": 0, "cpu_percent": 4.0})
+        view.layout.system_jsonl.write_text("".join(f"{json.dumps(text)}\n" for text in texts))
+        (path,) = export_tensorboard([view], tmp_path / "tb")
+        found = EventAccumulator(str(path.parent))
+        found.Reload()
+        scalars = (found.Scalars(tag) for tag in ("system/cpu_percent/rank_0", "system/host/cpu_percent/host_0"))
+        return [[(event.step, event.value) for event in one] for one in scalars]
+
+    known = put(tmp_path, "a", started_at="2025-01-01T00:00:00Z")
+    assert write(known) == [[(0, 1.0), (9, 2.0)], [(2, 3.0)]]
+    assert write(put(tmp_path, "b")) == [[(0, 1.0), (14, 2.0)], [(0, 3.0)]]

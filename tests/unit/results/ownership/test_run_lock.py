@@ -33,6 +33,18 @@ def test_a_second_taker_is_told_who_holds_it(tmp_path: Path) -> None:
     assert refused.value.exit_code == 6
 
 
+@pytest.mark.parametrize(("content", "words"), [(b"\xff run", "\ufffd run"), (b" \n", "another process")])
+def test_a_second_taker_is_refused_whatever_the_lock_file_says(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "a-run" / "run.lock"
+    path.parent.mkdir()
+    descriptor = run_lock.take(path)
+    path.write_bytes(content)
+    with pytest.raises(RunLocked) as refused:
+        run_lock.take(path)
+    os.close(descriptor)
+    assert str(refused.value) == f"run a-run is held by {words}; wait for it, or choose another --run-id"
+
+
 def test_a_lock_dies_with_its_process(driver: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:
     process = driver("a-run")
     path = tmp_path / "runs" / "a-run" / "run.lock"

@@ -221,3 +221,10 @@ def test_checkpoint_that_nothing_points_at_must_be_in_the_store_as_well(bench: B
     assert bench.is_synced()
     bench.save(8, a="x")
     assert not bench.is_synced()
+
+
+@pytest.mark.parametrize(
+    ("pointer", "step"), [(b"step-00000009\n", 9), (b"", None), (b"step-9x", None), (b"\xff\xfe", None)]
+)
+def test_a_pointer_names_a_step_or_nothing(pointer: bytes, step: int | None) -> None:
+    assert checkpoint_upload._step_in(pointer) == step

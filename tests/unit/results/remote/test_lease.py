@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,6 +17,8 @@ from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.remote import lease as remote_lock
 from ddptrain.results.remote.lease import LOCK, STALE_S, Claim, StoreLock, claim_from
 from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Versioned
+from tests import fake_time
 from tests.unit.results.stores import watched_store
 
 
@@ -124,3 +126,27 @@ def test_lock_that_cannot_be_read_is_none(data: bytes | None) -> None:
 def test_lease_without_a_heartbeat_ends_after_three_minutes() -> None:
     """Drivers of several versions share a store, so all of them must wait as long."""
     assert STALE_S == 180.0 > remote_lock._SURE_S == 120.0
+
+
+def test_age_of_a_claim_is_told_by_the_clock_of_the_store_since_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+
+    class Slow:
+        """A store whose clock is at 5000 s when its answer arrives, 30 s after the question."""
+
+        def with_limits(self, _: object) -> Slow:
+            return self
+
+        def test_conditions(self, name: str) -> float:
+            nonlocal now_s
+            assert name == "probe"
+            now_s = 130.0
+            return 5000.0
+
+    fake_time.replace(monkeypatch, "monotonic", lambda: now_s)
+    file = remote_lock._LockFile(cast(RemoteFolder, Slow()), "probe")
+    claim = dataclasses.replace(Claim.of_this_process(), time_s=time.time() - 77.0)
+    now_s = 140.0
+    assert file.weakness == ""
+    assert file.age_s(Versioned(b"", written_s=4950.0), claim) == 60.0
+    assert file.age_s(Versioned(b""), claim) == pytest.approx(77.0, abs=60.0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.results.remote import runs as runs_module
 from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.run_store import LocalRuns, NeededFiles
@@ -242,3 +243,70 @@ def test_log_is_read_from_where_the_copy_ends_and_as_a_whole_if_it_has_become_sh
     run.write("logs/rank-0.log", b"new\n")
     runs._grow_logs(folder, None)
     assert log.read_bytes() == b"new\n"
+
+
+FILES = (
+    "config.yaml",
+    "git.diff",
+    "metrics.jsonl",
+    "events.jsonl",
+    "system.jsonl",
+    "logs/rank-1.log",
+    "logs/rank-11.log",
+    "logs/driver.log",
+    "artifacts/a.json",
+    "artifacts/a.PNG",
+    "artifacts/a.bin",
+    "inputs/b.json",
+    "inputs/b.csv",
+    "tracking/wandb/links.json",
+    "tracking/wandb/other.json",
+)
+EACH_TIME = "tracking/wandb/links.json"
+
+
+@pytest.mark.parametrize(
+    ("need", "rank", "wanted"),
+    [
+        (NeededFiles.NOTHING, None, ""),
+        (NeededFiles.METRICS, None, "metrics.jsonl system.jsonl"),
+        (NeededFiles.LOGS, None, "logs/rank-1.log logs/rank-11.log logs/driver.log"),
+        (NeededFiles.LOGS, 1, "logs/rank-1.log"),
+        (NeededFiles.EVENTS, None, "events.jsonl system.jsonl"),
+        (NeededFiles.COMPARISON, None, "config.yaml metrics.jsonl events.jsonl system.jsonl inputs/b.json"),
+        (
+            NeededFiles.REPORT,
+            None,
+            (
+                "config.yaml git.diff metrics.jsonl events.jsonl system.jsonl logs/rank-1.log logs/rank-11.log "
+                "artifacts/a.json artifacts/a.PNG"
+            ),
+        ),
+        (NeededFiles.MODEL, None, "config.yaml artifacts/a.json inputs/b.json"),
+    ],
+)
+def test_a_command_gets_the_files_that_it_needs_and_no_others(need: NeededFiles, rank: int | None, wanted: str) -> None:
+    assert [path for path in FILES if runs_module._is_needed(path, need, rank)] == [*wanted.split(), EACH_TIME]
+
+
+def test_run_to_resume_is_chosen_among_copies_that_have_its_configuration(runs: StoreRuns) -> None:
+    put_run(runs, "a-1", started_at="2025-01-01T00:00:00Z")
+    put_run(runs, "b-2", started_at="2025-01-02T00:00:00Z")
+    put_run(runs, "c-3", started_at="2025-01-03T00:00:00Z", name="other")
+
+    def with_config(*chosen: str | None) -> set[str]:
+        folder = runs.candidates("n", *chosen)  # type: ignore[arg-type]
+        assert folder == runs.copies
+        found = {path.parent.name for path in folder.glob("*/config.yaml")}
+        for path in folder.glob("*/config.yaml"):
+            path.unlink()
+        return found
+
+    assert with_config("auto", "a-1") == {"a-1"}
+    assert {path.name for path in runs.copies.iterdir() if path.is_dir()} == {"a-1"}, "no other run was asked for"
+    assert with_config("auto") == {"b-2"}, "the newest run of that name"
+    assert with_config("c-3") == {"c-3"}
+    runs.store.below("a-1").remove("run.json")
+    assert with_config("auto", "a-1") == set() and not (runs.copies / "a-1").exists()
+    with pytest.raises(RunNotFound):
+        runs.candidates("n", "d-4")

@@ -188,3 +188,11 @@ def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: P
     about = dict(sections(RunView(layout, record))[0][1])
     assert about["profile"] == "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"
     assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
+
+
+@pytest.mark.parametrize("result", ["loss 1", "a result with many words, wider than the terminal"])
+def test_a_table_on_a_narrow_terminal_is_not_cut(result: str) -> None:
+    file = io.StringIO()
+    table = [("RUN", "NAME", "RESULT"), ("petnames-20250101-120000-ab12", "petnames", result)]
+    print_table(table, Console(file=file, width=30))
+    assert file.getvalue() == plain_table(table) + "\n"

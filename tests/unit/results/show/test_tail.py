@@ -169,3 +169,18 @@ def test_a_log_that_is_a_link_is_refused_by_its_name(tmp_path: Path, lines: int 
     log.symlink_to("/etc/hosts")
     with pytest.raises(ResultsError, match=rf"^cannot read {re.escape(str(log))}: Too many levels of symbolic links"):
         list(LogCursor(log, lines).read())
+
+
+def test_a_line_that_has_not_ended_is_shown_in_pieces_only_if_it_is_very_long(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    longest = 1 << 20
+    cursor = LogCursor(path)
+    assert list(cursor.read()) == []
+    path.write_bytes(b"a" * longest)
+    assert list(cursor.read()) == []
+    with path.open("ab") as file:
+        file.write(b"bc")
+    assert list(cursor.read()) == ["a" * longest + "bc"]
+    with path.open("ab") as file:
+        file.write(b"d\ne")
+    assert list(cursor.read()) == ["d"] and list(cursor.rest()) == ["e"]
