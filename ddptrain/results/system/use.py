@@ -66,8 +66,8 @@ def _host(use: _Metrics) -> list[str]:
         ("disk", "disk_read_bytes_s", "disk_write_bytes_s"),
         ("network", "network_receive_bytes_s", "network_send_bytes_s"),
     ):
-        came, went = use.mean(first, "MB/s in,", _MB), use.mean(second, "MB/s out", _MB)
-        facts += [f"{label} {' '.join((*came, *went))}"] if came or went else []
+        came, went = use.mean(first, "MB/s in", _MB), use.mean(second, "MB/s out", _MB)
+        facts += [f"{label} {', '.join((*came, *went))}"] if came or went else []
     return facts
 
 

@@ -151,3 +151,8 @@ def test_a_name_of_a_host_has_at_most_255_characters_and_numbers_are_finite(tmp_
     path.write_text(json.dumps({"time_s": 3, "host": "h" * 300, "rank": None, **values}) + "\n")
     (line,) = read_system(path)
     assert (line.time_s, line.host, line.rank, line.values) == (3.0, "h" * 255, None, {"memory_bytes": 9.9e299})
+
+
+def test_one_known_rate_of_the_network_has_no_comma_behind_it() -> None:
+    line = SystemLine(1.0, "a", None, {"network_receive_bytes_s": 250e6})
+    assert use_lines([line]) == [("a", "network 250 MB/s in")]
