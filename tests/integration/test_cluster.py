@@ -242,7 +242,11 @@ def test_two_ups_if_needed_at_once_both_succeed_with_one_cluster(clusters: Clust
 
 @pytest.mark.parametrize(("number", "rc"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_up_takes_everything_back(clusters: Clusters, number: int, rc: int) -> None:
-    running = clusters.cli.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0")
+    waiting = clusters.folder / "waiting" / "torch"
+    waiting.mkdir(parents=True)
+    (waiting / "__init__.py").write_text("import time\ntime.sleep(1000)")  # so the worker does not become warm
+    env = {"PYTHONPATH": str(waiting.parent)}
+    running = clusters.cli.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0", env=env)
     running.wait_for("scheduler at")
     processes = [clusters.process(part) for part in ("scheduler", "worker")]
     running.popen.send_signal(number)
