@@ -9,6 +9,8 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from ddptrain.results.lookup import load_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.tracker_records import RECORDED
 from ddptrain.tracking.wandb import transaction_log
 from ddptrain.tracking.wandb.run_parts import RunPart, parts_in
 from ddptrain.tracking.wandb.sync_command import SyncOutput
@@ -294,3 +297,86 @@ def test_parts_are_sent_together_and_marked_and_their_addresses_are_kept(
     assert wandb_sync._send(view, [refused], {}, now + 1000)[0] == "refused"
     late = wandb_sync._send(view, [part], {}, now - 1)
     assert late == ("the time limit (--timeout) was over before it began", {}) and len(calls) == 2
+
+
+class Stored:
+    """A run in a store: writes down what is done with it. late: the time is over before its files are fetched."""
+
+    def __init__(self, done: list[str], *, late: bool = False) -> None:
+        self.done, self.late, self.store = done, late, SimpleNamespace(below=lambda folder: folder)
+
+    def refresh(self) -> None:
+        self.done.append("refresh")
+
+    def fetch(self, parts: object, deadline: float) -> None:
+        self.done.append("fetch")
+        if self.late:
+            raise TimeoutError
+
+    def upload_states(self) -> None:
+        self.done.append("upload states")
+
+
+@pytest.mark.parametrize(
+    ("late", "fails", "expected"),
+    [
+        (False, False, ["fetch", "send", "upload states"]),
+        (False, True, ["fetch", "send", "upload states"]),  # what was sent before is known to the next sync
+        (True, False, ["fetch"]),
+    ],
+)
+def test_stored_run_is_locked_while_it_is_sent_and_keeps_what_was_sent(
+    monkeypatch: pytest.MonkeyPatch, layout: RunLayout, late: bool, fails: bool, expected: list[str]
+) -> None:
+    done: list[str] = []
+
+    class Lock:
+        def __init__(self, store: object) -> None:
+            done.append(f"lock of {store}")
+
+        def take(self, *, contested: bool) -> None:
+            done.append(f"take, contested {contested}")
+
+        def keep(self, lost: object) -> None:
+            done.append("keep")
+
+        def release(self, *, forget: bool) -> None:
+            done.append(f"release, forget {forget}")
+
+    def send(*_: object) -> SyncResult:
+        done.append("send")
+        if fails:
+            raise wandb_sync._NotSent("no network")
+        return SyncResult("a-run", sent=1)
+
+    for name, stand_in in (
+        ("StoreLock", Lock),
+        ("_send_all", send),
+        ("_check_ended", lambda view: None),
+        ("_environment", lambda view, environ: {}),
+    ):
+        monkeypatch.setattr(wandb_sync, name, stand_in)
+    view: Any = load_run(layout.root)
+    stored: Any = Stored(done, late=late)
+
+    def sync_stored() -> SyncResult:
+        return wandb_sync._sync_stored(view, view, stored, {}, time.monotonic() + 60)
+
+    if late or fails:
+        with pytest.raises(wandb_sync._NotSent, match="--timeout" if late else "no network"):
+            sync_stored()
+    else:
+        assert sync_stored() == SyncResult("a-run", sent=1)
+    locked = [f"lock of {RECORDED}", "take, contested True", "keep", "refresh"]
+    assert done == ["refresh", *locked, *expected, "release, forget True"]
+
+
+@pytest.mark.parametrize("problems", [["", ""], ["refused", ""], ["", "refused"]])
+def test_all_runs_are_sent_and_one_problem_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, layout: RunLayout, problems: list[str]
+) -> None:
+    results = [SyncResult(str(number), problem=problem) for number, problem in enumerate(problems)]
+    left, told = iter(results), list[SyncResult]()
+    monkeypatch.setattr(wandb_sync, "sync_run", lambda view, environ, deadline: next(left))
+    assert wandb_sync.sync_runs([load_run(layout.root)] * 2, 60.0, told.append) is not any(problems)
+    assert told == results
