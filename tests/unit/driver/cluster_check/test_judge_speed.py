@@ -197,3 +197,13 @@ def test_only_the_waits_of_the_slow_pair_excuse_it() -> None:
 
     assert [each.level for each in judge_speed(waiting(1))] == [Level.WARNING]
     assert [each.level for each in judge_speed(waiting(0))] == [Level.BAD]
+
+
+def test_slow_all_reduce_inside_a_busy_host_is_a_warning_but_that_of_gpus_is_bad() -> None:
+    for device, level in (("", Level.WARNING), ("0", Level.BAD)):
+        hosts = [
+            host(name, rank(0, ProbeLine("local", "done", values={"gb_s": gb_s}), device=device))
+            for name, gb_s in (("a", 10.0), ("b", 10.0), ("c", 1.0))
+        ]
+        (found,) = judge_speed(with_wait(readings(*hosts), 2, 0.6))
+        assert (found.level, found.host, found.subject) == (level, "c", "all-reduce inside")

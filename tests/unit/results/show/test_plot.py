@@ -46,7 +46,8 @@ def test_a_picture_is_written_whole(plot: Plot, tmp_path: Path) -> None:
 
 def test_the_ending_decides_the_format(plot: Plot, tmp_path: Path) -> None:
     save_picture(plot, tmp_path / "a.svg")
-    assert b"<svg" in (tmp_path / "a.svg").read_bytes()
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "<svg" in drawn and "<!-- a_$run  ·  failed -->" in drawn  # each text is a comment, too
     save_picture(plot, tmp_path / "a")
     assert (tmp_path / "a").read_bytes().startswith(PNG)
     with pytest.raises(UsageError, match=r"cannot draw a \.docx file"):
