@@ -4,9 +4,9 @@ An import of torch and Dask takes a rank server 2 s of CPU time and a worker 0.7
 hundreds of them. The fork server (tests/fork_server.py) has imported both. Each process that it forks has a helper: a
 fork of its own, made at its start, when it has one thread and no state. `subprocess.Popen` has the helper fork where
 it would start `python -m MODULE` with one of _MODULES. The new process has the caller as its parent (CLONE_PARENT), and
-session, environment, descriptors, signals and working directory as `Popen` would give them. What a
-test itself starts may also be `python -c CODE`. Any other program, an environment that only a real start reads, and any
-other system than Linux on x86-64 or arm64 get a real start.
+session, environment, descriptors, signals and working directory as `Popen` would give them. A test
+itself may also start `python -c CODE` in this way. Any other program, an environment that only a real start reads, and
+any other system than Linux on x86-64 or arm64 get a real start.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ddptrain.workloads.saved_weights import SAFETENSORS_TYPES
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _HUGE_BYTES = 4 << 20
-_COPY_THREADS = 4  # one cannot use the bandwidth of the memory
+_COPY_THREADS = 4  # one thread does not use all of the memory's bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class HostBuffers:
         return Snapshot(weights, shards.tied if shards else tied, plain, shards)
 
     def complete(self) -> None:
-        """Wait until everything is copied."""
+        """Copy the large tensors of the CPU, and wait for the copies from GPUs: then all copies hold their values."""
         if self._to_copy:
             with ThreadPoolExecutor(_COPY_THREADS) as pool:
                 list(pool.map(lambda pair: pair[0].copy_(pair[1]), self._to_copy))
@@ -126,7 +126,7 @@ class HostBuffers:
             raise TypeError(f"{name!r} of the checkpoint {error}") from None
 
     def plain(self, value: Any) -> Any:
-        """Return `value` with copies of everything that may change. Raises TypeError."""
+        """Return copies of everything in `value` that may change; `complete` fills large ones. Raises TypeError."""
         kind = type(value)
         if kind in _ATOMS:
             return value
