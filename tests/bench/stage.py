@@ -42,6 +42,7 @@ class Sizes:
     checkpoint_mb: int = 500
     large_checkpoint_mb: int = 3000
     checkpoints: int = 5
+    large_checkpoints: int = 2
     tracked_warm_s: float = 6.0  # for trackers to start
     tracked_s: float = 10.0
     images: int = 2_000
@@ -65,6 +66,7 @@ QUICK = Sizes(
     checkpoint_mb=20,
     large_checkpoint_mb=60,
     checkpoints=1,
+    large_checkpoints=1,
     tracked_warm_s=0.5,
     tracked_s=0.5,
     images=300,
