@@ -40,7 +40,7 @@ _SILENT_KEYWORDS = {
 }  # fmt: skip
 _TEXT_FUNCTIONS = {"__repr__", "__str__"}
 # Constants that decide how often or in which pieces something is done, and not what comes of it.
-_PACES = re.compile(r"_?([A-Z]+_)?(POLL|TICK)_S|_?CHUNK_BYTES")
+_PACES = re.compile(r"_?([A-Z]+_)?(POLL|TICK)_S|_?([A-Z]+_)*CHUNK_BYTES")
 
 
 @dataclass(frozen=True, slots=True)

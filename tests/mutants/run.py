@@ -43,6 +43,7 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="ddptrain-mutants-"))
         self._changes = 0
+        self.stable: set[str] = set()  # tests that failed with a mutant, and passed without it
         listed = subprocess.run(
             ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=root, stdout=subprocess.PIPE, check=True
         )
@@ -90,7 +91,9 @@ class Tree:
 
 
 def select_tests(root: Path, record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
-    """The tests that execute the mutant's lines, or else its statement; the test files that take less time first.
+    """The tests that execute the mutant's lines, or else its statement.
+
+    The module's own test file is the first, and of the others those that take less time.
 
     Lines that run when the module is imported belong to no test, or to the file that was the first to import it: then
     the tests that execute any line of the module, and those of files that import it.
@@ -105,7 +108,9 @@ def select_tests(root: Path, record: Record, mutant: Mutant, statement: tuple[in
         if any(by_file.values()):
             break
     seconds = {path: seconds_of(record, tests) for path, tests in by_file.items()}
-    return [test for path in sorted(by_file, key=lambda path: seconds[path]) for test in by_file[path]]
+    own = f"test_{Path(mutant.path).name}"
+    order = sorted(by_file, key=lambda path: (Path(path).name != own, seconds[path]))
+    return [test for path in order for test in by_file[path]]
 
 
 def imports(test_file: Path, source: str) -> bool:
@@ -136,10 +141,18 @@ def outcome(tree: Tree, record: Record, mutant: Mutant, statement: tuple[int, in
         if status == 0:
             return Outcome(mutant, "survived", time.monotonic() - began)
         failed = failed_test(output, tests)
-        if not failed or tree.run([failed], _START_S + _SLOWER * seconds_of(record, [failed]))[0] == 0:
+        if not failed or failed in tree.stable or _passes(tree, record, failed):
             return Outcome(mutant, "caught", time.monotonic() - began, failed or "import")
         tests.remove(failed)
     return Outcome(mutant, "not executed", time.monotonic() - began)
+
+
+def _passes(tree: Tree, record: Record, test: str) -> bool:
+    """Whether a test passes without any mutant."""
+    passed = tree.run([test], _START_S + _SLOWER * seconds_of(record, [test]))[0] == 0
+    if passed:
+        tree.stable.add(test)
+    return passed
 
 
 def failed_test(output: str, tests: Sequence[str]) -> str:
