@@ -114,10 +114,7 @@ def _start(config: ClusterConfig, name: str, provider: Provider, tell: Tell, *, 
 
 
 def scale(name: str, slots: int, tell: Tell) -> View:
-    """Scale a cluster to that many slots and wait for them; slots in use are removed when their runs end.
-
-    Raises: UsageError, ClusterError
-    """
+    """Scale to that many slots, and wait; slots in use are removed with their runs. Raises UsageError, ClusterError."""
     from ddptrain.clusters.wait_ready import ReadinessWait
 
     with _held(name) as deployment:
@@ -143,10 +140,7 @@ def scale(name: str, slots: int, tell: Tell) -> View:
 
 
 def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
-    """The last log lines of each process of a cluster, or of one source, by source; also of ended processes.
-
-    Raises: UsageError, ClusterError
-    """
+    """The last log lines of each process, also of ended ones, or of one source. Raises UsageError, ClusterError."""
     deployment = cluster_records.find(name)
     deployment.check_here()
     found = dict(_provider(deployment.record.backend).logs(deployment, lines))
@@ -177,17 +171,13 @@ def down(name: str, tell: Tell, *, now: bool = False) -> None:
     Raises UsageError if runs are on it, ClusterError if a part of it did not end.
     """
     with _held(name) as deployment:
-        runs = () if now else _runs(status.probe(deployment, _SURE_S))
-        if runs:
+        view = None if now else status.probe(deployment, _SURE_S)
+        if view and (runs := [run.run_id for run in (*view.runs, *view.waiting)]):
             raise UsageError(
                 f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "
                 f"ddptrain cluster down {name} --now"
             )
         _end(deployment, _provider(deployment.record.backend), tell)
-
-
-def _runs(view: View) -> tuple[str, ...]:
-    return tuple(run.run_id for run in (*view.runs, *view.waiting))
 
 
 def _created(config: ClusterConfig, name: str) -> Deployment:

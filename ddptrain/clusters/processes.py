@@ -180,16 +180,13 @@ def read(folder: str, name: str, timeout_s: float) -> Any:
 
 
 def describe(names: Sequence[str]) -> dict[str, Any]:
-    """This host: {"version", "hostname", "addresses": {name: its address if it is one of this host}, "reached_at"}.
+    """This host: {"version", "addresses": {name: its address if it is one of this host}, "reached_at"}.
 
     "reached_at" is the local address of the ssh connection.
     """
-    import socket
-
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "version": __version__,
-        "hostname": socket.gethostname(),
         "addresses": {name: _own_address(name) for name in names},
         "reached_at": connection[2] if len(connection) == 4 else "",
     }

@@ -13,7 +13,7 @@ Tell = Callable[[str], None]
 
 
 class Cluster(Protocol):
-    """A Dask cluster with slots for ranks, during one run."""
+    """A Dask cluster with slots for ranks, during one run. A method without a body of its own does nothing."""
 
     @property
     def words(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from ddptrain.config.wording import did_you_mean, shorten
@@ -155,8 +156,6 @@ def params_model(name: str) -> type[BaseModel] | None:
     if name not in BUILT_IN:
         workload_target(name)
         return None
-    from importlib import import_module
-
     module, _, attribute = BUILT_IN[name].params.partition(":")
     return cast("type[BaseModel]", getattr(import_module(module), attribute))
 
@@ -171,8 +170,6 @@ def provider_class(name: str) -> type[Any]:
 
     Raises UsageError if the backend starts no clusters, or can't be imported.
     """
-    from importlib import import_module
-
     target = BACKENDS[name] if name in BACKENDS else _installed(BACKEND_GROUP)[name]
     if not target:
         raise UsageError(f"cluster.backend {name} uses a cluster that is up: there is nothing to start or to end")
@@ -242,9 +239,8 @@ def _unknown(name: str, known: list[str]) -> Problem:
         hint = of_file(name) or "as in mypackage.training:train"
         return Problem(where, "", "is not of the form package.module:function", hint)
     if (dotted := re.fullmatch(r"([^\W\d]\w*(?:\.\w+)*)\.([^\W\d]\w*)", name)) is not None:
-        return Problem(
-            where, "", "is not of the form package.module:function", f"did you mean {dotted[1]}:{dotted[2]}?"
-        )
+        hint = f"did you mean {dotted[1]}:{dotted[2]}?"
+        return Problem(where, "", "is not of the form package.module:function", hint)
     hint = did_you_mean(name, known)
     if "known are" not in hint:
         hint += f" Known are: {', '.join(sorted(known))}"

@@ -83,19 +83,13 @@ class Schema:
             parent = parent[1:]
         else:
             models = [self.run]
-        for part in parent:
-            models = [found for model in models for found in _models_below(model, part)]
+        for part in (name for name in parent if isinstance(name, str)):
+            models = [found for model in models for found in _models_in(_fields(model).get(part))]
         return [name for model in models for name in _fields(model)]
 
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-
-
-def _models_below(model: type[BaseModel], part: str | int) -> list[type[BaseModel]]:
-    if isinstance(part, int):
-        return [model]
-    return list(_models_in(_fields(model).get(part)))
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -153,6 +147,12 @@ def _below(root: Node, path: PathKey) -> Node:
 def place_of(root: Node, path: PathKey) -> Place:
     """Return the place of the key at `path`, or of its nearest ancestor that exists."""
     return _below(root, path).place
+
+
+def located(root: Node, path: PathKey, message: str, hint: str) -> Located:
+    """Return a problem of the key at `path`."""
+    place = place_of(root, path)
+    return Located(place, Problem(place.text, dotted(path), message, hint))
 
 
 def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema: Schema) -> Problem:

@@ -42,10 +42,7 @@ _numbers = itertools.count(1)
 
 
 def make_socket_dir() -> Path:
-    """Make a folder for the sockets of one cluster, mode 0700; delete those of schedulers that were killed.
-
-    Raises: OSError
-    """
+    """Make a private folder for the sockets of one cluster; delete those of killed schedulers. Raises OSError."""
     parent = Path(tempfile.gettempdir())
     if ":" in str(parent) or len(os.fsencode(parent)) > _MOST_PATH_BYTES:
         parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder of our own in it

@@ -40,10 +40,7 @@ class DeployProvider:
     tls = None  # the cluster class decides
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start the keeper and wait until its cluster is up, or request another number of workers.
-
-        Raises: ClusterError, UsageError
-        """
+        """Start the keeper and wait for its cluster, or request other slots. Raises ClusterError, UsageError."""
         keeper = _keeper(cluster)
         if keeper is None:
             _start(cluster, slots)

@@ -15,8 +15,8 @@ from ddptrain.clusters import processes
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
-from ddptrain.clusters.resolve import of_deployment
-from ddptrain.clusters.scheduler.scheduler_process import LOOKER, SCHEDULER_FILE
+from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE
+from ddptrain.clusters.status import client_of
 from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
@@ -84,12 +84,9 @@ def _start(cluster: Deployment, name: str, arguments: list[str]) -> None:
 
 
 def _resize(cluster: Deployment, slots: int) -> None:
-    from distributed import Client
-
     from ddptrain.worker import driver_calls
 
-    target = of_deployment(cluster)
-    with Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False) as client:
+    with client_of(cluster) as client:
         client.run(driver_calls.set_slots, slots)
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ddptrain.clusters import processes
 from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, script, worker_lines
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
+from ddptrain.clusters.status import client_of
 from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.errors import ClusterError, UsageError
 
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
 _COMMAND_S = 30.0
 _END_S = 40.0  # Slurm's own KillWait is 30 s
 _POLL_S = 0.2
-_TAIL_BYTES = 64 * 1024
 _LINKED = ("scheduler.json", "ended.json")
 _OVER = re.compile(r"invalid job id|no such job", re.IGNORECASE)
 
@@ -57,7 +60,7 @@ class SlurmProvider:
         if not _jobs_of(cluster):
             _submit_first(cluster, slots, tell)
             return
-        with _connected(cluster) as client:
+        with client_of(cluster) as client:
             _resize(cluster, int(slots or 0), client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
@@ -66,7 +69,7 @@ class SlurmProvider:
         found = {}
         for path in sorted(folder.glob("*.log")):
             source = path.stem.replace("-", " ", 1) if path.stem != "scheduler" else path.stem
-            found[source] = _tail(path, lines)
+            found[source] = processes.tail(str(folder), path.stem, lines)
         for job in _listed(_jobs_of(cluster)):
             if job.state != "RUNNING":
                 found[f"job {job.id}"] = f"{found.get(f'job {job.id}', '')}{job.words}\n"
@@ -85,7 +88,7 @@ class SlurmProvider:
             time.sleep(_POLL_S)
         folder = _folder(cluster)
         if folder != cluster.folder:
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def fault(self, cluster: Deployment) -> str | None:
         """Names the job that has ended, or None."""
@@ -97,7 +100,10 @@ class SlurmProvider:
 
 def _submit_first(cluster: Deployment, slots: int | None, tell: Tell) -> None:
     settings = cluster.record.settings
-    _check_gpus(settings)
+    if settings["gpus"] not in ("auto", 0):
+        raise UsageError(
+            f"cluster.gpus is {settings['gpus']}: with backend slurm it is auto or 0; cluster.slurm.gres asks for GPUs"
+        )
     folder = _made_folder(cluster)
     each = settings["slurm"]["ranks_per_node"]
     wanted = slots_to_order(settings["ranks"], slots)
@@ -111,18 +117,11 @@ def _submit_first(cluster: Deployment, slots: int | None, tell: Tell) -> None:
     cluster.update(workers=nodes)
     idle_s = cluster.record.idle_timeout_s
     if settings["slurm"]["array"]:
-        _submit(cluster, plan.of(1), scheduler_lines(plan, idle_s), tell, what="the scheduler")
+        _submit(cluster, dataclasses.replace(plan, nodes=1), scheduler_lines(plan, idle_s), tell, what="the scheduler")
         _submit(cluster, plan.as_array(nodes), worker_lines(plan), tell, what=f"{nodes} workers")
         return
     what = f"the scheduler and {nodes} workers" if nodes > 1 else "the scheduler and a worker"
     _submit(cluster, plan, [*scheduler_lines(plan, idle_s, alone=False), *worker_lines(plan)], tell, what=what)
-
-
-def _check_gpus(settings: Mapping[str, Any]) -> None:
-    if settings["gpus"] not in ("auto", 0):
-        raise UsageError(
-            f"cluster.gpus is {settings['gpus']}: with backend slurm it is auto or 0; cluster.slurm.gres asks for GPUs"
-        )
 
 
 def _plan(cluster: Deployment, folder: Path, nodes: int, per_node: int | None) -> JobPlan:
@@ -184,16 +183,6 @@ def _job_of(worker: str) -> str:
     return worker.rpartition("-")[2].partition("_")[0]
 
 
-def _connected(cluster: Deployment) -> Client:
-    from distributed import Client
-
-    from ddptrain.clusters.resolve import of_deployment
-    from ddptrain.clusters.scheduler.scheduler_process import LOOKER
-
-    target = of_deployment(cluster)
-    return Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False)
-
-
 def _listed(ids: Sequence[str]) -> list[Job]:
     """The jobs that have not ended. Raises ClusterError if squeue fails."""
     if not ids:
@@ -253,15 +242,3 @@ def _folder(cluster: Deployment) -> Path:
 
 def _jobs_of(cluster: Deployment) -> list[str]:
     return list(cluster.record.parts.get("jobs", []))
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tail(path: Path, lines: int) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return "".join(file.read().decode("utf-8", "replace").splitlines(keepends=True)[-lines:])

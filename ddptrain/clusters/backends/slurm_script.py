@@ -35,10 +35,6 @@ class JobPlan:
     slurm: Mapping[str, Any]
     array: int = 0
 
-    def of(self, nodes: int) -> JobPlan:
-        """The same job on that many nodes."""
-        return dataclasses.replace(self, nodes=nodes)
-
     def as_array(self, elements: int) -> JobPlan:
         """The same job as an array with that many elements, one node each."""
         return dataclasses.replace(self, nodes=1, array=elements)

@@ -32,10 +32,7 @@ _LOOK_S = 2.0
 
 
 async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> None:
-    """Save an address that reaches the scheduler in the cluster's record; `deadline` is in monotonic seconds.
-
-    Raises: ClusterError
-    """
+    """Save an address that reaches the scheduler in the cluster's record, by a monotonic time. Raises ClusterError."""
     name = spec.service_name(cluster.name)
     service = await _service(api, name, deadline)
     inner = f"{name}.{api.namespace}.svc"
