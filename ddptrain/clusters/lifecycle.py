@@ -166,10 +166,7 @@ def last_words(name: str) -> str:
 
 
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
-    """End a cluster and delete its record. With runs on it, this needs `now`.
-
-    Raises UsageError if runs are on it, ClusterError if a part of it did not end.
-    """
+    """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
     with _held(name) as deployment:
         view = None if now else status.probe(deployment, _SURE_S)
         if view and (runs := [run.run_id for run in (*view.runs, *view.waiting)]):
@@ -208,10 +205,7 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
 
 
 def _look_or_clean_up(name: str, tell: Tell) -> View | None:
-    """The cluster of that name if it is up. Otherwise the rest of it is ended, and None is returned.
-
-    Raises UsageError if it may be up, ClusterError if it is on another host.
-    """
+    """The cluster if it is up; otherwise its rest is ended. Raises UsageError if that is not sure, ClusterError."""
     try:
         deployment = cluster_records.find(name)
     except cluster_records.ClusterNotFound:

@@ -104,10 +104,7 @@ def start(order: DaemonOrder) -> DaemonId:
 
 
 def alive(daemon: DaemonId) -> bool:
-    """Whether this process runs; False after a restart of its host.
-
-    Raises ClusterError on another host, where this can't be known.
-    """
+    """Whether this process runs; not after a restart of its host. Raises ClusterError on any other host."""
     here = this_host()
     where = relation(daemon.host, here)
     if where == Relation.OTHER:

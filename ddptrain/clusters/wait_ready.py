@@ -138,10 +138,7 @@ class ReadinessWait:
         self._told = joined
 
     def _warm(self, view: View) -> View | None:
-        """The view if the rank servers of all workers are warm within a second, else None.
-
-        Raises ClusterError if a worker can't be used.
-        """
+        """The view if all workers are warm within a second, else None. Raises ClusterError if one can't be used."""
         assert self._client is not None
         answers: Mapping[str, Any] = self._client.run(driver_calls.wait_until_warm, _WARM_ROUND_S, on_error="return")
         workers = []

@@ -86,10 +86,7 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
 
 
 def load_data(data: bytes, name: str) -> Any:
-    """Return the content of a YAML file as dicts, lists and scalars, None if it is empty.
-
-    Raises ConfigError if it is not YAML, or exceeds the limits of size, depth and number of values.
-    """
+    """Return the content of a YAML file as plain data. Raises ConfigError if it is no YAML, or too large."""
     where = shorten(name, 300)
     root, problems = parse_yaml(decode(data, where), lambda line, column: Place(0, line, column, f"{where}:{line}"))
     if problems:

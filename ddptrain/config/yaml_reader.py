@@ -132,10 +132,7 @@ def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], 
 
 
 def scalar(text: str) -> Any:
-    """Return the value of unquoted text by the core schema of YAML 1.2: only true and false are booleans.
-
-    Raises ValueError for a number that is too long or too large.
-    """
+    """Return the value of unquoted text by YAML 1.2's core schema. Raises ValueError for a number that is too large."""
     if text in _WORDS:
         return _WORDS[text]
     if infinite := _INFINITE.fullmatch(text):

@@ -52,10 +52,7 @@ class WorkerKey:
         return _text(X25519PrivateKey.from_private_bytes(self._key()).public_key().public_bytes_raw())
 
     def open(self, env: Mapping[str, str], purpose: str) -> dict[str, str]:
-        """Decrypt an environment; one that is not encrypted is returned unchanged.
-
-        Raises ClusterError if it was encrypted for another worker or another purpose.
-        """
+        """Decrypt an environment if it is encrypted. Raises ClusterError if that is for another worker or purpose."""
         if SEALED not in env:
             return dict(env)
         from cryptography.exceptions import InvalidTag
@@ -82,11 +79,8 @@ def seal(env: Mapping[str, str], public: str, purpose: str) -> dict[str, str]:
     own = X25519PrivateKey.generate()
     sender = own.public_key().public_bytes_raw()
     shared = own.exchange(X25519PublicKey.from_public_bytes(base64.b64decode(public)))
-    return {
-        SEALED: _text(
-            sender + _cipher(shared, sender).encrypt(_NONCE, json.dumps(dict(env)).encode(), purpose.encode())
-        )
-    }
+    sealed = _cipher(shared, sender).encrypt(_NONCE, json.dumps(dict(env)).encode(), purpose.encode())
+    return {SEALED: _text(sender + sealed)}
 
 
 def has_secrets(spec: RankSpec) -> bool:

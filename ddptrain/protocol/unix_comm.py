@@ -189,10 +189,7 @@ class UnixListener(BaseListener):
         """The address to connect to."""
         return f"{PREFIX}{self.path}"
 
-    @property
-    def contact_address(self) -> str:
-        """The same as listen_address."""
-        return self.listen_address
+    contact_address = listen_address
 
 
 class UnixBackend(Backend):
@@ -214,9 +211,7 @@ class UnixBackend(Backend):
         """The path itself."""
         return str(_path(loc))
 
-    def get_local_address_for(self, loc: str) -> str:
-        """The path itself."""
-        return str(_path(loc))
+    get_local_address_for = resolve_address
 
 
 def _path(loc: str) -> Path:

@@ -96,10 +96,7 @@ def _start(cluster: Deployment, slots: int | None) -> None:
 
 
 def _await_card(cluster: Deployment, tell: Tell) -> Mapping[str, Any]:
-    """The address, certificate and dashboard that the keeper writes once its cluster is up.
-
-    Raises ClusterError or UsageError if the keeper has ended or takes too long.
-    """
+    """The address and dashboard, once the cluster is up. Raises ClusterError, UsageError if the keeper fails."""
     keeper = _keeper(cluster)
     assert keeper is not None
     name, timeout_s = cluster.record.settings["class"], float(cluster.record.settings["start_timeout_s"])

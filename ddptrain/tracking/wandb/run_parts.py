@@ -83,16 +83,16 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 def parts_below(folder: Path) -> list[RunPart]:
     """The parts in `folder` and in its subfolders, oldest first."""
-    outer = _entries(folder)
-    return _parts([*outer, *(inner for each in outer for inner in _entries(each))])
+    outer = entries(folder)
+    return _parts([*outer, *(inner for each in outer for inner in entries(each))])
 
 
 def parts_in(folder: Path) -> list[RunPart]:
     """The parts in `folder`, oldest first; none if it cannot be read. Looks into no other subfolder."""
-    return _parts(_entries(folder))
+    return _parts(entries(folder))
 
 
-def _entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
     """The content of a folder; [] if it is not a folder or cannot be read (Path.glob would raise)."""
     try:
         return list(folder.iterdir())
@@ -103,7 +103,7 @@ def _entries(folder: Path) -> list[Path]:
 def _parts(folders: Sequence[Path]) -> list[RunPart]:
     found = []
     named = [(folder, match) for folder in folders if (match := _NAME.fullmatch(folder.name))]
-    for log, match in ((path, match) for folder, match in named for path in _entries(folder)):
+    for log, match in ((path, match) for folder, match in named for path in entries(folder)):
         if log.match("run-*.wandb") and log.is_file() and not log.is_symlink():
             run_id = log.stem.removeprefix("run-")
             shared = _SHARED.fullmatch(match["id"].removeprefix(run_id))

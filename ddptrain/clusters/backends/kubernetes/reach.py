@@ -75,10 +75,7 @@ def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
 
 
 def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:
-    """The local ports of scheduler and dashboard. Starts the forwarding process if it does not run.
-
-    The ports stay the same, unless another program uses them now.
-    """
+    """The local ports of scheduler and dashboard, if possible those of before. Starts the process if need be."""
     parts = cluster.record.parts
     if parts.get("forward") and processes.alive(DaemonId(**parts["forward"])):
         scheduler, dashboard = parts["ports"]

@@ -13,8 +13,7 @@ import pytest
 
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends import slurm
-from ddptrain.clusters.backends.slurm import SlurmProvider
-from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, script, worker_lines
+from ddptrain.clusters.backends.slurm import JobPlan, SlurmProvider, scheduler_lines, script, worker_lines
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.sections.clusters import ClusterConfig, SlurmSettings
