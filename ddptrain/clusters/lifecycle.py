@@ -109,7 +109,12 @@ def _start(config: ClusterConfig, name: str, provider: Provider, tell: Tell, *, 
             make_tls(deployment.folder)
         return _bring_up(config, deployment, provider, tell)
     except BaseException as error:
-        _take_back(deployment, provider, tell, error)
+        with deferred():
+            tell("ending what was started")
+            try:
+                _end(deployment, provider, tell)
+            except DdptrainError as stuck:
+                raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
         raise
 
 
@@ -220,16 +225,6 @@ def _look_or_clean_up(name: str, tell: Tell) -> View | None:
     tell(f"a cluster {name} was there before: {view.reason}; cleaning up")
     _end(deployment, _provider(deployment.record.backend), tell)
     return None
-
-
-def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: BaseException) -> None:
-    """End a partly started cluster. Raises ClusterError if a part of it did not end."""
-    with deferred():
-        tell("ending what was started")
-        try:
-            _end(deployment, provider, tell)
-        except DdptrainError as stuck:
-            raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
 
 
 def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:

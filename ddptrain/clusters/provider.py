@@ -33,6 +33,7 @@ class Cluster(Protocol):
 
     def last_words(self) -> str:
         """The last log lines of the workers, if available: for the error that too few workers have joined."""
+        return ""
 
     def close(self) -> None:
         """End everything that this object has started; an attached cluster stays as it was."""

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig, with_default_gate
+from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.config.types import (
@@ -316,7 +316,12 @@ class RunConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _gate_follows_the_best_checkpoint(cls, data: Any) -> Any:
-        return with_default_gate(data)
+        match data:
+            case {"retrain": dict(retrain), "checkpoint": {"metric": str(metric), **more}}:
+                mode = more.get("mode", "min")
+                if "gate" not in retrain and metric and mode in ("min", "max"):  # errors name the fields of checkpoint
+                    return {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
+        return data
 
     @model_validator(mode="after")
     def _params_are_a_functions(self) -> Self:

@@ -183,11 +183,8 @@ def _expected(details: ErrorDetails) -> str:
     template = _EXPECTED.get(details["type"])
     if template is None:
         return details["msg"].removeprefix("Input should be ").rstrip(".")
-    return template.format(**{key: _figure(value) for key, value in context.items()})
-
-
-def _figure(value: object) -> str:
-    return f"{value:.15g}" if isinstance(value, float) else str(value)
+    texts = {key: f"{value:.15g}" if isinstance(value, float) else str(value) for key, value in context.items()}
+    return template.format(**texts)
 
 
 def _unknown_hint(path: PathKey, schema: Schema) -> str:

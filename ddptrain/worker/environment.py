@@ -69,7 +69,11 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
         # Otherwise gloo resolves the host name, which often gives a wrong address.
         tuned["GLOO_SOCKET_IFNAME"] = resources.host.interface
     if "nccl" in spec.group.backend:
-        tuned |= _flight_recorder(resources.staging)
+        tuned |= {  # NCCL writes its last operations to a file after a time-out; newer torch reads these names, too
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{resources.staging}/{FLIGHT_RECORD}",
+        }
     env = {**tuned, **chosen, **_torchrun_variables(spec, gpu, resources.staging)}
     if spec.code.built_in:
         env = without_working_directory(env)
@@ -81,15 +85,6 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
     if env["OMP_NUM_THREADS"].isdigit():
         threads = max(1, int(env["OMP_NUM_THREADS"]))
     return dataclasses.replace(spec, env=env, host=HostSettings(gpu, resources.staging, threads, report))
-
-
-def _flight_recorder(staging: str) -> dict[str, str]:
-    """Have NCCL write its last collective operations to a file after a time-out; newer torch reads these names, too."""
-    return {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{staging}/{FLIGHT_RECORD}",
-    }
 
 
 def interface_of(host: str) -> str | None:

@@ -171,7 +171,8 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
         _submit(cluster, plan.as_array(nodes), worker_lines(plan), tell, what=f"{nodes} workers more")
         return
     for job in reversed(_jobs_of(cluster)[1:]):
-        of_job = [worker for worker in workers if _job_of(worker["name"]) == job]
+        # The job is in the name of a worker: n1-17, or n1-17_3 in an array.
+        of_job = [worker for worker in workers if worker["name"].rpartition("-")[2].partition("_")[0] == job]
         spare = sum(worker["slots"] for worker in of_job)
         if of_job and total - spare >= wanted and not any(worker["held"] for worker in of_job):
             _call("scancel", job, passes=_OVER)
@@ -184,11 +185,6 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
             client.run(driver_calls.set_slots, worker["slots"] - fewer, workers=[worker["address"]])
             total -= fewer
     cluster.update(workers=len(workers))
-
-
-def _job_of(worker: str) -> str:
-    """The job of a worker from its name: n1-17, or n1-17_3 in an array."""
-    return worker.rpartition("-")[2].partition("_")[0]
 
 
 def _listed(ids: Sequence[str]) -> list[Job]:

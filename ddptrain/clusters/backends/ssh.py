@@ -304,17 +304,11 @@ def _distribution(settings: Mapping[str, Any], hosts: int, slots: int | None) ->
 
 def _all_or_faults(call: Callable[[_A], _B], given: Sequence[_A]) -> list[_B]:
     """The results of all calls, in order. Raises ClusterError with a line for each failed call."""
-
-    def tried(argument: _A) -> tuple[list[_B], list[str]]:
-        try:
-            return [call(argument)], []
-        except ClusterError as error:
-            return [], [str(error)]
-
-    tries = _side_by_side(tried, given)
-    if faults := [fault for _, faults in tries for fault in faults]:
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        calls = [pool.submit(call, argument) for argument in given]
+    if faults := [str(error) for each in calls if isinstance(error := each.exception(), ClusterError)]:
         raise ClusterError("\n".join(faults))
-    return [answer for answers, _ in tries for answer in answers]
+    return [each.result() for each in calls]
 
 
 def _side_by_side(call: Callable[[_A], _B], given: Sequence[_A]) -> list[_B]:

@@ -64,11 +64,8 @@ def waiting(parts: Sequence[RunPart]) -> list[RunPart]:
 
     Not an online part that was killed, if the run continued online afterwards: its rows would be sent twice.
     """
-    return [part for part in parts if not part.sent and not (_was_killed(part) and _was_continued(part, parts))]
-
-
-def _was_killed(part: RunPart) -> bool:
-    return not part.offline and part.mark == OPEN
+    unsent = (part for part in parts if not part.sent)
+    return [part for part in unsent if part.offline or part.mark != OPEN or not _was_continued(part, parts)]
 
 
 def _was_continued(part: RunPart, parts: Sequence[RunPart]) -> bool:
