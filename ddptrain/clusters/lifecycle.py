@@ -93,10 +93,7 @@ def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
 
 
 def different_settings(started: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """The settings (as in cluster.ranks) that are missing or different in the running cluster.
-
-    Settings that only say how to start it or how long to wait are ignored.
-    """
+    """The settings, as cluster.ranks, that differ in the running cluster; not those of the start and of waiting."""
     names = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
     return [f"cluster.{name}" for name in names if started.get(name) != asked.get(name)]
 

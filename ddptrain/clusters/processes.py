@@ -56,10 +56,9 @@ class DaemonOrder:
 
 @dataclass(frozen=True, slots=True)
 class DaemonId:
-    """A started process. `created` is its start time, which distinguishes it from later processes with this pid
-    (0: it ended at once).
+    """A started process, and the host and boot in which its pid is valid.
 
-    `host` is the host and the boot in which the pid is valid.
+    `created` is its start time, which distinguishes it from later processes with this pid (0: it ended at once).
     """
 
     name: str
@@ -177,10 +176,7 @@ def read(folder: str, name: str, timeout_s: float) -> Any:
 
 
 def describe(names: Sequence[str]) -> dict[str, Any]:
-    """This host: {"version", "addresses": {name: its address if it is one of this host}, "reached_at"}.
-
-    "reached_at" is the local address of the ssh connection.
-    """
+    """This host: {"version", "addresses": {name: its address here, or ""}, "reached_at": its end of the ssh}."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "version": __version__,

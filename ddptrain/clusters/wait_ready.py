@@ -85,10 +85,7 @@ class ReadinessWait:
                 return cast(Mapping[str, Any], overview)
 
     def until_ready(self, asked: int | None) -> View:
-        """Wait until all expected workers have joined with `asked` slots (None: any number), and are warm.
-
-        Raises ClusterError with the workers that have joined, and the last log lines of the others.
-        """
+        """Wait until all workers are warm, with `asked` slots (None: any). Raises ClusterError with their logs."""
         while True:
             view = self.view()
             expected = max(1, self.deployment.record.workers)

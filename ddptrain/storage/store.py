@@ -234,10 +234,7 @@ class Store(ABC):
         raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
-        """Write an object that is unchanged since `before`, or with None does not exist yet.
-
-        Raises WriteConflict if it has changed; NoConditionalWrites.
-        """
+        """Write an object that is unchanged since `before` (None: new). Raises WriteConflict, NoConditionalWrites."""
         raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def test_conditions(self, probe: str) -> float:

@@ -76,10 +76,7 @@ class RankServerClient:
     def start_rank(
         self, rank_id: str, spec_json: str, log_fd: int, events_fd: int, slot: str, woken: threading.Event | None = None
     ) -> None:
-        """Request a rank. It starts when no other rank holds the slot. Raises RankServerLost.
-
-        `woken` is set when the rank has started, and when `wait_exit` would not wait any more.
-        """
+        """Request a rank; it waits for its slot. `woken` is set when it starts or ends. Raises RankServerLost."""
         with tempfile.TemporaryFile() as file:  # a file without a name, because the spec may contain secrets
             file.write(spec_json.encode())
             file.flush()

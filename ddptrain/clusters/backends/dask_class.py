@@ -61,10 +61,7 @@ class DeployProvider:
         return _words_of_end(cluster, keeper)
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """Make the keeper close its cluster. A cluster that is still being created is closed after its creation.
-
-        Raises ClusterError if closing takes too long, or if resources of the cluster may still exist.
-        """
+        """Make the keeper close its cluster, if need be after its creation. Raises ClusterError if it is not closed."""
         keeper = _keeper(cluster)
         if keeper is None:
             return

@@ -60,10 +60,7 @@ class RunPart:
 
 
 def waiting(parts: Sequence[RunPart]) -> list[RunPart]:
-    """The parts that have to be sent.
-
-    Not an online part that was killed, if the run continued online afterwards: its rows would be sent twice.
-    """
+    """The parts to send; not a killed online part that was continued online: its rows would be sent twice."""
     unsent = (part for part in parts if not part.sent)
     return [part for part in unsent if part.offline or part.mark != OPEN or not _was_continued(part, parts)]
 

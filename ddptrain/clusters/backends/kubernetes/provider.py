@@ -72,10 +72,7 @@ class KubernetesProvider:
     tls = None  # always for clusters that are created here; an existing cluster decides for itself
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Create the cluster, attach to it, or scale it to as many worker pods as `slots` need.
-
-        Returns when the scheduler can be reached. Raises ClusterError, UsageError.
-        """
+        """Create, attach to or scale a cluster, and wait for its scheduler. Raises ClusterError, UsageError."""
         spec.checked_name(cluster.name)
         asyncio.run(_Order(cluster, tell).scale(slots))
 
