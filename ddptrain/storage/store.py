@@ -22,18 +22,7 @@ _CREDENTIALS = "check the credentials (for S3: AWS_ACCESS_KEY_ID, AWS_PROFILE, A
 
 
 class StoreError(DdptrainError):
-    """A request to a store failed.
-
-    StoreError            4
-    ├── StoreMissing      2  the bucket or folder does not exist
-    ├── StoreForbidden    2  the store refuses the request
-    ├── StoreUnreachable  4  the store does not answer, or not in time
-    ├── Transient         4  this request failed; another attempt may succeed
-    ├── NotFound          4  this key does not exist
-    ├── TooLarge          4  the object is larger than the reader accepts
-    ├── WriteConflict     4  the condition of a write was not met: another process has written the object
-    └── NoConditionalWrites     4  the store has no conditional writes
-    """
+    """A request to a store failed."""
 
     exit_code = ExitCode.CLUSTER
 
