@@ -5,18 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-_ERRORS = (
-    "ClusterError",
-    "ConfigError",
-    "DdptrainError",
-    "HangDetected",
-    "Interrupted",
-    "RunLocked",
-    "RunNotFound",
-    "RunPreempted",
-    "TrainingFailed",
-    "UsageError",
-)
 __all__ = [
     "ClusterError",
     "ConfigError",
@@ -57,31 +45,18 @@ if TYPE_CHECKING:
     from ddptrain.rank.huggingface import HuggingFaceCallback
     from ddptrain.rank.saved_checkpoint import SavedCheckpoint
 else:
+    _MODULES = {  # of the names that are not errors
+        **dict.fromkeys(("Run", "launch", "load_model"), "ddptrain.api"),
+        "RankContext": "ddptrain.rank.context",
+        "context": "ddptrain.rank.current_context",
+        "HuggingFaceCallback": "ddptrain.rank.huggingface",
+        "SavedCheckpoint": "ddptrain.rank.saved_checkpoint",
+    }
 
     def __getattr__(name: str) -> object:
         # Imported on first use, so that commands that do not train do not wait for torch.
-        if name == "RankContext":
-            from ddptrain.rank.context import RankContext
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
 
-            return RankContext
-        if name == "context":
-            from ddptrain.rank.current_context import context
-
-            return context
-        if name == "HuggingFaceCallback":
-            from ddptrain.rank.huggingface import HuggingFaceCallback
-
-            return HuggingFaceCallback
-        if name == "SavedCheckpoint":
-            from ddptrain.rank.saved_checkpoint import SavedCheckpoint
-
-            return SavedCheckpoint
-        if name in ("Run", "launch", "load_model"):
-            from ddptrain import api
-
-            return getattr(api, name)
-        if name in _ERRORS:
-            from ddptrain import errors
-
-            return getattr(errors, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_MODULES.get(name, "ddptrain.errors")), name)

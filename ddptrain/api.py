@@ -132,19 +132,15 @@ def _workload(function: Callable[..., Any]) -> tuple[str, Path]:
             f"the function {name} is of {file or 'a notebook or a shell'}, which ranks can't import: put it into a "
             "module, as with %%writefile train.py, and launch train.py's function"
         )
-    if not (_is_same(module, name, function)):
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not function:
         raise UsageError(f"{module_name} has another {name} than this one: launch the one that ranks can import")
     depth = str(module_name).count(".") + (Path(file).name == "__init__.py")
     folder = Path(file).resolve().parents[depth]
     installed = {"site-packages", "dist-packages"} & set(folder.parts)
     return f"{module_name}:{name}", Path.cwd() if installed else folder
-
-
-def _is_same(module: Any, name: str, function: Callable[..., Any]) -> bool:
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is function
 
 
 def _changes(params: Mapping[str, Any] | None, overrides: Mapping[str, Any] | Sequence[str] | None) -> list[str]:

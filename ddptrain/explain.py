@@ -329,7 +329,8 @@ def explanation_of(code: int) -> Explanation:
         return known
     if code - 128 in signal.valid_signals():
         return Explanation(f"ended by {signal.Signals(code - 128).name}", remarks=("The shell adds 128 to a signal.",))
-    return Explanation("not an exit code of ddptrain", remarks=(f"Its exit codes: {_listed()}.",))
+    listed = ", ".join(str(int(code)) for code in EXPLANATIONS)
+    return Explanation("not an exit code of ddptrain", remarks=(f"Its exit codes: {listed}.",))
 
 
 def causes_of(code: int, root_cause: str) -> tuple[Cause, ...]:
@@ -360,7 +361,3 @@ def as_text(code: int, *, complete: bool = False) -> list[str]:
         others = f"{more} more cause{'s' if more > 1 else ''}"
         lines += ["", f"{others}: ddptrain explain {code} --all. The cause of a run: ddptrain explain RUN"]
     return lines
-
-
-def _listed() -> str:
-    return ", ".join(str(int(code)) for code in EXPLANATIONS)

@@ -1,6 +1,6 @@
 """Atomic writes, appends, file locks and SHA-256: no other module calls os.replace, flock or hashlib.sha256.
 
-All functions raise OSError. `results/secure_files.py` adds the ownership checks that run directories need.
+The functions raise OSError. `results/secure_files.py` adds the ownership checks that run directories need.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ def open_append(path: Path, *, create_mode: int | None = None) -> int:
     """Return a descriptor whose writes go to the end of the file; `create_mode` creates a file that is missing."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
     return os.open(path, flags) if create_mode is None else os.open(path, flags | os.O_CREAT, create_mode)
+
+
+def text_or_empty(path: Path) -> str:
+    """Return the text of a small file, such as one of the kernel; "" if it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 # --- Writing ---
@@ -107,10 +115,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock of an open file. Returns False if another process holds it.
-
-    Raises OSError if the file system has no locks.
-    """
+    """Take the lock of an open file; False if another process holds it. Raises OSError if there are no locks."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

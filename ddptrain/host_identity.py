@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from ddptrain.file_ops import text_or_empty
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -46,11 +48,11 @@ class Relation(StrEnum):
 @functools.cache
 def this_host() -> HostId:
     """The host on which this process runs."""
-    machine = next(filter(None, map(_line, _MACHINE_IDS)), "")
+    machine = next(filter(None, (text_or_empty(path).strip() for path in _MACHINE_IDS)), "")
     return HostId(
         name=os.uname().nodename,
         machine="" if machine == "uninitialized" else machine,
-        boot=_line(_BOOT_ID),
+        boot=text_or_empty(_BOOT_ID).strip(),
         pids=_link(_PID_NAMESPACE),
     )
 
@@ -109,13 +111,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return host == "localhost"
-
-
-def _line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _link(path: Path) -> str:

@@ -20,10 +20,7 @@ _MB = 10**6
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
-    """All GPUs of this host and the version of the driver; nothing and "" without an NVIDIA driver.
-
-    Raises pynvml.NVMLError if there is a driver, but it or a GPU does not answer.
-    """
+    """All GPUs and the driver's version; () and "" without a driver. Raises NVMLError if one does not answer."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):

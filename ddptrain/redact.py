@@ -101,7 +101,7 @@ def hide_credentials(text: str) -> str:
     if ":" in text:
         text = _IN_JSON.sub(_hide_in_json, text)
     if "-" in text:
-        text = _OPTION.sub(_hide_option, text)
+        text = _OPTION.sub(_hide_assigned, text)
     return KNOWN_FORMATS.sub(LEFT_OUT, text)
 
 
@@ -131,7 +131,3 @@ def _hide_assigned(part: re.Match[str]) -> str:
 
 def _hide_in_json(part: re.Match[str]) -> str:
     return f'{part[1]}{part[2]}{part[1]}{part[3]}"{LEFT_OUT}"' if is_secret_name(part[2]) else part[0]
-
-
-def _hide_option(part: re.Match[str]) -> str:
-    return f"{part[1]}{part[2]}{LEFT_OUT}" if is_secret_name(part[1]) else part[0]

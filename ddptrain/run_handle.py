@@ -19,6 +19,7 @@ from ddptrain.errors import (
     HangDetected,
     Interrupted,
     RunLocked,
+    RunNotFound,
     RunPreempted,
     TrainingFailed,
     UsageError,
@@ -157,7 +158,6 @@ class Run:
     @property
     def best(self) -> Path | None:
         """The folder of the best checkpoint (the newest if there is no metric); None if there is none."""
-        from ddptrain.errors import RunNotFound
         from ddptrain.results.lookup import find_checkpoint
         from ddptrain.results.run_store import NeededFiles
 
@@ -224,10 +224,7 @@ class Run:
         return self
 
     def stop(self, *, now: bool = False) -> Self:
-        """Stop the run and wait until it has ended; its ranks finish their step and save, unless `now`.
-
-        Raises ClusterError if it does not end in time.
-        """
+        """Stop the run and wait for its end; it saves first, unless `now`. Raises ClusterError if it takes too long."""
         from ddptrain.driver.control.stop import stop_run
 
         stop_run(self._stop_target(), now=now, by="ddptrain.Run.stop", tell=lambda _: None)
@@ -287,16 +284,13 @@ class Run:
 
         With `live` the output is the last part of a table that the notebook updates in place.
         """
+        refresh: Callable[..., None] = lambda **_: None  # noqa: E731
         if live:
             from ddptrain.results.run_store import NeededFiles
             from ddptrain.results.show.live_table import LiveTable
 
             table = LiveTable(lambda: self._view(NeededFiles.METRICS), _STORE_LOOK_S if self._is_stored else 1.0)
-            self._attend(table.write, table.refresh)
-        else:
-            self._attend(say, lambda **_: None)
-
-    def _attend(self, say: Callable[[str], object], refresh: Callable[..., None]) -> None:
+            say, refresh = table.write, table.refresh
         log = _DriverLog(self._desk / "driver.log", say, self._log_from)
         try:
             while self._is_on():

@@ -137,10 +137,7 @@ def clusters_dir() -> Path:
 
 
 def create(record: ClusterRecord) -> Deployment:
-    """Create the folder of a new cluster on this host. The caller holds the lock of the name.
-
-    Raises UsageError if the name exists or is not allowed.
-    """
+    """Create a cluster's folder here; the caller has locked the name. Raises UsageError if it exists or is wrong."""
     _check_name(record.name)
     record = dataclasses.replace(record, host=this_host())
     folder = clusters_dir() / record.name
@@ -170,10 +167,7 @@ def find(name: str) -> Deployment:
 
 @contextlib.contextmanager
 def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
-    """During the block no other command starts, scales or ends the cluster of that name.
-
-    Raises UsageError if another command still does so after `patience_s`, or if the name is not allowed.
-    """
+    """Lock a name against other commands. Raises UsageError after `patience_s`, or if it is not allowed."""
     _check_name(name)
     descriptor = _open_lock(name)
     deadline = time.monotonic() + patience_s

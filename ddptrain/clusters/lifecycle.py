@@ -93,10 +93,7 @@ def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
 
 
 def different_settings(started: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """The settings (as in cluster.ranks) that are missing or different in the running cluster.
-
-    Settings that only say how to start it or how long to wait are ignored.
-    """
+    """The settings, as cluster.ranks, that differ in the running cluster; not those of the start and of waiting."""
     names = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
     return [f"cluster.{name}" for name in names if started.get(name) != asked.get(name)]
 
@@ -109,15 +106,17 @@ def _start(config: ClusterConfig, name: str, provider: Provider, tell: Tell, *, 
             make_tls(deployment.folder)
         return _bring_up(config, deployment, provider, tell)
     except BaseException as error:
-        _take_back(deployment, provider, tell, error)
+        with deferred():
+            tell("ending what was started")
+            try:
+                _end(deployment, provider, tell)
+            except DdptrainError as stuck:
+                raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
         raise
 
 
 def scale(name: str, slots: int, tell: Tell) -> View:
-    """Scale a cluster to that many slots and wait for them; slots in use are removed when their runs end.
-
-    Raises: UsageError, ClusterError
-    """
+    """Scale to that many slots, and wait; slots in use are removed with their runs. Raises UsageError, ClusterError."""
     from ddptrain.clusters.wait_ready import ReadinessWait
 
     with _held(name) as deployment:
@@ -143,10 +142,7 @@ def scale(name: str, slots: int, tell: Tell) -> View:
 
 
 def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
-    """The last log lines of each process of a cluster, or of one source, by source; also of ended processes.
-
-    Raises: UsageError, ClusterError
-    """
+    """The last log lines of each process, also of ended ones, or of one source. Raises UsageError, ClusterError."""
     deployment = cluster_records.find(name)
     deployment.check_here()
     found = dict(_provider(deployment.record.backend).logs(deployment, lines))
@@ -172,22 +168,15 @@ def last_words(name: str) -> str:
 
 
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
-    """End a cluster and delete its record. With runs on it, this needs `now`.
-
-    Raises UsageError if runs are on it, ClusterError if a part of it did not end.
-    """
+    """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
     with _held(name) as deployment:
-        runs = () if now else _runs(status.probe(deployment, _SURE_S))
-        if runs:
+        view = None if now else status.probe(deployment, _SURE_S)
+        if view and (runs := [run.run_id for run in (*view.runs, *view.waiting)]):
             raise UsageError(
                 f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "
                 f"ddptrain cluster down {name} --now"
             )
         _end(deployment, _provider(deployment.record.backend), tell)
-
-
-def _runs(view: View) -> tuple[str, ...]:
-    return tuple(run.run_id for run in (*view.runs, *view.waiting))
 
 
 def _created(config: ClusterConfig, name: str) -> Deployment:
@@ -218,10 +207,7 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
 
 
 def _look_or_clean_up(name: str, tell: Tell) -> View | None:
-    """The cluster of that name if it is up. Otherwise the rest of it is ended, and None is returned.
-
-    Raises UsageError if it may be up, ClusterError if it is on another host.
-    """
+    """The cluster if it is up; otherwise its rest is ended. Raises UsageError if that is not sure, ClusterError."""
     try:
         deployment = cluster_records.find(name)
     except cluster_records.ClusterNotFound:
@@ -236,16 +222,6 @@ def _look_or_clean_up(name: str, tell: Tell) -> View | None:
     tell(f"a cluster {name} was there before: {view.reason}; cleaning up")
     _end(deployment, _provider(deployment.record.backend), tell)
     return None
-
-
-def _take_back(deployment: Deployment, provider: Provider, tell: Tell, error: BaseException) -> None:
-    """End a partly started cluster. Raises ClusterError if a part of it did not end."""
-    with deferred():
-        tell("ending what was started")
-        try:
-            _end(deployment, provider, tell)
-        except DdptrainError as stuck:
-            raise ClusterError(f"{error}; {stuck}; try ddptrain cluster down {deployment.name}") from error
 
 
 def _end(deployment: Deployment, provider: Provider, tell: Tell) -> None:

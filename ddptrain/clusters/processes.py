@@ -56,10 +56,9 @@ class DaemonOrder:
 
 @dataclass(frozen=True, slots=True)
 class DaemonId:
-    """A started process. `created` is its start time, which distinguishes it from later processes with this pid
-    (0: it ended at once).
+    """A started process, and the host and boot in which its pid is valid.
 
-    `host` is the host and the boot in which the pid is valid.
+    `created` is its start time, which distinguishes it from later processes with this pid (0: it ended at once).
     """
 
     name: str
@@ -104,10 +103,7 @@ def start(order: DaemonOrder) -> DaemonId:
 
 
 def alive(daemon: DaemonId) -> bool:
-    """Whether this process runs; False after a restart of its host.
-
-    Raises ClusterError on another host, where this can't be known.
-    """
+    """Whether this process runs; not after a restart of its host. Raises ClusterError on any other host."""
     here = this_host()
     where = relation(daemon.host, here)
     if where == Relation.OTHER:
@@ -180,16 +176,10 @@ def read(folder: str, name: str, timeout_s: float) -> Any:
 
 
 def describe(names: Sequence[str]) -> dict[str, Any]:
-    """This host: {"version", "hostname", "addresses": {name: its address if it is one of this host}, "reached_at"}.
-
-    "reached_at" is the local address of the ssh connection.
-    """
-    import socket
-
+    """This host: {"version", "addresses": {name: its address here, or ""}, "reached_at": its end of the ssh}."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "version": __version__,
-        "hostname": socket.gethostname(),
         "addresses": {name: _own_address(name) for name in names},
         "reached_at": connection[2] if len(connection) == 4 else "",
     }

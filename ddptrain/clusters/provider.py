@@ -13,7 +13,7 @@ Tell = Callable[[str], None]
 
 
 class Cluster(Protocol):
-    """A Dask cluster with slots for ranks, during one run."""
+    """A Dask cluster with slots for ranks, during one run. What a subclass leaves out does nothing."""
 
     @property
     def words(self) -> str:
@@ -21,21 +21,26 @@ class Cluster(Protocol):
 
     def begin(self) -> None:
         """Start everything that takes long, without waiting for it."""
+        return
 
     def connect(self) -> Target:
         """Start what is missing and return the scheduler's address. Raises ClusterError."""
 
     def worker_fault(self) -> str | None:
         """Why a worker that this object has started has ended; None while all run."""
+        return None
 
     def mend(self, *, leaving: bool) -> None:
         """Replace workers that this object has started and that have ended, or are about to end (`leaving`)."""
+        return
 
     def last_words(self) -> str:
         """The last log lines of the workers, if available: for the error that too few workers have joined."""
+        return ""
 
     def close(self) -> None:
         """End everything that this object has started; an attached cluster stays as it was."""
+        return
 
 
 class Provider(Protocol):

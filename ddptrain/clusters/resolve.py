@@ -49,10 +49,7 @@ def by_name(name: str) -> Target:
 
 
 def reopen(deployment: cluster_records.Deployment) -> None:
-    """Restore the connection to a scheduler if this machine has lost it, for example after a restart.
-
-    Raises ClusterError, also on another host than that of the cluster.
-    """
+    """Restore the connection to a scheduler, as after a restart. Raises ClusterError, also on another host."""
     deployment.check_here()
     again = getattr(
         plugin_names.provider_class(deployment.record.backend), "reopen", None
@@ -91,10 +88,7 @@ def of_deployment(deployment: cluster_records.Deployment) -> Target:
 
 
 def by_address(address: str, tls: TlsSettings | None) -> Target:
-    """The scheduler at an address. If it is one of the user's own clusters, its certificate is used.
-
-    Raises ClusterError if the certificate can't be used.
-    """
+    """The scheduler at an address; for the user's own cluster with its certificate. Raises ClusterError."""
     if tls is not None:
         files = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
         return Target(_complete(address, "tls"), security(*files))

@@ -21,10 +21,7 @@ _CLOCK_SKEW = dt.timedelta(days=1)
 
 
 def make_tls(folder: Path) -> None:
-    """Write a new key and a self-signed certificate into `folder`, readable by this user only.
-
-    Only clients with the key can use the cluster.
-    """
+    """Write a new key, without which nobody can use the cluster, and a self-signed certificate; both private."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ddptrain.clusters import cluster_records as state
@@ -16,6 +16,9 @@ from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.resolve import of_deployment
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER
 from ddptrain.host_identity import Relation
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 LOOK_TIMEOUT_S = 2.0
 _LEAVE_S = 0.3
@@ -203,20 +206,20 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
     return View(deployment, State.GONE, f"{address} does not answer within {timeout_s:g} s", certain=False)
 
 
-async def _ask(deployment: Deployment, timeout_s: float) -> Mapping[str, Any]:
+def client_of(deployment: Deployment, timeout_s: float = 10, **options: Any) -> Client:
+    """A client of one of the user's clusters, which does not count as its use. Raises ClusterError, OSError."""
     from distributed import Client
 
+    target = of_deployment(deployment)
+    return Client(
+        target.address, security=target.security, timeout=timeout_s, name=LOOKER, set_as_default=False, **options
+    )
+
+
+async def _ask(deployment: Deployment, timeout_s: float) -> Mapping[str, Any]:
     from ddptrain.clusters.scheduler import slots
 
-    target = of_deployment(deployment)
-    client = Client(
-        target.address,
-        security=target.security,
-        timeout=timeout_s,
-        name=LOOKER,
-        asynchronous=True,
-        set_as_default=False,
-    )
+    client = client_of(deployment, timeout_s, asynchronous=True)
     try:
         await client
         overview: Mapping[str, Any] = await client.run_on_scheduler(slots.overview)

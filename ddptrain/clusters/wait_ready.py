@@ -85,10 +85,7 @@ class ReadinessWait:
                 return cast(Mapping[str, Any], overview)
 
     def until_ready(self, asked: int | None) -> View:
-        """Wait until all expected workers have joined with `asked` slots (None: any number), and are warm.
-
-        Raises ClusterError with the workers that have joined, and the last log lines of the others.
-        """
+        """Wait until all workers are warm, with `asked` slots (None: any). Raises ClusterError with their logs."""
         while True:
             view = self.view()
             expected = max(1, self.deployment.record.workers)
@@ -138,10 +135,7 @@ class ReadinessWait:
         self._told = joined
 
     def _warm(self, view: View) -> View | None:
-        """The view if the rank servers of all workers are warm within a second, else None.
-
-        Raises ClusterError if a worker can't be used.
-        """
+        """The view if all workers are warm within a second, else None. Raises ClusterError if one can't be used."""
         assert self._client is not None
         answers: Mapping[str, Any] = self._client.run(driver_calls.wait_until_warm, _WARM_ROUND_S, on_error="return")
         workers = []

@@ -25,10 +25,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(source: Path | str) -> Path:
-    """Return the path of a configuration file, or of the shipped example of that name.
-
-    Raises ConfigError if there is neither; the error names the most similar file.
-    """
+    """Return the path of a file, or of the shipped example of that name. Raises ConfigError with a similar one."""
     path = Path(source)
     if not str(source).strip():
         raise ConfigError([Problem("configuration", "", "no file is named", "as in configs/petnames.yaml")])

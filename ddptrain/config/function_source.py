@@ -45,7 +45,10 @@ class Found:
 def find_source(module: str, folders: Sequence[str]) -> Found | None:
     """Return the source of a module, searched as an import does; None if it is not found or not readable."""
     path = _find_file(module, folders)
-    return _parsed(path) if path is not None else None
+    try:
+        return Found(path, ast.parse(_read(path))) if path is not None else None
+    except (SyntaxError, *_UNREADABLE):
+        return None
 
 
 def syntax_error(module: str, folders: Sequence[str]) -> SyntaxError | None:
@@ -83,13 +86,6 @@ def _find_file(module: str, folders: Sequence[str]) -> Path | None:
     return None
 
 
-def _parsed(path: Path) -> Found | None:
-    try:
-        return Found(path, ast.parse(_read(path)))
-    except (SyntaxError, *_UNREADABLE):
-        return None
-
-
 def _read(path: Path) -> bytes:
     if path.stat().st_size > _MAX_BYTES:
         raise ValueError("longer than source code is")
@@ -103,7 +99,9 @@ def names_in(found: Found) -> list[str] | None:
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             return None
         names += _bound(node)
-    return None if {"__getattr__", "globals", "exec"} & {*names, *_called(found.tree)} else names
+    calls = (node.func for node in ast.walk(found.tree) if isinstance(node, ast.Call))
+    called = {function.id for function in calls if isinstance(function, ast.Name)}
+    return None if {"__getattr__", "globals", "exec"} & {*names, *called} else names
 
 
 def is_module(found: Found, name: str) -> bool:
@@ -131,12 +129,6 @@ def _bound(node: ast.stmt) -> list[str]:
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
     targets = [part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
     return [target.id for target in targets]
-
-
-def _called(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield node.func.id
 
 
 def params_model(found: Found, function: str) -> type[BaseModel] | None:

@@ -33,10 +33,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def _describe_references(schema: dict[str, Any], definitions: dict[str, dict[str, Any]]) -> None:
-    """Give each field that refers to a definition a description of its own, which editors show.
-
-    Pydantic leaves it out where it equals that of the definition.
-    """
+    """Give each field that refers to a definition a description, which pydantic leaves out if it is the same."""
     for owner in (schema, *definitions.values()):
         for field in owner.get("properties", {}).values():
             described = definitions.get(str(field.get("$ref")).removeprefix("#/$defs/"), {}).get("description")

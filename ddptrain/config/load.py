@@ -21,7 +21,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import ClusterConfig, ClusterFile
 from ddptrain.config.sweep_check import first_values, sweep_problems
 from ddptrain.config.types import default_name
-from ddptrain.config.validation_errors import MAX_PROBLEMS, Schema, explain, place_of
+from ddptrain.config.validation_errors import MAX_PROBLEMS, Schema, explain, located, place_of
 from ddptrain.config.wording import describe_value, dotted, nearest, shorten
 from ddptrain.config.yaml_reader import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
 from ddptrain.errors import ConfigError, Problem
@@ -75,17 +75,18 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
         run = _validate(root, path, problems)
         found = run.cluster if run else None
     else:
-        found = _validate_cluster(root, problems)
+        try:
+            found = ClusterFile.model_validate(plain(root)).cluster
+        except ValidationError as error:
+            found = None
+            problems += explain(error, root, Schema(ClusterFile, None))
     if problems or found is None:
         raise ConfigError(_in_order(problems, shorten(str(path), 300)))
     return found
 
 
 def load_data(data: bytes, name: str) -> Any:
-    """Return the content of a YAML file as dicts, lists and scalars, None if it is empty.
-
-    Raises ConfigError if it is not YAML, or exceeds the limits of size, depth and number of values.
-    """
+    """Return the content of a YAML file as plain data. Raises ConfigError if it is no YAML, or too large."""
     where = shorten(name, 300)
     root, problems = parse_yaml(decode(data, where), lambda line, column: Place(0, line, column, f"{where}:{line}"))
     if problems:
@@ -128,21 +129,10 @@ def _overridden(root: Node, overrides: Sequence[str]) -> list[Located]:
     return [problem for number, option in enumerate(overrides, 1) for problem in _override(root, number, option)]
 
 
-def _validate_cluster(root: Node, problems: list[Located]) -> ClusterConfig | None:
-    try:
-        return ClusterFile.model_validate(plain(root)).cluster
-    except ValidationError as error:
-        problems += explain(error, root, Schema(ClusterFile, None))
-        return None
-
-
 def _in_order(problems: list[Located], name: str) -> list[Problem]:
     ordered = [each.problem for each in sorted(problems, key=lambda each: each.place)]
     more = len(ordered) - MAX_PROBLEMS
-    return [
-        *ordered[:MAX_PROBLEMS],
-        *([Problem(name, "", f"and {more:,} more problems")] if more > 0 else []),
-    ]
+    return [*ordered[:MAX_PROBLEMS], *([Problem(name, "", f"and {more:,} more problems")] if more > 0 else [])]
 
 
 def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool = False) -> RunConfig | None:
@@ -172,27 +162,25 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
 
 def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]:
     """The problem that the script does not exist. An absolute path may exist on the file system of a cluster."""
-    script = config.script
-    if script is not None and script.script is not None and script.script.endswith(".ipynb"):
-        place = place_of(root, ("workload", "script"))
-        message = f"expected a Python file, got the notebook {describe_value(script.script).removeprefix('the text ')}"
-        hint = f"convert it: jupyter nbconvert --to script {shorten(script.script)}"
-        return [Located(place, Problem(place.text, "workload.script", message, hint))]
-    if script is None or script.script is None or any(_is_file(found) for found in _candidates(script.script, path)):
+    script = config.script.script if config.script is not None else None
+    if script is None:
         return []
-    if os.path.isabs(script.script) and not config.cluster.is_embedded:
+    key, shown = ("workload", "script"), describe_value(script)
+    if script.endswith(".ipynb"):
+        message = f"expected a Python file, got the notebook {shown.removeprefix('the text ')}"
+        return [located(root, key, message, f"convert it: jupyter nbconvert --to script {shorten(script)}")]
+    candidates = _candidates(script, path)
+    if any(_is_file(found) for found in candidates) or (os.path.isabs(script) and not config.cluster.is_embedded):
         return []
-    place = place_of(root, ("workload", "script"))
-    if any(found.is_dir() for found in _candidates(script.script, path)):
-        message = f"expected a Python file, got the folder {describe_value(script.script).removeprefix('the text ')}"
-        return [Located(place, Problem(place.text, "workload.script", message, "name the file in it"))]
-    message = f"there is no such file, got {describe_value(script.script)}"
-    name = Path(script.script)
+    if any(found.is_dir() for found in candidates):
+        message = f"expected a Python file, got the folder {shown.removeprefix('the text ')}"
+        return [located(root, key, message, "name the file in it")]
+    name = Path(script)
     beside = [found.name for found in _candidates(str(name.parent), path) for found in python_files(found)]
     match = nearest(name.name, beside[:MAX_NEIGHBOURS])
     looked = " and ".join(dict.fromkeys(shorten(folder, 200) for folder in import_folders(path)))
     hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
-    return [Located(place, Problem(place.text, "workload.script", message, hint))]
+    return [located(root, key, f"there is no such file, got {shown}", hint)]
 
 
 def _candidates(name: str, path: Path) -> list[Path]:
@@ -211,10 +199,9 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
         model = plugin_names.params_model(workload)
         return model or _model_of_function(workload, path, root, problems)
     except ConfigError as error:
-        place = place_of(root, ("workload",))
         for problem in error.problems:
             message = f"{problem.message}, got {describe_value(workload)}"
-            problems.append(Located(place, Problem(place.text, "workload", message, problem.hint)))
+            problems.append(located(root, ("workload",), message, problem.hint))
         return None
 
 
@@ -226,17 +213,14 @@ def _model_of_function(workload: str, path: Path, root: Node, problems: list[Loc
         return None
     names = config_params.names_in(found)
     if names is not None and (first := name.partition(".")[0]) not in names:
-        place = place_of(root, ("workload",))
         message = f"{shorten(str(found.path), 300)} has no {first}, got {describe_value(workload)}"
         match = nearest(first, names)
         hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
-        problems.append(Located(place, Problem(place.text, "workload", message, hint)))
+        problems.append(located(root, ("workload",), message, hint))
         return None
     if config_params.is_module(found, name):
-        place = place_of(root, ("workload",))
         message = f"{name} is a module that {shorten(str(found.path), 300)} imports, not a function"
-        hint = f"name a function of {module}, as {module}:train"
-        problems.append(Located(place, Problem(place.text, "workload", message, hint)))
+        problems.append(located(root, ("workload",), message, f"name a function of {module}, as {module}:train"))
         return None
     return config_params.params_model(found, name)
 

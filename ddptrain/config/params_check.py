@@ -1,6 +1,6 @@
 """Checks params against what a function takes: the same check before the run, and in the rank that calls the function.
 
-The driver reads the parameters from the source (config/params.py), the rank from the imported function
+The driver reads the parameters from the source (config/function_source.py), the rank from the imported function
 (rank/entrypoint.py). Both get a model of the parameters here.
 """
 
@@ -50,10 +50,7 @@ def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def check_params(model: type[BaseModel], params: Mapping[str, Any]) -> BaseModel:
-    """Return the params as their model. JSON's strict mode suits YAML: a list may become a tuple, but "1" no number.
-
-    Raises pydantic's ValidationError if they do not fit.
-    """
+    """Return the params as their model; in strict mode a list may become a tuple. Raises pydantic's ValidationError."""
     return model.model_validate_json(json.dumps(params), strict=True)
 
 

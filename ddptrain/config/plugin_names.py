@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from ddptrain.config.wording import did_you_mean, shorten
@@ -115,10 +116,7 @@ def is_built_in(workload: object) -> bool:
 
 
 def workload_target(name: str) -> str:
-    """Return the module:attr of the workload's function, without importing it.
-
-    Raises ConfigError if no workload has that name.
-    """
+    """Return the module:attr of the workload's function, without an import. Raises ConfigError if there is none."""
     if name in BUILT_IN:
         return BUILT_IN[name].target
     if _TARGET.fullmatch(name):
@@ -130,10 +128,7 @@ def workload_target(name: str) -> str:
 
 
 def prepare_target(name: str, params: Mapping[str, object], *, here: bool) -> str:
-    """Return the module:attr of the function that prepares or checks the workload's inputs, or "".
-
-    `here` tells whether all ranks are on this host.
-    """
+    """Return the module:attr that prepares or checks the inputs, or "". `here`: all ranks are on this host."""
     if name not in BUILT_IN:
         return ""
     known = BUILT_IN[name]
@@ -148,15 +143,10 @@ def takes_context(name: str, annotation: str) -> bool:
 
 
 def params_model(name: str) -> type[BaseModel] | None:
-    """Return the model of a built-in workload's parameters, None for other workloads.
-
-    Raises ConfigError if no workload has that name.
-    """
+    """Return the model of a built-in workload's parameters, None for others. Raises ConfigError if there is none."""
     if name not in BUILT_IN:
         workload_target(name)
         return None
-    from importlib import import_module
-
     module, _, attribute = BUILT_IN[name].params.partition(":")
     return cast("type[BaseModel]", getattr(import_module(module), attribute))
 
@@ -167,12 +157,7 @@ def backends() -> list[str]:
 
 
 def provider_class(name: str) -> type[Any]:
-    """Import the class that starts clusters of a backend (see clusters/provider.py).
-
-    Raises UsageError if the backend starts no clusters, or can't be imported.
-    """
-    from importlib import import_module
-
+    """Import a backend's class (see clusters/provider.py). Raises UsageError if it has none, or it can't be used."""
     target = BACKENDS[name] if name in BACKENDS else _installed(BACKEND_GROUP)[name]
     if not target:
         raise UsageError(f"cluster.backend {name} uses a cluster that is up: there is nothing to start or to end")
@@ -242,9 +227,8 @@ def _unknown(name: str, known: list[str]) -> Problem:
         hint = of_file(name) or "as in mypackage.training:train"
         return Problem(where, "", "is not of the form package.module:function", hint)
     if (dotted := re.fullmatch(r"([^\W\d]\w*(?:\.\w+)*)\.([^\W\d]\w*)", name)) is not None:
-        return Problem(
-            where, "", "is not of the form package.module:function", f"did you mean {dotted[1]}:{dotted[2]}?"
-        )
+        hint = f"did you mean {dotted[1]}:{dotted[2]}?"
+        return Problem(where, "", "is not of the form package.module:function", hint)
     hint = did_you_mean(name, known)
     if "known are" not in hint:
         hint += f" Known are: {', '.join(sorted(known))}"

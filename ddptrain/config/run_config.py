@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.config.sections.profiling import ProfileConfig, check_profiled_ranks
-from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig, with_default_gate
-from ddptrain.config.sections.sharding import ShardingConfig
+from ddptrain.config.sections.retraining import DataConfig, ModelsConfig, NotifyConfig, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
-from ddptrain.config.sections.system import Slow, SystemConfig, off_word
 from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.config.types import (
     MODULE_PATTERN,
@@ -27,10 +24,13 @@ from ddptrain.config.types import (
     VariableName,
     Word,
     default_name,
+    off_word,
     slug,
     wrong_field,
 )
-from ddptrain.protocol.rank_spec import LOST_AFTER_S
+from ddptrain.protocol.rank_spec import LOST_AFTER_S, MOST_PROFILED_STEPS, StepProfile
+
+_SHORTEST_S = 0.2
 
 
 class ScriptWorkload(Strict):
@@ -119,9 +119,22 @@ class CheckpointConfig(Strict):
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest metric is best.")
 
 
-class PrepareConfig(ShardingConfig):
+class PrepareConfig(Strict):
     """Defaults of the arguments of ctx.prepare."""
 
+    strategy: Literal["ddp", "fsdp", "hybrid"] = Field(
+        default="ddp",
+        description="ddp: each rank has the whole model; fsdp: all ranks share it; hybrid: the ranks of each host do.",
+    )
+    shard: list[FilledText] = Field(
+        default_factory=list,
+        description="Classes of layers that are gathered one at a time, as [Block]; by default the blocks of the "
+        "model's ModuleLists.",
+    )
+    activation_checkpointing: list[FilledText] = Field(
+        default_factory=list,
+        description="Classes of layers that are computed again in the backward pass, which saves memory, as [Block].",
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
         description="Of the forward pass; bf16 and fp16 run it under autocast. fp16 also scales the loss.",
@@ -167,7 +180,7 @@ class FailureConfig(Strict):
         default=LOST_AFTER_S,
         description="Seconds without a word from a worker, or without the scheduler, after which they are given up.",
     )
-    slow: Annotated[Slow, BeforeValidator(off_word)] = Field(
+    slow: Annotated[Literal["off", "warn", "replace"], BeforeValidator(off_word)] = Field(
         default="warn",
         description="What happens with a rank that is slower than the others by itself: warn reports it; replace also "
         "moves it to a slot of another host with the next ctx.checkpoint, if one is free; off does not look.",
@@ -190,6 +203,42 @@ class CodeConfig(Strict):
         default=None, description="The project's folder; by default the git work tree, or the folder of this file."
     )
     max_mb: Annotated[float, Field(gt=0)] = Field(default=200.0, description="The largest size of the code in MB.")
+
+
+def _interval(seconds: float) -> float:
+    if 0 < seconds < _SHORTEST_S:
+        raise wrong_field("", f"is {seconds:g} s: measuring that often costs too much", f"write {_SHORTEST_S} or more")
+    return seconds
+
+
+class SystemConfig(Strict):
+    """Measurements of hosts, ranks and GPUs, in system.jsonl of the run directory."""
+
+    every_s: Annotated[Seconds, Field(ge=0), AfterValidator(_interval)] | None = Field(
+        default=5.0, description="Seconds between two measurements; 0 or null for none."
+    )
+
+
+class ProfileConfig(Strict):
+    """Which steps of which ranks torch.profiler records, as {steps: [10, 13], ranks: [0]}."""
+
+    steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)] = Field(
+        description=f"The first and the last step, counted from 1; at most {MOST_PROFILED_STEPS} steps."
+    )
+    ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
+        default=None, description="The ranks, counted from 0; null is every rank."
+    )
+
+    @property
+    def spec(self) -> StepProfile:
+        """The same for a rank."""
+        return StepProfile(self.steps[0], self.steps[1], tuple(self.ranks or ()))
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Self:
+        if problem := self.spec.problem:
+            raise wrong_field("steps", *problem)
+        return self
 
 
 class ResultsConfig(Strict):
@@ -267,7 +316,12 @@ class RunConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _gate_follows_the_best_checkpoint(cls, data: Any) -> Any:
-        return with_default_gate(data)
+        match data:
+            case {"retrain": dict(retrain), "checkpoint": {"metric": str(metric), **more}}:
+                mode = more.get("mode", "min")
+                if "gate" not in retrain and metric and mode in ("min", "max"):  # errors name the fields of checkpoint
+                    return {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
+        return data
 
     @model_validator(mode="after")
     def _params_are_a_functions(self) -> Self:
@@ -290,7 +344,14 @@ class RunConfig(Strict):
 
     @model_validator(mode="after")
     def _profiled_ranks_exist(self) -> Self:
-        check_profiled_ranks(self.profile, self.cluster)
+        profiled = (self.profile.ranks if self.profile else None) or ()
+        ranks = self.cluster.ranks
+        if not profiled or ranks == "auto":
+            return self
+        most = ranks if isinstance(ranks, int) else ranks.max
+        if (highest := max(profiled)) >= most:
+            hint = f"write ranks from 0 to {most - 1}" if most > 1 else "write [0]"
+            raise wrong_field("profile.ranks", f"has {highest}, but the run has at most {most} ranks", hint)
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from ddptrain.config.params_check import check_params
 from ddptrain.config.run_config import PrepareConfig, RunConfig
 from ddptrain.config.sections.sweeping import SweepConfig, samples_of, values_of
-from ddptrain.config.validation_errors import place_of
+from ddptrain.config.validation_errors import located, place_of
 from ddptrain.config.wording import describe_value, did_you_mean, shorten
 from ddptrain.config.yaml_reader import Located, Node
 from ddptrain.errors import Problem
@@ -40,9 +40,8 @@ def sweep_problems(config: RunConfig, model: type[BaseModel] | None, root: Node)
             place = place_of(root, ("sweep", "space", name))
             yield Located(place, Problem(place.text, f"sweep.space.{shorten(name)}", *problem))
     if sweep.seeds > 1 and "seed" not in (_names(model) if model else config.params):
-        place = place_of(root, ("sweep", "seeds"))
         message = f"is {sweep.seeds}, but {shorten(config.workload_name)} has no parameter seed to vary"
-        yield Located(place, Problem(place.text, "sweep.seeds", message, "leave it out, or add params.seed"))
+        yield located(root, ("sweep", "seeds"), message, "leave it out, or add params.seed")
 
 
 def _grid_problem(sweep: SweepConfig, name: str) -> tuple[str, str] | None:

@@ -32,6 +32,11 @@ def default_name(workload: str, stem: str = "") -> str:
     return slug(stem if module and slug(stem) else function) or "run"
 
 
+def off_word(value: object) -> object:
+    """Convert false, which is `off` in YAML 1.1, to the word."""
+    return "off" if value is False else value
+
+
 def _without_nul(text: str) -> str:
     if "\0" in text:
         raise ValueError("contains a NUL character, which is not allowed")

@@ -83,19 +83,13 @@ class Schema:
             parent = parent[1:]
         else:
             models = [self.run]
-        for part in parent:
-            models = [found for model in models for found in _models_below(model, part)]
+        for part in (name for name in parent if isinstance(name, str)):
+            models = [found for model in models for found in _models_in(_fields(model).get(part))]
         return [name for model in models for name in _fields(model)]
 
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-
-
-def _models_below(model: type[BaseModel], part: str | int) -> list[type[BaseModel]]:
-    if isinstance(part, int):
-        return [model]
-    return list(_models_in(_fields(model).get(part)))
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -155,6 +149,12 @@ def place_of(root: Node, path: PathKey) -> Place:
     return _below(root, path).place
 
 
+def located(root: Node, path: PathKey, message: str, hint: str) -> Located:
+    """Return a problem of the key at `path`."""
+    place = place_of(root, path)
+    return Located(place, Problem(place.text, dotted(path), message, hint))
+
+
 def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema: Schema) -> Problem:
     first = group[0]
     context = first.get("ctx", {})
@@ -183,11 +183,8 @@ def _expected(details: ErrorDetails) -> str:
     template = _EXPECTED.get(details["type"])
     if template is None:
         return details["msg"].removeprefix("Input should be ").rstrip(".")
-    return template.format(**{key: _figure(value) for key, value in context.items()})
-
-
-def _figure(value: object) -> str:
-    return f"{value:.15g}" if isinstance(value, float) else str(value)
+    texts = {key: f"{value:.15g}" if isinstance(value, float) else str(value) for key, value in context.items()}
+    return template.format(**texts)
 
 
 def _unknown_hint(path: PathKey, schema: Schema) -> str:

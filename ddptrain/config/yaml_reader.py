@@ -103,8 +103,7 @@ def parse_yaml(
 
     Raises ConfigError if the text is not YAML, or has more levels or values than a configuration needs.
     """
-    found = _NOT_YAML.search(text)
-    if found:
+    if found := _NOT_YAML.search(text):
         line = text.count("\n", 0, found.start()) + 1
         where = place(line, 1).text
         raise _stop(where, f"the character U+{ord(found[0]):04X} is not allowed", "delete it", dotted(prefix))
@@ -124,12 +123,8 @@ def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], 
     indent = start[: len(start) - len(start.lstrip(" \t"))]
     where = place(line, column).text
     if "\t" in indent or start[column - 1 : column] == "\t":
-        return _stop(
-            where,
-            "a tab is used for indentation: YAML allows only spaces",
-            "replace the tab with spaces",
-            dotted(prefix),
-        )
+        message, hint = "a tab is used for indentation: YAML allows only spaces", "replace the tab with spaces"
+        return _stop(where, message, hint, dotted(prefix))
     context = str(getattr(error, "context", None) or "").strip()
     message = f"not valid YAML: {reason}" + (f" {context}" if context else "")
     hint = next((hint for part, hint in _HINTS.items() if part in message), "")
@@ -137,10 +132,7 @@ def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], 
 
 
 def scalar(text: str) -> Any:
-    """Return the value of unquoted text by the core schema of YAML 1.2: only true and false are booleans.
-
-    Raises ValueError for a number that is too long or too large.
-    """
+    """Return the value of unquoted text by YAML 1.2's core schema. Raises ValueError for a number that is too large."""
     if text in _WORDS:
         return _WORDS[text]
     if infinite := _INFINITE.fullmatch(text):

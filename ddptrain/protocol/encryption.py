@@ -19,6 +19,7 @@ from ddptrain.protocol.typed_json import decode_json_data
 from ddptrain.redact import hide_secrets
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 SEALED = "DDPTRAIN_SEALED_ENV"  # the only variable of an encrypted environment
@@ -34,37 +35,31 @@ class WorkerKey:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._private: bytes | None = None
+        self._private: X25519PrivateKey | None = None
 
-    def _key(self) -> bytes:
+    def _key(self) -> X25519PrivateKey:
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         with self._lock:
             if self._private is None:
-                self._private = X25519PrivateKey.generate().private_bytes_raw()
+                self._private = X25519PrivateKey.generate()
             return self._private
 
     @property
     def public(self) -> str:
         """The public key, with which the driver encrypts."""
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-
-        return _text(X25519PrivateKey.from_private_bytes(self._key()).public_key().public_bytes_raw())
+        return _text(self._key().public_key().public_bytes_raw())
 
     def open(self, env: Mapping[str, str], purpose: str) -> dict[str, str]:
-        """Decrypt an environment; one that is not encrypted is returned unchanged.
-
-        Raises ClusterError if it was encrypted for another worker or another purpose.
-        """
+        """Decrypt an environment if it is encrypted. Raises ClusterError if that is for another worker or purpose."""
         if SEALED not in env:
             return dict(env)
         from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
 
         try:
             data = base64.b64decode(env[SEALED], validate=True)
-            own = X25519PrivateKey.from_private_bytes(self._key())
-            shared = own.exchange(X25519PublicKey.from_public_bytes(data[:_KEY_BYTES]))
+            shared = self._key().exchange(X25519PublicKey.from_public_bytes(data[:_KEY_BYTES]))
             text = _cipher(shared, data[:_KEY_BYTES]).decrypt(_NONCE, data[_KEY_BYTES:], purpose.encode())
         except (ValueError, InvalidTag) as error:
             raise ClusterError(
@@ -82,11 +77,8 @@ def seal(env: Mapping[str, str], public: str, purpose: str) -> dict[str, str]:
     own = X25519PrivateKey.generate()
     sender = own.public_key().public_bytes_raw()
     shared = own.exchange(X25519PublicKey.from_public_bytes(base64.b64decode(public)))
-    return {
-        SEALED: _text(
-            sender + _cipher(shared, sender).encrypt(_NONCE, json.dumps(dict(env)).encode(), purpose.encode())
-        )
-    }
+    sealed = _cipher(shared, sender).encrypt(_NONCE, json.dumps(dict(env)).encode(), purpose.encode())
+    return {SEALED: _text(sender + sealed)}
 
 
 def has_secrets(spec: RankSpec) -> bool:

@@ -15,10 +15,7 @@ _TYPE = re.compile(r"(?P<type>[^\W\d][\w.]*): (?P<message>.*)", re.DOTALL)
 
 
 def read_error_file(path: Path) -> events.Failure | None:
-    """Read and delete the error file; return its failure with the time of the file, None if there is no file.
-
-    Content in another format becomes the message.
-    """
+    """Read and delete the error file; None if there is none. Text in another format becomes the message."""
     try:
         time_ns = path.stat().st_mtime_ns
         with path.open("rb") as file:

@@ -28,7 +28,7 @@ class EventFormatError(ValueError):
 class Event:
     """Base of all events; `time_ns` is the time in the rank."""
 
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str] = ""  # the key in KINDS
     time_ns: int
 
 
@@ -36,7 +36,6 @@ class Event:
 class Started(Event):
     """The rank's process runs; sent before the process group is up."""
 
-    kind: ClassVar[str] = "started"
     pid: int
     host: str
     device: str = "cpu"
@@ -48,14 +47,11 @@ class Started(Event):
 class Entered(Event):
     """The process group is up and the workload's function is called, or a script begins, which has no group yet."""
 
-    kind: ClassVar[str] = "entered"
-
 
 @dataclass(frozen=True, slots=True)
 class Metrics(Event):
     """Numbers that the workload logged (NaN and infinities included), at a step and an epoch."""
 
-    kind: ClassVar[str] = "metrics"
     values: Mapping[str, float]
     step: int | None = None
     epoch: float | None = None
@@ -65,7 +61,6 @@ class Metrics(Event):
 class Progress(Event):
     """The rank's progress: `done` of `total` (None: unknown), counted in `unit`."""
 
-    kind: ClassVar[str] = "progress"
     done: float
     total: float | None = None
     unit: str = "steps"
@@ -96,7 +91,6 @@ class CheckpointSaved(Event):
     parts: of a sharded model, what the other ranks have written; all of it is complete as well.
     """
 
-    kind: ClassVar[str] = "checkpoint"
     step: int
     staging: str
     files: tuple[StagedFile, ...]
@@ -109,7 +103,6 @@ class CheckpointSaved(Event):
 class FileSaved(Event):
     """A file for `path` below `area` waits in `staging` (a file name below the rank's staging folder)."""
 
-    kind: ClassVar[str] = "file"
     path: str
     staging: str
     size_bytes: int
@@ -126,7 +119,6 @@ class Failure(Event):
     rank that did not come. unwritable: a checkpoint could not be written, so the code is not the cause.
     """
 
-    kind: ClassVar[str] = "failure"
     type: str
     message: str
     traceback: str
@@ -142,7 +134,6 @@ class Failure(Event):
 class CheckpointFailed(Event):
     """A checkpoint could not be written, `failures` times in a row; `given_up`: no further try follows."""
 
-    kind: ClassVar[str] = "checkpoint_failed"
     step: int
     message: str
     failures: int
@@ -153,7 +144,6 @@ class CheckpointFailed(Event):
 class ThreadFailure(Event):
     """An exception has ended a thread of the user's code. The rank continues, and may wait for the thread for ever."""
 
-    kind: ClassVar[str] = "thread_failure"
     thread: str
     type: str
     message: str
@@ -170,7 +160,6 @@ class Stacks(Event):
     waits_step: the one in which it waits for others. handles: the exception in whose `except` or `finally` it is.
     """
 
-    kind: ClassVar[str] = "stacks"
     main: tuple[str, ...]
     sequence: int | None = None
     state: str = ""
@@ -184,7 +173,6 @@ class Stacks(Event):
 class Waiting(Event):
     """The rank has waited for other ranks for some seconds in a ctx method that all ranks must call."""
 
-    kind: ClassVar[str] = "waiting"
     call: str
     step: int | None = None
 
@@ -192,8 +180,6 @@ class Waiting(Event):
 @dataclass(frozen=True, slots=True)
 class Noticed(Event):
     """The rank itself was sent SIGTERM, by a batch system or a user: its host is about to go."""
-
-    kind: ClassVar[str] = "noticed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +189,6 @@ class Preempted(Event):
     For a script (with step 0): it has ended with exit code 75, which says that it has saved its state itself.
     """
 
-    kind: ClassVar[str] = "preempted"
     step: int
 
 
@@ -211,7 +196,6 @@ class Preempted(Event):
 class Returned(Event):
     """The return value of rank 0's function, as JSON text of at most 64 kB; not sent for None."""
 
-    kind: ClassVar[str] = "returned"
     value: str
 
 
@@ -222,7 +206,6 @@ class Finished(Event):
     calls: how often the rank has called each ctx method that all ranks must call.
     """
 
-    kind: ClassVar[str] = "finished"
     calls: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -230,7 +213,6 @@ class Finished(Event):
 class Tracked(Event):
     """What a tracker has created elsewhere, such as the URL of a run; run.json contains it."""
 
-    kind: ClassVar[str] = "tracked"
     tracker: str
     found: Mapping[str, str]
 
@@ -239,7 +221,6 @@ class Tracked(Event):
 class TrackerFailed(Event):
     """A tracker has failed. If tracking.strict is true, the run fails at its end."""
 
-    kind: ClassVar[str] = "tracker_failed"
     tracker: str
     message: str
     strict: bool = False
@@ -249,7 +230,6 @@ class TrackerFailed(Event):
 class Finishing(Event):
     """The workload is over, and the rank waits for its trackers, for `timeout_s` at most."""
 
-    kind: ClassVar[str] = "finishing"
     timeout_s: float
 
 
@@ -257,7 +237,6 @@ class Finishing(Event):
 class Timed(Event):
     """Rank 0 was busy with an activity other than training steps, as "checkpoint" or "evaluation", until now."""
 
-    kind: ClassVar[str] = "timed"
     activity: str
     seconds: float
 
@@ -269,7 +248,6 @@ class StepTimes(Event):
     own_s is a mean without the longest tenth, waited_s a mean with the exchange itself; both in seconds.
     """
 
-    kind: ClassVar[str] = "step_times"
     steps: int
     own_s: float
     waited_s: float
@@ -279,37 +257,35 @@ class StepTimes(Event):
 class Note(Event):
     """A message for the user, of level "info" or "warning"."""
 
-    kind: ClassVar[str] = "note"
     message: str
     level: str = "info"
 
 
 KINDS: dict[str, type[Event]] = {
-    cls.kind: cls
-    for cls in (
-        Started,
-        Entered,
-        Metrics,
-        Progress,
-        CheckpointSaved,
-        CheckpointFailed,
-        FileSaved,
-        Failure,
-        ThreadFailure,
-        Stacks,
-        Waiting,
-        Noticed,
-        Preempted,
-        Returned,
-        Finished,
-        Tracked,
-        TrackerFailed,
-        Finishing,
-        Timed,
-        StepTimes,
-        Note,
-    )
+    "started": Started,
+    "entered": Entered,
+    "metrics": Metrics,
+    "progress": Progress,
+    "checkpoint": CheckpointSaved,
+    "checkpoint_failed": CheckpointFailed,
+    "file": FileSaved,
+    "failure": Failure,
+    "thread_failure": ThreadFailure,
+    "stacks": Stacks,
+    "waiting": Waiting,
+    "noticed": Noticed,
+    "preempted": Preempted,
+    "returned": Returned,
+    "finished": Finished,
+    "tracked": Tracked,
+    "tracker_failed": TrackerFailed,
+    "finishing": Finishing,
+    "timed": Timed,
+    "step_times": StepTimes,
+    "note": Note,
 }
+for _kind, _cls in KINDS.items():
+    _cls.kind = _kind
 
 
 def encode(event: Event) -> bytes:

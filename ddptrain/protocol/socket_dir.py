@@ -68,10 +68,7 @@ class SocketFolder:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[SocketFolder]:
-    """Hold the lock of the folder at `path`, which is created if it is missing.
-
-    Raises ClusterError if other users have access to it.
-    """
+    """Hold the lock of a folder, made if it is missing. Raises ClusterError if other users have access to it."""
     fd = _lock(path)
     try:
         yield SocketFolder(path, fd)

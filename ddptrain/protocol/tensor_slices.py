@@ -59,10 +59,7 @@ class SavedTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def read(self, offset: Sequence[int] | None = None, size: Sequence[int] | None = None) -> np.ndarray[Any, Any]:
-        """Read the part of `size` at `offset`, by default all, as an array of raw items (numpy's void type).
-
-        Raises SlicesError if the slices do not contain it; OSError.
-        """
+        """Read a part, or all, as raw items (numpy's void type). Raises SlicesError if it is missing; OSError."""
         first = tuple(offset) if offset is not None else (0,) * len(self.shape)
         wanted = tuple(size) if size is not None else self.shape
         kind = np.dtype(f"V{ITEM_BYTES[self.dtype]}")
@@ -122,10 +119,7 @@ def saved_model(folder: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:
 
 
 def read_shards(folder: Path, kind: str) -> tuple[dict[str, SavedTensor], dict[str, str]]:
-    """Return the tensors in the shard files of one kind, and further names of tied ones.
-
-    Raises SlicesError, OSError.
-    """
+    """Return the tensors in the shard files of one kind, and names of tied ones. Raises SlicesError, OSError."""
     parts: dict[str, list[tuple[str, tuple[int, ...], Slice]]] = {}
     tied: dict[str, str] = {}
     for file in sorted(folder.glob(f"{kind}.rank-*.safetensors")):

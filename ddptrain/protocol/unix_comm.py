@@ -42,10 +42,7 @@ _numbers = itertools.count(1)
 
 
 def make_socket_dir() -> Path:
-    """Make a folder for the sockets of one cluster, mode 0700; delete those of schedulers that were killed.
-
-    Raises: OSError
-    """
+    """Make a private folder for the sockets of one cluster; delete those of killed schedulers. Raises OSError."""
     parent = Path(tempfile.gettempdir())
     if ":" in str(parent) or len(os.fsencode(parent)) > _MOST_PATH_BYTES:
         parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder of our own in it
@@ -192,10 +189,7 @@ class UnixListener(BaseListener):
         """The address to connect to."""
         return f"{PREFIX}{self.path}"
 
-    @property
-    def contact_address(self) -> str:
-        """The same as listen_address."""
-        return self.listen_address
+    contact_address = listen_address
 
 
 class UnixBackend(Backend):
@@ -217,9 +211,7 @@ class UnixBackend(Backend):
         """The path itself."""
         return str(_path(loc))
 
-    def get_local_address_for(self, loc: str) -> str:
-        """The path itself."""
-        return str(_path(loc))
+    get_local_address_for = resolve_address
 
 
 def _path(loc: str) -> Path:

@@ -172,10 +172,7 @@ def decode_all(message: object) -> Iterator[Notice | NoticeError]:
 
 
 def decode(message: object) -> Notice:
-    """The notice in a message. Raises NoticeError if the kind is unknown or a field is missing or not valid.
-
-    Unknown fields are ignored: the scheduler adds fields of its own.
-    """
+    """The notice in a message, whose unknown fields are ignored. Raises NoticeError if it is not valid."""
     if not isinstance(message, Mapping):
         raise NoticeError(f"the message is not a mapping but {_quoted(message)}")
     kind = message.get("notice")

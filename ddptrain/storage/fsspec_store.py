@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -74,14 +75,12 @@ class FsspecStore(Store):
     def listing(self, folder: str = "") -> Iterator[Listed]:
         """See Store."""
         start = f"{self.root}/{folder}" if folder else self.root
-        try:
+        with self._errors("listed"):
             if not self._is_http and not self.fs.isdir(start):
                 if folder:
                     return
                 raise FileNotFoundError
             yield from self._below(f"{start}/", {f"{start}/"})
-        except Exception as error:  # each backend has its own kinds of errors
-            raise self._error("listed", "", error) from error
 
     def _below(self, folder: str, entered: set[str]) -> Iterator[Listed]:
         # fs.find() silently leaves out a folder whose listing fails.
@@ -107,62 +106,48 @@ class FsspecStore(Store):
 
     def folders(self, folder: str = "") -> list[str]:
         """See Store."""
-        try:
-            entries = self.fs.ls(f"{self.root}/{folder}" if folder else self.root, detail=True)
-        except FileNotFoundError:
-            return []
-        except Exception as error:  # as above
-            raise self._error("listed", "", error) from error
+        with self._errors("listed"):
+            try:
+                entries = self.fs.ls(f"{self.root}/{folder}" if folder else self.root, detail=True)
+            except FileNotFoundError:
+                return []
         names = (str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
         return sorted(names)
 
     def check(self) -> None:
         """See Store. A folder may be missing, as it comes with its first file; a bucket may not."""
         bucket = self.root.lstrip("/").partition("/")[0]
-        try:
+        with self._errors("listed"):
             if self.root == bucket or not (self.root.startswith("/") or self.fs.isdir(self.root)):
                 self.fs.ls(bucket, detail=False)
             else:
                 self.folders()
-        except StoreError:
-            raise
-        except Exception as error:  # as above
-            raise self._error("listed", "", error) from error
 
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
         """See Store."""
         end = None if limit_bytes is None or self._is_http else start + limit_bytes + 1
-        try:
+        with self._errors("read", key):
             data = bytes(self.fs.cat_file(self._path(key), start=start or None, end=end))
-        except Exception as error:  # as above
-            raise self._error("read", key, error) from error
         return self._limited(key, data, limit_bytes)
 
     def chunks(self, key: str) -> Iterator[bytes]:
         """See Store."""
-        try:
-            with self.fs.open(self._path(key), "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    yield chunk
-        except Exception as error:  # as above
-            raise self._error("read", key, error) from error
+        with self._errors("read", key), self.fs.open(self._path(key), "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
 
     def put(self, key: str, data: bytes | Path) -> None:
         """See Store."""
-        try:
+        with self._errors("written", key):
             if isinstance(data, Path):
                 self.fs.put_file(str(data), self._path(key))
             else:
                 self.fs.pipe_file(self._path(key), data)
-        except Exception as error:  # as above
-            raise self._error("written", key, error) from error
 
     def delete(self, key: str) -> None:
         """See Store."""
-        try:
+        with self._errors("deleted", key):
             self.fs.rm_file(self._path(key))
-        except Exception as error:  # as above
-            raise self._error("deleted", key, error) from error
 
     def _path(self, key: str) -> str:
         # Without a key the location is the file: an address with a query can't be taken apart.
@@ -171,6 +156,15 @@ class FsspecStore(Store):
     def _key(self, path: str) -> str:
         key = path[len(self.root) + 1 :]
         return unquote(key) if self._is_http else key
+
+    @contextmanager
+    def _errors(self, action: str, key: str = "") -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:  # each backend has its own kinds of errors
+            raise self._error(action, key, error) from error
 
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
         """Return the StoreError for an error of a backend; key "" stands for the whole location."""

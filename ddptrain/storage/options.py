@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import http.client
 import os
 import threading
@@ -9,14 +10,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
+from ddptrain.optional_packages import install_command
 from ddptrain.secret_rules import is_secret_name
-from ddptrain.storage.aws_profile import Credentials, Profile, read_profile, static
 from ddptrain.storage.store import Location, StoreUnreachable
 
 # fsspec's name -> obstore's, for values that are passed on unchanged; code below handles the others.
@@ -38,6 +40,9 @@ _OTHERS = {"s3": {"key", "secret", "token", "profile", "verify"}, "gs": {"token"
 _NESTED = {"endpoint_url": "endpoint_url", "region_name": "region", "verify": "verify"}  # of s3fs's client_kwargs
 _FLAGS = {"anon", "requester_pays"}
 _REGION_HEADER = "x-amz-bucket-region"
+Credentials = dict[str, Any]  # as obstore's S3Credential
+_FRESH = timedelta(minutes=5)  # credentials of botocore are used for so long before botocore is asked again
+_ELSEWHERE = ("role_arn", "sso_session", "sso_start_url", "credential_process", "web_identity_token_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,7 @@ class Settings:
 
 
 def settings_for(location: Location, kind: str, bucket: str, timeout_s: float) -> Settings:
-    """Return the arguments for a location of that kind; options override the environment.
-
-    Raises UsageError for an unknown option, or a value of the wrong type; StoreUnreachable.
-    """
+    """Return the arguments; options override the environment. Raises UsageError for wrong ones; StoreUnreachable."""
     options = _checked(location, kind)
     client = _client(location, options.pop("verify", True))
     if kind == "s3":
@@ -181,10 +183,7 @@ def _env(*names: str) -> str:
 
 @lru_cache(maxsize=64)
 def region_of(bucket: str, timeout_s: float) -> str:
-    """Ask AWS for the region of a bucket, which needs no credentials; "" if it is unknown.
-
-    Raises StoreUnreachable if AWS does not answer in time.
-    """
+    """Ask AWS for a bucket's region, without credentials; "" if unknown. Raises StoreUnreachable at the time-out."""
     answers: list[str] = []
     # urllib applies its timeout to each IP address of the name; the thread gives one deadline for all of them.
     asking = threading.Thread(target=lambda: answers.append(_asked_region(bucket, timeout_s)), daemon=True)
@@ -208,3 +207,84 @@ def _asked_region(bucket: str, timeout_s: float) -> str:
             return str(error.headers.get(_REGION_HEADER, ""))
     except (OSError, ValueError, http.client.HTTPException):  # the first request will report the problem
         return ""
+
+
+# --- profiles in ~/.aws/credentials and ~/.aws/config, which obstore does not read ---
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A profile; `credentials` is None if it has none."""
+
+    name: str
+    region: str = ""
+    endpoint_url: str = ""
+    credentials: Callable[[], Credentials] | None = field(default=None, repr=False)
+
+
+def static(key: str, secret: str, token: str | None) -> Callable[[], Credentials]:
+    """Return a provider of credentials that never change."""
+    return lambda: {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+
+
+def read_profile(name: str | None) -> Profile | None:
+    """Return the named or default profile, None if there is none. Raises UsageError for an unknown name."""
+    sections = _sections()
+    asked = name or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
+    found = sections.get(asked or "default")
+    if found is None and asked:
+        hint = did_you_mean(asked, list(sections))
+        raise UsageError(
+            f'AWS has no profile "{shorten(asked)}" in ~/.aws/credentials or ~/.aws/config{": " if hint else ""}{hint}'
+        )
+    if found is None:
+        return None
+    endpoint_url = found.get("endpoint_url", "")
+    return Profile(asked or "default", found.get("region", ""), endpoint_url, _provider(asked or "default", found))
+
+
+def _sections() -> dict[str, dict[str, str]]:
+    """Return the settings of each profile, from both files; those in credentials win."""
+    files = [
+        os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config",
+        os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
+    ]
+    found: dict[str, dict[str, str]] = {}
+    for file in files:
+        parser = configparser.RawConfigParser(strict=False, default_section="")
+        try:
+            parser.read_string(Path(file).expanduser().read_text(encoding="utf-8"), file)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, configparser.Error):  # the error's text may quote a secret
+            raise UsageError(f"{file} can't be read as AWS profiles: correct it, or set the store's options") from None
+        for section in parser.sections():
+            found.setdefault(section.removeprefix("profile ").strip(), {}).update(parser.items(section))
+    return found
+
+
+def _provider(name: str, settings: Mapping[str, str]) -> Callable[[], Credentials] | None:
+    key, secret = settings.get("aws_access_key_id"), settings.get("aws_secret_access_key")
+    if key and secret:
+        return static(key, secret, settings.get("aws_session_token"))
+    return _renewed(name) if any(word in settings for word in _ELSEWHERE) else None
+
+
+def _renewed(name: str) -> Callable[[], Credentials]:
+    """Return credentials that botocore gets and renews: of a role, of single sign-on, of a program."""
+    try:
+        import botocore.session  # type: ignore[import-untyped]
+    except ImportError:
+        raise UsageError(
+            f'the AWS profile "{shorten(name)}" needs botocore to get its credentials: {install_command("s3")}'
+        ) from None
+    source = botocore.session.Session(profile=name).get_credentials()
+    if source is None:
+        raise UsageError(f'botocore finds no credentials for the AWS profile "{shorten(name)}"')
+
+    def renew() -> Credentials:
+        now = source.get_frozen_credentials()
+        known = static(now.access_key, now.secret_key, now.token)()
+        return known | {"expires_at": datetime.now(UTC) + _FRESH}
+
+    return renew

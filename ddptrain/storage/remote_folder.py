@@ -48,10 +48,6 @@ def is_plain(path: str) -> bool:
     return not {"", ".", ".."} & set(parts) and "\\" not in path and path.isprintable()
 
 
-def _no_guard() -> None:
-    """Allow every change."""
-
-
 def _sleep(seconds: float) -> bool:
     time.sleep(seconds)
     return False
@@ -69,7 +65,7 @@ class RemoteFolder:
     path: str = ""
     wait: Callable[[float], bool] = _sleep
     pauses_s: Sequence[float] = _PAUSES_S
-    guard: Callable[[], None] = _no_guard
+    guard: Callable[[], None] = lambda: None
 
     @classmethod
     def open(cls, url: str, limits: Limits = LIMITS) -> RemoteFolder:

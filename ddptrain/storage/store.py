@@ -22,18 +22,7 @@ _CREDENTIALS = "check the credentials (for S3: AWS_ACCESS_KEY_ID, AWS_PROFILE, A
 
 
 class StoreError(DdptrainError):
-    """A request to a store failed.
-
-    StoreError            4
-    ├── StoreMissing      2  the bucket or folder does not exist
-    ├── StoreForbidden    2  the store refuses the request
-    ├── StoreUnreachable  4  the store does not answer, or not in time
-    ├── Transient         4  this request failed; another attempt may succeed
-    ├── NotFound          4  this key does not exist
-    ├── TooLarge          4  the object is larger than the reader accepts
-    ├── WriteConflict     4  the condition of a write was not met: another process has written the object
-    └── NoConditionalWrites     4  the store has no conditional writes
-    """
+    """A request to a store failed."""
 
     exit_code = ExitCode.CLUSTER
 
@@ -234,10 +223,7 @@ class Store(ABC):
         raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
-        """Write an object that is unchanged since `before`, or with None does not exist yet.
-
-        Raises WriteConflict if it has changed; NoConditionalWrites.
-        """
+        """Write an object that is unchanged since `before` (None: new). Raises WriteConflict, NoConditionalWrites."""
         raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def test_conditions(self, probe: str) -> float:
@@ -254,8 +240,11 @@ class Store(ABC):
 
     def _limited(self, key: str, data: bytes, limit_bytes: int | None) -> bytes:
         if limit_bytes is not None and len(data) > limit_bytes:
-            raise TooLarge(f"{self.location.words}/{key} can't be read: it has more than {limit_bytes:,} bytes")
+            raise self._too_large(key, limit_bytes)
         return data
+
+    def _too_large(self, key: str, limit_bytes: int) -> TooLarge:
+        return TooLarge(f"{self.location.words}/{key} can't be read: it has more than {limit_bytes:,} bytes")
 
 
 def open_store(location: Location, limits: Limits = Limits()) -> Store:

@@ -93,13 +93,7 @@ def _definition(tracker: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, em
 
 
 def load(name: str) -> type[Any]:
-    """Imports the class of a tracker.
-
-    Raises:
-        ImportError: the module, or a package that it needs, is not installed; the message says what to install.
-        AttributeError: the module has no such class.
-        UsageError: no tracker has this name.
-    """
+    """Imports the class of a tracker. Raises ImportError, which says what to install; AttributeError, UsageError."""
     module, _, attribute = tracker_target(name).partition(":")
     with _importing:
         try:

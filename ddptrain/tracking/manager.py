@@ -54,10 +54,7 @@ class TrackerManager:
             thread.put(item)
 
     def keep(self, path: Path, suffix: str = "") -> Path:
-        """Another path of a file or folder, which stays valid when the driver moves the original. Raises OSError.
-
-        The name of a file ends with `suffix`.
-        """
+        """Another path, with this suffix, of a file that the driver may move; or of a folder. Raises OSError."""
         return self._temp.add(path, suffix)
 
     def put_with_files(self, item: Image | Table | Checkpoint, *kept: Path) -> None:

@@ -38,10 +38,7 @@ class TempFolder:
         self._counter = itertools.count()
 
     def add(self, path: Path, suffix: str = "") -> Path:
-        """Adds a hard link to (or a copy of) a file, or of each file in a folder; returns its path.
-
-        The name of a file ends with `suffix`, or with its own suffix. Raises OSError.
-        """
+        """Adds a link to a file (with this suffix, or its own), or to each in a folder. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         added = self._folder / f"{next(self._counter)}"
         if path.is_dir():

@@ -49,11 +49,7 @@ class CodeCache:
         return str(folder) if folder.is_dir() else ""  # it may have been deleted before it was locked
 
     def unpack(self, run_id: str, code: str, archive: Path, names: Iterable[str]) -> str:
-        """Unpack an archive and verify its hash. Returns the folder, locked for the run.
-
-        Raises:
-            ClusterError: the content has another hash, or cannot be written.
-        """
+        """Unpack an archive; returns the folder, locked for the run. Raises ClusterError, also for another hash."""
         incoming = self.folder / f"{_INCOMING}{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

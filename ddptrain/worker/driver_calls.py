@@ -106,10 +106,7 @@ async def holds_file(path: str, text: str) -> bool:
 
 
 async def write_spool(run_id: str, path: str, offset: int, data: bytes, dask_worker: Worker) -> str:
-    """Write bytes into the file `path` below the run's scratch folder. Returns the absolute path.
-
-    Raises PermissionError if the path leads out of the folder.
-    """
+    """Write into the file `path` below the run's folder; returns the whole path. Raises PermissionError outside."""
     folder = rank_host(dask_worker, run_id).scratch / run_id
     return await asyncio.to_thread(_write_below, folder, path, offset, data)
 
@@ -162,10 +159,7 @@ async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, An
 
 
 async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:
-    """Change the number of slots of this worker. Running ranks are not affected. Returns its slots and GPUs.
-
-    Raises ClusterError for a foreign worker, and if there are fewer GPUs.
-    """
+    """Change the slots; returns slots and GPUs. Raises ClusterError for a foreign worker, or with fewer GPUs."""
     host = own_host(dask_worker)
     if host is None:
         raise ClusterError(f"the worker {dask_worker.address} was not started by ddptrain: its slots can't be changed")
@@ -199,10 +193,7 @@ async def read_clock() -> float:
 
 
 async def host_facts(timeout_s: float, dask_worker: Worker) -> str:
-    """HostFacts of this worker's host as JSON, read by a process of its own.
-
-    Raises ClusterError if the process fails or needs longer than `timeout_s`.
-    """
+    """HostFacts of this worker's host as JSON. Raises ClusterError if their process fails, or takes longer."""
     host = own_host(dask_worker)
     scratch = str(host.scratch) if host is not None else dask_worker.local_directory
     environ = host.environ if host is not None else dict(os.environ)

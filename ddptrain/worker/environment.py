@@ -26,9 +26,9 @@ def tuned_defaults() -> dict[str, str]:
     return dict(MALLOC_DEFAULTS) if platform.libc_ver()[0] == "glibc" else {}
 
 
-def server_environment(environ: Mapping[str, str], nanny: Mapping[str, object] | None = None) -> dict[str, str]:
+def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The rank server's environment. One BLAS thread by default, because a process with threads must not fork."""
-    env = without_working_directory({**tuned_defaults(), **without_nanny(environ, nanny or {})})
+    env = without_working_directory({**tuned_defaults(), **without_nanny(environ, {})})
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
@@ -59,10 +59,7 @@ class RankResources:
 
 
 def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResources) -> RankSpec:
-    """The complete spec: with environment, device, threads and staging folder.
-
-    `environ` is the worker's environment without the nanny's variables.
-    """
+    """The spec with environment, device, threads and staging folder; `environ` is without the nanny's variables."""
     chosen = {**environ, **spec.env}
     gpu = resources.gpu if spec.placement.use_gpu else None
     # A slot that is free now may get a rank of another run: threads on cores that are in use wait for each other.
@@ -72,7 +69,11 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
         # Otherwise gloo resolves the host name, which often gives a wrong address.
         tuned["GLOO_SOCKET_IFNAME"] = resources.host.interface
     if "nccl" in spec.group.backend:
-        tuned |= _flight_recorder(resources.staging)
+        tuned |= {  # NCCL writes its last operations to a file after a time-out; newer torch reads these names, too
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{resources.staging}/{FLIGHT_RECORD}",
+        }
     env = {**tuned, **chosen, **_torchrun_variables(spec, gpu, resources.staging)}
     if spec.code.built_in:
         env = without_working_directory(env)
@@ -86,15 +87,6 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
     return dataclasses.replace(spec, env=env, host=HostSettings(gpu, resources.staging, threads, report))
 
 
-def _flight_recorder(staging: str) -> dict[str, str]:
-    """Have NCCL write its last collective operations to a file after a time-out; newer torch reads these names, too."""
-    return {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{staging}/{FLIGHT_RECORD}",
-    }
-
-
 def interface_of(host: str) -> str | None:
     """The network interface that has an IP address of this machine; None if none has it."""
     import psutil
@@ -103,17 +95,6 @@ def interface_of(host: str) -> str | None:
         if any(address.address.partition("%")[0] == host for address in addresses):
             return str(name)
     return "lo" if host.startswith("127.") and "lo" in psutil.net_if_addrs() else None
-
-
-def _script_variables(spec: RankSpec, staging: str) -> dict[str, str | int]:
-    """Further variables that torchrun sets for scripts: all ranks have one role, and each has an error file."""
-    return {
-        "GROUP_WORLD_SIZE": spec.placement.hosts,
-        "ROLE_NAME": "default",
-        "ROLE_RANK": spec.rank,
-        "ROLE_WORLD_SIZE": spec.placement.world_size,
-        "TORCHELASTIC_ERROR_FILE": f"{staging}/{ERROR_FILE}",
-    }
 
 
 def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[str, str]:
@@ -134,7 +115,13 @@ def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[s
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",
     }
     if spec.code.is_script:
-        variables |= _script_variables(spec, staging)
+        variables |= {  # all ranks have one role
+            "GROUP_WORLD_SIZE": spec.placement.hosts,
+            "ROLE_NAME": "default",
+            "ROLE_RANK": spec.rank,
+            "ROLE_WORLD_SIZE": spec.placement.world_size,
+            "TORCHELASTIC_ERROR_FILE": f"{staging}/{ERROR_FILE}",
+        }
         if gpu is not None and spec.placement.local_gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.placement.local_gpus)  # LOCAL_RANK is an index into these
     return {name: str(value) for name, value in variables.items()}

@@ -67,10 +67,7 @@ class RunPlugin(WorkerPlugin):
 
 
 def rank_host(worker: Worker, run_id: str) -> RankHost:
-    """The host of a run's ranks on this worker: the worker's own, or the one attached for the run.
-
-    Raises RankServerLost if the run was removed from this worker, or was never attached.
-    """
+    """The host of a run's ranks here: the worker's own, or one for the run. Raises RankServerLost if there is none."""
     plugin = worker.plugins.get(attached_plugin(run_id))
     host = own_host(worker) or (plugin.host if isinstance(plugin, RunPlugin) else None)
     if host is None:

@@ -20,12 +20,13 @@ from pathlib import Path
 import psutil
 
 from ddptrain.errors import one_line
+from ddptrain.file_ops import text_or_empty
 from ddptrain.gpus import usable_cores
 from ddptrain.nvml import read_gpus
 from ddptrain.protocol.cluster_check import Fabric, GpuFacts, HostFacts, Interface, network_variables
 
 _MB = 10**6
-_PACKAGES = {"ddptrain": "ddptrain", "torch": "torch", "distributed": "distributed"}
+_PACKAGES = ("ddptrain", "torch", "distributed")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _WRITE_S = 0.25
 _WRITE_BYTES = 128 * _MB
@@ -82,9 +83,7 @@ def _gpus(problems: list[str]) -> tuple[tuple[GpuFacts, ...], str]:
 
 def _versions(driver: str) -> dict[str, str]:
     found = {"python": platform.python_version(), "driver": driver}
-    for name, package in _PACKAGES.items():
-        found[name] = _version((package,))
-    found["nccl"] = _version(_NCCL)
+    found |= {name: _version((name,)) for name in _PACKAGES} | {"nccl": _version(_NCCL)}
     return {name: version for name, version in found.items() if version}
 
 
@@ -148,18 +147,11 @@ def fabrics_of(folder: Path) -> Iterable[Fabric]:
     """The ports of the RDMA devices in /sys/class/infiniband."""
     for port in sorted(folder.glob("*/ports/*")):
         device = port.parent.parent.name
-        layer = _read(port / "link_layer")
+        layer = text_or_empty(port / "link_layer").strip()
         kind = "EFA" if device.startswith("efa") else "RoCE" if layer == "Ethernet" else layer or "unknown"
-        rate = _read(port / "rate").partition(" ")[0]  # "200 Gb/sec (4X HDR)"
+        rate = text_or_empty(port / "rate").strip().partition(" ")[0]  # "200 Gb/sec (4X HDR)"
         gbit_s = float(rate) if rate.replace(".", "", 1).isdigit() else 0.0
-        yield Fabric(device, kind, "ACTIVE" in _read(port / "state"), gbit_s)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+        yield Fabric(device, kind, "ACTIVE" in text_or_empty(port / "state"), gbit_s)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddptrain.file_ops import text_or_empty
+
 _NEARLY = 0.95  # fraction of a limit
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write a huge number instead of "max"
@@ -27,7 +29,7 @@ class ControlGroup:
     @property
     def kills(self) -> int | None:
         """The number of OOM kills; None if the group does not count them."""
-        for line in _read(self.folder / self.counter).splitlines():
+        for line in text_or_empty(self.folder / self.counter).splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill" and value.isdigit():
                 return int(value)
@@ -48,7 +50,7 @@ class ControlGroup:
 def groups_of(pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> list[ControlGroup]:
     """The memory control groups of a process: its own first, then the enclosing ones."""
     found = []
-    for line in _read(proc / str(pid) / "cgroup").splitlines():
+    for line in text_or_empty(proc / str(pid) / "cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
@@ -85,7 +87,7 @@ class MemoryWatch:
             if limit is not None and group.usage_bytes >= _NEARLY * limit:
                 self._shortage = f"{_gib(group.usage_bytes)} of {_gib(limit)} of its control group were used"
                 return
-        numbers = dict(line.split(":") for line in _read(self._proc / "meminfo").splitlines() if ":" in line)
+        numbers = dict(line.split(":") for line in text_or_empty(self._proc / "meminfo").splitlines() if ":" in line)
         total, available = (_kib(numbers.get(name, "")) for name in ("MemTotal", "MemAvailable"))
         if total and available < (1 - _NEARLY) * total:
             self._shortage = f"{_gib(available)} of the host's {_gib(total)} were left"
@@ -102,19 +104,12 @@ class MemoryWatch:
         return f"likely out of memory ({self._shortage} shortly before)" if self._shortage else ""
 
     def _count_host_kills(self) -> str:
-        lines = _read(self._proc / "vmstat").splitlines()
+        lines = text_or_empty(self._proc / "vmstat").splitlines()
         return next((line for line in lines if line.startswith("oom_kill ")), "")
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = text_or_empty(path).strip()
     return int(text) if text.isdigit() else None
 
 

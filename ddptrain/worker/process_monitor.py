@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from ddptrain.file_ops import text_or_empty
+
 _SEARCH_S = 30.0  # between two searches for the processes of the group
 
 
@@ -49,9 +51,6 @@ def _members(group: int) -> Iterator[psutil.Process]:
 
 def has_handler(pid: int, signum: int) -> bool:
     """Whether a process has a handler for a signal; without one the signal would end the process."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return False
+    lines = text_or_empty(Path(f"/proc/{pid}/status")).splitlines()
     masks = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
     return bool(masks) and bool(int(masks[0], 16) >> (signum - 1) & 1)

@@ -76,10 +76,7 @@ class RankServerClient:
     def start_rank(
         self, rank_id: str, spec_json: str, log_fd: int, events_fd: int, slot: str, woken: threading.Event | None = None
     ) -> None:
-        """Request a rank. It starts when no other rank holds the slot. Raises RankServerLost.
-
-        `woken` is set when the rank has started, and when `wait_exit` would not wait any more.
-        """
+        """Request a rank; it waits for its slot. `woken` is set when it starts or ends. Raises RankServerLost."""
         with tempfile.TemporaryFile() as file:  # a file without a name, because the spec may contain secrets
             file.write(spec_json.encode())
             file.flush()
@@ -93,10 +90,7 @@ class RankServerClient:
             self._send(request, [file.fileno(), log_fd, events_fd])
 
     def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
-        """Request a process that hosts a TCPStore on a listening socket.
-
-        If the store dies, the rank `rank_id` is stopped and reported as lost. Raises RankServerLost.
-        """
+        """Have a process host a TCPStore; if it dies, the rank `rank_id` is stopped. Raises RankServerLost."""
         port = listening.getsockname()[1]
         self._stores[store_id] = rank_id
         self._send({"op": "store", "id": store_id, "host": host, "port": port}, [listening.fileno()])
@@ -113,11 +107,7 @@ class RankServerClient:
             self._send({"op": "command", "id": rank_id, "command": command})
 
     def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
-        """The rank's exit report {"pid", "status", "time_ns"}, or None if it does not arrive within `timeout_s`.
-
-        Raises:
-            RankServerLost: the server is gone, or could not start the rank.
-        """
+        """The exit report {"pid", "status", "time_ns"}, None if it is not there in time. Raises RankServerLost."""
         try:
             report = self._inboxes[rank_id].get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:

@@ -33,10 +33,7 @@ def topic(run_id: str) -> str:
 
 
 def run_ranks(specs: Sequence[str]) -> None:
-    """Run these ranks of one attempt on this worker; the key of the task is that of the first rank.
-
-    Notices tell the driver how each of them ends. Raises RankServerLost, ClusterError if none could be started.
-    """
+    """Run ranks of one attempt; notices tell how each ends. Raises RankServerLost, ClusterError if none starts."""
     _run(specs)
 
 

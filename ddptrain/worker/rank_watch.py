@@ -51,10 +51,7 @@ class RankWatch:
         self.log = logged
 
     def start(self, port: int, resources: HostResources, woken: threading.Event) -> None:
-        """Request the rank; `woken` is set when the rank server reports anything of it.
-
-        Raises RankServerLost, and OSError if the spool cannot be made.
-        """
+        """Request the rank; `woken` is set when the server reports anything of it. Raises RankServerLost, OSError."""
         self.spool.create()
         spec = self._completed(port, resources)
         log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddptrain.clusters import resolve
+from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.config.sections.clusters import ClusterConfig
 
 
-class AttachedCluster:
+class AttachedCluster(Cluster):
     """The cluster that a configuration names: one of the user's own, an address, or a scheduler's file."""
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -21,9 +22,6 @@ class AttachedCluster:
         config = self.config
         return f"the cluster {config.name}" if config.name else str(config.address or config.scheduler_file)
 
-    def begin(self) -> None:
-        """Do nothing: the cluster is up."""
-
     def connect(self) -> Target:
         """The address to connect to; the caller checks that a scheduler answers. Raises ClusterError."""
         if self.config.name is not None:
@@ -32,13 +30,6 @@ class AttachedCluster:
             return resolve.by_address(self.config.address, self.config.tls)
         return resolve.by_scheduler_file(Path(str(self.config.scheduler_file)).expanduser(), self.config.tls)
 
-    def worker_fault(self) -> str | None:
-        """None: the workers are watched through the scheduler only."""
-        return None
-
-    def mend(self, *, leaving: bool) -> None:
-        """Nothing was started here."""
-
     def last_words(self) -> str:
         """The last log lines of the workers of the user's own cluster; empty for other clusters."""
         if self.config.name is None:
@@ -46,6 +37,3 @@ class AttachedCluster:
         from ddptrain.clusters import lifecycle
 
         return lifecycle.last_words(self.config.name)
-
-    def close(self) -> None:
-        """Nothing was started here."""

@@ -40,10 +40,7 @@ class DeployProvider:
     tls = None  # the cluster class decides
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start the keeper and wait until its cluster is up, or request another number of workers.
-
-        Raises: ClusterError, UsageError
-        """
+        """Start the keeper and wait for its cluster, or request other slots. Raises ClusterError, UsageError."""
         keeper = _keeper(cluster)
         if keeper is None:
             _start(cluster, slots)
@@ -64,10 +61,7 @@ class DeployProvider:
         return _words_of_end(cluster, keeper)
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """Make the keeper close its cluster. A cluster that is still being created is closed after its creation.
-
-        Raises ClusterError if closing takes too long, or if resources of the cluster may still exist.
-        """
+        """Make the keeper close its cluster, if need be after its creation. Raises ClusterError if it is not closed."""
         keeper = _keeper(cluster)
         if keeper is None:
             return
@@ -99,10 +93,7 @@ def _start(cluster: Deployment, slots: int | None) -> None:
 
 
 def _await_card(cluster: Deployment, tell: Tell) -> Mapping[str, Any]:
-    """The address, certificate and dashboard that the keeper writes once its cluster is up.
-
-    Raises ClusterError or UsageError if the keeper has ended or takes too long.
-    """
+    """The address and dashboard, once the cluster is up. Raises ClusterError, UsageError if the keeper fails."""
     keeper = _keeper(cluster)
     assert keeper is not None
     name, timeout_s = cluster.record.settings["class"], float(cluster.record.settings["start_timeout_s"])

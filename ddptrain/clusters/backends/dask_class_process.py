@@ -95,10 +95,7 @@ class Kept:
         return str(getattr(self._cluster, "dashboard_link", None) or "")
 
     def resize(self, slots: int | None) -> int:
-        """Scale to that many slots (None: the present number, but at least one worker); returns the number of workers.
-
-        Raises: CannotKeep
-        """
+        """Scale to that many slots (None: the present ones, or one worker); returns the workers. Raises CannotKeep."""
         info = getattr(self._cluster, "scheduler_info", {})
         workers = info.get("workers", {}).values()
         planned = max(len(getattr(self._cluster, "plan", ())), len(workers))

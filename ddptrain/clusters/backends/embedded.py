@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
@@ -34,7 +35,7 @@ _log = Log(__name__)
 _WORKER_END_S = 6.0  # the grace period of the ranks, and the worker's own clean-up
 
 
-class EmbeddedCluster:
+class EmbeddedCluster(Cluster):
     """Slots on this machine: one per GPU in `gpus`, or `slots` on the CPU. All of it ends with the driver."""
 
     def __init__(self, slots: int, gpus: tuple[str, ...], scratch: Path, environ: Mapping[str, str]) -> None:
@@ -109,10 +110,6 @@ class EmbeddedCluster:
         if self.worker_fault() is not None:
             self.begin()
             self._introduce()
-
-    def last_words(self) -> str:
-        """Empty: `worker_fault` says everything."""
-        return ""
 
     def close(self) -> None:
         """End the worker and its ranks, then the scheduler; delete the scratch folder."""

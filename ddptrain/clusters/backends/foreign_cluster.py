@@ -16,10 +16,7 @@ _SURE_S = 15.0  # a scheduler on a busy machine answers late, and without its an
 
 
 def spare_runs(cluster: Deployment, slots: int) -> None:
-    """Refuse to shrink a cluster that is in use: the backend chooses which workers end.
-
-    Raises UsageError if runs are on it, ClusterError if its scheduler does not answer.
-    """
+    """Raises UsageError if runs use a cluster that would shrink, ClusterError if its scheduler does not answer."""
     view = status.probe(cluster, _SURE_S)
     if view.state != status.State.UP:
         raise ClusterError(f"can't find out which runs use the cluster {cluster.name}: {view.reason}; try again")

@@ -15,8 +15,8 @@ from ddptrain.clusters import processes
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
-from ddptrain.clusters.resolve import of_deployment
-from ddptrain.clusters.scheduler.scheduler_process import LOOKER, SCHEDULER_FILE
+from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE
+from ddptrain.clusters.status import client_of
 from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
@@ -35,7 +35,10 @@ class LocalProvider:
         count, gpus = _room(cluster.record.settings, slots)
         running = {name for name, daemon in _daemons(cluster).items() if processes.alive(daemon)}
         if _WORKER in running:
-            _resize(cluster, count)
+            from ddptrain.worker import driver_calls
+
+            with client_of(cluster) as client:
+                client.run(driver_calls.set_slots, count)
             return
         cluster.update(workers=1)
         # The worker first: its rank server imports torch while the scheduler starts.
@@ -81,16 +84,6 @@ def _start(cluster: Deployment, name: str, arguments: list[str]) -> None:
     order = DaemonOrder(name=name, folder=str(cluster.folder), files={}, argv=arguments, env={})
     started = dataclasses.asdict(processes.start(order))
     cluster.update(parts={**cluster.record.parts, name: started})
-
-
-def _resize(cluster: Deployment, slots: int) -> None:
-    from distributed import Client
-
-    from ddptrain.worker import driver_calls
-
-    target = of_deployment(cluster)
-    with Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False) as client:
-        client.run(driver_calls.set_slots, slots)
 
 
 def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from ddptrain.clusters import lifecycle, resolve
-from ddptrain.clusters.provider import Tell
+from ddptrain.clusters.provider import Cluster, Tell
 from ddptrain.clusters.resolve import Target
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.errors import ClusterError
@@ -14,7 +14,7 @@ from ddptrain.errors import ClusterError
 _IDLE_TIMEOUT_S = 300.0
 
 
-class RunCluster:
+class RunCluster(Cluster):
     """A cluster that `ddptrain cluster list` shows as run-<hex> for as long as its run lasts."""
 
     def __init__(self, config: ClusterConfig, tell: Tell) -> None:
@@ -29,22 +29,12 @@ class RunCluster:
         """What it is, for messages."""
         return f"a cluster of backend {self.config.backend}"
 
-    def begin(self) -> None:
-        """Do nothing: `connect` starts the cluster."""
-
     def connect(self) -> Target:
         """Start the cluster. Raises ClusterError or UsageError; nothing of the cluster is left then."""
         self._tell(f"starting {self.words}")
         view = lifecycle.up(self.config, self.name, self._tell)
         self._is_up = True
         return resolve.of_deployment(view.deployment)
-
-    def worker_fault(self) -> str | None:
-        """None: the workers are watched through the scheduler only."""
-        return None
-
-    def mend(self, *, leaving: bool) -> None:
-        """Do nothing: workers that return within the wait for slots are used."""
 
     def last_words(self) -> str:
         """The last log lines of its processes."""

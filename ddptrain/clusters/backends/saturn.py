@@ -33,10 +33,7 @@ class SaturnProvider:
     tls = None  # Saturn signs certificates for clients outside of Saturn
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start the cluster and wait for its scheduler, or scale it to machines for that many slots.
-
-        Raises: ClusterError, UsageError
-        """
+        """Start the cluster and wait for its scheduler, or scale it. Raises ClusterError, UsageError."""
         settings = _settings(cluster)
         if cluster.record.parts:
             if slots is not None:

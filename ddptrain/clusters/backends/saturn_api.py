@@ -78,10 +78,7 @@ class Saturn:
                 raise UsageError(f'Saturn has no machines of size "{shorten(size)}" ({did_you_mean(size, known)})')
 
     def order(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Request the cluster; may be repeated. Returns its "status", and its "id" as soon as it has one.
-
-        Raises: UsageError, NotTaken, ClusterError
-        """
+        """Request the cluster, maybe again; returns its "status", "id" if known. Raises UsageError, ClusterError."""
         query = "?is_external=true" if self.is_external else ""
         answer: Mapping[str, Any] = self._data("POST", query, json.dumps(config))
         return answer

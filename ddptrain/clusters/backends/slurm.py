@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -14,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, script, worker_lines
+from ddptrain.clusters import processes
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, write_private
+from ddptrain.clusters.status import client_of
 from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.errors import ClusterError, UsageError
 
@@ -27,9 +30,17 @@ if TYPE_CHECKING:
 _COMMAND_S = 30.0
 _END_S = 40.0  # Slurm's own KillWait is 30 s
 _POLL_S = 0.2
-_TAIL_BYTES = 64 * 1024
 _LINKED = ("scheduler.json", "ended.json")
 _OVER = re.compile(r"invalid job id|no such job", re.IGNORECASE)
+# The address of the interface with the default route: the node's name often resolves to 127.0.1.1.
+_ADDRESS = """import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+    try:
+        way.connect((\"10.255.255.255\", 1))
+        print(way.getsockname()[0])
+    except OSError:
+        print(socket.gethostname())
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,7 @@ class SlurmProvider:
         if not _jobs_of(cluster):
             _submit_first(cluster, slots, tell)
             return
-        with _connected(cluster) as client:
+        with client_of(cluster) as client:
             _resize(cluster, int(slots or 0), client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
@@ -66,7 +77,7 @@ class SlurmProvider:
         found = {}
         for path in sorted(folder.glob("*.log")):
             source = path.stem.replace("-", " ", 1) if path.stem != "scheduler" else path.stem
-            found[source] = _tail(path, lines)
+            found[source] = processes.tail(str(folder), path.stem, lines)
         for job in _listed(_jobs_of(cluster)):
             if job.state != "RUNNING":
                 found[f"job {job.id}"] = f"{found.get(f'job {job.id}', '')}{job.words}\n"
@@ -85,7 +96,7 @@ class SlurmProvider:
             time.sleep(_POLL_S)
         folder = _folder(cluster)
         if folder != cluster.folder:
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def fault(self, cluster: Deployment) -> str | None:
         """Names the job that has ended, or None."""
@@ -97,7 +108,10 @@ class SlurmProvider:
 
 def _submit_first(cluster: Deployment, slots: int | None, tell: Tell) -> None:
     settings = cluster.record.settings
-    _check_gpus(settings)
+    if settings["gpus"] not in ("auto", 0):
+        raise UsageError(
+            f"cluster.gpus is {settings['gpus']}: with backend slurm it is auto or 0; cluster.slurm.gres asks for GPUs"
+        )
     folder = _made_folder(cluster)
     each = settings["slurm"]["ranks_per_node"]
     wanted = slots_to_order(settings["ranks"], slots)
@@ -111,18 +125,11 @@ def _submit_first(cluster: Deployment, slots: int | None, tell: Tell) -> None:
     cluster.update(workers=nodes)
     idle_s = cluster.record.idle_timeout_s
     if settings["slurm"]["array"]:
-        _submit(cluster, plan.of(1), scheduler_lines(plan, idle_s), tell, what="the scheduler")
+        _submit(cluster, dataclasses.replace(plan, nodes=1), scheduler_lines(plan, idle_s), tell, what="the scheduler")
         _submit(cluster, plan.as_array(nodes), worker_lines(plan), tell, what=f"{nodes} workers")
         return
     what = f"the scheduler and {nodes} workers" if nodes > 1 else "the scheduler and a worker"
     _submit(cluster, plan, [*scheduler_lines(plan, idle_s, alone=False), *worker_lines(plan)], tell, what=what)
-
-
-def _check_gpus(settings: Mapping[str, Any]) -> None:
-    if settings["gpus"] not in ("auto", 0):
-        raise UsageError(
-            f"cluster.gpus is {settings['gpus']}: with backend slurm it is auto or 0; cluster.slurm.gres asks for GPUs"
-        )
 
 
 def _plan(cluster: Deployment, folder: Path, nodes: int, per_node: int | None) -> JobPlan:
@@ -164,7 +171,8 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
         _submit(cluster, plan.as_array(nodes), worker_lines(plan), tell, what=f"{nodes} workers more")
         return
     for job in reversed(_jobs_of(cluster)[1:]):
-        of_job = [worker for worker in workers if _job_of(worker["name"]) == job]
+        # The job is in the name of a worker: n1-17, or n1-17_3 in an array.
+        of_job = [worker for worker in workers if worker["name"].rpartition("-")[2].partition("_")[0] == job]
         spare = sum(worker["slots"] for worker in of_job)
         if of_job and total - spare >= wanted and not any(worker["held"] for worker in of_job):
             _call("scancel", job, passes=_OVER)
@@ -177,21 +185,6 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
             client.run(driver_calls.set_slots, worker["slots"] - fewer, workers=[worker["address"]])
             total -= fewer
     cluster.update(workers=len(workers))
-
-
-def _job_of(worker: str) -> str:
-    """The job of a worker from its name: n1-17, or n1-17_3 in an array."""
-    return worker.rpartition("-")[2].partition("_")[0]
-
-
-def _connected(cluster: Deployment) -> Client:
-    from distributed import Client
-
-    from ddptrain.clusters.resolve import of_deployment
-    from ddptrain.clusters.scheduler.scheduler_process import LOOKER
-
-    target = of_deployment(cluster)
-    return Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False)
 
 
 def _listed(ids: Sequence[str]) -> list[Job]:
@@ -255,13 +248,87 @@ def _jobs_of(cluster: Deployment) -> list[str]:
     return list(cluster.record.parts.get("jobs", []))
 
 
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
+# --- the batch scripts ---
 
 
-def _tail(path: Path, lines: int) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return "".join(file.read().decode("utf-8", "replace").splitlines(keepends=True)[-lines:])
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What a job requests. `slots` None: one per GPU of the worker; `array`: number of elements, 0 for no array."""
+
+    name: str
+    folder: Path
+    nodes: int
+    slots: int | None
+    python: str
+    tls: bool
+    gpus: bool
+    start_timeout_s: float
+    slurm: Mapping[str, Any]
+    array: int = 0
+
+    def as_array(self, elements: int) -> JobPlan:
+        """The same job as an array with that many elements, one node each."""
+        return dataclasses.replace(self, nodes=1, array=elements)
+
+
+def script(plan: JobPlan, lines: Sequence[str]) -> str:
+    """The complete script. All values from the settings are quoted."""
+    return "\n".join(["#!/bin/bash", *_directives(plan), "", "umask 077", *plan.slurm["setup"], *lines, ""])
+
+
+def _directives(plan: JobPlan) -> list[str]:
+    given = plan.slurm
+    element = "_%a" if plan.array else ""
+    options = {
+        "job-name": plan.name,
+        "nodes": plan.nodes,
+        "ntasks-per-node": 1,
+        "output": plan.folder / f"job-{'%A' if plan.array else '%j'}{element}.log",
+        "open-mode": "append",
+        "partition": given["partition"],
+        "account": given["account"],
+        "qos": given["qos"],
+        "time": given["time"],
+        "gres": given["gres"],
+        "cpus-per-task": given["cpus_per_task"] or plan.slots,
+        "mem": given["mem"],
+        "array": f"0-{plan.array - 1}" if plan.array else None,
+    }
+    stated = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items() if value is not None]
+    return [*stated, *(f"#SBATCH {line.removeprefix('#SBATCH').strip()}" for line in given["directives"])]
+
+
+def _quoted(value: object) -> str:
+    """Quote a value for an #SBATCH directive, where Slurm knows double quotes and backslashes."""
+    text = str(value)
+    return text if not set(text) & set(" \"'\\#") else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def scheduler_lines(plan: JobPlan, idle_timeout_s: float, *, alone: bool = True) -> list[str]:
+    """Start the scheduler on the job's first node, in the background unless it is `alone` in the job."""
+    python = shlex.quote(plan.python)
+    command = [plan.python, "-P", "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(plan.folder)]
+    command += ["--idle-timeout", str(idle_timeout_s)]
+    log = shlex.quote(str(plan.folder / "scheduler.log"))
+    line = f'{shlex.join(command)} --host "$({python} -c {shlex.quote(_ADDRESS)})" >>{log} 2>&1'
+    if alone:
+        return [f"exec {line}"]
+    return [f"{line} &", "scheduler=$!", "trap 'kill $scheduler; wait $scheduler' EXIT"]
+
+
+def worker_lines(plan: JobPlan) -> list[str]:
+    """Run a worker on each node of the job, until the scheduler ends or the job is cancelled."""
+    folder = str(plan.folder)
+    command = [plan.python, "-P", "-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json"]
+    command += ["--timeout", f"{plan.start_timeout_s:g}", "--slots", str(plan.slots or 0)]
+    command += ["--gpus", "auto" if plan.gpus else "none"]
+    if plan.tls:
+        command += ["--tls-dir", folder]
+    # The name of the worker consists of node and job, so it is unique.
+    name = 'name="$SLURMD_NODENAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"'
+    log = f'{shlex.quote(f"{folder}/worker-")}"$name".log'
+    inner = f'{name}; exec {shlex.join(command)} --name "$name" >>{log} 2>&1'
+    run = ["srun", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--export=ALL", "--input=none"]
+    cpus = plan.slurm["cpus_per_task"] or plan.slots
+    run += [f"--cpus-per-task={cpus}"] if cpus else []
+    return [f"{shlex.join(run)} bash -c {shlex.quote(inner)}"]

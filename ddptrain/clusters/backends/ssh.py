@@ -20,6 +20,7 @@ from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.processes import FOLDER, DaemonId, DaemonOrder
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
+from ddptrain.clusters.status import client_of
 from ddptrain.config.sections.clusters import slots_to_order
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError, UsageError
@@ -73,17 +74,14 @@ class SshProvider:
     tls = True
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start scheduler and workers, or change the number of slots of the hosts.
-
-        Raises: ClusterError with a line for each host that can't be used; UsageError.
-        """
+        """Start scheduler and workers, or change the slots of the hosts. Raises ClusterError, UsageError."""
         settings = cluster.record.settings
         hosts = hosts_of(settings)
         wanted = _distribution(settings, len(hosts), slots)
         if not _parts(cluster):
             _start(cluster, hosts, wanted, tell)
             return
-        with _connected(cluster) as client:
+        with client_of(cluster) as client:
             _resize(cluster, hosts, wanted, client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
@@ -156,10 +154,7 @@ def _addresses(cluster: Deployment, hosts: Sequence[Host]) -> list[str]:
 
 
 def _address(host: Host) -> str:
-    """The address at which ssh reached the host or, behind a tunnel, the address that its name resolves to.
-
-    Raises: ClusterError
-    """
+    """The address at which ssh reached the host or, behind a tunnel, that of its name. Raises ClusterError."""
     about: Mapping[str, Any] = host.call("describe", names=[host.address])
     if about["version"] != __version__:
         raise ClusterError(
@@ -307,29 +302,13 @@ def _distribution(settings: Mapping[str, Any], hosts: int, slots: int | None) ->
     return [max(0, min(room, total - room * number)) for number in range(hosts)]
 
 
-def _connected(cluster: Deployment) -> Client:
-    from distributed import Client
-
-    from ddptrain.clusters.resolve import of_deployment
-    from ddptrain.clusters.scheduler.scheduler_process import LOOKER
-
-    target = of_deployment(cluster)
-    return Client(target.address, security=target.security, timeout=10, name=LOOKER, set_as_default=False)
-
-
 def _all_or_faults(call: Callable[[_A], _B], given: Sequence[_A]) -> list[_B]:
     """The results of all calls, in order. Raises ClusterError with a line for each failed call."""
-
-    def tried(argument: _A) -> tuple[list[_B], list[str]]:
-        try:
-            return [call(argument)], []
-        except ClusterError as error:
-            return [], [str(error)]
-
-    tries = _side_by_side(tried, given)
-    if faults := [fault for _, faults in tries for fault in faults]:
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        calls = [pool.submit(call, argument) for argument in given]
+    if faults := [str(error) for each in calls if isinstance(error := each.exception(), ClusterError)]:
         raise ClusterError("\n".join(faults))
-    return [answer for answers, _ in tries for answer in answers]
+    return [each.result() for each in calls]
 
 
 def _side_by_side(call: Callable[[_A], _B], given: Sequence[_A]) -> list[_B]:

@@ -34,10 +34,7 @@ SshTarget = Annotated[Line, AfterValidator(_no_option)]
 
 
 def slots_to_order(ranks: Literal["auto"] | int | Mapping[str, int], slots: int | None) -> int | None:
-    """Return the number of slots of a cluster: `slots` of the command, else the setting `cluster.ranks`.
-
-    A range stands for its maximum. None means "auto": as many as the hosts have.
-    """
+    """Return the slots of a cluster: `slots`, else cluster.ranks (of a range the maximum), None for auto."""
     if slots is not None:
         return slots
     if isinstance(ranks, Mapping):

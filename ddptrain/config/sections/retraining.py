@@ -110,19 +110,6 @@ class RetrainConfig(Strict):
     keep: KeepConfig = Field(default=KeepConfig(), description="What the cleanup keeps.")
 
 
-def with_default_gate(data: Any) -> Any:
-    """Return the data of a configuration with a gate for checkpoint.metric if retrain.gate is not given."""
-    retrain, checkpoint = (
-        (data.get(key) for key in ("retrain", "checkpoint")) if isinstance(data, dict) else (None, None)
-    )
-    if not isinstance(retrain, dict) or "gate" in retrain or not isinstance(checkpoint, dict):
-        return data
-    metric, mode = checkpoint.get("metric"), checkpoint.get("mode", "min")
-    if not isinstance(metric, str) or not metric or mode not in ("min", "max"):
-        return data  # the errors name the fields of checkpoint
-    return {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
-
-
 class DataConfig(Strict):
     """The training data, as the data check of `ddptrain retrain` sees them."""
 

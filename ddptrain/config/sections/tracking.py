@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from ddptrain.config.plugin_names import TRACKERS, known_tracker, trackers
-from ddptrain.config.types import FilledText, Seconds, Strict, wrong_field
+from ddptrain.config.types import FilledText, Seconds, Strict, off_word, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
 from ddptrain.protocol.rank_spec import TrackerSpec
 
@@ -18,13 +18,8 @@ _MODES = ("off", "rank0", "process", "shared")
 _WANDB_MODES = ("offline", "online", "disabled")
 
 
-def _mode(value: object) -> object:
-    """Convert false, which is `off` in YAML 1.1, to a mode."""
-    return "off" if value is False else value
-
-
 def _wandb_mode(value: object) -> object:
-    """As `_mode`. Raises an error with the right place for a mode of the wandb library, also for a misspelt one."""
+    """As `off_word`. Raises an error with the right place for a mode of the wandb library, also for a misspelt one."""
     if (
         isinstance(value, str)
         and value not in _MODES
@@ -34,7 +29,7 @@ def _wandb_mode(value: object) -> object:
         raise wrong_field(
             "", f"expected off, rank0, process or shared, got {describe_value(value)}, a WANDB_MODE", hint
         )
-    return _mode(value)
+    return off_word(value)
 
 
 def _section(value: object) -> object:
@@ -55,13 +50,22 @@ def _tracker_name(name: str) -> str:
     return name
 
 
-Mode = Annotated[Literal["off", "rank0", "process", "shared"], BeforeValidator(_wandb_mode)]
+_WandbMode = Annotated[
+    Literal["off", "rank0", "process", "shared"],
+    BeforeValidator(_wandb_mode),
+    Field(json_schema_extra={"enum": ["off", "rank0", "process", "shared", False]}),
+]
+_Mode = Annotated[
+    Literal["off", "rank0", "process"],
+    BeforeValidator(off_word),
+    Field(json_schema_extra={"enum": ["off", "rank0", "process", False]}),
+]
 
 
 class WandbSettings(Strict):
     """Weights & Biases. The key comes from WANDB_API_KEY or ~/.netrc; without one it records offline."""
 
-    mode: Annotated[Mode, Field(json_schema_extra={"enum": ["off", "rank0", "process", "shared", False]})] = Field(
+    mode: _WandbMode = Field(
         default="rank0",
         description="Which ranks log: rank0 alone, each into its own run (process), or all into one run (shared).",
     )
@@ -93,11 +97,7 @@ class WandbSettings(Strict):
 class TensorBoardSettings(Strict):
     """Event files for TensorBoard, in tracking/tensorboard of the run directory."""
 
-    mode: Annotated[
-        Literal["off", "rank0", "process"],
-        BeforeValidator(_mode),
-        Field(json_schema_extra={"enum": ["off", "rank0", "process", False]}),
-    ] = Field(
+    mode: _Mode = Field(
         default="rank0", description="Which ranks write: rank0 alone, or each into a folder of its own (process)."
     )
 
@@ -108,11 +108,7 @@ class OtherTracker(Strict):
     name: Annotated[str, Field(min_length=1), AfterValidator(_tracker_name)] = Field(
         description="Its name among the entry points of the group ddptrain.trackers, or package.module:Class."
     )
-    mode: Annotated[
-        Literal["off", "rank0", "process"],
-        BeforeValidator(_mode),
-        Field(json_schema_extra={"enum": ["off", "rank0", "process", False]}),
-    ] = Field(default="process", description="Which ranks use it: rank0 alone, or each (process).")
+    mode: _Mode = Field(default="process", description="Which ranks use it: rank0 alone, or each (process).")
     options: dict[str, Any] = Field(default_factory=dict, description="What its class is called with.", repr=False)
     finish_timeout_s: Seconds = Field(default=30.0, gt=0, description=_FINISH_TIMEOUT)
 

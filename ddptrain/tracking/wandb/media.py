@@ -17,6 +17,7 @@ import wandb
 
 from ddptrain.file_ops import hash_file, publish
 from ddptrain.tracking import items
+from ddptrain.tracking.wandb.run_parts import entries
 
 _MAX_SAMPLES = 1 << 16  # of a tensor, for a histogram: training needs the processor
 _BINS = 64
@@ -91,21 +92,14 @@ def shared_image_copies(table: items.Table, max_rows: int) -> Iterator[None]:
     once it is sent, maybe within the block.
     """
     folder = Path(os.environ.get("WANDB_DATA_DIR", "")) / "artifacts" / "staging"
-    before = {*_entries(folder)}
+    before = {*entries(folder)}
     yield
     with suppress(OSError):  # then they stay copies
         images = [value.path for row in table.rows[:max_rows] for value in row if isinstance(value, items.Image)]
         known: dict[tuple[int, str], Path] = {hash_file(path): path for path in images}
-        for copy in _entries(folder) - before:
+        for copy in {*entries(folder)} - before:
             if _is_complete(copy) and (content := hash_file(copy)) in known:
                 known[content] = _replace_by_link(copy, known[content])
-
-
-def _entries(folder: Path) -> set[Path]:
-    try:
-        return {*folder.iterdir()}
-    except OSError:
-        return set()
 
 
 def _is_complete(copy: Path) -> bool:

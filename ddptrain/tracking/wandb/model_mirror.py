@@ -28,10 +28,7 @@ _FINISH_RESERVE_S = 1.0
 
 
 def mirror(model: MirroredModel) -> None:
-    """Log the versions as artifacts.
-
-    Raises ClusterError if W&B does not take them; RegistryDamaged, StoreError.
-    """
+    """Log the versions as artifacts. Raises ClusterError if W&B does not take them; RegistryDamaged, StoreError."""
     access = find_access(os.environ)
     variable = (os.environ.get("WANDB_MODE") or access.mode).lower()
     if variable in _OFFLINE or not access.is_there:

@@ -46,10 +46,7 @@ class RankRun:
         return f"rank_{self._facts.rank}/" if self.mode == "shared" else ""
 
     def open(self) -> tuple[wandb.Run, str]:
-        """Opens the run. Also returns why it is offline although online was wanted, or "".
-
-        Raises what wandb raises if the run cannot be opened offline either.
-        """
+        """Opens the run; also returns why it is offline although online was wanted, or "". Raises what wandb raises."""
         problem = ""
         if self.online:
             run, problem = self._open_online()

@@ -60,15 +60,9 @@ class RunPart:
 
 
 def waiting(parts: Sequence[RunPart]) -> list[RunPart]:
-    """The parts that have to be sent.
-
-    Not an online part that was killed, if the run continued online afterwards: its rows would be sent twice.
-    """
-    return [part for part in parts if not part.sent and not (_was_killed(part) and _was_continued(part, parts))]
-
-
-def _was_killed(part: RunPart) -> bool:
-    return not part.offline and part.mark == OPEN
+    """The parts to send; not a killed online part that was continued online: its rows would be sent twice."""
+    unsent = (part for part in parts if not part.sent)
+    return [part for part in unsent if part.offline or part.mark != OPEN or not _was_continued(part, parts)]
 
 
 def _was_continued(part: RunPart, parts: Sequence[RunPart]) -> bool:
@@ -83,16 +77,16 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 def parts_below(folder: Path) -> list[RunPart]:
     """The parts in `folder` and in its subfolders, oldest first."""
-    outer = _entries(folder)
-    return _parts([*outer, *(inner for each in outer for inner in _entries(each))])
+    outer = entries(folder)
+    return _parts([*outer, *(inner for each in outer for inner in entries(each))])
 
 
 def parts_in(folder: Path) -> list[RunPart]:
     """The parts in `folder`, oldest first; none if it cannot be read. Looks into no other subfolder."""
-    return _parts(_entries(folder))
+    return _parts(entries(folder))
 
 
-def _entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
     """The content of a folder; [] if it is not a folder or cannot be read (Path.glob would raise)."""
     try:
         return list(folder.iterdir())
@@ -103,7 +97,7 @@ def _entries(folder: Path) -> list[Path]:
 def _parts(folders: Sequence[Path]) -> list[RunPart]:
     found = []
     named = [(folder, match) for folder in folders if (match := _NAME.fullmatch(folder.name))]
-    for log, match in ((path, match) for folder, match in named for path in _entries(folder)):
+    for log, match in ((path, match) for folder, match in named for path in entries(folder)):
         if log.match("run-*.wandb") and log.is_file() and not log.is_symlink():
             run_id = log.stem.removeprefix("run-")
             shared = _SHARED.fullmatch(match["id"].removeprefix(run_id))

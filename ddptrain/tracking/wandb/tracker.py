@@ -246,11 +246,7 @@ class WandbTracker:
             time.sleep(left_s)
 
     def finish(self, state: State) -> None:
-        """Logs what was held back, and ends the run.
-
-        Raises:
-            WentOffline: the run is strict, should have been online, and the server lacks something.
-        """
+        """Ends the run. Raises WentOffline if it is strict, should have been online, and the server lacks something."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()

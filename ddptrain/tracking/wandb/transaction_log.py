@@ -23,10 +23,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(log: Path) -> Iterator[bytes]:
-    """The records of a log, up to the first damaged one (the process may have been killed).
-
-    Raises OSError; ValueError if the file is not a transaction log.
-    """
+    """The records of a log, up to the first damaged one. Raises OSError; ValueError if it is not such a log."""
     with log.open("rb") as file:
         if file.read(len(_HEADER)) != _HEADER:
             raise ValueError(f"{log} is not a transaction log of wandb")

@@ -146,10 +146,7 @@ def stop_service() -> None:
 
 
 def finish(run: wandb.Run, state: str, timeout_s: float) -> bool:
-    """Ends the run with a state. Returns whether everything was sent (or, offline, written). Raises what wandb raises.
-
-    After `timeout_s` the rest stays in the run's folder, which is marked as not sent.
-    """
+    """Ends the run. Returns whether all was sent, or offline written, in time. Raises what wandb raises."""
     if state == "preempted":
         run.mark_preempting()
     _mark(run)  # before finish(), because this thread may be abandoned

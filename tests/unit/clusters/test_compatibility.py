@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from ddptrain.clusters import compatibility, compatibility_probe
-from ddptrain.clusters.compatibility import Needs, check_cluster
-from ddptrain.clusters.compatibility_table import folded
+from ddptrain.clusters.compatibility import Needs, check_cluster, folded
 from ddptrain.errors import ClusterError
 from tests.environments import make_environment
 from tests.fork_server import ForkServer

@@ -189,3 +189,11 @@ def test_end_of_each_log_is_told_if_a_file_does_not_appear(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     with pytest.raises(ClusterError, match=r"^f did not appear within 0 s$"):
         processes.read(str(tmp_path / "empty"), "f", 0.0)
+
+
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.log"
+    path.write_bytes(b"first\n" + b"x" * (256 * 1024 - 6) + b"\n" + b"last\n")
+    assert processes.tail(str(tmp_path), "job", 9) == "x" * (256 * 1024 - 6) + "\nlast\n"
+    path.write_bytes(b"first\n\xfflast\n")
+    assert processes.tail(str(tmp_path), "job", 9) == "first\n\N{REPLACEMENT CHARACTER}last\n"

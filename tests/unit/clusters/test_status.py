@@ -8,13 +8,14 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ddptrain.clusters import cluster_records, status
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.render import sections
+from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.status import State
 from ddptrain.host_identity import HostId, this_host
 
@@ -157,3 +158,12 @@ def test_look_as_data_holds_what_programs_need() -> None:
     assert data["workers"][0]["free"] == 1 and data["hosts"] == ["10.0.0.1"]
     assert data["waiting"] == [{"run_id": "b-1", "place": 1, "asked": 2, "waited_s": 1.5}]
     assert json.loads(json.dumps(data)) == data
+
+
+def test_client_of_a_cluster_does_not_count_as_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "of_deployment", lambda deployment: Target("tls://s", "security"))  # type: ignore[arg-type]
+    monkeypatch.setattr("distributed.Client", lambda address, **options: (address, options))
+    expected = {"security": "security", "timeout": 10, "name": "ddptrain-look", "set_as_default": False}
+    assert cast(Any, status.client_of(cast(Any, None))) == ("tls://s", expected)
+    asynchronous = cast(Any, status.client_of(cast(Any, None), 2.0, asynchronous=True))
+    assert asynchronous == ("tls://s", expected | {"timeout": 2.0, "asynchronous": True})

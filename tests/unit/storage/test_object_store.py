@@ -9,16 +9,23 @@ import pytest
 from obstore.store import MemoryStore
 
 from ddptrain.storage import object_store
-from ddptrain.storage.object_store import ObjectStore
+from ddptrain.storage.object_store import ObjectStore, store_error
 from ddptrain.storage.store import (
     Limits,
     Location,
     NoConditionalWrites,
     NotFound,
+    StoreForbidden,
+    StoreUnreachable,
     TooLarge,
     Transient,
     Versioned,
     WriteConflict,
+)
+
+REFUSED = 'Generic S3 error: HTTP error: request error, after 4 retries, kind: Connect, error: "Connection refused"'
+REDIRECT = (
+    "Generic S3 error: Received redirect without LOCATION, this normally indicates an incorrectly configured region"
 )
 
 
@@ -89,3 +96,36 @@ def test_store_that_ignores_conditions_is_found_out(store: ObjectStore, monkeypa
     with pytest.raises(NoConditionalWrites, match="the store does not keep their conditions"):
         store.test_conditions("probe")
     assert list(store.listing()) == []
+
+
+# --- what a failed request says: the place, the value that may be wrong, and what to set ---
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def said(text: str, **options: str) -> str:
+    error = store_error(Location.of("s3://pets/dogs", options), "listed", "", OSError(text), 30.0)
+    assert isinstance(error, StoreUnreachable | StoreForbidden)
+    return str(error)
+
+
+def test_closed_port_names_the_endpoint_without_its_password() -> None:
+    start = "s3://pets/dogs can't be listed: no connection (Connection refused), tried 5 times: "
+    assert said(REFUSED) == f"{start}is its endpoint right, and the server up?"
+    assert said(REFUSED, endpoint_url="http://h:9") == f"{start}is its endpoint, http://h:9, right, and the server up?"
+    assert "secret" not in said(REFUSED, endpoint_url="http://me:secret@h:9")
+
+
+def test_endpoint_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
+    assert said(REFUSED).endswith("is its endpoint, http://minio:9000, right, and the server up?")
+
+
+def test_wrong_region_names_the_region_that_was_asked() -> None:
+    wrong = "s3://pets/dogs is in another region than"
+    assert said(REDIRECT, region="eu-west-1") == f"{wrong} eu-west-1: set params.source_options.region"
+    assert said(REDIRECT) == f"{wrong} us-east-1, the default: set params.source_options.region"

@@ -20,7 +20,7 @@ import pytest
 
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.storage import options as storage_options
-from ddptrain.storage.object_errors import store_error
+from ddptrain.storage.object_store import store_error
 from ddptrain.storage.options import Settings, region_of, settings_for
 from ddptrain.storage.store import (
     Location,

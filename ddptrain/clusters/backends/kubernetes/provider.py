@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddptrain.clusters import status
 from ddptrain.clusters.backends.kubernetes import reach, spec
 from ddptrain.clusters.backends.kubernetes.api_client import APPS, CORE, DASK, INSTALL_OPERATOR, Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import (
@@ -24,16 +25,17 @@ from ddptrain.clusters.backends.kubernetes.pods import (
     trouble_of,
     why_there_is_no_pod,
 )
-from ddptrain.clusters.backends.kubernetes.worker_pods import resize
 from ddptrain.clusters.cluster_records import Deployment
 from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
 from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.worker import driver_calls
 
 _POLL_S = 0.3
 _TELL_EVERY_S = 5.0  # seconds between progress messages: a user may want to interrupt the wait
 _STOP_S = 60.0  # the pods have 10 s; the operator and the garbage collector need some time as well
+_ASK_S = 15.0  # a scheduler on a busy machine answers late, and without its answer nothing can be scaled
 _LOG_LINES = 5
 # The kinds of objects of a cluster, owners first; all have its labels.
 _KINDS = {"daskclusters": DASK, "daskworkergroups": DASK, "deployments": APPS, "pods": CORE, "secrets": CORE}
@@ -70,10 +72,7 @@ class KubernetesProvider:
     tls = None  # always for clusters that are created here; an existing cluster decides for itself
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Create the cluster, attach to it, or scale it to as many worker pods as `slots` need.
-
-        Returns when the scheduler can be reached. Raises ClusterError, UsageError.
-        """
+        """Create, attach to or scale a cluster, and wait for its scheduler. Raises ClusterError, UsageError."""
         spec.checked_name(cluster.name)
         asyncio.run(_Order(cluster, tell).scale(slots))
 
@@ -91,10 +90,7 @@ class KubernetesProvider:
         reach.reopen(cluster)
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """Delete the cluster, and wait until its pods are gone; one that was only attached to stays.
-
-        Raises: ClusterError
-        """
+        """Delete the cluster with its pods; one that was only attached to stays. Raises ClusterError."""
         reach.close(cluster)
         asyncio.run(_stop(cluster, tell))
 
@@ -203,6 +199,49 @@ class _Order:
             f"no operator has started the DaskCluster {name} within {self.timeout_s:g} s: is dask-kubernetes' operator "
             f"running, and does it watch the namespace {api.namespace}? It is installed with {INSTALL_OPERATOR}"
         )
+
+
+async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: int, tell: Tell) -> None:
+    """Scale to `wanted` worker pods. Pods in use stay, with as many slots as the runs hold. Raises ClusterError.
+
+    The pods to delete are chosen here: the operator would ask the scheduler without TLS, and if that fails delete any.
+    """
+    group = spec.worker_group(cluster.name)
+    labels = {**cluster_labels(cluster.name, "worker"), "dask.org/workergroup-name": group}
+    names = [str(each["metadata"]["name"]) for each in await api.items(APPS, "deployments", labels)]
+    joined = await asyncio.to_thread(_joined, cluster)
+    names.sort(key=lambda name: (name in joined, joined[name].held if name in joined else 0))
+    first, rest = names[: max(0, len(names) - wanted)], names[max(0, len(names) - wanted) :]
+    leaving = [name for name in first if name not in joined or not joined[name].held]
+    for name in leaving:
+        await api.delete(APPS, f"deployments/{name}")
+    staying = [name for name in first if name not in leaving]
+    if staying:
+        tell(f"runs use {len(staying)} of the workers to remove: scale again when the runs have ended")
+    slots = {joined[name].address: joined[name].held for name in staying if joined[name].warm is not None}
+    slots |= {each.address: slots_each for name, each in joined.items() if name in rest and each.slots < slots_each}
+    await asyncio.to_thread(_set_slots, cluster, slots)
+    # The number of replicas equals the number of pods, so the operator deletes none.
+    replicas = max(wanted, len(names) - len(leaving))
+    await api.patch(DASK, f"daskworkergroups/{group}", {"spec": {"worker": {"replicas": replicas}}})
+    cluster.update(workers=replicas)
+
+
+def _joined(cluster: Deployment) -> dict[str, status.WorkerView]:
+    """The workers by name, as the scheduler reports them. Raises ClusterError."""
+    view = status.probe(cluster, _ASK_S)
+    if view.state != status.State.UP:
+        raise ClusterError(f"it is not known which workers are free: {view.reason}")
+    return {worker.name: worker for worker in view.workers}
+
+
+def _set_slots(cluster: Deployment, slots: Mapping[str, int]) -> None:
+    """Set the number of slots of our own workers, by address."""
+    if not slots:
+        return
+    with status.client_of(cluster, _ASK_S) as client:
+        for address, count in slots.items():
+            client.run(driver_calls.set_slots, count, workers=[address])
 
 
 async def _logs(cluster: Deployment, lines: int) -> dict[str, str]:

@@ -32,10 +32,7 @@ _LOOK_S = 2.0
 
 
 async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> None:
-    """Save an address that reaches the scheduler in the cluster's record; `deadline` is in monotonic seconds.
-
-    Raises: ClusterError
-    """
+    """Save an address that reaches the scheduler in the cluster's record, by a monotonic time. Raises ClusterError."""
     name = spec.service_name(cluster.name)
     service = await _service(api, name, deadline)
     inner = f"{name}.{api.namespace}.svc"
@@ -78,10 +75,7 @@ def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
 
 
 def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:
-    """The local ports of scheduler and dashboard. Starts the forwarding process if it does not run.
-
-    The ports stay the same, unless another program uses them now.
-    """
+    """The local ports of scheduler and dashboard, if possible those of before. Starts the process if need be."""
     parts = cluster.record.parts
     if parts.get("forward") and processes.alive(DaemonId(**parts["forward"])):
         scheduler, dashboard = parts["ports"]

@@ -17,7 +17,7 @@ from typing import Any, Self, cast
 import pytest
 import yaml
 
-from ddptrain.clusters.backends.kubernetes import provider, reach, spec, worker_pods
+from ddptrain.clusters.backends.kubernetes import provider, reach, spec
 from ddptrain.clusters.backends.kubernetes.api_client import Kubernetes, connected
 from ddptrain.clusters.backends.kubernetes.pods import trouble_of
 from ddptrain.clusters.backends.kubernetes.provider import KubernetesProvider
@@ -321,11 +321,11 @@ def test_resize_deletes_only_pods_without_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: int, held: dict[str, int], calls: list[Any], replicas: int
 ) -> None:
     joined = {name: SimpleNamespace(address=name, held=count, slots=2, warm=True) for name, count in held.items()}
-    monkeypatch.setattr(worker_pods, "_joined", lambda cluster: joined)
-    monkeypatch.setattr(worker_pods, "_set_slots", lambda cluster, slots: None)
+    monkeypatch.setattr(provider, "_joined", lambda cluster: joined)
+    monkeypatch.setattr(provider, "_set_slots", lambda cluster, slots: None)
     cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now"))
     api = _Resizing("a", "b")
-    asyncio.run(worker_pods.resize(cast(Kubernetes, api), cluster, wanted, 2, lambda text: None))
+    asyncio.run(provider.resize(cast(Kubernetes, api), cluster, wanted, 2, lambda text: None))
     assert api.calls == calls and cluster.record.workers == replicas
 
 
@@ -347,10 +347,10 @@ def test_slots_are_set_on_each_worker_by_its_address(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("distributed.Client", Client)
     cluster = Deployment(tmp_path, ClusterRecord("dev", "kubernetes", "now", address="tcp://127.0.0.1:8786"))
-    worker_pods._set_slots(cluster, {"tcp://a": 2, "tcp://b": 1})
+    provider._set_slots(cluster, {"tcp://a": 2, "tcp://b": 1})
     set_slots = driver_calls.set_slots
     assert calls == [(set_slots, 2, "tcp://a"), (set_slots, 1, "tcp://b"), "closed"]
-    worker_pods._set_slots(cluster, {})
+    provider._set_slots(cluster, {})
     assert len(calls) == 3
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from ddptrain.clusters.backends.kubernetes import pods, provider, reach, worker_pods
+from ddptrain.clusters.backends.kubernetes import pods, provider, reach
 from ddptrain.clusters.backends.kubernetes.api_client import APPS, CORE, DASK, Kubernetes
 from ddptrain.clusters.backends.kubernetes.provider import KubernetesProvider, Parts
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
@@ -400,10 +400,10 @@ def test_workers_are_known_only_while_the_scheduler_answers(monkeypatch: pytest.
     view = SimpleNamespace(state=State.UP, workers=[SimpleNamespace(name="a"), SimpleNamespace(name="b")], reason="why")
     monkeypatch.setattr("ddptrain.clusters.status.probe", lambda cluster, timeout_s: view)
     cluster = deployment(tmp_path)
-    assert worker_pods._joined(cluster) == {"a": view.workers[0], "b": view.workers[1]}
+    assert provider._joined(cluster) == {"a": view.workers[0], "b": view.workers[1]}
     view.state = State.GONE
     with pytest.raises(ClusterError, match=r"^it is not known which workers are free: why$"):
-        worker_pods._joined(cluster)
+        provider._joined(cluster)
 
 
 @pytest.mark.parametrize(
@@ -442,8 +442,8 @@ def test_pods_in_use_keep_as_many_slots_as_runs_hold(
     }
     joined["foreign"] = SimpleNamespace(address="foreign", held=0, slots=1, warm=None)
     given: list[dict[str, int]] = []
-    monkeypatch.setattr(worker_pods, "_joined", lambda cluster: joined)
-    monkeypatch.setattr(worker_pods, "_set_slots", lambda cluster, slots: given.append(slots))
+    monkeypatch.setattr(provider, "_joined", lambda cluster: joined)
+    monkeypatch.setattr(provider, "_set_slots", lambda cluster, slots: given.append(slots))
     replicas: list[Any] = []
 
     class Resizing(Api):
@@ -455,6 +455,6 @@ def test_pods_in_use_keep_as_many_slots_as_runs_hold(
     api.of[APPS, "deployments"].append(thing("of another group", labels("worker")))
     told: list[str] = []
     cluster = deployment(tmp_path)
-    asyncio.run(worker_pods.resize(cast(Kubernetes, api), cluster, wanted, each, told.append))
+    asyncio.run(provider.resize(cast(Kubernetes, api), cluster, wanted, each, told.append))
     assert given == [slots] and [words[: len(told[0])].partition(" when")[0] for words in told] == said
     assert replicas == [(DASK, "daskworkergroups/dev-default", 2)] and cluster.record.workers == 2 and not api.deleted

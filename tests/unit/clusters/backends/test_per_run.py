@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ddptrain.clusters import lifecycle, resolve
-from ddptrain.clusters.backends import slurm, ssh
 from ddptrain.clusters.backends.per_run import RunCluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.config.sections.clusters import ClusterConfig
@@ -63,13 +62,3 @@ def test_part_that_does_not_end_is_told_with_what_to_do(
     monkeypatch.setattr(lifecycle, "down", down)
     cluster.close()
     assert told[1:] == [f"b may still run; try again with `ddptrain cluster down {cluster.name}`"]
-
-
-@pytest.mark.parametrize("connected", [ssh._connected, slurm._connected])
-def test_backends_look_at_their_scheduler_without_keeping_it_busy(
-    monkeypatch: pytest.MonkeyPatch, connected: Any
-) -> None:
-    monkeypatch.setattr(resolve, "of_deployment", lambda deployment: Target("tls://s", "security"))  # type: ignore[arg-type]
-    monkeypatch.setattr("distributed.Client", lambda address, **options: (address, options))
-    expected = {"security": "security", "timeout": 10, "name": "ddptrain-look", "set_as_default": False}
-    assert connected(None) == ("tls://s", expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 import subprocess
 from collections.abc import Callable
@@ -12,8 +13,7 @@ import pytest
 
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends import slurm
-from ddptrain.clusters.backends.slurm import SlurmProvider
-from ddptrain.clusters.backends.slurm_script import JobPlan, scheduler_lines, script, worker_lines
+from ddptrain.clusters.backends.slurm import JobPlan, SlurmProvider, scheduler_lines, script, worker_lines
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.sections.clusters import ClusterConfig, SlurmSettings
@@ -184,7 +184,7 @@ class Client:
 
 def resized(monkeypatch: pytest.MonkeyPatch, made: Deployment, client: Client, wanted: int) -> list[str]:
     told: list[str] = []
-    monkeypatch.setattr(slurm, "_connected", lambda cluster: client)
+    monkeypatch.setattr(slurm, "client_of", lambda cluster: client)
     SlurmProvider().scale(made, wanted, told.append)
     assert client.calls.pop() == "closed"
     return told
@@ -297,14 +297,6 @@ def test_logs_have_the_name_of_their_process(fake: Fake) -> None:
     }
 
 
-def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"first\n" + b"x" * (64 * 1024 - 6) + b"\n" + b"last\n")
-    assert slurm._tail(path, 9) == "x" * (64 * 1024 - 6) + "\nlast\n"
-    path.write_bytes(b"first\n\xfflast\n")
-    assert slurm._tail(path, 9) == "first\n\N{REPLACEMENT CHARACTER}last\n"
-
-
 @pytest.mark.parametrize(
     ("script", "told"),
     [
@@ -356,7 +348,7 @@ def test_script_has_each_setting_as_a_directive(tmp_path: Path) -> None:
     ]
     array = script(plan.as_array(3), [])
     assert f"#SBATCH --output={tmp_path}/job-%A_%a.log\n" in array and "#SBATCH --array=0-2\n" in array
-    assert "#SBATCH --nodes=1\n" in array and "#SBATCH --nodes=4\n" in script(plan.of(4), [])
+    assert "#SBATCH --nodes=1\n" in array and "#SBATCH --nodes=4\n" in script(dataclasses.replace(plan, nodes=4), [])
 
 
 def test_worker_gets_its_cpus_and_limits(tmp_path: Path) -> None:

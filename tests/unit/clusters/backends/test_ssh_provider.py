@@ -290,7 +290,7 @@ def test_scaling_changes_running_workers_starts_missing_ones_and_ends_spare_ones
     made = deployment(ranks_per_host=3)
     started(made)
     client, said = Client(**held), list[str]()
-    monkeypatch.setattr(ssh, "_connected", lambda cluster: client)
+    monkeypatch.setattr(ssh, "client_of", lambda cluster: client)
     hosts.calls.clear()
     SshProvider().scale(made, slots, said.append)
     assert client.calls == [*calls, "closed"] and sorted(said) == sorted(told)
