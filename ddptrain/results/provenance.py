@@ -56,16 +56,9 @@ def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
     Files that probably contain secrets, and binary files, are only named. Returns "" without changes, without git, or
     after a timeout. secrets: texts to leave out.
     """
-    # No program of the configuration or of attributes is started.
-    options = (
-        "--no-ext-diff",
-        "--no-textconv",
-        "--no-color",
-        "--ignore-submodules",
-        "--src-prefix=a/",
-        "--dst-prefix=b/",
-    )
-    command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *options]
+    no_programs = ("--no-ext-diff", "--no-textconv")  # of the configuration or of attributes
+    options = ("--no-color", "--ignore-submodules", "--src-prefix=a/", "--dst-prefix=b/")
+    command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *no_programs, *options]
     try:
         with subprocess.Popen(
             command,

@@ -29,9 +29,7 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
 
     Returns the paths of the files.
 
-    Raises:
-        UsageError: a file can't be written, or tensorboard is missing.
-        ResultsError: metrics.jsonl can't be read.
+    Raises UsageError, ResultsError.
     """
     try:
         from tensorboard.summary.writer.record_writer import RecordWriter

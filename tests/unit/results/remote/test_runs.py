@@ -12,7 +12,7 @@ import pytest
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
 from ddptrain.results.remote import runs as runs_module
 from ddptrain.results.remote.lease import LOCK, Claim
-from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
+from ddptrain.results.remote.runs import StoreRuns, fetch_config, open_runs_dir, split_run
 from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.tail import follow_logs
@@ -310,3 +310,33 @@ def test_run_to_resume_is_chosen_among_copies_that_have_its_configuration(runs: 
     assert with_config("auto", "a-1") == set() and not (runs.copies / "a-1").exists()
     with pytest.raises(RunNotFound):
         runs.candidates("n", "d-4")
+
+
+class ConfigFolder:
+    """A folder of a store with one file."""
+
+    def read(self, name: str, most: int) -> bytes | None:
+        assert most == 1 << 20
+        return b"name: best\n" if name == "best.yaml" else None
+
+
+def test_configuration_file_is_copied_into_a_folder_of_its_own_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def open_folder(url: str) -> ConfigFolder:
+        opened.append(url)
+        return ConfigFolder()
+
+    monkeypatch.setattr(RemoteFolder, "open", open_folder)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path / "cache")
+    first, second = (fetch_config(f"s3://bucket/runs/{run}/best.yaml") for run in "ab")
+    assert opened == ["s3://bucket/runs/a", "s3://bucket/runs/b"]
+    assert first.name == second.name == "best.yaml" and first != second
+    assert first.read_text() == second.read_text() == "name: best\n"
+    assert first.parent.parent == tmp_path / "cache" / "configs" and first.parent.stat().st_mode & 0o777 == 0o700
+    assert fetch_config("s3://bucket/runs/a/best.yaml") == first
+    for missing in ("s3://bucket/runs/a/other.yaml", "s3://bucket/runs/a/"):
+        with pytest.raises(UsageError, match="there is no such file"):
+            fetch_config(missing)
