@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.results.annotations.annotations import Annotations, read_annotations
 from ddptrain.results.remote import runs as runs_module
 from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, fetch_config, open_runs_dir, split_run
@@ -18,6 +19,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.tail import follow_logs
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError, StoreForbidden
+from tests import fake_time
 from tests.unit.results.stores import watched_fs, watched_store
 
 WEAK = (
@@ -340,3 +342,48 @@ def test_configuration_file_is_copied_into_a_folder_of_its_own_url(
     for missing in ("s3://bucket/runs/a/other.yaml", "s3://bucket/runs/a/"):
         with pytest.raises(UsageError, match="there is no such file"):
             fetch_config(missing)
+
+
+def test_tags_and_note_are_changed_in_the_store_and_in_the_copy(runs: StoreRuns) -> None:
+    put_run(runs, "a-1")
+    assert runs.annotate("a-1", lambda before: before.with_tags(["good"])).tags == ("good",)
+    assert runs.annotate("a-1", lambda before: dataclasses.replace(before, note="why")) == Annotations(("good",), "why")
+    assert Annotations.parse(runs.store.read("a-1/annotations.json")) == Annotations(("good",), "why")
+    assert read_annotations(runs.copies / "a-1") == Annotations(("good",), "why")
+
+
+def test_run_of_this_machine_is_annotated_in_its_folder(runs: StoreRuns, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "run.json").write_text('{"run_id": "own", "status": "succeeded"}')
+    assert runs.annotate(str(own), lambda before: before.with_tags(["mine"])).tags == ("mine",)
+    assert read_annotations(own).tags == ("mine",)
+    assert runs.store.files() == {}
+    assert runs.follow(runs.find(str(own)), None) is None, "its files are read where they are"
+
+
+def test_annotations_of_a_copy_follow_those_of_the_store(runs: StoreRuns) -> None:
+    run = put_run(runs, "a-1")
+    run.write("annotations.json", b'{"tags": ["v1"], "note": ""}')
+    assert runs.find("a-1").annotations.tags == ("v1",)
+    run.remove("annotations.json")
+    assert runs.find("a-1").annotations == Annotations()
+
+
+def test_log_that_is_followed_is_asked_for_every_three_seconds(
+    runs: StoreRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = put_run(runs, "a-1", status="running")
+    hold(run)
+    view = runs.find("a-1", NeededFiles.LOGS)
+    now = [100.0]
+    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
+    is_running = runs.follow(view, 0)
+    assert is_running is not None and is_running()
+    put = json.loads(run.read("run.json") or b"")
+    run.write("run.json", json.dumps({**put, "status": "succeeded"}).encode())
+    run.write("logs/rank-0.log", b"one\ntwo\nthree\n")
+    seen = []
+    for now[0] in (102.9, 103.0):
+        seen.append((is_running(), view.layout.log(0).read_text().count("\n")))
+    assert seen == [(True, 2), (False, 3)]

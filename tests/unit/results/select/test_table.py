@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,9 @@ def test_values_as_text(given: Any, text: str) -> None:
 def test_text_of_others_is_harmless(tmp_path: Path) -> None:
     view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", name="\x1b[31mred\n"))
     assert cells(RunFields(view), [Field("name")]) == ["\\u001b[31mred "]
+
+
+def test_age_of_a_run_is_the_time_since_its_start(tmp_path: Path) -> None:
+    start = (datetime.now(UTC) - timedelta(hours=2)).isoformat()
+    assert value(put(tmp_path, "known", started_at=start), "age") == pytest.approx(7200.0, abs=60.0)
+    assert value(put(tmp_path, "unknown", started_at=""), "age") is None
