@@ -157,3 +157,21 @@ def test_staged_file_of_another_size_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(FileDamaged, match=r"a is damaged: it has 0 bytes, not the 1 announced$"):
         staged_files.move_in([parcel], FileDamaged)
     assert not parcel.target.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (lambda path: path.symlink_to("elsewhere"), "it is a symbolic link"),
+        (os.mkfifo, "it is not a plain file"),
+        (lambda path: None, "No such file or directory"),
+    ],
+)
+def test_staged_file_that_cannot_be_opened_is_named_with_the_cause(
+    tmp_path: Path, make: Callable[[Path], None], cause: str
+) -> None:
+    (parcel,) = parcels_in(tmp_path, "a")
+    (tmp_path / "a").unlink()
+    make(tmp_path / "a")
+    with pytest.raises(FileDamaged, match=rf"^cannot read the staged file {re.escape(str(tmp_path))}/a: {cause}$"):
+        staged_files.move_in([parcel], FileDamaged)
