@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.tail import follow_logs
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import StoreError, StoreForbidden
+from ddptrain.storage.store import Listed, StoreError, StoreForbidden
 from tests import fake_time
 from tests.unit.results.stores import watched_fs, watched_store
 
@@ -387,3 +388,61 @@ def test_log_that_is_followed_is_asked_for_every_three_seconds(
     for now[0] in (102.9, 103.0):
         seen.append((is_running(), view.layout.log(0).read_text().count("\n")))
     assert seen == [(True, 2), (False, 3)]
+
+
+def test_file_is_downloaded_again_only_if_its_version_or_size_is_another(tmp_path: Path) -> None:
+    fetched: list[str] = []
+
+    class Run:
+        def fetch(self, path: str, target: Path) -> None:
+            fetched.append(path)
+            target.write_bytes(b"12")
+
+    def fetch(**versions: str) -> list[str]:
+        fetched.clear()
+        files = {name: Listed(name, 2, version) for name, version in versions.items()}
+        runs_module._fetch_changed(Run(), tmp_path, files)  # type: ignore[arg-type]
+        return list(fetched)
+
+    assert fetch(a="1", b="1") == ["a", "b"]
+    assert fetch(a="1", b="2", c="") == ["b", "c"]
+    assert fetch(a="1", b="2", c="") == ["c"], "without a version nobody knows"
+    (tmp_path / "a").write_bytes(b"123")
+    assert fetch(a="1", b="2") == ["a"]
+    (tmp_path / ".fetched.json").write_text("[")
+    assert fetch(a="1") == ["a"]
+
+
+def test_file_of_the_same_content_is_not_written_again(tmp_path: Path) -> None:
+    runs_module._write_changed(tmp_path / "a", b"1")
+    before = (tmp_path / "a").stat().st_ino
+    runs_module._write_changed(tmp_path / "a", b"1")
+    assert (tmp_path / "a").stat().st_ino == before
+    runs_module._write_changed(tmp_path / "a", b"2")
+    assert (tmp_path / "a").read_bytes() == b"2"
+
+
+def test_folders_of_a_store_are_named_by_its_address_and_are_private(runs: StoreRuns, tmp_path: Path) -> None:
+    name = runs.work.name
+    assert runs.work == tmp_path / "state/ddptrain/runs" / name
+    assert runs.copies == tmp_path / "cache/ddptrain/runs" / name
+    slug, _, digest = name.rpartition("-")
+    assert re.fullmatch(r"[A-Za-z0-9-]{1,40}", slug) and re.fullmatch("[0-9a-f]{8}", digest)
+    runs.list()
+    assert runs.copies.stat().st_mode & 0o777 == 0o700
+
+
+def test_listed_runs_have_copies_of_what_is_needed(runs: StoreRuns) -> None:
+    for run_id in ("a-1", "b-2"):
+        put_run(runs, run_id).write("metrics.jsonl", b"{}\n")
+    runs.list()
+    assert not list(runs.copies.glob("*/metrics.jsonl"))
+    assert sorted(view.run_id for view in runs.list(NeededFiles.METRICS)) == ["a-1", "b-2"]
+    assert len(list(runs.copies.glob("*/metrics.jsonl"))) == 2
+
+
+def test_lock_that_cannot_be_held_conditionally_is_warned_of_and_deleted_if_nothing_began(runs: StoreRuns) -> None:
+    put_run(runs, "a-1", status="failed")
+    with runs.keeping("a-1", resumed=True, max_failures=1):
+        pass
+    assert runs.store.read(f"a-1/{LOCK}") is not None, "a lock of a resumed run is released, not deleted"
