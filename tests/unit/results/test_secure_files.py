@@ -333,3 +333,15 @@ def test_lock_file_of_an_older_version_is_closed_to_others(tmp_path: Path) -> No
     path.chmod(0o644)
     os.close(secure_files.open_to_lock(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"", b'{"a":1}\n'), (b"{}\n", b'{}\n{"a":1}\n'), (b"{", b'{\n{"a":1}\n'), (b"\n", b'\n{"a":1}\n')],
+)
+def test_only_half_a_line_is_ended_first(tmp_path: Path, before: bytes, after: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(before)
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.append({"a": 1})
+    lines.close()
+    assert (tmp_path / "a.jsonl").read_bytes() == after
