@@ -175,3 +175,21 @@ def test_staged_file_that_cannot_be_opened_is_named_with_the_cause(
     make(tmp_path / "a")
     with pytest.raises(FileDamaged, match=rf"^cannot read the staged file {re.escape(str(tmp_path))}/a: {cause}$"):
         staged_files.move_in([parcel], FileDamaged)
+
+
+def test_staged_file_that_has_grown_is_damaged_wherever_a_read_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_files, "_CHUNK_BYTES", 1)
+    (parcel,) = parcels_in(tmp_path, "a")
+    staged_files.move_in([parcel], FileDamaged)
+    (tmp_path / "a").write_bytes(b"11")
+    with pytest.raises(FileDamaged, match="it has over 1 bytes, not the 1 announced"):
+        staged_files.move_in([parcel], FileDamaged)
+
+
+def test_hash_may_be_in_capitals_and_a_copy_never_replaces_a_file(tmp_path: Path) -> None:
+    (parcel,) = parcels_in(tmp_path, "a")
+    staged_files.move_in([dataclasses.replace(parcel, sha256=parcel.sha256.upper())], FileDamaged)
+    with pytest.raises(ResultsError, match="File exists"):
+        staged_files.move_in([parcel], FileDamaged)
