@@ -77,7 +77,7 @@ def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
     except OSError:
         return ""
     is_cut = len(data) > _MOST_DIFF_BYTES
-    if not is_cut and process.returncode != 0:
+    if not data or (not is_cut and process.returncode != 0):
         return ""
     text = data[:_MOST_DIFF_BYTES].decode("utf-8", "replace")
     text = text.rpartition("\n")[0] + "\n... (the rest is left out)\n" if is_cut else text
