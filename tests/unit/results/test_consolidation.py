@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -122,4 +123,4 @@ def test_a_file_of_a_model_has_at_most_five_billion_bytes_as_the_hub_wants() -> 
     tensors: Any = {name: SimpleNamespace(dtype="F32", n_bytes=n_bytes) for name, n_bytes in sizes.items()}
     assert split_tensors(tensors, consolidation.MAX_FILE_BYTES) == [["a", "b"], ["c"]]
     assert consolidation.MAX_FILE_BYTES == 5_000_000_000
-    assert consolidate.__kwdefaults__["max_file_bytes"] == 5_000_000_000
+    assert inspect.signature(consolidate).parameters["max_file_bytes"].default == 5_000_000_000

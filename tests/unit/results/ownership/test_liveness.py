@@ -211,7 +211,8 @@ def test_a_heartbeat_is_watched_five_times_a_second_for_as_long_as_it_was_asked(
 ) -> None:
     layout.heartbeat_file.touch()
     age(layout.heartbeat_file, 3600)
-    now, slept = [100.0], []
+    now = [100.0]
+    slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)

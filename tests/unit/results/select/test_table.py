@@ -189,7 +189,7 @@ def test_best_value_by_checkpoint_or_by_the_name_of_the_metric(
     tmp_path: Path, best: BestRecord | None, metric: str, found: float | None
 ) -> None:
     view = put(tmp_path, "r", best=best)
-    lines = [{"rank": rank, "val/loss": 1.0 + rank, "val/acc": 4.0, "m": 1} for rank in (0, 1)]
+    lines: list[dict[str, Any]] = [{"rank": rank, "val/loss": 1.0 + rank, "val/acc": 4.0, "m": 1} for rank in (0, 1)]
     lines.append({"rank": 0, "val/loss": 9.0, "val/acc": None, "m": 1})
     view.layout.metrics_jsonl.write_text("".join(f"{json.dumps({'time_s': 1, **line})}\n" for line in lines))
     assert best_value(view, metric) == found
