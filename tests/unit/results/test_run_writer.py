@@ -36,6 +36,7 @@ from ddptrain.results.run_record import (
     RunStatus,
 )
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.secure_files import write_file
 from tests import fake_time
 from tests.unit.results.conftest import Stage
 
@@ -563,7 +564,7 @@ def test_slow_writes_of_run_json_take_two_percent_of_the_time(
 ) -> None:
     now = [time.monotonic()]
     fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
-    real = writer_module.write_file
+    real = write_file
 
     def slow(path: Path, data: bytes) -> None:
         real(path, data)
