@@ -586,3 +586,12 @@ def test_secrets_are_looked_for_in_all_but_the_own_fields_of_an_event(writer: Ru
     told = json.loads(writer.layout.events_jsonl.read_text())
     del told["time_s"]
     assert told.pop("other") == "<left out>" and set(told.values()) == {"a-run"}
+
+
+def test_run_id_that_exists_already_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter(["a", "b"])
+    monkeypatch.setattr("ddptrain.results.ownership.claim.new_run_id", lambda name: next(drawn))
+    (tmp_path / "a").mkdir()
+    with make(tmp_path) as writer:
+        assert writer.run_id == "b"
+    assert list((tmp_path / "a").iterdir()) == []
