@@ -64,9 +64,7 @@ class CheckpointShelf:
         A step that is saved again keeps the metrics that the new event does not have: the last checkpoint of a run
         often has none, and is as good as it was. source: the folder of the event's files; parts: those of its parts.
 
-        Raises:
-            CheckpointDamaged: it does not match its event; nothing visible has changed.
-            ResultsError: it can't be written.
+        Raises CheckpointDamaged: nothing visible has changed; ResultsError.
         """
         event = replace(event, metrics={**self._metrics.get(event.step, {}), **event.metrics})
         final = self._folder / step_name(event.step)

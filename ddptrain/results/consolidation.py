@@ -43,9 +43,7 @@ def consolidate(
     The checkpoint is compared with its manifest first. The optimizer's state is left out. The folder appears complete
     or not at all. more: further files to copy into it.
 
-    Raises:
-        CheckpointDamaged: the checkpoint is not what its manifest says, or slices are missing.
-        UsageError: the folder exists, or cannot be written.
+    Raises CheckpointDamaged; UsageError if the folder exists, or cannot be written.
     """
     if os.path.lexists(target):
         raise UsageError(f"{target} exists: choose a new folder")

@@ -34,15 +34,9 @@ def driver_log(path: Path, run_id: str, secrets: Iterable[str], *, only_own: boo
     log.set_context(run=run_id, secrets=secrets)
     log.attach(handler, logging.INFO)
     try:
-        _log.info(
-            "driver started",
-            version=__version__,
-            python=platform.python_version(),
-            system=platform.platform(),
-            host=platform.node(),
-            pid=os.getpid(),
-            command=sys.argv[1] if len(sys.argv) > 1 else "",
-        )
+        versions = {"version": __version__, "python": platform.python_version(), "system": platform.platform()}
+        command = sys.argv[1] if len(sys.argv) > 1 else ""
+        _log.info("driver started", **versions, host=platform.node(), pid=os.getpid(), command=command)
         yield
     except BaseException as error:
         _log.info("driver ends", error=f"{type(error).__name__}: {error}")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -213,9 +214,10 @@ def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunV
             return RunView(layout, record if origin.alive else _abandoned(layout, record))
         if record.status == RunStatus.RUNNING:
             alive = liveness.look(layout, record.driver, is_ours=is_ours, watch_s=watch_s)
-            record = record if alive is Liveness.RUNNING else _read(layout)  # it may have ended meanwhile
-            if record.status == RunStatus.RUNNING:
-                return RunView(layout, _with_liveness(alive, layout, record))
+            if alive is not Liveness.RUNNING:
+                record = _read(layout)  # it may have ended meanwhile
+                if record.status == RunStatus.RUNNING:
+                    record = (_abandoned if alive is Liveness.GONE else _of_unknown_status)(layout, record)
         return RunView(layout, record)
     except (OSError, RecordError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
@@ -225,13 +227,6 @@ def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunV
 
 def _read(layout: RunLayout) -> RunRecord:
     return RunRecord.from_json(read_bytes(layout.run_json))
-
-
-def _with_liveness(alive: Liveness, layout: RunLayout, record: RunRecord) -> RunRecord:
-    """Return a record that says running with the status that its driver's liveness implies."""
-    if alive is Liveness.RUNNING:
-        return record
-    return _abandoned(layout, record) if alive is Liveness.GONE else _of_unknown_status(layout, record)
 
 
 def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
@@ -249,13 +244,10 @@ def _of_unknown_status(layout: RunLayout, record: RunRecord) -> RunRecord:
 
 
 def _unreadable(layout: RunLayout) -> RunRecord:
-    named = _ID_TIME.search(layout.root.name)
     started = ""
-    if named:
-        try:
+    if named := _ID_TIME.search(layout.root.name):
+        with suppress(ValueError):
             started = _iso(datetime.strptime(named[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp())
-        except ValueError:
-            started = ""
     return RunRecord(run_id=layout.root.name, status=RunStatus.UNREADABLE, started_at=started)
 
 

@@ -133,7 +133,7 @@ def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> 
     ends = {number: _end(started.get(number), first_steps.get(number)) for number in started.keys() | first_steps}
     found = []
     for line in lines:
-        if any(number > line.attempt and _is_after(line, end) for number, end in ends.items()):
+        if any(number > line.attempt and _is_after(line, *end) for number, end in ends.items()):
             continue
         values = {
             name: value
@@ -145,24 +145,17 @@ def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """The last step and the last epoch of earlier attempts that an attempt does not replace."""
-
-    step: float
-    epoch: float
-
-
-def _end(attempt: AttemptRecord | None, first_step: float | None) -> _End:
+def _end(attempt: AttemptRecord | None, first_step: float | None) -> tuple[float, float]:
+    """Return the last step and the last epoch of earlier attempts that an attempt does not replace."""
     if attempt is not None and attempt.resumed_from is not None:
-        return _End(attempt.resumed_from, math.inf if attempt.resumed_epoch is None else attempt.resumed_epoch)
-    return _End(math.inf if first_step is None else math.nextafter(first_step, -math.inf), math.inf)
+        return attempt.resumed_from, math.inf if attempt.resumed_epoch is None else attempt.resumed_epoch
+    return math.inf if first_step is None else math.nextafter(first_step, -math.inf), math.inf
 
 
-def _is_after(line: MetricLine, end: _End) -> bool:
+def _is_after(line: MetricLine, step: float, epoch: float) -> bool:
     if line.step is not None:
-        return line.step > end.step
-    return line.epoch is not None and line.epoch > end.epoch
+        return line.step > step
+    return line.epoch is not None and line.epoch > epoch
 
 
 def read_series(path: Path, attempts: Iterable[AttemptRecord] = ()) -> AllSeries:

@@ -56,16 +56,9 @@ def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
     Files that probably contain secrets, and binary files, are only named. Returns "" without changes, without git, or
     after a timeout. secrets: texts to leave out.
     """
-    # No program of the configuration or of attributes is started.
-    options = (
-        "--no-ext-diff",
-        "--no-textconv",
-        "--no-color",
-        "--ignore-submodules",
-        "--src-prefix=a/",
-        "--dst-prefix=b/",
-    )
-    command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *options]
+    no_programs = ("--no-ext-diff", "--no-textconv")  # of the configuration or of attributes
+    options = ("--no-color", "--ignore-submodules", "--src-prefix=a/", "--dst-prefix=b/")
+    command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *no_programs, *options]
     try:
         with subprocess.Popen(
             command,
@@ -84,7 +77,7 @@ def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
     except OSError:
         return ""
     is_cut = len(data) > _MOST_DIFF_BYTES
-    if not is_cut and process.returncode != 0:
+    if not data or (not is_cut and process.returncode != 0):
         return ""
     text = data[:_MOST_DIFF_BYTES].decode("utf-8", "replace")
     text = text.rpartition("\n")[0] + "\n... (the rest is left out)\n" if is_cut else text

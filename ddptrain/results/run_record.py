@@ -7,7 +7,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -292,7 +292,9 @@ def _read(hint: Any, raw: Any) -> Any:
     if get_origin(hint) is UnionType:
         return None if raw is None else _read(get_args(hint)[0], raw)
     if get_origin(hint) is tuple:
-        return _kept(_read(get_args(hint)[0], item) for item in raw) if isinstance(raw, list) else _WRONG
+        if not isinstance(raw, list):
+            return _WRONG
+        return tuple(item for each in raw if (item := _read(get_args(hint)[0], each)) is not _WRONG)
     if get_origin(hint) is Mapping:
         if not isinstance(raw, dict):
             return _WRONG
@@ -314,7 +316,3 @@ def _is_float(raw: Any) -> bool:
     except OverflowError:
         return False
     return True
-
-
-def _kept(items: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(item for item in items if item is not _WRONG)

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
@@ -74,21 +73,11 @@ class RunWriter:
 
     @classmethod
     def create(
-        cls,
-        runs_dir: Path,
-        run_id: str | None,
-        name: str,
-        config_text: str,
-        workload: str,
-        *,
-        world_size: int = 0,
+        cls, runs_dir: Path, run_id: str | None, name: str, config_text: str, workload: str, *, world_size: int = 0
     ) -> Self:
         """Create the directory of a new run, take its lock, and write config.yaml and run.json.
 
-        Raises:
-            UsageError: the run id is invalid or taken, or runs_dir is not a folder.
-            RunLocked: another process runs it.
-            ResultsError: the directory can't be written.
+        Raises UsageError, RunLocked, ResultsError; see claim().
         """
         layout, descriptor = claim(runs_dir.absolute(), run_id, name)
         record = RunRecord(
@@ -117,9 +106,7 @@ class RunWriter:
 
         seen: the run's driver when the run was chosen.
 
-        Raises:
-            RunLocked: another process runs it, or has run it since it was chosen.
-            ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
+        Raises RunLocked, UsageError, ResultsError; see continue_run().
         """
         view, descriptor = continue_run(folder.absolute(), seen)
         layout = view.layout
@@ -219,7 +206,8 @@ class RunWriter:
         if "rank_environment" in changes:
             changes["rank_environment"] = without_secrets(changes["rank_environment"])
         if failure := changes.get("failure"):
-            texts = {name: self._hidden(getattr(failure, name)) for name in ("message", "traceback")}
+            shown = {name: str(hide_known(getattr(failure, name), self.secrets)) for name in ("message", "traceback")}
+            texts = {name: hide_credentials(text) for name, text in shown.items()}
             changes["failure"] = dataclasses.replace(failure, **texts)
         with self._mutex:
             self._record = dataclasses.replace(self._record, **changes)
@@ -233,9 +221,6 @@ class RunWriter:
         with self._mutex:
             if self.loss is None:
                 self._events.append({"time_s": time.time(), **kept})
-
-    def _hidden(self, text: str) -> str:
-        return hide_credentials(str(hide_known(text, self.secrets)))
 
     def metrics(self, event: Metrics, rank: int) -> None:
         """Append one line to metrics.jsonl; run.json follows a second or more later, or with the next call."""
@@ -300,14 +285,8 @@ class RunWriter:
         """Write the end of the run into run.json; the lock is held until close()."""
         self._finished = True
         duration_s = round(self._record.earlier_s + time.monotonic() - self._started, 3)
-        self.update(
-            status=status,
-            waiting=False,
-            exit_code=int(exit_code),
-            failure=failure,
-            ended_at=utc_now(),
-            duration_s=duration_s,
-        )
+        end = {"status": status, "exit_code": int(exit_code), "failure": failure, "ended_at": utc_now()}
+        self.update(waiting=False, duration_s=duration_s, **end)
 
     def close(self) -> None:
         """Release the lock and the files; closing twice is harmless."""
@@ -323,9 +302,7 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if not self._finished:
                 # The error that leaves the block matters, not that the disk is full as well.
@@ -368,19 +345,10 @@ class RunWriter:
 
 
 def _metrics_line(event: Metrics, rank: int, attempt: int) -> dict[str, object]:
-    line: dict[str, object] = {
-        "time_s": event.time_ns / 1e9,
-        "step": event.step,
-        "epoch": event.epoch,
-        "rank": rank,
-        "attempt": attempt,
-    }
+    line: dict[str, object] = {"time_s": event.time_ns / 1e9, "step": event.step, "epoch": event.epoch}
+    line |= {"rank": rank, "attempt": attempt}
     # A metric may be called epoch or step: it counts as the position where none was given.
-    clear = line.keys().isdisjoint(event.values)
-    line.update(
-        event.values if clear else {name: event.values[name] for name in event.values if line.get(name) is None}
-    )
-    return line
+    return line | {name: value for name, value in event.values.items() if line.get(name) is None}
 
 
 def _params_in(config_text: str) -> Mapping[str, Any]:

@@ -38,10 +38,7 @@ class Parcel:
 def adopt_file(area: Path, event: FileSaved, source: Path) -> Path:
     """Move a staged file to `area`/`event.path`, where it replaces a file of that name; return its path.
 
-    Raises:
-        UnsafePath: the path leaves the folder, directly or through a link, or collides with a folder.
-        FileDamaged: the staged file does not match its event.
-        ResultsError: it can't be written.
+    Raises UnsafePath, FileDamaged, ResultsError.
     """
     relative = safe_relative(event.path)
     folder = _folder(area, relative.parent.parts)

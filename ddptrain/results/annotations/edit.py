@@ -23,9 +23,7 @@ _MOST_CONFLICTS = 20
 def edit_folder(folder: Path, change: Change) -> Annotations:
     """Change the annotations of the run in that folder of this machine; return them.
 
-    Raises:
-        ResultsError: the folder belongs to another user, or can't be written.
-        UsageError: it is a local copy of a run in a store.
+    Raises UsageError for a local copy of a run in a store; ResultsError.
     """
     if (origin := origin_of(folder)) is not None:
         raise UsageError(f"{folder} is a copy; give the run's address, {origin.url}")

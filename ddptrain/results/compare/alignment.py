@@ -47,13 +47,12 @@ def aligned(view: RunView, series: AllSeries, metric: str, alignment: Alignment)
 
     Values without a position on the axis are left out. Raises UsageError if none has one.
     """
-    axis = _Axis(view, series, alignment)
-    ranks = {rank: one for (name, rank), one in series.items() if name == metric}
+    ranks = [one for (name, _), one in series.items() if name == metric]
     if not ranks:
         return None
     rows: dict[float | str, list[tuple[float, float]]] = {}  # by the step, or for values without one by the call
-    for one in ranks.values():
-        for number, (x, step, y) in enumerate(zip(axis.of(one), one.step, one.value, strict=True)):
+    for one, positions in zip(ranks, _positions(view, series, ranks, alignment), strict=True):
+        for number, (x, step, y) in enumerate(zip(positions, one.step, one.value, strict=True)):
             if x is not None:
                 rows.setdefault(f"call {number}" if step is None else step, []).append((x, y))
     if not rows:
@@ -63,25 +62,21 @@ def aligned(view: RunView, series: AllSeries, metric: str, alignment: Alignment)
     return thinned(([x for x, _ in points], [y for _, y in points]))
 
 
-class _Axis:
-    """The positions of a run's values on the axis."""
-
-    def __init__(self, view: RunView, series: AllSeries, alignment: Alignment) -> None:
-        self._alignment = alignment
-        self._attempts = view.record.attempts
-        self._start = min((one.time_s[0] for one in series.values() if one.time_s), default=0.0)
-        self._samples = samples_by_step(series) if alignment is Alignment.SAMPLES else ([], [])
-
-    def of(self, one: Series) -> list[float | None]:
-        match self._alignment:
-            case Alignment.STEP:
-                return one.step
-            case Alignment.EPOCH:
-                return one.epoch
-            case Alignment.TIME:
-                return [active_s(self._attempts, time_s, self._start) for time_s in one.time_s]
-            case Alignment.SAMPLES:
-                return [None if step is None else samples_at(self._samples, step) for step in one.step]
+def _positions(
+    view: RunView, series: AllSeries, ranks: Sequence[Series], alignment: Alignment
+) -> list[list[float | None]]:
+    """Return the positions of each rank's values on the axis."""
+    match alignment:
+        case Alignment.STEP:
+            return [one.step for one in ranks]
+        case Alignment.EPOCH:
+            return [one.epoch for one in ranks]
+        case Alignment.TIME:
+            start = min(one.time_s[0] for one in series.values())
+            return [[active_s(view.record.attempts, time_s, start) for time_s in one.time_s] for one in ranks]
+        case Alignment.SAMPLES:
+            known = samples_by_step(series)
+            return [[None if step is None else samples_at(known, step) for step in one.step] for one in ranks]
 
 
 def active_s(attempts: Sequence[AttemptRecord], time_s: float, start_s: float) -> float:

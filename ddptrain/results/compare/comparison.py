@@ -86,9 +86,7 @@ def compare_runs(
 ) -> Comparison:
     """Compare runs; `metrics` are those to draw, by default the losses, or else the first six metrics.
 
-    Raises:
-        UsageError: it is one run, no run has such a metric, or a run has no values for the alignment.
-        ResultsError: metrics.jsonl can't be read.
+    Raises UsageError for one run, an unknown metric, or a run without values for the alignment; ResultsError.
     """
     if len({view.layout.where for view in views}) < 2:
         raise UsageError(f"give at least two different runs to compare, not only {views[0].run_id}")

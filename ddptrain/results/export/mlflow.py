@@ -36,10 +36,7 @@ def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
 
     An earlier export of the same run is replaced. Returns the ids of the runs in MLflow.
 
-    Raises:
-        UsageError: mlflow is missing.
-        ClusterError: MLflow refuses the data, or the server can't be reached.
-        ResultsError: metrics.jsonl can't be read.
+    Raises UsageError if mlflow is missing; ClusterError if MLflow refuses the data, or does not answer; ResultsError.
     """
     # By default it tries seven times for two minutes each, so nobody would see why a server cannot be reached.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")

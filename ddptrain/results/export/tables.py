@@ -33,9 +33,7 @@ def export_tables(views: Sequence[RunView], form: str, output: Path) -> list[Pat
 
     `output` is a file for the metrics alone, if it ends in .csv or .parquet, or else a folder for both tables.
 
-    Raises:
-        UsageError: a file can't be written, or pyarrow is missing.
-        ResultsError: metrics.jsonl can't be read.
+    Raises UsageError, ResultsError.
     """
     write = _writer_of(form)
     is_file = output.suffix.lower() in (".csv", ".parquet")

@@ -29,9 +29,7 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
 
     Returns the paths of the files.
 
-    Raises:
-        UsageError: a file can't be written, or tensorboard is missing.
-        ResultsError: metrics.jsonl can't be read.
+    Raises UsageError, ResultsError.
     """
     try:
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -78,7 +76,7 @@ def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
     began = moment(view.record.started_at)
     began_s = began.timestamp() if began is not None else 0.0
     yield Event(wall_time=began_s, file_version=_VERSION)
-    yield Event(wall_time=began_s, step=0, summary=Summary(value=[_text("params", _as_table(params_of(view)))]))
+    yield Event(wall_time=began_s, summary=Summary(value=[_text("params", _as_table(params_of(view)))]))
     for metric in sorted({name for name, _ in series}):
         for time_s, step, value in points(series, metric):
             summary = Summary(value=[Summary.Value(tag=encodable(metric), simple_value=_as_float32(value))])

@@ -60,9 +60,7 @@ def continue_run(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]
 
     seen: the run's driver when the run was chosen.
 
-    Raises:
-        RunLocked: another process runs it, or has run it since it was chosen.
-        ResultsError, UsageError: its run.json can't be read, or the directory can't be written.
+    Raises RunLocked if another process runs it, or has run it since it was chosen; UsageError, ResultsError.
     """
     layout = RunLayout(folder)
     require_own_folder(layout.root)

@@ -36,9 +36,7 @@ class LockState(Enum):
 def take(path: Path) -> int:
     """Take the lock; return the descriptor that holds it. Closing it, or the end of the process, releases the lock.
 
-    Raises:
-        RunLocked: another process holds it.
-        ResultsError: the file can't be created, is not a lock file of this user, or its file system has no locks.
+    Raises RunLocked; ResultsError, also for a file system without locks.
     """
     descriptor = secure_files.open_to_lock(path)
     try:

@@ -61,9 +61,7 @@ class FolderRemoval:
 
         seen: the run as it was when the decision was made.
 
-        Raises:
-            RunLocked: a driver has it, or has resumed it since it was seen.
-            ResultsError: it cannot be deleted; what remains is the complete run, or a folder that readers ignore.
+        Raises RunLocked; ResultsError: what remains is the complete run, or a folder that readers ignore.
         """
         folder = seen.layout.root
         aside = folder.with_name(f"{PRUNED}{folder.name[:100]}-{secrets.token_hex(4)}")

@@ -92,16 +92,11 @@ def _lease(run: RemoteFolder) -> Iterator[RemoteFolder]:
     lock.take(contested=True)
     is_gone = False
     try:
-        lock.keep(_ignore)
-        guarded = replace(run, guard=lock.assure)
-        yield guarded
+        lock.keep()  # the guard raises the loss of the lease at the next change
+        yield replace(run, guard=lock.assure)
         is_gone = set(run.files()) <= {LOCK}
     finally:
         lock.release(forget=is_gone)
-
-
-def _ignore(error: Exception) -> None:
-    """Handle the loss of the lease: the guard raises it at the next change."""
 
 
 def _refuse_if_changed(run: RemoteFolder, seen: RunView) -> None:

@@ -141,7 +141,7 @@ class StoreLock:
         self._mutex = threading.RLock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lost: Callable[[DdptrainError], None] = _ignore
+        self._lost: Callable[[DdptrainError], None] = lambda error: None
 
     @property
     def _file(self) -> _LockFile:
@@ -158,9 +158,7 @@ class StoreLock:
     def take(self, *, contested: bool) -> Claim | None:
         """Write the claim; return the one that was there. `contested`: another driver may do the same now.
 
-        Raises:
-            RunLocked: another driver holds the lock.
-            StoreError: the store can't be written.
+        Raises RunLocked, StoreError.
         """
         self._over.clear()
         before = self._won()
@@ -187,7 +185,7 @@ class StoreLock:
                 _log.info("lease of the run taken", store=self.store.url, before=holder)
                 return before
 
-    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
+    def keep(self, lost: Callable[[DdptrainError], None] = lambda error: None) -> None:
         """Renew the lease in a thread; `lost` is called once if another driver has taken the run."""
         self._lost = lost
         self._thread = threading.Thread(target=self._refresh, name="ddptrain-lock", daemon=True)
@@ -209,7 +207,7 @@ class StoreLock:
         run_for(_CLOSE_S, lambda: self._release(forget))
 
     def _release(self, forget: bool) -> None:
-        self._lost = _ignore
+        self._lost = lambda error: None
         if self._thread is not None:
             self._thread.join(timeout=_CLOSE_S)
         with suppress(DdptrainError):  # without this the lease expires by itself
@@ -275,10 +273,6 @@ def run_for(seconds: float, work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work, name="ddptrain-last-upload", daemon=True)
     thread.start()
     thread.join(timeout=seconds)
-
-
-def _ignore(error: DdptrainError) -> None:
-    """Handle the loss of a lock that keep() was not called for."""
 
 
 def _elapsed_s() -> float:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from ddptrain.config.wording import shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.file_ops import publish, sha256
 from ddptrain.results.annotations.annotations import FILE as ANNOTATIONS
@@ -37,14 +38,13 @@ AUTO = "auto"
 _VERSIONS = ".fetched.json"  # of a reader's copy: path -> the version of the file that was downloaded
 _FOLLOW_EVERY_S = 3.0
 _READERS = 8  # runs whose files are downloaded at a time
+_LARGEST_CONFIG_BYTES = 1 << 20
 
 
 def open_runs_dir(place: str) -> LocalRuns | StoreRuns:
     """Return the runs of a folder, or of an object store for a URL such as s3://bucket/runs.
 
-    Raises:
-        UsageError: a package or the bucket is missing, or the URL is wrong.
-        StoreError: the store refuses the request, or can't be reached.
+    Raises UsageError, StoreError.
     """
     if not is_url(place):
         return LocalRuns(Path(place))
@@ -143,9 +143,7 @@ class StoreRuns:
 
     def candidates(self, name: str, which: str, run_id: str | None = None) -> Path:
         """Return the folder in which to choose the run to resume; it has the records, and the chosen run's config."""
-        if (
-            which == AUTO and run_id is not None
-        ):  # other runs do not matter, and other threads may read copies of theirs
+        if which == AUTO and run_id is not None:  # other runs do not matter, and other threads may read their copies
             chosen = [self.copies / run_id] if self._copy_records([run_id]) else []
             if not chosen:
                 shutil.rmtree(self.copies / run_id, ignore_errors=True)
@@ -165,10 +163,7 @@ class StoreRuns:
     def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[StoreUpload]:
         """Hold the run's lock for the block; yield the upload of its working folder, which a resumed run has.
 
-        Raises:
-            RunLocked: another driver holds the lock.
-            UsageError: the id is taken.
-            StoreError: the store can't be read or written. ResultsError: the working folder can't be written.
+        Raises RunLocked; UsageError if the id is taken; StoreError, ResultsError.
         """
         run = self.store.below(run_id)
         if not resumed and run.read("run.json") is not None:
@@ -279,27 +274,27 @@ def bring_here(
         raise
 
 
-_FILES_IN_REPORT = ("metrics.jsonl", "events.jsonl", "system.jsonl", "config.yaml", "git.diff")
+_NEEDED_FILES = {
+    NeededFiles.METRICS: ("metrics.jsonl", "system.jsonl"),
+    NeededFiles.EVENTS: ("events.jsonl", "system.jsonl"),
+    NeededFiles.COMPARISON: ("metrics.jsonl", "config.yaml", "events.jsonl", "system.jsonl"),
+    NeededFiles.REPORT: ("metrics.jsonl", "events.jsonl", "system.jsonl", "config.yaml", "git.diff"),
+    NeededFiles.MODEL: ("config.yaml",),
+}
 _IN_REPORT = (".csv", ".png", ".jpg", ".jpeg", ".webp", ".json")
 
 
 def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
-    if path == f"{RECORDED}/{LINKS}":
+    if path == f"{RECORDED}/{LINKS}" or path in _NEEDED_FILES.get(need, ()):
         return True
     if need is NeededFiles.LOGS:
         return path.startswith("logs/") and (rank is None or path == f"logs/rank-{rank}.log")
-    if need is NeededFiles.METRICS:
-        return path in ("metrics.jsonl", "system.jsonl")
-    if need is NeededFiles.EVENTS:
-        return path in ("events.jsonl", "system.jsonl")
     if need is NeededFiles.COMPARISON:
-        names = ("metrics.jsonl", "config.yaml", "events.jsonl", "system.jsonl")
-        return path in names or (path.startswith("inputs/") and path.endswith(".json"))
+        return path.startswith("inputs/") and path.endswith(".json")
     if need is NeededFiles.REPORT:
         in_report = path.startswith("artifacts/") and path.lower().endswith(_IN_REPORT)
-        return in_report or path.startswith("logs/rank-") or path in _FILES_IN_REPORT
-    is_small = (path.startswith(("artifacts/", "inputs/")) and path.endswith(".json")) or path == "config.yaml"
-    return need is NeededFiles.MODEL and is_small
+        return in_report or path.startswith("logs/rank-")
+    return need is NeededFiles.MODEL and path.startswith(("artifacts/", "inputs/")) and path.endswith(".json")
 
 
 def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed]) -> None:
@@ -347,6 +342,22 @@ def split_run(run: str, place: str) -> tuple[str, str]:
     if not name or not is_url(f"{parent}/") or parent.endswith(":/"):
         raise RunNotFound(f"{run} is not a run's address; give one like s3://bucket/runs/petnames-20250101-120000-ab12")
     return parent, name
+
+
+def fetch_config(url: str) -> Path:
+    """Return a local copy of a configuration file at a URL such as s3://bucket/runs/ID/best.yaml, of a sweep.
+
+    Raises UsageError if there is no such file; StoreError, ResultsError.
+    """
+    from platformdirs import user_cache_path
+
+    parent, _, name = url.rpartition("/")
+    data = RemoteFolder.open(parent).read(name, _LARGEST_CONFIG_BYTES) if name else None
+    if data is None:
+        raise UsageError(f"{shorten(url)}: there is no such file")
+    folder = user_cache_path("ddptrain", appauthor=False) / "configs" / sha256(url.encode()).hexdigest()[:16]
+    write_file(_private(folder) / name, data)
+    return folder / name
 
 
 RunsDir = LocalRuns | StoreRuns

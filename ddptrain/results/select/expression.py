@@ -17,7 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
@@ -104,7 +104,7 @@ class _Parser:
         """Apply the rule; it must use all of the text."""
         found = rule()
         if self._token.kind != "end":
-            self._refuse('expected "and", "or" or the end')
+            raise self._unexpected('expected "and", "or" or the end')
         return found
 
     def condition(self) -> _Node:
@@ -114,9 +114,12 @@ class _Parser:
         return nodes[0] if len(nodes) == 1 else lambda look: any(_is_true(node(look)) for node in nodes)
 
     def field_list(self) -> None:
-        self._field_only()
-        while self._take(","):
-            self._field_only()
+        while True:
+            if self._token.kind != "name":
+                raise self._unexpected("expected a field, as val/loss")
+            self._field()
+            if not self._take(","):
+                return
 
     def _all_of(self) -> _Node:
         nodes = [self._negation()]
@@ -191,7 +194,7 @@ class _Parser:
         if token.text in ("best", "last") and self._take("("):
             named = self._token
             if named.kind not in ("name", "text"):
-                self._refuse(f"expected the name of a metric, as {token.text}(val/loss)")
+                raise self._unexpected(f"expected the name of a metric, as {token.text}(val/loss)")
             self._next += 1
             self._close(")", token.at)
             field = Field(named.value if named.kind == "text" else named.text, token.text)
@@ -199,11 +202,6 @@ class _Parser:
             field = Field(token.text)
         self.fields.append(field)
         return field
-
-    def _field_only(self) -> None:
-        if self._token.kind != "name":
-            self._refuse("expected a field, as val/loss")
-        self._field()
 
     @property
     def _token(self) -> _Token:
@@ -218,12 +216,12 @@ class _Parser:
 
     def _close(self, sign: str, opened_at: int) -> None:
         if not self._take(sign):
-            self._refuse(f'expected "{sign}", which closes what begins at character {opened_at + 1}')
+            raise self._unexpected(f'expected "{sign}", which closes what begins at character {opened_at + 1}')
 
     def _deeper(self) -> None:
         self._depth += 1
         if self._depth > _DEEPEST:
-            self._refuse(f"more than {_DEEPEST} levels of nesting")
+            raise self._unexpected(f"more than {_DEEPEST} levels of nesting")
 
     def _scan(self) -> Iterator[_Token]:
         at = 0
@@ -233,24 +231,21 @@ class _Parser:
                 continue
             match = _TOKEN.match(self._text, at)
             if match is None:
-                self._refuse_character(at)
+                raise self._bad_character(at)
             yield _token(match)
             at = match.end()
         yield _Token("end", "", len(self._text))
 
-    def _refuse_character(self, at: int) -> NoReturn:
+    def _bad_character(self, at: int) -> UsageError:
         char = self._text[at]
         if char in "'\"":
-            raise self._error(at, f"the text that begins with {char} has no end")
+            return self._error(at, f"the text that begins with {char} has no end")
         number = re.match(r"[\w.+:-]+", self._text[at:])
         what = (
             f'"{shorten(number[0], 40)}" is neither a number nor a name' if number else f'unexpected "{shorten(char)}"'
         )
         hint = _HINTS.get(char, "write names of that kind as last('...'), and text in quotes")
-        raise self._error(at, f"{what}; {hint}")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise self._unexpected(what)
+        return self._error(at, f"{what}; {hint}")
 
     def _unexpected(self, what: str) -> UsageError:
         token = self._token
@@ -274,7 +269,7 @@ def _token(match: re.Match[str]) -> _Token:
 
 
 def _is_true(value: Any) -> bool:
-    return bool(value) and not (isinstance(value, float) and math.isnan(value))
+    return bool(value) and not _is_missing(value)
 
 
 def _holds(sign: str, left: Any, right: Any) -> bool:

@@ -100,11 +100,7 @@ def _named(option: str, parse: Any) -> Any:
 def _sort_keys(text: str) -> list[SortKey]:
     """Parse `val/loss` or `-started,name`; a minus sorts from large to small."""
     parts = [part.strip() for part in text.split(",")]
-    keys = []
-    for part in parts:
-        fields = parse_fields(part.removeprefix("-"))
-        keys.append(SortKey(fields[0], part.startswith("-")))
-    return keys
+    return [SortKey(parse_fields(part.removeprefix("-"))[0], part.startswith("-")) for part in parts]
 
 
 def _rank_of(value: Any) -> tuple[int, Any] | None:

@@ -45,7 +45,7 @@ class RunExplanation:
 
 def explain_run(view: RunView, runs_dir: str) -> RunExplanation:
     """Explain the end of a run; `runs_dir` is the --runs-dir of the commands that are named ("": the default)."""
-    code = _exit_code(view)
+    code = None if view.is_running else view.record.exit_code  # that of a driver that is gone is not recorded
     failed = view.status in (RunStatus.FAILED, RunStatus.CANCELLED)
     root_cause = _root_cause(view)
     return RunExplanation(
@@ -58,11 +58,6 @@ def explain_run(view: RunView, runs_dir: str) -> RunExplanation:
         tuple(_next(view, runs_dir)),
         causes_of(code, root_cause) if failed and code is not None else (),
     )
-
-
-def _exit_code(view: RunView) -> int | None:
-    """The exit code of the command; that of a driver that is gone is not recorded."""
-    return None if view.is_running else view.record.exit_code
 
 
 def _end(view: RunView, code: int | None) -> str:

@@ -60,14 +60,8 @@ def _draw_panel(axis: Axes, panel: Panel, best: BestRecord | None, x_name: str) 
             for points in curve.ranks.values():
                 axis.plot(*points, color=colour, alpha=0.28, linewidth=0.9)
         marker = "o" if len(curve.main[0]) <= _FEW_POINTS else ""
-        axis.plot(
-            *curve.main,
-            color=colour,
-            linewidth=1.9,
-            marker=marker,
-            markersize=3.5,
-            label=_literal(curve.label),
-        )
+        label = _literal(curve.label)
+        axis.plot(*curve.main, color=colour, linewidth=1.9, marker=marker, markersize=3.5, label=label)
         if best is not None and best.metric == curve.name and x_name == "step":
             _mark_best(axis, best, colour)
     axis.set_ylabel(_literal(panel.quantity))

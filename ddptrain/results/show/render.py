@@ -109,7 +109,7 @@ def sections(view: RunView) -> list[Section]:
         ("ended", _time(record.ended_at) if record.ended_at else ""),
         ("duration", _duration(view)),
         ("ranks", str(record.world_size or "")),
-        ("driver", f"process {record.driver.pid} on {record.driver.host}" if record.driver.host else ""),
+        ("driver", record.driver.words if record.driver.host else ""),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
         ("driver's output", _path_of(view.layout, view.layout.driver_log)),
         ("log for bug reports", _path_of(view.layout, view.layout.decision_log)),
@@ -172,13 +172,8 @@ def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
     if failure is None:
         return []
     rank = "" if failure.rank is None else str(failure.rank)
-    lines = [("rank", rank), ("host", failure.host), ("kind", failure.kind), ("type", failure.type)]
-    return [
-        *lines,
-        ("message", failure.message),
-        ("log", failure.log),
-        ("traceback", failure.traceback.rstrip()),
-    ]
+    texts = [(name, getattr(failure, name)) for name in ("host", "kind", "type", "message", "log")]
+    return [("rank", rank), *texts, ("traceback", failure.traceback.rstrip())]
 
 
 def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:

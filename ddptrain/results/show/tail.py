@@ -93,15 +93,7 @@ def show_logs(view: RunView, rank: int | None = None, lines: int | None = None) 
 
     Raises RunNotFound if the run has no log of that rank.
     """
-    logs = _chosen(view.layout, rank)
-    if rank is not None and not logs:
-        raise RunNotFound(_no_log(view, rank))
-    prefixed = _is_prefixed(view, rank)
-    for number, path in logs.items():
-        cursor = LogCursor(path, lines)
-        prefix = f"[rank {number}] " if prefixed else ""
-        yield from (prefix + line for line in cursor.read())
-        yield from (prefix + line for line in cursor.rest())
+    return follow_logs(view, rank, lines, is_running=lambda: False)
 
 
 def follow_logs(

@@ -59,20 +59,16 @@ class TimeUse:
 
     def shown(self) -> list[tuple[str, str]]:
         """Return the parts of at least 0.05 s as text: the duration, and its share of the whole."""
-        parts = asdict(self)
-        whole = sum(parts.values())
-        return [
-            (_NAMES.get(name, name), f"{duration(seconds)} ({seconds / whole:.0%})")
-            for name, seconds in parts.items()
-            if seconds >= _LEAST_SHOWN_S
-        ]
+        whole = sum(asdict(self).values())
+        return [(name, f"{duration(seconds)} ({seconds / whole:.0%})") for name, seconds in self._long_parts()]
 
     def line(self) -> str:
         """Return the parts in one line, as "queue 3.4 s, start 6.1 s, training 2m 05s"; "" if all are short."""
+        return ", ".join(f"{name} {duration(seconds)}" for name, seconds in self._long_parts())
+
+    def _long_parts(self) -> list[tuple[str, float]]:
         parts = asdict(self).items()
-        return ", ".join(
-            f"{_NAMES.get(name, name)} {duration(seconds)}" for name, seconds in parts if seconds >= _LEAST_SHOWN_S
-        )
+        return [(_NAMES.get(name, name), seconds) for name, seconds in parts if seconds >= _LEAST_SHOWN_S]
 
 
 _NAMES = {

@@ -304,3 +304,25 @@ def test_no_checkpoint_is_added_if_the_part_of_a_rank_is_damaged(writer: RunWrit
         writer.adopt_checkpoint(0, whole, folder, POLICY, [there])
     assert names(writer) == set()
     assert (folder / "state.pt").exists()
+
+
+def test_manifest_has_exactly_what_readers_need(writer: RunWriter, stage: Stage) -> None:
+    writer.update(world_size=2, versions={"torch": "2.6"})
+    home = save(writer, stage, 10, 1.5)
+    text = (home / "checkpoint.json").read_text()
+    manifest = json.loads(text)
+    assert text == json.dumps(manifest, indent=2) + "\n"
+    assert list(manifest) == ["schema", "step", "epoch", "metrics", "world_size", "versions", "files"]
+    assert (manifest["world_size"], manifest["versions"]) == (2, {"torch": "2.6"})
+    assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "state.pt"]
+    assert list(manifest["files"][0]) == ["name", "size_bytes", "sha256"]
+
+
+def test_three_checkpoints_and_the_one_with_the_lowest_validation_loss_are_kept_by_default(
+    writer: RunWriter, stage: Stage
+) -> None:
+    assert CheckpointPolicy() == CheckpointPolicy(keep=3, metric="val/loss", mode="min")
+    for step, loss in enumerate((1.0, 0.5, 0.5, 2.0, 3.0, 4.0), 1):
+        save(writer, stage, step, loss, CheckpointPolicy())
+    assert names(writer) == {"step-2", "step-4", "step-5", "step-6", "latest", "best"}, "of equal ones the first"
+    assert writer.record.checkpoints == ("step-6", "step-5", "step-4", "step-2")

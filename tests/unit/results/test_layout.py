@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.layout import RunLayout, new_run_id, safe_relative, step_name, step_of, valid_run_id
+from ddptrain.results.layout import RunLayout, files_below, new_run_id, safe_relative, step_name, step_of, valid_run_id
+from ddptrain.results.remote.local_copy import Origin
 from ddptrain.tracking.wandb.run_parts import parts_below
 
 
@@ -213,3 +214,74 @@ def test_parts_of_trackers_that_go_while_they_are_listed_are_left_out(tmp_path: 
 
 def test_name_of_200_bytes_is_taken() -> None:
     assert str(safe_relative("folder/" + "é" * 100)) == "folder/" + "é" * 100
+
+
+def test_paths_of_a_run_are_those_of_the_contract(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    names = {name: str(getattr(layout, name).relative_to(tmp_path)) for name in vars(RunLayout) if name in PATHS}
+    assert names == PATHS
+    assert layout.log(12) == tmp_path / "logs/rank-12.log"
+    assert (layout.area("artifacts"), layout.area("tracking")) == (tmp_path / "artifacts", tmp_path / "tracking")
+
+
+PATHS = {
+    "run_json": "run.json",
+    "config_yaml": "config.yaml",
+    "events_jsonl": "events.jsonl",
+    "metrics_jsonl": "metrics.jsonl",
+    "system_jsonl": "system.jsonl",
+    "logs_dir": "logs",
+    "checkpoints_dir": "checkpoints",
+    "artifacts_dir": "artifacts",
+    "inputs_dir": "inputs",
+    "tracking_dir": "tracking",
+    "git_diff": "git.diff",
+    "lock_file": "run.lock",
+    "heartbeat_file": ".heartbeat",
+    "driver_log": "driver.log",
+    "decision_log": "logs/driver.log",
+    "stop_json": ".stop.json",
+    "scratch_dir": ".scratch",
+    "plot_png": "plot.png",
+}
+
+
+def test_copy_of_a_stored_run_knows_the_files_that_it_lacks(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    for name in ("logs/rank-3.log", "artifacts/b"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"1")
+    files = {"logs/rank-10.log": 9, "logs/rank-3.log": 9, "logs/driver.log": 1, "artifacts/deep/a": 5, "artifacts/b": 7}
+    Origin("s3://bucket/r", files={**files, "artifacts/.incoming-x": 1, "artifacts/d/.incoming-y": 1}).mark(tmp_path)
+    assert layout.logs() == {3: tmp_path / "logs/rank-3.log", 10: tmp_path / "logs/rank-10.log"}
+    assert list(layout.artifacts().items()) == [("b", 7), ("deep/a", 5)]
+    assert (layout.is_original, layout.where) == (False, "s3://bucket/r")
+    assert layout.shown_path(tmp_path / "logs/x") == "s3://bucket/r/logs/x"
+
+
+def test_files_below_a_folder_are_regular_and_have_their_sizes(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/c").write_bytes(b"123")
+    (tmp_path / "d").write_bytes(b"1")
+    (tmp_path / "link").symlink_to(tmp_path / "d")
+    os.mkfifo(tmp_path / "pipe")
+    assert sorted(files_below(tmp_path)) == [(tmp_path / "a/b/c", 3), (tmp_path / "d", 1)]
+
+
+@pytest.mark.parametrize("length", [128, 129])
+def test_run_id_has_at_most_128_characters(length: int) -> None:
+    assert valid_run_id("r" * length) is (length == 128)
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(1000, True), (1001, False)])
+def test_path_has_at_most_1000_bytes(length: int, is_taken: bool) -> None:
+    path = ("d" * 99 + "/") * 9 + "f" * (length - 900)
+    if is_taken:
+        assert str(safe_relative(path)) == path
+    else:
+        with pytest.raises(UnsafePath, match="the path is too long; give one like"):
+            safe_relative(path)
+
+
+def test_steps_have_at_most_18_digits() -> None:
+    assert step_name(10**18 - 1) == "step-999999999999999999" and step_of("step-1000000000000000000") is None

@@ -5,6 +5,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import UTC
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run
+from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run, moment
+from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.ownership.run_lock import LockState
 from ddptrain.results.run_record import DriverRecord, RunRecord
 from ddptrain.results.run_writer import RunWriter
@@ -171,3 +173,162 @@ def test_a_trial_of_a_sweep_is_found_by_its_run_id(tmp_path: Path) -> None:
         find_run(tmp_path, "pets-1-0008")
     with pytest.raises(RunNotFound, match='no run "pets-1/8"'):
         find_run(tmp_path, "pets-1/8")
+
+
+def test_ten_runs_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    for number in range(10):
+        put(tmp_path, f"pets-{number}", f"2025-01-01T00:00:0{number}.000Z")
+    named = ", ".join(f"pets-{number}" for number in range(10))
+    with pytest.raises(RunNotFound) as refused:
+        find_run(tmp_path, "pets")
+    assert str(refused.value) == f'"pets" matches 10 runs: {named}; give more characters of the name'
+    put(tmp_path, "pets-91")
+    put(tmp_path, "pets-92")
+    with pytest.raises(RunNotFound, match=f"matches 12 runs: {named[:-1]}9 and 2 more;"):
+        find_run(tmp_path, "pets")
+
+
+def test_messages_for_an_unknown_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def message(run: str) -> str:
+        with pytest.raises(RunNotFound) as refused:
+            find_run(tmp_path / "runs", run)
+        return str(refused.value)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    nothing = f"in {tmp_path}/runs, which contains no runs (--runs-dir names another folder)"
+    assert message("latest").startswith(f"there is no run in {tmp_path}/runs yet; start one with ddptrain train (")
+    assert message("x") == f'no run "x" {nothing}'
+    put(tmp_path / "runs", "zz-1")
+    put(tmp_path / "runs", "newer", "2025-02-01T00:00:00.000Z")
+    inside = f'no run "folder" in {tmp_path}/runs, and the folder "folder" contains no run.json; there are: newer, zz-1'
+    assert message("folder") == inside
+    assert message("") == f'no run "" in {tmp_path}/runs; there are: newer, zz-1'
+    assert message("a\0") == "a run's name can't hold a NUL character"
+
+
+def test_folders_that_a_prune_deletes_are_no_runs(tmp_path: Path) -> None:
+    put(tmp_path, ".pruned-a-1")
+    assert list_runs(tmp_path) == []
+    with pytest.raises(RunNotFound):
+        find_run(tmp_path, ".pruned-a-1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "duration_s"),
+    [
+        ({"duration_s": 5.0, "earlier_s": 3.0}, 5.0),
+        ({"ended_at": "2025-01-01T00:00:07Z"}, 7.0),
+        ({"ended_at": "2025-01-01T00:00:07Z", "resumed_at": "2025-01-01T00:00:04Z", "earlier_s": 10.0}, 13.0),
+        ({"ended_at": "2025-01-01T00:00:07Z", "earlier_s": -1.0}, 7.0),
+        ({"ended_at": "2024-12-31T00:00:07Z", "earlier_s": 2.0}, 2.0),
+        ({"ended_at": "2025-01-01T00:00:07Z", "started_at": "?"}, None),
+        ({}, None),
+    ],
+)
+def test_duration_is_that_of_all_parts(tmp_path: Path, fields: dict[str, object], duration_s: float | None) -> None:
+    view = load_run(put(tmp_path, "r", **fields))  # type: ignore[arg-type]
+    assert view.duration_s == duration_s
+    assert view.as_dict()["duration_s"] == duration_s
+
+
+def test_json_of_a_run_has_its_place_tags_and_note(tmp_path: Path) -> None:
+    folder = put(tmp_path, "r", duration_s=1.23456)
+    found = load_run(folder).as_dict()
+    assert (found["duration_s"], found["run_dir"], found["tags"], found["note"]) == (1.235, str(folder), [], "")
+    assert (found["problem"], found["tracking"], found["run_id"]) == (None, {}, "r")
+    (folder / "annotations.json").write_text('{"tags": ["a"], "note": "b"}')
+    (folder / "run.json").write_text("{")
+    found = load_run(folder).as_dict()
+    assert (found["tags"], found["note"], found["status"]) == (["a"], "b", "unreadable")
+    assert found["problem"].startswith(f"cannot read {folder}/run.json: not JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("run_id", "started_at"),
+    [
+        ("pets-20250102-030405-ab12", "2025-01-02T03:04:05.000Z"),
+        ("pets-20251302-030405-ab12", ""),  # no such month
+        ("pets-20250102-030405-ab12x", ""),
+    ],
+)
+def test_unreadable_run_began_when_its_name_says(tmp_path: Path, run_id: str, started_at: str) -> None:
+    folder = put(tmp_path, run_id)
+    (folder / "run.json").write_text("{")
+    view = load_run(folder)
+    assert (view.record.started_at, view.record.run_id, view.status) == (started_at, run_id, "unreadable")
+
+
+def test_waiting_run_is_shown_as_such_only_while_it_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddptrain.results.lookup.liveness.look", lambda *_, **__: Liveness.RUNNING)
+    assert load_run(put(tmp_path, "a", status="running", waiting=True)).shown_status == "waiting"
+    assert load_run(put(tmp_path, "b", status="running")).shown_status == "running"
+    ended = load_run(put(tmp_path, "c", status="failed", waiting=True))
+    assert (ended.shown_status, ended.is_running) == ("failed", False)
+
+
+@pytest.mark.parametrize(
+    ("alive", "status", "message"),
+    [
+        (Liveness.GONE, "failed", DRIVER_GONE),
+        (
+            Liveness.UNKNOWN,
+            "unknown",
+            "unknown since 1970-01-01T00:16:40.000Z: its driver is on far, and no file has changed since",
+        ),
+    ],
+)
+def test_run_whose_driver_does_not_show_ends_when_its_files_changed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: Liveness, status: str, message: str
+) -> None:
+    asked: list[dict[str, object]] = []
+
+    def look(*_: object, **options: object) -> Liveness:
+        asked.append(options)
+        return alive
+
+    monkeypatch.setattr("ddptrain.results.lookup.liveness.look", look)
+    folder = put(tmp_path, "r", status="running", driver=DriverRecord(7, "far"))
+    os.utime(folder / "run.json", (1000.0, 1000.0))
+    record = load_run(folder, is_ours=True, watch_s=2.5).record
+    assert asked == [{"is_ours": True, "watch_s": 2.5}]
+    assert record.failure is not None
+    assert (record.status, record.failure.host, record.failure.kind, record.failure.message) == (
+        status,
+        "far",
+        "driver",
+        message,
+    )
+    assert record.ended_at == ("1970-01-01T00:16:40.000Z" if status == "failed" else None)
+
+
+@pytest.mark.parametrize(("text", "hour"), [("2025-01-01T05:00:00Z", 5), ("2025-01-01T05:00:00+02:00", 3), ("x", None)])
+def test_moment_is_in_utc_if_it_does_not_say_more(text: str, hour: int | None) -> None:
+    found = moment(text)
+    assert (found.astimezone(UTC).hour if found else None) == hour
+    assert moment("2025-01-01T05:00:00") == moment("2025-01-01T05:00:00Z") and moment(None) is None
+
+
+def test_trial_is_found_by_its_number_in_the_sweep(tmp_path: Path) -> None:
+    trial = put(tmp_path / "sweep", "sweep-0007")
+    more = put(tmp_path / "sweep", "sweep-0007-s3")
+    for name in ("sweep/7", "sweep/0007", "sweep-0007"):
+        assert find_run(tmp_path, name) == trial
+    assert find_run(tmp_path, "sweep-0007-s3") == more
+    for name in ("sweep/8", "sweep/7x", "sweep/1000000007", "sweep-007"):
+        with pytest.raises(RunNotFound):
+            find_run(tmp_path, name)
+
+
+def test_pointer_without_its_checkpoint_gives_the_newest(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "r")
+    for step in (9, 10, 11):
+        (layout.checkpoints_dir / f"step-{step}").mkdir(parents=True)
+    for step in (9, 10):
+        (layout.checkpoints_dir / f"step-{step}/checkpoint.json").touch()
+    assert find_checkpoint(layout).name == "step-10"
+    for text, name in (("step-9\n", "step-9"), ("step-11\n", "step-10"), ("nonsense", "step-10")):
+        (layout.checkpoints_dir / "best").write_text(text)
+        assert find_checkpoint(layout, "best").name == name
+    with pytest.raises(RunNotFound, match=r"^run r has no checkpoint step-11; it has step-9, step-10$"):
+        find_checkpoint(layout, "step-11")

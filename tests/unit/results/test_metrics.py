@@ -105,3 +105,37 @@ def test_line_of_an_older_version_is_of_the_first_attempt(tmp_path: Path, attemp
     path.write_text(f'{{"rank":0,"a":1,"attempt":{attempt}}}\n')
     (found,) = MetricsReader(path).read()
     assert (found.attempt, found.values) == (read, {"a": 1.0})
+
+
+def test_of_a_larger_file_only_the_end_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"rank":0,"a":{number}}}\n' for number in range(5)]  # 17 bytes each
+    path.write_text("".join(lines))
+    reader = MetricsReader(path, last_bytes=34)
+    assert [line.values["a"] for line in reader.read()] == [3.0, 4.0]
+    with path.open("a") as file:
+        file.write("".join(lines))
+    assert [line.values["a"] for line in reader.read()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [line.values["a"] for line in MetricsReader(path, last_bytes=35).read()] == [3.0, 4.0]
+    assert len(MetricsReader(path, last_bytes=1_000).read()) == 10
+
+
+def test_position_of_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"time_s":2.5,"step":3,"epoch":0.5,"rank":1,"attempt":4,"a":1}\n{"rank":0,"step":"x","time_s":null}\n'
+    )
+    assert MetricsReader(path).read() == [
+        MetricLine(2.5, 3.0, 0.5, 1, {"a": 1.0}, 4),
+        MetricLine(0.0, None, None, 0, {}, 1),
+    ]
+
+
+def test_values_of_a_later_attempt_replace_those_after_its_checkpoint_only() -> None:
+    assert counting([line(1, 2), line(1, 3, 1.0)], [went_on(2, 2, 0.5)]) == [line(1, 2)]
+    assert counting([line(1, None, 1.5), line(2, None, 1.5)], [went_on(1, None), went_on(2, 9)]) == [
+        line(1, None, 1.5),
+        line(2, None, 1.5),
+    ]
+    empty = MetricLine(0.0, 1.0, None, 0, {}, 1)
+    assert counting([empty, line(2, 5)], [went_on(2, 1)]) == [empty, line(2, 5)]

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,11 @@ from ddptrain.results.run_record import (
     RankRecord,
     RecordError,
     RunRecord,
+    RunStatus,
     SlowRankRecord,
     as_json_data,
+    ascii_json,
+    utc_now,
 )
 
 
@@ -129,3 +135,76 @@ def test_numbers_that_are_not_finite_are_written_as_null() -> None:
 def test_a_slow_rank_is_told_with_its_times(own_s: float, median_s: float, causes: tuple[str, ...], words: str) -> None:
     record = SlowRankRecord(rank=3, host="h", own_s=own_s, median_s=median_s, causes=causes)
     assert record.words == f"rank 3 on h is slow: its own work takes {words}"
+
+
+def test_fields_that_are_missing_have_their_defaults() -> None:
+    text = (
+        '{"run_id": "r", "status": "running", "attempts": [{"ranks": [{}]}], "slow_ranks": [{}], "failure": {}, '
+        '"git": {}, "code": {}, "driver": {}, "rank_environment": {"A": {}}, "best": {}}'
+    )
+    rank = {"rank": 0, "local_rank": 0, "node_rank": 0, "host": "", "pid": None, "gpu": None, "exit": None}
+    attempt = {"attempt": 1, "started_at": "", "ended_at": None, "world_size": 0, "outcome": None, "ranks": [rank]}
+    slow = {"attempt": 1, "rank": 0, "host": "", "gpu": None, "own_s": 0.0, "median_s": 0.0, "steps": 0}
+    failure = {"rank": None, "host": "", "kind": "", "type": "", "message": "", "traceback": "", "log": ""}
+    assert RunRecord.from_json(text).as_dict() == {
+        "schema": 1,
+        "run_id": "r",
+        "name": "",
+        "workload": "",
+        "status": "running",
+        "waiting": False,
+        "exit_code": None,
+        "started_at": "",
+        "ended_at": None,
+        "duration_s": None,
+        "earlier_s": 0.0,
+        "resumed_at": None,
+        "world_size": 0,
+        "params": None,
+        "attempts": [{**attempt, "resumed_from": None, "resumed_epoch": None}],
+        "failure": failure,
+        "slow_ranks": [{**slow, "found_at": "", "causes": []}],
+        "git": {"commit": "", "dirty": False},
+        "code": {"hash": "", "folder": "", "files": 0, "size_bytes": 0},
+        "versions": {},
+        "rank_environment": {"A": {"value": "", "source": ""}},
+        "driver": {"pid": 0, "host": "", "boot_id": ""},
+        "last_metrics": {},
+        "time_use_s": {},
+        "goodput": None,
+        "best": {"metric": "", "mode": "min", "value": None, "step": 0},
+        "checkpoints": [],
+        "tracking": {},
+        "result": None,
+    }
+
+
+def test_wrong_items_of_collections_are_left_out() -> None:
+    raw = {"run_id": "r", "status": "failed", "checkpoints": ["step-1", 2, None], "versions": {"a": "1", "b": 2}}
+    record = RunRecord.from_json(json.dumps({**raw, "last_metrics": {"a": 1, "b": None, "c": "x", "d": True}}))
+    assert (record.checkpoints, record.versions) == (("step-1",), {"a": "1"})
+    assert record.last_metrics == {"a": 1, "b": None}
+    wrong = {"checkpoints": "step-1", "versions": [], "attempts": {}, "exit_code": True, "waiting": 1, "git": "abc"}
+    record = RunRecord.from_json(json.dumps({"run_id": "r", "status": "failed", **wrong, "duration_s": 10**400}))
+    assert record == RunRecord(run_id="r", status="failed")
+
+
+def test_json_is_ascii_in_one_line_or_indented() -> None:
+    assert ascii_json({"a": [1.5, float("nan"), None, True]}) == b'{"a":[1.5,null,null,true]}'
+    assert ascii_json({"a": "\u2028", "b": 1}) == b'{"a":"\\u2028","b":1}'
+    assert ascii_json({"a": "\ud800"}, indent=2) == b'{\n  "a": "\\ud800"\n}'
+    assert ascii_json({"a": 1}, indent=2) == b'{\n  "a": 1\n}'
+
+
+def test_any_value_becomes_json_data() -> None:
+    values = {1: (1, 2.5), "b": {3}, "c": Path("x"), "d": RunStatus.FAILED, "e": None, "f": True, "g": float("-inf")}
+    assert as_json_data(values) == {"1": [1, 2.5], "b": [3], "c": "x", "d": "failed", "e": None, "f": True, "g": None}
+    assert type(as_json_data(RunStatus.FAILED)) is str
+    assert as_json_data(GitRecord("abc")) == {"commit": "abc", "dirty": False}
+    assert as_json_data(GitRecord) == "<class 'ddptrain.results.run_record.GitRecord'>"
+
+
+def test_time_now_is_utc_with_milliseconds() -> None:
+    text = utc_now()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", text)
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(text)).total_seconds()) < 600

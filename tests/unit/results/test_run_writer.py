@@ -4,11 +4,13 @@ import dataclasses
 import json
 import math
 import os
+import socket
 import stat
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
 from ddptrain.protocol.events import Metrics
+from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results import run_writer as writer_module
 from ddptrain.results.checkpoint_verification import newest_verified
 from ddptrain.results.checkpoints import CheckpointPolicy
@@ -33,6 +36,7 @@ from ddptrain.results.run_record import (
     RunStatus,
 )
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.secure_files import write_file
 from tests import fake_time
 from tests.unit.results.conftest import Stage
 
@@ -456,3 +460,138 @@ def test_metrics_that_wait_are_written_with_flush_and_before_run_json(writer: Ru
     writer.add_metrics([Metrics(0, {"loss": 3.0}, 3)], 0)
     writer.update(waiting=False)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_new_record_has_what_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "git_state", lambda _: GitRecord("abc"))
+    with RunWriter.create(tmp_path, "r", "n", "params: {a: 1}\n", "w", world_size=3) as writer:
+        found = read(writer)
+        writer.finish(RunStatus.SUCCEEDED, 0)
+    assert {name: found[name] for name in ("run_id", "name", "workload", "waiting", "world_size", "params", "git")} == {
+        "run_id": "r",
+        "name": "n",
+        "workload": "w",
+        "waiting": True,
+        "world_size": 3,
+        "params": {"a": 1},
+        "git": {"commit": "abc", "dirty": False},
+    }
+    assert (found["started_at"][-1], found["ended_at"], found["attempts"]) == ("Z", None, [])
+
+
+@pytest.mark.parametrize("text", ["params: [1]\n", "{", "name: n\n"])
+def test_configuration_without_parameters_gives_none(tmp_path: Path, text: str) -> None:
+    with RunWriter.create(tmp_path, "r", "n", text, "w") as writer:
+        assert read(writer)["params"] == {}
+
+
+def test_continued_run_forgets_its_end_and_keeps_its_start(tmp_path: Path) -> None:
+    with make(tmp_path, "r") as writer:
+        writer.update(result=5, versions={"torch": "1"}, checkpoints=("step-1",))
+        writer.finish(RunStatus.FAILED, 1, FailureRecord(message="no"))
+    before = read(writer)
+    with RunWriter.reopen(tmp_path / "r", "params: {b: 2}\n") as again:
+        found = read(again)
+        assert again.last_versions == {"torch": "1"} and again.layout.config_yaml.read_text() == "params: {b: 2}\n"
+        again.finish(RunStatus.SUCCEEDED, 0)
+    gone = ("exit_code", "ended_at", "duration_s", "failure", "result")
+    assert [found[name] for name in gone] == [None] * 5
+    assert (found["status"], found["waiting"], found["params"]) == ("running", True, {"b": 2})
+    assert found["started_at"] == before["started_at"] and found["checkpoints"] == ["step-1"]
+    assert found["earlier_s"] == before["duration_s"] and "torch" in found["versions"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (None, "", "the driver ended without recording why"),
+        (KeyboardInterrupt(), "KeyboardInterrupt", "interrupted"),
+        (ValueError(), "ValueError", "interrupted"),
+        (ClusterError("no"), "ClusterError", "no"),
+    ],
+)
+def test_failure_of_a_driver_has_its_host_and_type(
+    tmp_path: Path, error: BaseException | None, kind: str, message: str
+) -> None:
+    with suppress(*((type(error),) if error else ())), make(tmp_path, "r") as writer:
+        if error is not None:
+            raise error
+    failure = read(writer)["failure"]
+    assert (failure["host"], failure["kind"]) == (socket.gethostname(), "driver")
+    assert (failure["type"], failure["message"], failure["rank"]) == (kind, message, None)
+
+
+def test_error_of_a_driver_counts_more_than_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise ResultsError("disk full")
+
+    def fill(error: Exception | None = None) -> None:
+        monkeypatch.setattr(writer_module, "write_file", full)
+        if error is not None:
+            raise error
+
+    with pytest.raises(ZeroDivisionError), make(tmp_path, "a") as writer:
+        fill(ZeroDivisionError())
+    monkeypatch.undo()
+    assert not run_lock.is_held(writer.layout.lock_file)
+    with pytest.raises(ResultsError, match="disk full"), make(tmp_path, "b") as writer:
+        fill()
+    monkeypatch.undo()
+    assert not run_lock.is_held(writer.layout.lock_file)
+
+
+def test_checkpoint_that_was_added_is_an_event_and_its_staging_folder_goes(writer: RunWriter, stage: Stage) -> None:
+    event, source = stage(4, {"val/loss": 1.0})
+    assert writer.adopt_checkpoint(3, event, source, CheckpointPolicy()) == writer.layout.checkpoints_dir / "step-4"
+    told = json.loads(writer.layout.events_jsonl.read_text())
+    del told["time_s"]
+    assert told == {"event": "checkpoint_adopted", "rank": 3, "step": 4, "folder": "step-4"}
+    assert not source.exists() and read(writer)["checkpoints"] == ["step-4"]
+    assert read(writer)["best"] == {"metric": "val/loss", "mode": "min", "value": 1.0, "step": 4}
+
+
+def test_system_metrics_have_the_number_of_the_attempt(writer: RunWriter) -> None:
+    sample = SystemSample(1, 0, 10**9, "h", {"cpu_percent": 1.0}, {})
+    writer.system(sample)
+    writer.update(attempts=(AttemptRecord(4),))
+    writer.system(sample)
+    lines = [json.loads(line)["attempt"] for line in writer.layout.system_jsonl.read_text().splitlines()]
+    assert lines == [1, 4]
+
+
+def test_slow_writes_of_run_json_take_two_percent_of_the_time(
+    writer: RunWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
+    real = write_file
+
+    def slow(path: Path, data: bytes) -> None:
+        real(path, data)
+        now[0] += 0.5
+
+    monkeypatch.setattr(writer_module, "write_file", slow)
+    writer.update()
+    seen = []
+    for by_s in (24.0, 0.4, 0.2):
+        now[0] += by_s
+        writer.metrics(Metrics(0, {"a": by_s}), 0)
+        seen.append(read(writer)["last_metrics"].get("a"))
+    assert seen == [None, None, 0.2]
+
+
+def test_secrets_are_looked_for_in_all_but_the_own_fields_of_an_event(writer: RunWriter) -> None:
+    writer.secrets = ["a-run"]
+    writer.event({"event": "a-run", "run_id": "a-run", "run_dir": "a-run", "status": "a-run", "other": "a-run"})
+    told = json.loads(writer.layout.events_jsonl.read_text())
+    del told["time_s"]
+    assert told.pop("other") == "<left out>" and set(told.values()) == {"a-run"}
+
+
+def test_run_id_that_exists_already_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter(["a", "b"])
+    monkeypatch.setattr("ddptrain.results.ownership.claim.new_run_id", lambda name: next(drawn))
+    (tmp_path / "a").mkdir()
+    with make(tmp_path) as writer:
+        assert writer.run_id == "b"
+    assert list((tmp_path / "a").iterdir()) == []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -295,3 +296,52 @@ def test_closing_lines_frees_the_descriptor_and_leaves_what_waits(tmp_path: Path
         os.fstat(descriptor)
     lines.close()
     assert (tmp_path / "a.jsonl").read_bytes() == b'{"a":1}\n' and lines.size_bytes == 8
+
+
+def test_a_file_above_64_mib_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+    assert len(secure_files.read_bytes(path)) == 64 << 20
+    with path.open("ab") as file:
+        file.write(b"1")
+    with pytest.raises(OSError, match="File too large") as refused:
+        secure_files.read_bytes(path)
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(path))
+
+
+def test_so_many_bytes_of_lines_wait(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = JsonLines(path)
+    lines.add({"a": "x" * ((1 << 16) - 9)})  # with the rest of the line 65,536 bytes
+    assert path.stat().st_size == 0 and lines.size_bytes == 0
+    lines.add({})
+    assert path.stat().st_size == lines.size_bytes == 65_539
+    lines.close()
+
+
+def test_whose_a_foreign_file_is_stands_in_the_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = os.stat(folder)
+    monkeypatch.setattr(secure_files, "_is_our_id", lambda uid, folder: False)
+    assert secure_files._problem(state, folder) == f"it belongs to another user ({secure_files._user(state.st_uid)})"
+    assert secure_files._user(0) == "root" and secure_files._user(123_456_789) == "user id 123456789"
+
+
+def test_lock_file_of_an_older_version_is_closed_to_others(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    path.touch(mode=0o644)
+    path.chmod(0o644)
+    os.close(secure_files.open_to_lock(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"", b'{"a":1}\n'), (b"{}\n", b'{}\n{"a":1}\n'), (b"{", b'{\n{"a":1}\n'), (b"\n", b'\n{"a":1}\n')],
+)
+def test_only_half_a_line_is_ended_first(tmp_path: Path, before: bytes, after: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(before)
+    lines = JsonLines(tmp_path / "a.jsonl")
+    lines.append({"a": 1})
+    lines.close()
+    assert (tmp_path / "a.jsonl").read_bytes() == after

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +104,92 @@ def test_file_that_cant_be_put_in_its_place_leaves_nothing(
     with pytest.raises(ResultsError, match="Permission denied"):
         writer.adopt_file(event, source)
     assert [*writer.layout.artifacts_dir.iterdir()] == [] and source.exists()
+
+
+def parcels_in(folder: Path, *names: str) -> list[staged_files.Parcel]:
+    """Staged files with content "1", to be moved to new names in the same folder."""
+    found = []
+    for name in names:
+        (folder / name).write_bytes(b"1")
+        digest = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
+        found.append(staged_files.Parcel(folder / name, folder / f"{name}-new", 1, digest))
+    return found
+
+
+def test_staged_files_of_the_same_file_system_are_linked(tmp_path: Path) -> None:
+    staged_files.move_in(parcels_in(tmp_path, "a", "b"), FileDamaged)
+    assert [(tmp_path / name).stat().st_nlink for name in ("a", "a-new", "b", "b-new")] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES])
+def test_file_system_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(number, "no links")
+
+    monkeypatch.setattr(os, "link", link)
+    staged_files.move_in(parcels_in(tmp_path, "a", "b"), FileDamaged)
+    assert [(tmp_path / f"{name}-new").read_bytes() for name in "ab"] == [b"1", b"1"]
+    assert (tmp_path / "a").stat().st_nlink == 1
+
+
+@pytest.mark.parametrize(("number", "fails_at"), [(errno.ENOSPC, "a"), (errno.EXDEV, "b")])
+def test_other_failure_of_a_link_is_an_error_that_names_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails_at: str
+) -> None:
+    real = os.link
+
+    def link(source: Path, target: Path, **options: Any) -> None:
+        if source.name == fails_at:
+            raise OSError(number, "no link")
+        real(source, target, **options)
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ResultsError, match=rf"^cannot write {re.escape(str(tmp_path))}/{fails_at}-new: no link"):
+        staged_files.move_in(parcels_in(tmp_path, "a", "b"), FileDamaged)
+
+
+def test_staged_file_of_another_size_is_damaged(tmp_path: Path) -> None:
+    (parcel,) = parcels_in(tmp_path, "a")
+    (tmp_path / "a").write_bytes(b"123")
+    with pytest.raises(FileDamaged, match=r"a is damaged: it has over 1 bytes, not the 1 announced$"):
+        staged_files.move_in([parcel], FileDamaged)
+    (tmp_path / "a").write_bytes(b"")
+    with pytest.raises(FileDamaged, match=r"a is damaged: it has 0 bytes, not the 1 announced$"):
+        staged_files.move_in([parcel], FileDamaged)
+    assert not parcel.target.exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (lambda path: path.symlink_to("elsewhere"), "it is a symbolic link"),
+        (os.mkfifo, "it is not a plain file"),
+        (lambda path: None, "No such file or directory"),
+    ],
+)
+def test_staged_file_that_cannot_be_opened_is_named_with_the_cause(
+    tmp_path: Path, make: Callable[[Path], None], cause: str
+) -> None:
+    (parcel,) = parcels_in(tmp_path, "a")
+    (tmp_path / "a").unlink()
+    make(tmp_path / "a")
+    with pytest.raises(FileDamaged, match=rf"^cannot read the staged file {re.escape(str(tmp_path))}/a: {cause}$"):
+        staged_files.move_in([parcel], FileDamaged)
+
+
+def test_staged_file_that_has_grown_is_damaged_wherever_a_read_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_files, "_CHUNK_BYTES", 1)
+    (parcel,) = parcels_in(tmp_path, "a")
+    staged_files.move_in([parcel], FileDamaged)
+    (tmp_path / "a").write_bytes(b"11")
+    with pytest.raises(FileDamaged, match="it has over 1 bytes, not the 1 announced"):
+        staged_files.move_in([parcel], FileDamaged)
+
+
+def test_hash_may_be_in_capitals_and_a_copy_never_replaces_a_file(tmp_path: Path) -> None:
+    (parcel,) = parcels_in(tmp_path, "a")
+    staged_files.move_in([dataclasses.replace(parcel, sha256=parcel.sha256.upper())], FileDamaged)
+    with pytest.raises(ResultsError, match="File exists"):
+        staged_files.move_in([parcel], FileDamaged)

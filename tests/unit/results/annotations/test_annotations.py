@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ddptrain.errors import UsageError
@@ -52,3 +54,18 @@ def test_notes_are_checked() -> None:
         checked_note("a\x1b[31m")
     with pytest.raises(UsageError, match="4,001 characters"):
         checked_note("x" * 4001)
+
+
+def test_fifty_tags_and_4000_characters_are_read_and_taken() -> None:
+    tags = [f"t{number}" for number in range(51)]
+    parsed = Annotations.parse(json.dumps({"tags": tags, "note": "x" * 4001}).encode())
+    assert parsed == Annotations(tuple(tags[:50]), "x" * 4000)
+    assert Annotations().with_tags(tags[:50]).tags == tuple(tags[:50])
+    assert checked_note("x" * 4000) == "x" * 4000
+    assert tag_changes(["x" * 64, "+" + "y" * 64]) == (["x" * 64, "y" * 64], [])
+    with pytest.raises(UsageError, match=r"^a run can have 50 tags, not 51; remove some, as -t0$"):
+        Annotations().with_tags(tags)
+
+
+def test_file_of_annotations_is_indented_json() -> None:
+    assert Annotations(("a",), "ä").to_json() == b'{\n  "tags": [\n    "a"\n  ],\n  "note": "\\u00e4"\n}\n'

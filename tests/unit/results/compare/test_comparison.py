@@ -114,3 +114,57 @@ def test_differences_need_both_values() -> None:
 def test_labels_are_letters(views: list[RunView]) -> None:
     found = labels(views * 14)
     assert (found[0], found[25], found[26], found[27]) == ("A", "Z", "AA", "AB")
+
+
+def test_sections_have_at_most_60_rows_and_say_how_many_are_missing(tmp_path: Path) -> None:
+    def text(count: int) -> list[str]:
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        rows: Rows = [(1, {f"m{number:02}": 1.0 for number in range(count)})]
+        params = {f"p{number:02}": 1 for number in range(count)}
+        first, second = (put(folder, name, rows, params=params) for name in "ab")
+        second = dataclasses.replace(second, record=dataclasses.replace(second.record, params={}))
+        return comparison_text(compare_runs([first, second])).splitlines()
+
+    lines = text(60)
+    assert sum(line.startswith("  p") for line in lines) == 60 and sum(line.startswith("  m") for line in lines) == 60
+    assert "see --json" not in "".join(lines)
+    lines = text(62)
+    assert sum(line.startswith("  p") for line in lines) == 60 and sum(line.startswith("  m") for line in lines) == 60
+    assert [line for line in lines if "see --json" in line] == [
+        "  and 2 more differences: see --json",
+        "  and 2 more metrics: see --json",
+    ]
+
+
+def test_long_values_and_notes_are_cut(tmp_path: Path) -> None:
+    views = [put(tmp_path, name, [], params={"x": name * 33, "y": name * 32}) for name in "ab"]
+    (views[0].layout.root / "annotations.json").write_text(json.dumps({"note": "n" * 61}))
+    (views[1].layout.root / "annotations.json").write_text(json.dumps({"note": "n" * 60}))
+    lines = comparison_text(compare_runs(views)).splitlines()
+    assert (lines[0].split()[-1], lines[1].split()[-1], lines[2].split()[-1]) == ("NOTE", "n" * 57 + "...", "n" * 60)
+    assert [line.split() for line in lines if line.startswith("  ")][1:] == [
+        ["x", "a" * 29 + "...", "b" * 29 + "..."],
+        ["y", "a" * 32, "b" * 32],
+    ]
+
+
+def test_without_a_loss_the_first_six_metrics_are_drawn(tmp_path: Path) -> None:
+    rows: Rows = [(1, {f"m{number}": 1.0 for number in range(8)})]
+    plot = compare_runs([put(tmp_path, name, rows) for name in "ab"]).plot
+    assert [panel.quantity for panel in plot.panels] == ["m0", "m1", "m2", "m3", "m4", "m5"]
+    assert (plot.run_id, plot.status, plot.x_name) == ("2 runs", "by step", "step")
+
+
+def test_best_metric_of_a_checkpoint_is_compared_even_if_nobody_logged_it(tmp_path: Path) -> None:
+    views = [
+        put(tmp_path, name, [], best=BestRecord("score", "max", value, 1)) for name, value in (("a", 1.0), ("b", 2.0))
+    ]
+    (metric,) = compare_runs(views).metrics
+    assert (metric.name, metric.goal, metric.last, metric.best, metric.winner) == (
+        "score",
+        "max",
+        (None, None),
+        (1.0, 2.0),
+        1,
+    )

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.results.export.tables import export_tables, run_row
+from ddptrain.results.export import tables
+from ddptrain.results.export.tables import export_tables, metric_names, metric_rows, run_row
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, BestRecord, RunRecord
@@ -125,3 +126,72 @@ def test_a_row_for_a_run(views: list[RunView]) -> None:
     row = run_row(views[1])
     assert (row["run"], row["status"], row["tags"], row["params.layers"]) == ("b", "succeeded", "good v2", 3)
     assert "age" not in row
+
+
+def test_columns_and_rows_of_the_metrics(views: list[RunView]) -> None:
+    names = metric_names(views)
+    assert names == {"lr": "lr", "name": "metrics.name", "step ": "step ", "val/loss": "val/loss"}
+    first, second = metric_rows(views[0], names)
+    position = {"run": "a", "name": "n", "rank": 0, "attempt": 1, "time_s": 1.5, "epoch": None}
+    assert first == {**position, "step": 1.0, "val/loss": 3.0, "step ": 1.0}
+    assert second == {**position, "epoch": 1.0, "step": 2.0, "val/loss": None}
+    assert metric_rows(views[1], {"name": "metrics.name"})[0]["metrics.name"] == 7.0
+    assert "lr" not in metric_rows(views[1], {"name": "metrics.name"})[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ([True, None, False], pa.bool_()),
+        ([True, 1], pa.string()),
+        ([None, None], pa.string()),
+        ([1, 2, None], pa.int64()),
+        ([1, 2.5], pa.float64()),
+        ([2.0], pa.float64()),
+        ([(1 << 63) - 1], pa.int64()),
+        ([1 << 63], pa.string()),
+        ([-(1 << 63)], pa.string()),
+        ([1e300, 1], pa.float64()),
+        (["a", 1], pa.string()),
+    ],
+)
+def test_a_column_has_the_type_of_its_values(values: list[Any], kind: Any) -> None:
+    assert tables._arrow_type(values) == kind
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "converted"),
+    [
+        (None, pa.string(), None),
+        (None, pa.float64(), None),
+        (1, pa.float64(), 1.0),
+        (1, pa.int64(), 1),
+        (1.5, pa.string(), "1.5"),
+        ([1, "a"], pa.string(), '[1, "a"]'),
+        ("\ud800", pa.string(), "\\ud800"),
+        (True, pa.bool_(), True),
+    ],
+)
+def test_a_value_is_converted_to_the_type_of_its_column(value: Any, kind: Any, converted: Any) -> None:
+    found = tables._converted(value, kind)
+    assert found == converted and type(found) is type(converted)
+
+
+@pytest.mark.parametrize("text", ["=1", "+1", "-1", "@a", "\ta", "\ra"])
+def test_a_cell_that_a_spreadsheet_would_execute_is_quoted(text: str) -> None:
+    assert tables._csv_cell(text) == f"'{text}"
+    assert [tables._csv_cell(value) for value in ("1=", -1, 2.0, None, [1])] == ["1=", -1, 2.0, None, "[1]"]
+
+
+def test_the_ending_of_a_file_is_read_in_any_case(views: list[RunView], tmp_path: Path) -> None:
+    assert export_tables(views[:1], "csv", tmp_path / "M.CSV") == [tmp_path / "M.CSV"]
+    with pytest.raises(
+        UsageError, match=r"^cannot write csv into .*m\.parquet: give a name that ends in \.csv, or a folder$"
+    ):
+        export_tables(views, "csv", tmp_path / "m.parquet")
+
+
+def test_best_values_are_in_the_row_of_a_run(views: list[RunView]) -> None:
+    row = run_row(views[0])
+    assert (row["last(val/loss)"], row["best(val/loss)"], row["params.deep.on"], row["tags"]) == (2.5, 2.0, True, "")
+    assert not any(name.startswith("best") for name in run_row(views[1]))

@@ -19,6 +19,7 @@ from ddptrain.results.ownership.driver_heartbeat import Heartbeat, Pulse
 from ddptrain.results.ownership.liveness import QUIET_AFTER_S, Liveness, Signs, decide
 from ddptrain.results.ownership.run_lock import LockState
 from ddptrain.results.run_record import DriverRecord
+from tests import fake_time
 
 HERE, ELSEWHERE = True, False
 LONG = QUIET_AFTER_S + 1
@@ -184,3 +185,88 @@ def test_a_driver_whose_run_was_taken_over_is_told_once_and_leaves_the_others_he
     assert f"a-run has been taken over by process {os.getpid()} on" in str(told[0])
     assert layout.heartbeat_file.exists()
     other.close()
+
+
+def test_intervals_are_those_of_other_versions_that_share_the_folder() -> None:
+    assert (driver_heartbeat.BEAT_EVERY_S, driver_heartbeat.SILENT_AFTER_S, driver_heartbeat.WATCH_S) == (
+        2.0,
+        30.0,
+        10.0,
+    )
+    assert QUIET_AFTER_S == 600.0
+
+
+@pytest.mark.parametrize(("by_s", "pulse"), [(29.0, Pulse.BEATING), (31.0, Pulse.SILENT), (-31.0, Pulse.SILENT)])
+def test_a_heartbeat_is_silent_after_half_a_minute(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, by_s: float, pulse: Pulse
+) -> None:
+    layout.heartbeat_file.touch()
+    os.utime(layout.heartbeat_file, (1_000_000.0, 1_000_000.0))
+    fake_time.replace(monkeypatch, "time", lambda: 1_000_000.0 + by_s)
+    assert driver_heartbeat.look(layout.heartbeat_file) is pulse
+
+
+def test_a_heartbeat_is_watched_five_times_a_second_for_as_long_as_it_was_asked(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.heartbeat_file.touch()
+    age(layout.heartbeat_file, 3600)
+    now = [100.0]
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
+    fake_time.replace(monkeypatch, "sleep", sleep)
+    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.9) is Pulse.SILENT
+    assert slept == [0.2] * 5
+    assert driver_heartbeat.look(layout.root / "none", watch_s=0.9) is Pulse.NONE
+
+
+def test_a_heartbeat_that_vanishes_while_it_is_watched_is_silent(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.heartbeat_file.touch()
+    age(layout.heartbeat_file, 3600)
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        layout.heartbeat_file.unlink(missing_ok=True)
+        now[0] += seconds
+
+    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
+    fake_time.replace(monkeypatch, "sleep", sleep)
+    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.5) is Pulse.SILENT
+
+
+def test_a_beat_creates_a_file_that_is_missing_and_touches_its_own(layout: RunLayout) -> None:
+    kept = Heartbeat(layout.heartbeat_file)
+    text = layout.heartbeat_file.read_bytes()
+    layout.heartbeat_file.unlink()
+    kept.beat()
+    assert layout.heartbeat_file.read_bytes() == text
+    age(layout.heartbeat_file, 3600)
+    kept.beat()
+    assert time.time() - layout.heartbeat_file.stat().st_mtime < 600
+    layout.heartbeat_file.write_bytes(text + b" ")
+    with pytest.raises(RunLocked, match=r"run a-run has been taken over by process \d+ on "):
+        kept.beat()
+    layout.heartbeat_file.write_bytes(b"[]")
+    with pytest.raises(RunLocked, match=r"taken over by another process$"):
+        kept.beat()
+    kept.close()
+    assert layout.heartbeat_file.read_bytes() == b"[]"
+
+
+def test_newest_change_of_the_files_that_a_run_writes_counts(layout: RunLayout) -> None:
+    assert liveness.changed_at(layout) == 0
+    layout.logs_dir.mkdir()
+    files = (layout.run_json, layout.log(3), layout.metrics_jsonl, layout.events_jsonl)
+    for at_s, path in enumerate(files, 1_000):
+        path.touch()
+        os.utime(path, (at_s, at_s))
+        assert liveness.changed_at(layout) == at_s
+    layout.config_yaml.touch()
+    assert liveness.changed_at(layout) == 1_003

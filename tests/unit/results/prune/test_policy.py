@@ -227,3 +227,14 @@ def test_size_is_read(text: str, expected: int) -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match='is not a size: write a number with KB, MB, GB or TB, as in "200GB"'):
         size_bytes(text)
+
+
+def test_twenty_successful_and_five_other_runs_are_kept_by_default() -> None:
+    assert PrunePolicy() == PrunePolicy(keep=20, failed_keep=5, older_than_s=None, max_size_bytes=None, name=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("3K", 3000), ("2P", 2 * 10**15), ("1TiB", 1 << 40), ("1PiB", 1 << 50), ("1MiB", 1 << 20)]
+)
+def test_every_unit_of_a_size(text: str, expected: int) -> None:
+    assert size_bytes(text) == expected

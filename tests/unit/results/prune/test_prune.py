@@ -21,12 +21,15 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import PRUNED, RunLayout
 from ddptrain.results.lookup import list_runs
 from ddptrain.results.ownership.claim import continue_run
+from ddptrain.results.prune import folder_removal
+from ddptrain.results.prune import prune as prune_module
 from ddptrain.results.prune.folder_removal import MARK, FolderRemoval
-from ddptrain.results.prune.policy import PrunePolicy
-from ddptrain.results.prune.prune import prune
+from ddptrain.results.prune.policy import Decision, PrunePolicy, RunFacts
+from ddptrain.results.prune.prune import PruneReport, prune
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import FolderIdentity
+from tests import fake_time
 
 Driver = Callable[[str], subprocess.Popen[str]]
 ALL = PrunePolicy(keep=0, failed_keep=0)
@@ -255,3 +258,64 @@ def test_what_cannot_be_deleted_is_a_problem_and_the_others_go(runs: Path, monke
     assert [each.run.folder for each in report.removed] == ["b"]
     assert report.summary == "1 run deleted, 1.6 KiB freed; 1 problem"
     assert [view.run_id for view in list_runs(runs)] == ["a"]
+
+
+def test_folder_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    identity = FolderIdentity.of(folder)
+    folder.rmdir()
+    folder_removal._delete(folder, identity)  # another prune was faster
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ResultsError, match=rf"^cannot delete {folder}: "):
+        folder_removal._delete(folder, identity)
+    assert folder.is_symlink()
+
+
+def test_run_json_is_deleted_first_and_the_mark_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = put(tmp_path, "a-1")
+    (folder / MARK).touch()
+    deleted: list[str] = []
+    real = folder_removal._delete_entry
+
+    def delete(name: str, parent: int) -> None:
+        deleted.append(name)
+        real(name, parent)
+
+    monkeypatch.setattr(folder_removal, "_delete_entry", delete)
+    folder_removal._delete(folder, FolderIdentity.of(folder))
+    assert (deleted[0], deleted[-1], len(deleted)) == ("run.json", MARK, 4) and not folder.exists()
+
+
+def test_report_as_data_and_in_words() -> None:
+    gone, stays = (
+        Decision(RunFacts(name, f"{name}-id", "n", "failed", 1.5, 1024), name == "a", "why") for name in "ab"
+    )
+    report = PruneReport((gone, stays), {"c": 2048}, ("cannot", "either"), dry_run=False)
+    facts = {"name": "n", "status": "failed", "age_s": 1.5, "size_bytes": 1024, "has_checkpoint": False}
+    end = {**facts, "foreign": "", "problem": "", "reason": "why"}
+    assert report.as_dict() == {
+        "dry_run": False,
+        "freed_bytes": 3072,
+        "kept_bytes": 1024,
+        "removed": [{"folder": "a", "run_id": "a-id", **end}],
+        "kept": [{"folder": "b", "run_id": "b-id", **end}],
+        "finished": [{"folder": "c", "size_bytes": 2048}],
+        "problems": ["cannot", "either"],
+    }
+    assert report.summary == "1 run deleted, 3.0 KiB freed; 2 problems"
+
+
+def test_age_of_a_run_is_the_time_since_its_end_or_else_its_start(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = put(runs, "a", ended_at="2025-01-01T00:01:00Z")
+    fake_time.replace(monkeypatch, "time", lambda: 1735689600.0 + 100.0)
+    (view,) = list_runs(runs)
+    assert prune_module._age_s(view) == 40.0
+    began = dataclasses.replace(view, record=dataclasses.replace(view.record, ended_at=None))
+    assert prune_module._age_s(began) == 100.0
+    unknown = dataclasses.replace(view, record=RunRecord(run_id="a"))
+    for path in folder.rglob("*"):
+        os.utime(path, (1735689600.0 + 30.0, 1735689600.0 + 30.0))
+    assert prune_module._age_s(unknown) == 70.0
+    future = dataclasses.replace(view, record=dataclasses.replace(view.record, ended_at="2025-02-01T00:00:00Z"))
+    assert prune_module._age_s(future) == 0.0

@@ -228,3 +228,57 @@ def test_checkpoint_that_nothing_points_at_must_be_in_the_store_as_well(bench: B
 )
 def test_a_pointer_names_a_step_or_nothing(pointer: bytes, step: int | None) -> None:
     assert checkpoint_upload._step_in(pointer) == step
+
+
+def test_best_pointer_of_a_new_store_is_deleted_once(bench: Bench) -> None:
+    bench.save(1, a="x")
+    bench.point(latest=1)
+    assert bench.sync()[-2:] == ["latest", "-best"]
+    assert bench.sync() == []
+    bench.point(best=1)
+    assert bench.sync() == ["best"] and bench.sync() == []
+
+
+def test_files_without_a_manifest_are_deleted_with_their_checkpoint(bench: Bench) -> None:
+    bench.store.write("checkpoints/step-5/half", b"x")
+    bench.store.write("checkpoints/odd/file", b"x")
+    bench.save(9, a="x")
+    assert "-step-5/half" in bench.sync()
+    assert {path.split("/")[1] for path in bench.store.files("checkpoints")} == {"step-9", "odd"}
+
+
+def test_manifest_with_a_step_zero_is_deleted_like_any_other(bench: Bench) -> None:
+    for step in (0, 1):
+        bench.save(step, a="x")
+    bench.point(latest=1, best=1)
+    bench.sync(2)
+    assert bench.text("step-0/a") == "x"
+    bench.drop(0)
+    assert bench.sync() == ["-step-0/checkpoint.json", "-step-0/a"] and bench.sync() == []
+
+
+def test_checkpoint_that_has_changed_since_is_sent_again_under_other_names(bench: Bench) -> None:
+    bench.save(1, a="x")
+    bench.sync()
+    bench.save(1, a="x", b="more")
+    assert not bench.is_synced()
+    assert bench.sync() == ["step-1/b", "step-1/checkpoint.json"] and bench.is_synced()
+    bench.save(1, b="more")
+    assert bench.sync() == ["step-1/checkpoint.json", "-step-1/a"]
+    assert json.loads(bench.text("step-1/checkpoint.json"))["files"][0]["name"] == "b"
+
+
+def test_manifest_in_the_store_is_that_of_the_folder(bench: Bench) -> None:
+    bench.save(1, a="x")
+    bench.sync()
+    local = (bench.layout.checkpoints_dir / "step-1/checkpoint.json").read_text()
+    assert bench.text("step-1/checkpoint.json") == json.dumps(json.loads(local), indent=2) + "\n"
+
+
+def test_folder_without_a_manifest_is_no_checkpoint(bench: Bench) -> None:
+    (bench.layout.checkpoints_dir / "step-3").mkdir()
+    bench.save(1, a="x")
+    bench.point(latest=1, best=1)
+    assert bench.sync() == ["step-1/a", "step-1/checkpoint.json", "latest", "best"] and bench.is_synced()
+    with checkpoint_upload._held_files(bench.layout, 3) as held:
+        assert held is None

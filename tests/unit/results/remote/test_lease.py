@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.remote import lease as remote_lock
 from ddptrain.results.remote.lease import LOCK, STALE_S, Claim, StoreLock, claim_from
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import Versioned
+from ddptrain.storage.store import Limits, StoreError, Versioned, WriteConflict
 from tests import fake_time
 from tests.unit.results.stores import watched_store
 
@@ -150,3 +151,220 @@ def test_age_of_a_claim_is_told_by_the_clock_of_the_store_since_its_answer(monke
     assert file.weakness == ""
     assert file.age_s(Versioned(b"", written_s=4950.0), claim) == 60.0
     assert file.age_s(Versioned(b""), claim) == pytest.approx(77.0, abs=60.0)
+
+
+class Conditional:
+    """A store with conditional writes, whose clock is at 5,000 s."""
+
+    url = "s3://bucket/r-1"
+
+    def __init__(self) -> None:
+        self.file: Versioned | None = None
+        self.errors: list[StoreError] = []
+        self.is_answer_lost = False
+        self.removed: list[str] = []
+
+    def with_limits(self, limits: Limits) -> Conditional:
+        assert limits == Limits(timeout_s=20.0)
+        return self
+
+    def test_conditions(self, name: str) -> float:
+        assert name.startswith(f"{LOCK}.")
+        return 5000.0
+
+    def read_versioned(self, name: str) -> Versioned | None:
+        assert name == LOCK
+        return self.file
+
+    def write_versioned(self, name: str, data: bytes, before: Versioned | None) -> Versioned:
+        assert name == LOCK
+        if self.errors:
+            raise self.errors.pop(0)
+        if before != self.file:
+            raise WriteConflict("changed")
+        self.file = Versioned(data, {"etag": secrets.token_hex(4)}, 5000.0)
+        if self.is_answer_lost:
+            self.is_answer_lost = False
+            raise StoreError("no answer")
+        return self.file
+
+    def remove(self, name: str) -> None:
+        self.removed.append(name)
+
+    @property
+    def claim(self) -> Claim | None:
+        return claim_from(self.file.data if self.file else None)
+
+    def put(self, claim: Claim, written_s: float = 5000.0) -> None:
+        self.file = Versioned(json.dumps(dataclasses.asdict(claim)).encode(), {"etag": "x"}, written_s)
+
+
+@pytest.fixture
+def store() -> Any:
+    return Conditional()
+
+
+OTHER = Claim("elsewhere", 7, 0.0, "token", 0.0, machine="elsewhere")
+
+
+def test_lease_in_a_store_with_conditional_writes_needs_no_pause(store: Any) -> None:
+    lock = StoreLock(store, settle_s=3600.0)
+    assert lock.take(contested=True) is None and lock.weakness == ""
+    assert store.claim.token == lock.claim.token and not store.claim.released
+    lock.assure()
+    with pytest.raises(
+        RunLocked, match=f"run s3://bucket/r-1 is held by process {os.getpid()} on .*, last heartbeat 0 s"
+    ):
+        StoreLock(store).take(contested=True)
+
+
+def test_lease_ends_three_minutes_after_the_last_write_by_the_clock_of_the_store(store: Any) -> None:
+    store.put(OTHER, written_s=5000.0 - 175.0)
+    with pytest.raises(RunLocked) as refused:
+        StoreLock(store).take(contested=False)
+    assert str(refused.value).startswith(
+        "run s3://bucket/r-1 is held by process 7 on elsewhere, last heartbeat 175 s ago; "
+    )
+    assert "dead after 180 s" in str(refused.value) and refused.value.exit_code == 6
+    store.put(OTHER, written_s=5000.0 - 181.0)
+    lock = StoreLock(store)
+    assert lock.take(contested=False) == OTHER and store.claim.token == lock.claim.token
+
+
+@pytest.mark.parametrize(
+    ("age_s", "is_held"), [(0.0, True), (180.0, True), (180.5, False), (-180.0, True), (-181.0, False)]
+)
+def test_claim_is_held_for_three_minutes(age_s: float, is_held: bool) -> None:
+    assert OTHER.is_held(age_s) is is_held
+    assert dataclasses.replace(OTHER, machine="").is_held(age_s) is is_held
+    assert not dataclasses.replace(OTHER, released=True).is_held(age_s)
+
+
+@pytest.mark.parametrize(("by_s", "is_held"), [(0.0, True), (1.5, True), (-1.5, True), (2.5, False), (-2.5, False)])
+def test_claim_of_this_machine_is_held_by_the_process_that_was_born_then(by_s: float, is_held: bool) -> None:
+    mine = Claim.of_this_process()
+    assert mine.born == psutil.Process().create_time() and mine.pid == os.getpid() and len(mine.token) == 16
+    assert dataclasses.replace(mine, born=mine.born + by_s).is_held(0.0) is is_held
+
+
+def test_process_that_may_not_be_looked_at_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(pid: int) -> float:
+        raise psutil.AccessDenied(pid)
+
+    monkeypatch.setattr(remote_lock, "_born", denied)
+    assert remote_lock._is_alive(7, 0.0)
+
+
+def test_lease_is_renewed_before_a_change_only_after_two_minutes(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(remote_lock, "_elapsed_s", lambda: now[0])
+    lock = StoreLock(store)
+    lock.take(contested=False)
+    first = store.file
+    for now[0] in (219.0, 220.0):
+        lock.assure()
+        assert store.file is first
+    now[0] = 220.5
+    lock.assure()
+    assert store.file is not first and store.claim.token == lock.claim.token
+    lock.release()
+    assert store.claim.released
+    with pytest.raises(RunLocked, match=r"^this process does not hold run s3://bucket/r-1 any more$"):
+        lock.assure()
+
+
+def test_loss_of_the_lease_is_told_and_nothing_is_written_over(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_lock, "_elapsed_s", lambda: 0.0)
+    lost: list[DdptrainError] = []
+    lock = StoreLock(store, refresh_s=3600.0)
+    lock.take(contested=False)
+    lock.keep(lost.append)
+    store.put(OTHER)
+    monkeypatch.setattr(remote_lock, "_elapsed_s", lambda: 121.0)
+    with pytest.raises(RunLocked, match="is held by process 7 on elsewhere"):
+        lock.assure()
+    assert [type(error) for error in lost] == [RunLocked] and store.claim == OTHER
+    with pytest.raises(RunLocked, match="does not hold"):
+        lock.assure()
+    lock.release()
+    assert store.claim == OTHER and len(lost) == 1
+
+
+def test_lease_whose_file_was_deleted_or_whose_answer_was_lost_is_renewed(store: Any) -> None:
+    lock = StoreLock(store)
+    lock.take(contested=False)
+    store.file = None
+    lock._renew()
+    assert store.claim.token == lock.claim.token
+    store.is_answer_lost = True
+    with pytest.raises(StoreError, match="no answer"):
+        lock._renew()
+    lock._renew()
+    assert store.claim.token == lock.claim.token
+    store.errors = [WriteConflict("first"), WriteConflict("second")]
+    with pytest.raises(RunLocked, match=r"^run s3://bucket/r-1 was taken meanwhile$"):
+        lock._renew()
+
+
+def test_lease_whose_first_answer_was_lost_is_taken_at_the_second_attempt(store: Any) -> None:
+    lock = StoreLock(store)
+    store.is_answer_lost = True
+    with pytest.raises(StoreError, match="no answer"):
+        lock.take(contested=True)
+    before = lock.take(contested=True)
+    assert before is not None and before.token == lock.claim.token
+
+
+def test_driver_that_was_faster_is_looked_at_again(store: Any) -> None:
+    store.errors = [WriteConflict("another was faster")]
+    lock = StoreLock(store)
+    assert lock.take(contested=True) is None and store.claim.token == lock.claim.token
+
+
+def test_forgotten_lock_is_deleted_unless_another_driver_has_it(store: Any) -> None:
+    lock = StoreLock(store)
+    lock.take(contested=False)
+    lock.release(forget=True)
+    assert store.removed == [LOCK] and not store.claim.released
+    store.put(OTHER)
+    lock.release(forget=True)
+    assert store.removed == [LOCK]
+
+
+def test_renewal_that_fails_is_repeated_ten_times_as_often(store: Any) -> None:
+    waits: list[float] = []
+    lock = StoreLock(store)
+    lock.take(contested=False)
+    store.errors = [StoreError("away"), StoreError("away")]
+
+    class Over:
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return len(waits) > 4
+
+    lock._over = cast(threading.Event, Over())
+    lock._refresh()
+    assert waits == [60.0, 6.0, 6.0, 60.0, 60.0]
+    store.put(OTHER)
+    waits.clear()
+    lock._over = SimpleNamespace(wait=Over().wait, set=lambda: waits.append(-1.0))  # type: ignore[assignment]
+    lock._refresh()
+    assert waits == [60.0, -1.0], "it ends when the lease is lost"
+
+
+def test_store_without_conditional_writes_is_compared_before_it_is_written() -> None:
+    weak, _ = watched_store()
+    file = remote_lock._LockFile(weak, "probe")
+    assert 0 < len(file.weakness) <= 200 and file.read() is None
+    seen = file.write(b"one", None)
+    assert file.read() == seen == Versioned(b"one")
+    with pytest.raises(WriteConflict, match=r"/run\.lock was written by another process$"):
+        file.write(b"two", None)
+    with pytest.raises(WriteConflict):
+        file.write(b"two", Versioned(b"other"))
+    assert file.write(b"two", Versioned(b"one", {"etag": "any"})) == Versioned(b"two") == file.read()
+
+
+def test_intervals_of_the_lease_are_those_of_other_versions() -> None:
+    assert (remote_lock._REFRESH_S, remote_lock._SETTLE_S, remote_lock._CLOSE_S) == (60.0, 1.0, 5.0)
+    assert remote_lock._LARGEST_BYTES == 65_536

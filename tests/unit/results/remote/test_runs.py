@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.results.annotations.annotations import Annotations, read_annotations
 from ddptrain.results.remote import runs as runs_module
 from ddptrain.results.remote.lease import LOCK, Claim
-from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
+from ddptrain.results.remote.runs import StoreRuns, fetch_config, open_runs_dir, split_run
 from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.tail import follow_logs
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import StoreError, StoreForbidden
+from ddptrain.storage.store import Listed, StoreError, StoreForbidden
+from tests import fake_time
 from tests.unit.results.stores import watched_fs, watched_store
 
 WEAK = (
@@ -310,3 +313,136 @@ def test_run_to_resume_is_chosen_among_copies_that_have_its_configuration(runs: 
     assert with_config("auto", "a-1") == set() and not (runs.copies / "a-1").exists()
     with pytest.raises(RunNotFound):
         runs.candidates("n", "d-4")
+
+
+class ConfigFolder:
+    """A folder of a store with one file."""
+
+    def read(self, name: str, most: int) -> bytes | None:
+        assert most == 1 << 20
+        return b"name: best\n" if name == "best.yaml" else None
+
+
+def test_configuration_file_is_copied_into_a_folder_of_its_own_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def open_folder(url: str) -> ConfigFolder:
+        opened.append(url)
+        return ConfigFolder()
+
+    monkeypatch.setattr(RemoteFolder, "open", open_folder)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda *_, **__: tmp_path / "cache")
+    first, second = (fetch_config(f"s3://bucket/runs/{run}/best.yaml") for run in "ab")
+    assert opened == ["s3://bucket/runs/a", "s3://bucket/runs/b"]
+    assert first.name == second.name == "best.yaml" and first != second
+    assert first.read_text() == second.read_text() == "name: best\n"
+    assert first.parent.parent == tmp_path / "cache" / "configs" and first.parent.stat().st_mode & 0o777 == 0o700
+    assert fetch_config("s3://bucket/runs/a/best.yaml") == first
+    for missing in ("s3://bucket/runs/a/other.yaml", "s3://bucket/runs/a/"):
+        with pytest.raises(UsageError, match="there is no such file"):
+            fetch_config(missing)
+
+
+def test_tags_and_note_are_changed_in_the_store_and_in_the_copy(runs: StoreRuns) -> None:
+    put_run(runs, "a-1")
+    assert runs.annotate("a-1", lambda before: before.with_tags(["good"])).tags == ("good",)
+    assert runs.annotate("a-1", lambda before: dataclasses.replace(before, note="why")) == Annotations(("good",), "why")
+    assert Annotations.parse(runs.store.read("a-1/annotations.json")) == Annotations(("good",), "why")
+    assert read_annotations(runs.copies / "a-1") == Annotations(("good",), "why")
+
+
+def test_run_of_this_machine_is_annotated_in_its_folder(runs: StoreRuns, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "run.json").write_text('{"run_id": "own", "status": "succeeded"}')
+    assert runs.annotate(str(own), lambda before: before.with_tags(["mine"])).tags == ("mine",)
+    assert read_annotations(own).tags == ("mine",)
+    assert runs.store.files() == {}
+    assert runs.follow(runs.find(str(own)), None) is None, "its files are read where they are"
+
+
+def test_annotations_of_a_copy_follow_those_of_the_store(runs: StoreRuns) -> None:
+    run = put_run(runs, "a-1")
+    run.write("annotations.json", b'{"tags": ["v1"], "note": ""}')
+    assert runs.find("a-1").annotations.tags == ("v1",)
+    run.remove("annotations.json")
+    assert runs.find("a-1").annotations == Annotations()
+
+
+def test_log_that_is_followed_is_asked_for_every_three_seconds(
+    runs: StoreRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = put_run(runs, "a-1", status="running")
+    hold(run)
+    view = runs.find("a-1", NeededFiles.LOGS)
+    now = [100.0]
+    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
+    is_running = runs.follow(view, 0)
+    assert is_running is not None and is_running()
+    put = json.loads(run.read("run.json") or b"")
+    run.write("run.json", json.dumps({**put, "status": "succeeded"}).encode())
+    run.write("logs/rank-0.log", b"one\ntwo\nthree\n")
+    seen = []
+    for now[0] in (102.9, 103.0):
+        seen.append((is_running(), view.layout.log(0).read_text().count("\n")))
+    assert seen == [(True, 2), (False, 3)]
+
+
+def test_file_is_downloaded_again_only_if_its_version_or_size_is_another(tmp_path: Path) -> None:
+    fetched: list[str] = []
+
+    class Run:
+        def fetch(self, path: str, target: Path) -> None:
+            fetched.append(path)
+            target.write_bytes(b"12")
+
+    def fetch(**versions: str) -> list[str]:
+        fetched.clear()
+        files = {name: Listed(name, 2, version) for name, version in versions.items()}
+        runs_module._fetch_changed(Run(), tmp_path, files)  # type: ignore[arg-type]
+        return list(fetched)
+
+    assert fetch(a="1", b="1") == ["a", "b"]
+    assert fetch(a="1", b="2", c="") == ["b", "c"]
+    assert fetch(a="1", b="2", c="") == ["c"], "without a version nobody knows"
+    (tmp_path / "a").write_bytes(b"123")
+    assert fetch(a="1", b="2") == ["a"]
+    (tmp_path / ".fetched.json").write_text("[")
+    assert fetch(a="1") == ["a"]
+
+
+def test_file_of_the_same_content_is_not_written_again(tmp_path: Path) -> None:
+    runs_module._write_changed(tmp_path / "a", b"1")
+    before = (tmp_path / "a").stat().st_ino
+    runs_module._write_changed(tmp_path / "a", b"1")
+    assert (tmp_path / "a").stat().st_ino == before
+    runs_module._write_changed(tmp_path / "a", b"2")
+    assert (tmp_path / "a").read_bytes() == b"2"
+
+
+def test_folders_of_a_store_are_named_by_its_address_and_are_private(runs: StoreRuns, tmp_path: Path) -> None:
+    name = runs.work.name
+    assert runs.work == tmp_path / "state/ddptrain/runs" / name
+    assert runs.copies == tmp_path / "cache/ddptrain/runs" / name
+    slug, _, digest = name.rpartition("-")
+    assert re.fullmatch(r"[A-Za-z0-9-]{1,40}", slug) and re.fullmatch("[0-9a-f]{8}", digest)
+    runs.list()
+    assert runs.copies.stat().st_mode & 0o777 == 0o700
+
+
+def test_listed_runs_have_copies_of_what_is_needed(runs: StoreRuns) -> None:
+    for run_id in ("a-1", "b-2"):
+        put_run(runs, run_id).write("metrics.jsonl", b"{}\n")
+    runs.list()
+    assert not list(runs.copies.glob("*/metrics.jsonl"))
+    assert sorted(view.run_id for view in runs.list(NeededFiles.METRICS)) == ["a-1", "b-2"]
+    assert len(list(runs.copies.glob("*/metrics.jsonl"))) == 2
+
+
+def test_lock_that_cannot_be_held_conditionally_is_warned_of_and_deleted_if_nothing_began(runs: StoreRuns) -> None:
+    put_run(runs, "a-1", status="failed")
+    with runs.keeping("a-1", resumed=True, max_failures=1):
+        pass
+    assert runs.store.read(f"a-1/{LOCK}") is not None, "a lock of a resumed run is released, not deleted"

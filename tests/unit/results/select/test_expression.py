@@ -129,3 +129,63 @@ def test_fields_are_those_named() -> None:
     ]
     with pytest.raises(UsageError, match="at character 6: expected a field"):
         parse_fields("name,")
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("(", ")"), ("[", "]"), ("not ", "")])
+def test_fifty_levels_of_nesting_are_the_most_wherever_they_begin(opening: str, closing: str) -> None:
+    flat = f"{opening}a{closing} and " * 60
+    parse_expression(flat + opening * 50 + "a" + closing * 50)
+    with pytest.raises(UsageError, match="more than 50 levels of nesting"):
+        parse_expression(flat + opening * 51 + "a" + closing * 51)
+
+
+def test_expression_of_4000_characters_is_read() -> None:
+    assert parse_expression("a" * 4000).fields == (Field("a" * 4000),)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7.0),
+        ("+7.5", 7.5),
+        (".5", 0.5),
+        ("1e-3", 0.001),
+        ("2s", 2.0),
+        ("2m", 120.0),
+        ("2h", 7200.0),
+        ("2d", 172_800.0),
+    ],
+)
+def test_numbers_have_units_of_time(text: str, value: float) -> None:
+    assert parse_expression(f"x == {text}").matches(lambda field: value)
+    assert not parse_expression(f"x == {text}").matches(lambda field: value + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "a < " + "x" * 50 + ")",
+            'cannot read "a < ' + "x" * 50 + ')": at character 55: expected "and", "or" or the end',
+        ),
+        ("a b", 'cannot read "a b": at character 3: expected "and", "or" or the end, found "b"'),
+        ("a $", 'cannot read "a $": at character 3: unexpected "$"; write names of that kind as last(\'...\'), and '),
+        ("! a", 'cannot read "! a": at character 1: unexpected "!"; write "not" or "!="'),
+        ("last(a", 'cannot read "last(a": at character 7: expected ")", which closes what begins at character 1, '),
+        ("a in [1, ,]", 'cannot read "a in [1, ,]": at character 10: expected a value, found ","'),
+    ],
+)
+def test_message_has_the_text_the_position_and_what_was_found(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_expression(text)
+    assert str(raised.value).startswith(message)
+
+
+def test_lists_of_other_lengths_differ() -> None:
+    def holds(text: str, value: Any) -> bool:
+        return parse_expression(text).matches(lambda field: value)
+
+    assert not holds("x == [1]", [1, 2]) and holds("x != [1]", [1, 2]) and holds("x == [1, 2]", (1, 2))
+    assert not holds("x == [true]", [1]) and holds("1 in x", [2, 1]) and not holds("true in x", [2, 1])
+    assert not holds("1 in x", 5) and holds("1 not in x", 5) and not holds("1 in x", "1")
+    assert not holds("x < true", 0) and not holds("x < 'b'", 0) and holds("x < 'b'", "a")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.run_record import BestRecord, FailureRecord, RunRecord
+from ddptrain.results.run_record import AttemptRecord, BestRecord, FailureRecord, GitRecord, RunRecord
 from ddptrain.results.select.expression import Field
-from ddptrain.results.select.fields import RunFields
+from ddptrain.results.select.fields import FIELDS, RunFields, best_value
 from ddptrain.results.select.table import Selection, cells, header, value_text
 
 
@@ -133,3 +135,124 @@ def test_values_as_text(given: Any, text: str) -> None:
 def test_text_of_others_is_harmless(tmp_path: Path) -> None:
     view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", name="\x1b[31mred\n"))
     assert cells(RunFields(view), [Field("name")]) == ["\\u001b[31mred "]
+
+
+def test_age_of_a_run_is_the_time_since_its_start(tmp_path: Path) -> None:
+    start = (datetime.now(UTC) - timedelta(hours=2)).isoformat()
+    assert value(put(tmp_path, "known", started_at=start), "age") == pytest.approx(7200.0, abs=60.0)
+    assert value(put(tmp_path, "unknown", started_at=""), "age") is None
+
+
+def test_every_field_of_a_run(tmp_path: Path) -> None:
+    record = RunRecord(run_id="r", name="n", workload="w", status="running", waiting=True, duration_s=5.0, world_size=2)
+    times = {"started_at": "2025-01-01T00:00:00Z", "ended_at": "2025-01-02T00:00:00Z"}
+    more = {"git": GitRecord("abc"), "attempts": (AttemptRecord(1), AttemptRecord(2)), "exit_code": 3, **times}
+    view = RunView(RunLayout(tmp_path), dataclasses.replace(record, failure=FailureRecord(message="no"), **more))  # type: ignore[arg-type]
+    assert {name: RunFields(view)(Field(name)) for name in FIELDS if name != "age"} == {
+        "run": "r",
+        "name": "n",
+        "workload": "w",
+        "status": "waiting",
+        "started": "2025-01-01T00:00:00Z",
+        "ended": "2025-01-02T00:00:00Z",
+        "duration": 5.0,
+        "ranks": 2,
+        "attempts": 2,
+        "exit_code": 3,
+        "failure": "no",
+        "commit": "abc",
+        "tags": [],
+        "note": None,
+    }
+    empty = RunFields(RunView(RunLayout(tmp_path), RunRecord(run_id="r")))
+    assert [empty(Field(name)) for name in ("started", "ranks", "failure", "commit")] == [None] * 4
+
+
+def test_values_are_looked_up_once(tmp_path: Path) -> None:
+    fields = RunFields(put(tmp_path, "r", params={"a": 1}))
+    assert fields(Field("params.a")) == 1
+    fields.view.record.params["a"] = 2  # type: ignore[index]
+    assert fields(Field("params.a")) == 1 and RunFields(fields.view)(Field("params.a")) == 2
+
+
+@pytest.mark.parametrize(
+    ("best", "metric", "found"),
+    [
+        (BestRecord("m", "max", 3.0, 1), "m", 3.0),
+        (BestRecord("m", "max", math.nan, 1), "m", None),
+        (BestRecord("m", "max", 3.0, 1), "val/loss", 1.5),
+        (None, "val/acc", 4.0),
+        (None, "m", None),
+    ],
+)
+def test_best_value_by_checkpoint_or_by_the_name_of_the_metric(
+    tmp_path: Path, best: BestRecord | None, metric: str, found: float | None
+) -> None:
+    view = put(tmp_path, "r", best=best)
+    lines: list[dict[str, Any]] = [{"rank": rank, "val/loss": 1.0 + rank, "val/acc": 4.0, "m": 1} for rank in (0, 1)]
+    lines.append({"rank": 0, "val/loss": 9.0, "val/acc": None, "m": 1})
+    view.layout.metrics_jsonl.write_text("".join(f"{json.dumps({'time_s': 1, **line})}\n" for line in lines))
+    assert best_value(view, metric) == found
+    assert best_value(view, "m", goal="min") == (1.0 if best is None or best.metric != "m" else best_value(view, "m"))
+
+
+def test_best_value_of_a_run_whose_metrics_cannot_be_read_is_not_known(tmp_path: Path) -> None:
+    view = put(tmp_path, "r")
+    view.layout.metrics_jsonl.mkdir()
+    assert best_value(view, "val/loss") is None
+
+
+def test_values_of_several_types_are_sorted_numbers_first(tmp_path: Path) -> None:
+    values = {"a": "text", "b": 2, "c": math.nan, "d": True, "e": [3], "f": "Text"}
+    views = [put(tmp_path, run_id, params={"x": found}) for run_id, found in values.items()]
+    assert "".join(run.view.run_id for run in Selection.parse(None, "params.x", None).apply(views)) == "dbfeac"
+    assert "".join(run.view.run_id for run in Selection.parse(None, "-params.x", None).apply(views)) == "aefbdc"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("", "-"),
+        (True, "true"),
+        (1.234567, "1.2346"),
+        ("x" * 60, "x" * 60),
+        ("x" * 61, "x" * 57 + "..."),
+        (["a" * 30, "b" * 30], "a" * 30 + " " + "b" * 26 + "..."),
+        ({"a": 1}, '{"a": 1}'),
+        (("a", "b"), "a b"),
+    ],
+)
+def test_cells_have_at_most_60_characters(given: Any, text: str) -> None:
+    assert value_text(given) == text
+
+
+def test_selection_tells_what_it_needs() -> None:
+    selection = Selection.parse("best(a) < 1 and run == 'x'", "-val/loss", "name,last(name),val/loss")
+    assert selection.fields == [
+        Field("a", "best"),
+        Field("run"),
+        Field("val/loss"),
+        Field("name"),
+        Field("name", "last"),
+    ]
+    assert selection.extra_columns == [Field("a", "best"), Field("val/loss"), Field("name", "last")]
+    assert selection.needs_metrics and not Selection.parse("a < 1", None, "run").needs_metrics
+    assert header(selection.columns or []) == ["NAME", "last(name)", "val/loss"]
+
+
+def test_time_that_is_not_known_has_a_dash(tmp_path: Path) -> None:
+    fields = Selection.parse(None, None, "started,ended,age,duration").columns or []
+    assert cells(RunFields(put(tmp_path, "r", started_at="")), fields) == ["-", "-", "-", "-"]
+
+
+def test_unknown_field_is_compared_with_at_most_30_known_ones(tmp_path: Path) -> None:
+    def message(metrics: int) -> str:
+        folder = tmp_path / str(metrics)
+        folder.mkdir()
+        view = put(folder, "r", last_metrics={f"m{number}": 1.0 for number in range(metrics)})
+        (found,) = Selection.parse("last(statis) > 1", None, None).unknown_fields([view])
+        return found
+
+    assert len(FIELDS) == 15
+    assert message(15) == "no run has last(statis): did you mean status?"
+    assert message(16) == "no run has last(statis)"

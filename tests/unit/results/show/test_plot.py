@@ -83,3 +83,53 @@ def test_points_of_short_curves_are_marked(points: int, marker: str) -> None:
     drawn.clear()
     plot_module._draw_panel(Axis(), Panel("q", (curve,)), BestRecord("a", "min", 1.25, 3), "epoch")
     assert len(drawn) == 3
+
+
+def test_picture_has_a_title_and_a_panel_for_each_quantity(
+    plot: Plot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[MagicMock] = []
+    axes = [MagicMock(), MagicMock()]
+
+    def make(**options: object) -> MagicMock:
+        figure = MagicMock()
+        figure.options = options
+        figure.subplots.return_value.__getitem__.return_value = axes
+        figures.append(figure)
+        return figure
+
+    monkeypatch.setattr("matplotlib.figure.Figure", make)
+    monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg", MagicMock())
+    save_picture(plot, tmp_path / "a.PDF")
+    (figure,) = figures
+    assert figure.options == {"figsize": (9, pytest.approx(8.8)), "dpi": 130, "layout": "constrained"}
+    figure.suptitle.assert_called_once_with(r"a_\$run  ·  failed", fontsize=12)
+    figure.subplots.assert_called_once_with(2, 1, squeeze=False, sharex=True)
+    assert figure.savefig.call_args.kwargs == {"format": "pdf"}
+    assert [axis.set_ylabel.call_args.args for axis in axes] == [("loss",), (r"\$x\$_loss",)]
+    axes[1].set_xlabel.assert_called_once_with("step")
+    axes[0].set_xlabel.assert_not_called()
+    axes[0].grid.assert_called_once_with(visible=True, color="#d8dce0", linewidth=0.6)
+    axes[0].spines.__getitem__.return_value.set_visible.assert_called_once_with(False)
+    axes[0].margins.assert_called_once_with(x=0.02)
+    axes[0].legend.assert_called_once_with(frameon=False, fontsize=9)
+
+
+def test_seventh_curve_has_the_colour_of_the_first() -> None:
+    axis = MagicMock()
+    curves = tuple(Curve(str(number), {0: ([1.0], [1.0])}, ([1.0], [1.0])) for number in range(7))
+    plot_module._draw_panel(axis, Panel("q", curves), None, "step")
+    colours = [call.kwargs["color"] for call in axis.plot.call_args_list]
+    assert colours[:2] == ["#1f6fb4", "#d9570f"] and colours[6] == colours[0] and len(set(colours)) == 6
+
+
+def test_legend_of_a_chart_has_the_last_number_that_is_known(plot: Plot) -> None:
+    nan = float("nan")
+    curves = (
+        Curve("a", {0: ([1.0, 2.0], [1.23456, nan])}, ([1.0, 2.0], [1.23456, nan])),
+        Curve("b", {}, ([1.0], [nan])),
+    )
+    text = terminal_charts(Plot("r", "failed", "time_s", (Panel("q", curves), Panel("p\n", curves[:1]))), Style())
+    first, second = text.split("\n\n")
+    assert first.split("\n")[0] == "q" and first.split("\n")[-2:] == ["** a: 1.235", "oo b"]
+    assert second.split("\n")[0] == "p\N{REPLACEMENT CHARACTER}" and "seconds" in second

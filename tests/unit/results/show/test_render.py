@@ -9,10 +9,21 @@ from rich.console import Console
 
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import AttemptRecord, BestRecord, DriverRecord, FailureRecord, GitRecord, RunRecord
+from ddptrain.results.run_record import (
+    AttemptRecord,
+    BestRecord,
+    DriverRecord,
+    EnvironmentValue,
+    FailureRecord,
+    GitRecord,
+    RankRecord,
+    RunRecord,
+    SlowRankRecord,
+)
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import RunFields
-from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections, size
+from ddptrain.results.show import render
+from ddptrain.results.show.render import HEADER, print_sections, print_table, rows, run_table, sections, size
 from ddptrain.results.tracker_records import wandb_parts
 from ddptrain.text_tables import clean, duration, plain_sections, plain_table
 
@@ -196,3 +207,177 @@ def test_a_table_on_a_narrow_terminal_is_not_cut(result: str) -> None:
     table = [("RUN", "NAME", "RESULT"), ("petnames-20250101-120000-ab12", "petnames", result)]
     print_table(table, Console(file=file, width=30))
     assert file.getvalue() == plain_table(table) + "\n"
+
+
+def test_everything_about_a_run_is_shown_in_sections(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "r")
+    layout.logs_dir.mkdir(parents=True)
+    layout.decision_log.touch()
+    (layout.root / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "why"}')
+    ranks = (RankRecord(0, host="h", pid=7, gpu="3", exit=1), RankRecord(1, host="g"))
+    slow = SlowRankRecord(1, 1, "g", None, 2.0, 0.5, 9, "2025-01-01T10:30:00Z", ("no power", "heat"))
+    record = RunRecord(
+        run_id="r",
+        workload="petnames",
+        status="failed",
+        exit_code=1,
+        started_at="2025-01-01T10:00:00Z",
+        ended_at="2025-01-01T11:00:01Z",
+        duration_s=90.0,
+        earlier_s=30.0,
+        world_size=2,
+        attempts=(AttemptRecord(1, outcome="failed", ranks=ranks), AttemptRecord(2, ranks=(RankRecord(0, host="h"),))),
+        failure=FailureRecord(1, "g", "exception", "ValueError", "no", "one\ntwo\n", "logs/rank-1.log"),
+        slow_ranks=(slow,),
+        git=GitRecord("abc"),
+        driver=DriverRecord(7, "vm"),
+        versions={"torch": "2.6", "dask": "2025.1"},
+        rank_environment={"B": EnvironmentValue("1", "user"), "A": EnvironmentValue("2", "ddptrain")},
+        last_metrics={"b": 2.0, "a": None},
+        best=BestRecord("val/loss", "min", 1.23456, 3),
+        checkpoints=("step-3", "step-1"),
+        result={"x": "y" * 2_000},
+    )
+    found = [section for section in sections(RunView(layout, record)) if section[0] != "where the time went"]
+    slow_words = (
+        "rank 1 on g is slow: its own work takes 2 s in each step, 4.0 times the median of 500 ms; no power; heat"
+    )
+    assert found == [
+        (
+            "r",
+            [
+                ("status", "failed"),
+                ("exit code", "1"),
+                ("directory", f"{tmp_path}/r"),
+                ("tags", "good v2"),
+                ("note", "why"),
+                ("workload", "petnames"),
+                ("started", "2025-01-01 10:00:00"),
+                ("ended", "2025-01-01 11:00:01"),
+                ("duration", "1m 30s, 1m 00s of it since it was resumed"),
+                ("ranks", "2"),
+                ("driver", "process 7 on vm"),
+                ("log for bug reports", f"{tmp_path}/r/logs/driver.log"),
+                ("git", "abc"),
+                ("best", "val/loss 1.235 at step 3"),
+                ("checkpoints", "step-3, step-1"),
+                ("result", found[0][1][-1][1]),
+            ],
+        ),
+        (
+            "failure",
+            [
+                ("rank", "1"),
+                ("host", "g"),
+                ("kind", "exception"),
+                ("type", "ValueError"),
+                ("message", "no"),
+                ("log", "logs/rank-1.log"),
+                ("traceback", "one\ntwo"),
+            ],
+        ),
+        ("slow ranks", [("2025-01-01T10:30:00Z", slow_words)]),
+        ("attempt 1 (failed)", [("rank 0", "h, process 7, GPU 3, exit code 1"), ("rank 1", "g")]),
+        ("attempt 2 (running)", [("rank 0", "h")]),
+        ("last metrics", [("a", "-"), ("b", "2")]),
+        ("environment of the ranks", [("A", "2 (ddptrain)"), ("B", "1 (user)")]),
+        ("versions", [("dask", "2025.1"), ("torch", "2.6")]),
+    ]
+    assert found[0][1][-1][1].startswith('{"x": "yyy') and len(found[0][1][-1][1]) == 2_000
+
+
+def test_only_attempt_of_a_run_is_called_ranks(tmp_path: Path) -> None:
+    record = RunRecord(run_id="r", status="failed", attempts=(AttemptRecord(1, ranks=(RankRecord(0, host="h"),)),))
+    assert dict(sections(RunView(RunLayout(tmp_path), record)))["ranks"] == [("rank 0", "h")]
+
+
+def test_a_run_that_was_not_resumed_has_one_duration(tmp_path: Path) -> None:
+    def duration_of(**fields: float) -> str | None:
+        record = RunRecord(run_id="r", status="failed", **fields)  # type: ignore[arg-type]
+        return dict(sections(RunView(RunLayout(tmp_path), record))[0][1]).get("duration")
+
+    assert duration_of(duration_s=90.0) == "1m 30s"
+    assert duration_of(duration_s=20.0, earlier_s=30.0) == "20.0 s, 0.0 s of it since it was resumed"
+    assert duration_of() == "-"
+
+
+def test_a_folder_with_eight_files_is_listed_and_the_top_folder_always(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    for path in [*(f"top{n}" for n in range(9)), *(f"few/{n}" for n in range(8))]:
+        (layout.artifacts_dir / path).parent.mkdir(parents=True, exist_ok=True)
+        (layout.artifacts_dir / path).write_bytes(b"1")
+    told = dict(sections(RunView(layout, RunRecord(run_id="r"))))["artifacts"]
+    assert told == [*((f"few/{n}", "1 B") for n in range(8)), *((f"top{n}", "1 B") for n in range(9))]
+
+
+def test_profiles_are_in_the_order_of_their_steps_and_eight_are_shown(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    for first in range(9, -1, -1):
+        path = layout.artifacts_dir / f"profile/steps-{first}-{first + 1}/rank-0.pt.trace.json.gz"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    shown = dict(sections(RunView(layout, RunRecord(run_id="r")))[0][1])["profile"].split("\n")
+    assert shown == [
+        f"steps {first} to {first + 1} of 1 rank: artifacts/profile/steps-{first}-{first + 1}" for first in range(8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("note", "shown"), [("x" * 60, "x" * 60), ("x" * 61, "x" * 57 + "..."), ("first\nsecond", "first")]
+)
+def test_a_note_in_the_table_is_its_first_line_of_at_most_60_characters(tmp_path: Path, note: str, shown: str) -> None:
+    (tmp_path / "annotations.json").write_text(json.dumps({"note": note}))
+    table = run_table([RunFields(RunView(RunLayout(tmp_path), RunRecord(run_id="r")))])
+    assert (table[0][-1], table[1][-1]) == ("NOTE", shown)
+
+
+def test_a_row_has_start_duration_and_ranks(tmp_path: Path) -> None:
+    started = {"started_at": "2025-01-01T10:00:00+02:00", "duration_s": 61.0}
+    record = RunRecord(run_id="r", status="succeeded", world_size=4, **started)  # type: ignore[arg-type]
+    assert rows([RunView(RunLayout(tmp_path), record)]) == [
+        ("r", "succeeded", "2025-01-01 10:00:00", "1m 01s", "4", "")
+    ]
+    unknown = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="unreadable"), "cannot read\nit")
+    assert rows([unknown]) == [("r", "unreadable", "-", "-", "-", "cannot read")]
+
+
+def test_status_is_coloured_on_a_terminal() -> None:
+    def printed(status: str) -> str:
+        file = io.StringIO()
+        console = Console(file=file, width=80, force_terminal=True, color_system="standard", legacy_windows=False)
+        print_table([("RUN", "STATUS", "RESULT"), ("failed", status, "failed")], console)
+        return file.getvalue().splitlines()[1]
+
+    assert [printed(status).count("\x1b[31m") for status in ("failed", "unreadable", "succeeded", "new")] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    assert "\x1b[32m" in printed("succeeded")
+    assert all("\x1b[33m" in printed(status) for status in ("preempted", "cancelled", "unknown"))
+    assert all("\x1b[36m" in printed(status) for status in ("running", "waiting"))
+
+
+def test_sections_on_a_terminal_have_names_and_values_in_columns() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=40, force_terminal=True, color_system="standard", legacy_windows=False)
+    print_sections([("r-1", [("status", "failed"), ("note", "failed")])], console)
+    first, *lines, last = file.getvalue().splitlines()
+    assert first == "\x1b[1mr-1\x1b[0m" and last == ""
+    assert lines[0].count("\x1b[31mfailed") == 1 and "\x1b[31m" not in lines[1] and len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(1023, "1023 B"), (1024, "1.0 KiB"), (5 << 40, "5.0 TiB"), (5 << 50, "5120.0 TiB")]
+)
+def test_units_of_sizes_change_at_1024(size_bytes: int, text: str) -> None:
+    assert size(size_bytes) == text
+
+
+def test_what_was_not_sent_to_w_and_b_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "waiting", lambda parts: True)
+    layout = RunLayout(tmp_path)
+    not_sent = [("not sent", f"W&B lacks some of it: ddptrain results sync {tmp_path}")]
+    assert dict(sections(RunView(layout, RunRecord(run_id="r", status="failed"))))["tracking"] == not_sent
+    assert "tracking" not in dict(sections(RunView(layout, RunRecord(run_id="r", status="running"))))

@@ -184,3 +184,38 @@ def test_a_line_that_has_not_ended_is_shown_in_pieces_only_if_it_is_very_long(tm
     with path.open("ab") as file:
         file.write(b"d\ne")
     assert list(cursor.read()) == ["d"] and list(cursor.rest()) == ["e"]
+
+
+def test_carriage_return_leaves_what_a_shorter_text_does_not_cover() -> None:
+    assert final_text("abcdef\rxy\r1") == "1ycdef"
+
+
+def test_following_asks_ten_times_a_second_and_ends_with_the_run(tmp_path: Path) -> None:
+    view = view_of(tmp_path, rank0=b"a\n")
+    waited: list[float] = []
+    answers = iter([True, True, False])
+    assert list(follow_logs(view, is_running=lambda: next(answers), wait=waited.append)) == ["a"]
+    assert waited == [0.1, 0.1]
+
+
+def test_run_without_logs_says_so(tmp_path: Path) -> None:
+    view = view_of(tmp_path)
+    assert list(show_logs(view)) == []
+    with pytest.raises(RunNotFound, match=r"^run r has no log of rank 0; it has no logs$"):
+        list(show_logs(view, rank=0))
+
+
+def test_logs_of_a_run_with_fewer_known_ranks_than_logs_have_a_prefix(tmp_path: Path) -> None:
+    view = view_of(tmp_path, 1, rank0=b"a\n", rank1=b"b")
+    assert list(show_logs(view)) == ["[rank 0] a", "[rank 1] b"]
+    assert list(show_logs(view, lines=0)) == []
+    one = view_of(tmp_path / "one", 2, rank0=b"a\n")
+    assert list(show_logs(one)) == ["[rank 0] a"] and list(show_logs(one, rank=0)) == ["a"]
+
+
+@pytest.mark.parametrize("lines", [1, 2, 3])
+def test_last_lines_are_found_where_a_line_ends_at_the_border_of_a_block(tmp_path: Path, lines: int) -> None:
+    block = 1 << 16
+    data = b"a" * 10 + b"\n" + b"b" * (block - 2) + b"\n" + b"c" * (block - 1) + b"\n"
+    shown = ["a" * 10, "b" * (block - 2), "c" * (block - 1)]
+    assert list(show_logs(view_of(tmp_path, rank0=data), lines=lines)) == shown[-lines:]

@@ -156,3 +156,46 @@ def test_a_name_of_a_host_has_at_most_255_characters_and_numbers_are_finite(tmp_
 def test_one_known_rate_of_the_network_has_no_comma_behind_it() -> None:
     line = SystemLine(1.0, "a", None, {"network_receive_bytes_s": 250e6})
     assert use_lines([line]) == [("a", "network 250 MB/s in")]
+
+
+def test_samples_are_halved_from_16_mib_on(tmp_path: Path) -> None:
+    def times(size_bytes: int) -> list[float]:
+        path = tmp_path / str(size_bytes)
+        with path.open("wb") as sparse:
+            sparse.truncate(size_bytes - 1)
+            sparse.seek(0, 2)
+            sparse.write(b"\n")
+        file = SystemFile(path)
+        for at_s in range(5):
+            file.append(sample(at_s=at_s), 1)
+        file.close()
+        file.close()
+        with path.open("rb") as written:
+            written.seek(size_bytes)
+            return [json.loads(line)["time_s"] for line in written if b'"rank":0' in line]
+
+    assert times((16 << 20) - 3_000) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert times(16 << 20) == [0.0, 2.0, 4.0]
+    assert times(32 << 20) == [0.0, 4.0]
+
+
+def test_of_a_file_above_64_mib_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    line = b'{"time_s":1,"host":"h","rank":0,"cpu_percent":5}\n'
+    with path.open("wb") as file:
+        file.write(line)
+        file.truncate((64 << 20) - len(line))
+        file.seek(0, 2)
+        file.write(b"\n" + line[:-1])
+    assert len(read_system(path)) == 2
+    with path.open("ab") as file:
+        file.write(b"\n")
+    assert len(read_system(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(100.0, "100"), (99.94, "99.9"), (10.0, "10.0"), (9.994, "9.99"), (1234.5, "1,234")]
+)
+def test_numbers_of_the_use_have_three_digits(value: float, text: str) -> None:
+    line = SystemLine(1.0, "a", None, {"cpu_percent": value})
+    assert use_lines([line]) == [("a", f"CPU {text} %")]

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.timing.time_use import TimeUse, read_events, time_use
+from ddptrain.results.timing.time_use import TimeUse, read_events, time_use, time_use_of
 
 START = 1735689600.0
 
@@ -205,3 +207,61 @@ def test_as_text() -> None:
     assert use.line() == "queue 3.4 s, training 2m 06s, lost to failures 0.6 s"
     assert use.shown()[1] == ("training", "2m 06s (97%)")
     assert TimeUse().line() == "" and TimeUse().shown() == []
+
+
+def test_parts_below_50_milliseconds_are_not_shown() -> None:
+    use = TimeUse(queue=0.05, start=0.049, first_step=1.0, data=2.0, ranks=1.0, training=4.0)
+    assert (
+        use.line() == "queue 0.1 s, first step 1.0 s, training 4.0 s, waiting for data 2.0 s, waiting for ranks 1.0 s"
+    )
+    assert use.shown() == [
+        ("queue", "0.1 s (1%)"),
+        ("first step", "1.0 s (12%)"),
+        ("training", "4.0 s (49%)"),
+        ("waiting for data", "2.0 s (25%)"),
+        ("waiting for ranks", "1.0 s (12%)"),
+    ]
+    assert TimeUse(training=3.0, other=1.0).goodput == 0.75 and TimeUse().goodput is None
+    assert TimeUse(queue=1.23456).as_dict()["queue"] == 1.235
+
+
+def test_activities_that_overlap_count_once_and_only_within_the_training() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(20), attempts=(attempt(1, 0, 20, "succeeded"),))
+    events = [
+        *training(1, 0, 5),
+        timed("checkpoint", 7, 4.0),  # 2 s of it since the ranks have entered
+        timed("evaluation", 21, 3.0),  # 2 s of it before the end
+        timed("first step", 12, 5.0),
+        timed("data", 14, 20.0),  # 9 s since the ranks have entered; 6 s are left
+        timed("ranks", 19, -1.0),
+        timed("other", 19, 1.0),
+    ]
+    assert parts(record, events, 20.0) == {
+        "start": 5.0,
+        "checkpoints": 2.0,
+        "evaluation": 2.0,
+        "first_step": 5.0,
+        "data": 6.0,
+    }
+
+
+def test_what_was_recorded_beyond_the_duration_is_taken_from_what_is_known_least() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
+    events = [*training(1, 3, 10), event("finished", 36), event("run_finished", 39)]
+    assert parts(record, events, 40.0) == {"queue": 3.0, "start": 7.0, "training": 26.0, "end": 4.0}
+    assert parts(record, events, 35.0) == {"queue": 2.0, "start": 7.0, "training": 26.0}
+    assert parts(record, events, 9.0) == {"training": 9.0}
+
+
+def test_run_is_timed_by_its_files(tmp_path: Path) -> None:
+    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed"))
+    assert time_use_of(view) is None
+    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed", duration_s=7.0))
+    assert time_use_of(view) == TimeUse(queue=7.0)
+
+
+@pytest.mark.parametrize(("time_s", "counts"), [("1e12", False), ("-1e12", False), ("9e11", True), ("true", True)])
+def test_times_of_events_are_numbers_below_a_billion_seconds(tmp_path: Path, time_s: str, counts: bool) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(f'{{"event":"entered","time_s":{time_s}}}\n')
+    assert len(list(read_events(path))) == counts
