@@ -7,17 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.options import (
-    ClusterOption,
-    OutputMode,
-    OutputOption,
-    RanksOption,
-    RunsDirOption,
-    VerboseOption,
-    checked,
-    field_options,
-    local_config,
-)
+from ddptrain.cli import options as opt
 
 
 def sweep(
@@ -25,19 +15,16 @@ def sweep(
         str | None,
         typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume needs none."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set sweep.trials=64; repeatable."),
-    ] = None,
+    overrides: Annotated[list[str] | None, opt.set_option("sweep.trials=64")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the newest sweep of this name, or the one of --sweep-id.")
     ] = False,
     sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
-    ranks: RanksOption = None,
-    cluster: ClusterOption = None,
-    runs_dir: RunsDirOption = None,
-    verbose: VerboseOption = False,
-    output: OutputOption = OutputMode.AUTO,
+    ranks: opt.RanksOption = None,
+    cluster: opt.ClusterOption = None,
+    runs_dir: opt.RunsDirOption = None,
+    verbose: opt.VerboseOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
 ) -> None:
     """Search for the best values of some fields: many trials, each an ordinary run, on one cluster.
 
@@ -47,7 +34,7 @@ def sweep(
     from ddptrain.config.load import load_config
     from ddptrain.errors import UsageError
 
-    options = field_options(None, cluster, runs_dir)
+    options = opt.field_options(None, cluster, runs_dir)
     if ranks is not None:
         options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
     if config is None and not resume:
@@ -56,5 +43,5 @@ def sweep(
 
     if config is None:
         config = last_source(runs_dir or "runs", sweep_id)
-    resolved = checked(partial(load_config, local_config(config), sweeps=True), overrides or [], options)
+    resolved = opt.checked(partial(load_config, opt.local_config(config), sweeps=True), overrides or [], options)
     raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))

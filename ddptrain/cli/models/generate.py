@@ -6,21 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
 from ddptrain.cli.printing import say, write
 
 
 def generate(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
-        ),
-    ],
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
-    ] = "runs",
+    run: RunOrModel,
+    runs_dir: TrainedRunsDir = "runs",
     count: Annotated[int, typer.Option(help="How many names.")] = 50,
     prefix: Annotated[str, typer.Option(help="What each name begins with.")] = "",
     temperature: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, TrainedRunsDir, open_trained
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 
@@ -53,9 +53,7 @@ def predict(
             help="An option of the URLs' store as fsspec names it, such as anon=true; may be given again.",
         ),
     ] = None,
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
-    ] = "runs",
+    runs_dir: TrainedRunsDir = "runs",
     models_dir: ModelsDir = None,
     verbose: VerboseOption = False,
 ) -> int:
