@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Json, RunsDir
+from ddptrain.cli.options import JsonOption
+from ddptrain.cli.printing import print_result
+from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 
 _HIGHEST_CODE = 255
 
@@ -19,7 +20,7 @@ def explain(
     ] = "latest",
     every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
     if re.fullmatch(r"[0-9]{1,3}", what):
@@ -39,10 +40,8 @@ def _explain_code(code: int, every: bool, json: bool) -> None:
     if not is_known(code):
         listed = ", ".join(str(int(each)) for each in sorted(EXPLANATIONS))
         raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {listed}")
-    if json:
-        print_json({"exit_code": code, **dataclasses.asdict(explanation_of(code))})
-    else:
-        write(as_text(code, complete=every))
+    data = {"exit_code": code, **dataclasses.asdict(explanation_of(code))}
+    print_result(data, as_text(code, complete=every), as_json=json)
 
 
 def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
@@ -56,7 +55,4 @@ def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
     view = open_runs_dir(place).find(name, NeededFiles.EVENTS)
     option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
     explained = explain_run(view, option)
-    if json:
-        print_json(explained.as_dict())
-    else:
-        write(explained.as_text())
+    print_result(explained.as_dict(), explained.as_text(), as_json=json)

@@ -14,27 +14,26 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.main import get_command, get_command_name
+from typer.main import get_command
 from typer.models import CommandInfo
 
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
-from ddptrain.cli.doctor import doctor
-from ddptrain.cli.examples import add_examples
+from ddptrain.cli.examples import add_examples, command_name
 from ddptrain.cli.explain import explain
 from ddptrain.cli.init import init
 from ddptrain.cli.models.evaluate import evaluate
 from ddptrain.cli.models.generate import generate
 from ddptrain.cli.models.models import app as models
 from ddptrain.cli.models.predict import predict
-from ddptrain.cli.options import log_to_stderr
-from ddptrain.cli.printing import say
+from ddptrain.cli.options import JsonOption, log_to_stderr
+from ddptrain.cli.printing import print_result, say
 from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, RunCommand, run
-from ddptrain.cli.schema import schema
+from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 from ddptrain.cli.stop import stop
 from ddptrain.cli.sweep import sweep
 from ddptrain.cli.train import train
@@ -43,6 +42,9 @@ from ddptrain.cli.unattended.retrain import retrain
 from ddptrain.cli.unattended.schedule import app as schedule
 from ddptrain.cli.usage_errors import RootGroup
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
+
+if TYPE_CHECKING:
+    from ddptrain.driver.doctor.judge import Check
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -83,6 +85,43 @@ def _root(
     log_to_stderr(False)
 
 
+def doctor(runs_dir: RunsDir = None, json: JsonOption = False) -> int:
+    """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, servers that are configured, and the clock.
+
+    The exit code is 4 if something would make a run fail. `ddptrain cluster check` checks all hosts of a cluster.
+    """
+    from ddptrain.driver.doctor.judge import Result
+    from ddptrain.driver.doctor.machine import check_machine
+    from ddptrain.errors import ExitCode
+
+    checks = check_machine(runs_dir or DEFAULT_RUNS_DIR, os.environ)
+    bad = any(check.result == Result.BAD for check in checks)
+    data = {"ok": not bad, "checks": [dataclasses.asdict(check) for check in checks]}
+    print_result(data, _check_lines(checks), as_json=json)
+    return ExitCode.CLUSTER if bad else ExitCode.SUCCEEDED
+
+
+def _check_lines(checks: list[Check]) -> list[str]:
+    from ddptrain.driver.doctor.judge import Result
+    from ddptrain.text_tables import clean_line
+
+    width = max(len(check.subject) for check in checks)
+    lines = []
+    for check in checks:
+        hint = f" ({check.hint})" if check.hint else ""
+        lines.append(f"{check.result:8} {clean_line(check.subject):{width}}  {clean_line(check.text + hint)}")
+    counts = [(sum(check.result == kind for check in checks), kind) for kind in (Result.BAD, Result.WARNING)]
+    found = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+    return [*lines, "", f"this machine: {found or 'ok'}"]
+
+
+def schema() -> None:
+    """Print the JSON schema of the configuration, for editors that complete YAML."""
+    from ddptrain.config.json_schema import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))
+
+
 # One line for each in the list of commands; `--help` of a command has the full text.
 app.command("train", short_help="Train what a YAML file describes.")(train)
 app.command(
@@ -114,16 +153,11 @@ def command_tree(full: typer.Typer, names: frozenset[str]) -> Callable[..., Any]
 
 def _names(full: typer.Typer) -> Iterator[str]:
     """The names of all commands and groups."""
-    for info in full.registered_commands:
-        yield _name(info)
+    yield from map(command_name, full.registered_commands)
     for group in full.registered_groups:
         yield group.name or ""
         if group.typer_instance is not None:
             yield from _names(group.typer_instance)
-
-
-def _name(info: CommandInfo) -> str:
-    return info.name or get_command_name(getattr(info.callback, "__name__", ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     code = _call(argv)
     try:
-        _flush()
+        if sys.stdout is not None:  # the command was started with its stdout closed
+            sys.stdout.flush()
     except OSError as error:
         _discard_stdout()
         if isinstance(error, BrokenPipeError):
@@ -156,14 +191,14 @@ def _app_for(full: typer.Typer, words: Container[str]) -> typer.Typer:
 
 
 def _named_or_empty(info: CommandInfo, words: Container[str]) -> CommandInfo:
-    function, name = info.callback, _name(info)
+    name = command_name(info)
     if name in words:
         return info
 
     def empty() -> None:
         """Stand for a command that is listed, and not called."""
 
-    empty.__doc__ = getattr(function, "__doc__", None)
+    empty.__doc__ = getattr(info.callback, "__doc__", None)
     other = copy.copy(info)
     other.name, other.callback = name, empty
     return other
@@ -204,13 +239,8 @@ def _exit_code(leaving: SystemExit) -> int:
 
 def _report(error: DdptrainError) -> None:
     """Write the message to stderr; each problem of a configuration has its own line."""
-    if isinstance(error, Interrupted):
-        _say(str(error))
-    elif isinstance(error, ConfigError):
-        for problem in error.problems:
-            _say(f"error: {problem}")
-    else:
-        _say(f"error: {error}")
+    for problem in error.problems if isinstance(error, ConfigError) else (error,):
+        _say(str(error) if isinstance(error, Interrupted) else f"error: {problem}")
 
 
 def _wants_json(argv: Sequence[str]) -> bool:
@@ -269,12 +299,6 @@ def _crash_dir() -> Path | None:
 def _say(text: object) -> None:
     with suppress(OSError, ValueError):  # stderr is closed: only the exit code remains
         say(f"{PROGRAM}: {text}")
-
-
-def _flush() -> None:
-    # None: the command was started with its stdout closed.
-    if sys.stdout is not None:
-        sys.stdout.flush()
 
 
 def _discard_stdout() -> None:

@@ -15,9 +15,8 @@ from ddptrain.results.run_record import utc_now
 from ddptrain.schedule.entries import Entries, Entry
 from ddptrain.schedule.job import MODELS_DIR, Job, read_env_file
 from ddptrain.schedule.targets.cron import Cron
-from ddptrain.schedule.targets.github import GitHub
-from ddptrain.schedule.targets.gitlab import GitLab
 from ddptrain.schedule.targets.kubernetes import Kubernetes
+from ddptrain.schedule.targets.repository import GitHub, GitLab
 from ddptrain.schedule.targets.systemd import Systemd
 from ddptrain.schedule.targets.target import Part, Target, write_parts
 

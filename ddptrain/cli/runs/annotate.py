@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
-from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.runs.choice import Json, Run, RunsDir, place_of
+from ddptrain.cli.options import JsonOption
+from ddptrain.cli.printing import print_result
+from ddptrain.cli.runs.choice import Run, RunsDir, place_of
 
 _MARK = "\0"  # no argument contains it
 
@@ -29,7 +30,7 @@ def tag(
         list[str] | None, typer.Argument(metavar="[+TAG|-TAG]...", help="+good adds a tag, -old removes one.")
     ] = None,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Add tags to a run, or remove them: ddptrain results tag latest +good -old. Without tags it prints them."""
     from ddptrain.results.annotations.annotations import tag_changes
@@ -40,10 +41,7 @@ def tag(
         found = runs.annotate(name, lambda before: before.with_tags(add, remove))
     else:
         found = runs.find(name).annotations
-    if json:
-        print_json({"tags": found.tags, "note": found.note})
-    else:
-        write([" ".join(found.tags) or "no tags"])
+    print_result({"tags": found.tags, "note": found.note}, [" ".join(found.tags) or "no tags"], as_json=json)
 
 
 def note(
@@ -53,7 +51,7 @@ def note(
         str | None, typer.Argument(help='The note, which replaces the one before; "" deletes it.', show_default=False)
     ] = None,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Write a note on a run: ddptrain results note latest "larger batches". Without a text it prints the note."""
     from dataclasses import replace
@@ -66,7 +64,4 @@ def note(
         found = runs.annotate(name, lambda before: replace(before, note=checked))
     else:
         found = runs.find(name).annotations
-    if json:
-        print_json({"tags": found.tags, "note": found.note})
-    else:
-        write([found.note or "no note"])
+    print_result({"tags": found.tags, "note": found.note}, [found.note or "no note"], as_json=json)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, say, write
-from ddptrain.cli.runs.choice import Json, RunsDir, folder_of
+from ddptrain.cli.runs.choice import RunsDir, folder_of
 
 if TYPE_CHECKING:
     from ddptrain.results.select.table import Selection
@@ -40,7 +41,7 @@ def list_runs(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The highest number of runs to show.")] = None,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """List the runs, newest first, and below them the sweeps; with other options, or --json, only runs."""
     from ddptrain.results.select.table import Selection
@@ -48,7 +49,7 @@ def list_runs(
     print_runs(folder_of(ctx, runs_dir), Selection.parse(where, sort, columns), limit, as_json=json)
 
 
-def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
+def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
     """List the sweeps, newest first: status, how many trials have ended, and the best one."""
     from ddptrain.sweep import listing
 

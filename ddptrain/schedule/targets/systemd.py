@@ -14,14 +14,8 @@ from pathlib import Path
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.schedule.expressions import values
 from ddptrain.schedule.job import Job
-from ddptrain.schedule.targets.target import (
-    Part,
-    Target,
-    delete_files,
-    files_written,
-    missing_time_note,
-    run_tool,
-)
+from ddptrain.schedule.targets import target
+from ddptrain.schedule.targets.target import Part, Target
 
 _WEEK_DAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
 _MISSING = "use --as cron"
@@ -67,18 +61,18 @@ class Systemd(Target):
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""
         timer = parts[1].name
-        with files_written(parts):
-            run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
-            run_tool([*self._systemctl, "enable", "--now", timer], missing=_MISSING)
+        with target.files_written(parts):
+            target.run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
+            target.run_tool([*self._systemctl, "enable", "--now", timer], missing=_MISSING)
         return [f"enabled {timer}; {' '.join(self._systemctl)} list-timers shows it", f"log: {self._journal(job)}"]
 
     def remove(self, name: str, files: Sequence[Path]) -> None:
         """See Target."""
         with suppress(ClusterError):  # the unit is not loaded any more; its files are deleted below
-            run_tool([*self._systemctl, "disable", "--now", f"{unit_name(name)}.timer"], missing=_MISSING)
-        delete_files(files)
+            target.run_tool([*self._systemctl, "disable", "--now", f"{unit_name(name)}.timer"], missing=_MISSING)
+        target.delete_files(files)
         with suppress(ClusterError):
-            run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
+            target.run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
 
     def notes(self, job: Job) -> list[str]:
         """See Target."""
@@ -86,7 +80,7 @@ class Systemd(Target):
         linger = (
             [] if lingers else ["timers of a user run only while the user is logged in, until: loginctl enable-linger"]
         )
-        return linger + missing_time_note(job, "systemd skips this time")
+        return linger + target.missing_time_note(job, "systemd skips this time")
 
     def _folder(self) -> Path:
         from platformdirs import user_config_path
