@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from ddptrain.completion.candidates import Candidates, candidates
-from ddptrain.completion.command_line import read_table
+from ddptrain.completion.candidates import Candidates, candidates, read_table
 from ddptrain.completion.names import is_plain
 
 VARIABLE = "_DDPTRAIN_COMPLETE"

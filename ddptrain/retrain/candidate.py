@@ -9,8 +9,8 @@ from pathlib import Path
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.errors import UsageError, one_line
 from ddptrain.model_registry.add_run import Retrained, add_output, add_run
+from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
-from ddptrain.model_registry.version_copy import open_version
 from ddptrain.results.checkpoint_verification import verify
 from ddptrain.results.layout import BEST
 from ddptrain.results.lookup import RunView, find_checkpoint

@@ -282,8 +282,8 @@ def export(
     """Write a version into a new folder, for use without ddptrain. All its files are compared with their hashes."""
     from pathlib import Path
 
+    from ddptrain.model_registry.model_reader import open_version
     from ddptrain.model_registry.reference import parse_reference
-    from ddptrain.model_registry.version_copy import open_version
 
     registry = _registry(ctx, models_dir)
     record = registry.resolve(parse_reference(model))
@@ -310,8 +310,8 @@ def open_trained(
     from ddptrain.model_registry.reference import is_model_reference, parse_reference
 
     if is_model_reference(source):
+        from ddptrain.model_registry.model_reader import open_version
         from ddptrain.model_registry.registry import ModelRegistry
-        from ddptrain.model_registry.version_copy import open_version
 
         registry = ModelRegistry.open(models_dir or DEFAULT_MODELS_DIR)
         record = registry.resolve(parse_reference(source))

@@ -8,14 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.file_ops import open_regular
 from ddptrain.redact import hide_secrets
 from ddptrain.reports.html.failure import Frame, Tail, shown_traceback, tails, user_frames
-from ddptrain.reports.html.limits import Limits
 from ddptrain.reports.html.pictures import Picture, PictureReader
 from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
 from ddptrain.reports.html.settings import Setting, read_settings
@@ -36,6 +35,41 @@ from ddptrain.results.layout import files_below
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.show.render import size
 from ddptrain.results.timing.time_use import TimeUse, time_use_of
+
+MOST_RUNS = 100  # on one page
+_POINTS = 300_000  # of all curves: 32 bytes each in the page
+_IMAGE_BYTES = 4 << 20  # of all runs, as they are in the page
+_TEXT_BYTES = 2 << 20  # of one kind (last lines, tables, configurations) of all runs
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The share of one run. curve_points: of all its curves together. The bytes are those before escaping.
+
+    A page has less than 20 MB with any number of runs up to MOST_RUNS.
+    """
+
+    curve_points: int
+    image_bytes: int
+    log_bytes: int
+    table_bytes: int
+    config_bytes: int
+    diff_bytes: int
+
+    @classmethod
+    def for_runs(cls, count: int) -> Self:
+        """Return the share of each of `count` runs."""
+        share = max(1, count)
+        text = _TEXT_BYTES // share
+        return cls(
+            _POINTS // share,
+            _IMAGE_BYTES // share,
+            min(text, 256 << 10),
+            text,
+            min(text, 128 << 10),
+            min(text, 200_000),
+        )
+
 
 _MOST_FILES = 5000
 _MOST_LISTED = 60
