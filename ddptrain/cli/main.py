@@ -170,7 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # the command was started with its stdout closed
             sys.stdout.flush()
     except OSError as error:
-        _discard_stdout()
+        # Otherwise the interpreter's last flush changes the exit code to 120.
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return code or _BROKEN_PIPE
         if not code:  # otherwise an error was shown, perhaps this one
@@ -217,7 +219,9 @@ def _call(argv: Sequence[str] | None) -> int:
             return _report_bug(error)
         _report(error)
         if _wants_json(sys.argv[1:] if argv is None else argv):
-            print(json.dumps(_error_event(error)))
+            problems = error.problems if isinstance(error, ConfigError) else ()
+            about = {"message": str(error), "problems": [dataclasses.asdict(problem) for problem in problems]}
+            print(json.dumps({"event": "error", "exit_code": int(error.exit_code), **about}))
         return error.exit_code
     except Exception as error:  # a full disk, or a bug: the user gets one line and an exit code
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -247,12 +251,6 @@ def _wants_json(argv: Sequence[str]) -> bool:
     """Whether the command was asked for one JSON object a line, by `--output json`."""
     ours = argv[: argv.index("--")] if "--" in argv else argv
     return "--output=json" in ours or ("--output", "json") in itertools.pairwise(ours)
-
-
-def _error_event(error: DdptrainError) -> dict[str, Any]:
-    """The last line of --output json of a command that could not begin."""
-    problems = [dataclasses.asdict(problem) for problem in error.problems] if isinstance(error, ConfigError) else []
-    return {"event": "error", "exit_code": int(error.exit_code), "message": str(error), "problems": problems}
 
 
 def _report_bug(error: Exception) -> int:
@@ -299,9 +297,3 @@ def _crash_dir() -> Path | None:
 def _say(text: object) -> None:
     with suppress(OSError, ValueError):  # stderr is closed: only the exit code remains
         say(f"{PROGRAM}: {text}")
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null: otherwise the interpreter's last flush changes the exit code to 120."""
-    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())

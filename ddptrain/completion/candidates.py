@@ -61,15 +61,12 @@ def _named(kind: str, given: dict[str, str], word: str) -> Candidates:
             found = names.model_names(models_dir)
             return dict.fromkeys(names.model_references(models_dir, model) if at and model in found else found, "")
         case "configuration":
-            return {each: path if path.startswith("./") else "example" for each, path in _configurations(word).items()}
+            paths = {} if "/" in word else names.configurations()
+            return {each: path if path.startswith("./") else "example" for each, path in paths.items()}
         case "field":
             return changes(fields_of(given.get("config", "")), word)
         case _:
             return {}
-
-
-def _configurations(word: str) -> dict[str, str]:
-    return {} if "/" in word else names.configurations()
 
 
 def changes(fields: dict[str, Field], word: str) -> Candidates:

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -116,10 +116,11 @@ class ModelReader:
 
     def verify(self, record: VersionRecord) -> None:
         """Compare every file of a version with its record. Raises RegistryDamaged, which names the file."""
+        folder = self._version_folder(record.model, record.version)
         for file in record.files:
             digest, size_bytes = sha256(), 0
             try:
-                for chunk in self._chunks(record, file):
+                for chunk in folder.store.chunks(f"{folder.path}/{file.path}"):
                     digest.update(chunk)
                     size_bytes += len(chunk)
             except NotFound:
@@ -176,10 +177,6 @@ class ModelReader:
 
     def _version_folder(self, model: str, number: int) -> RemoteFolder:
         return self._below(model, "versions").below(str(number))
-
-    def _chunks(self, record: VersionRecord, file: ModelFile) -> Iterator[bytes]:
-        folder = self._version_folder(record.model, record.version)
-        return folder.store.chunks(f"{folder.path}/{file.path}")
 
     def _check(self, record: VersionRecord, file: ModelFile, size_bytes: int, digest: str) -> None:
         if size_bytes != file.size_bytes:

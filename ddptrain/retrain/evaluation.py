@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def evaluate(
         ClusterError, TrainingFailed, HangDetected, Interrupted, ...: the launch failed. The message names its
             run directory.
     """
-    _require_names(targets)
+    names = [target.name for target in targets]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"name different things to evaluate, not {' and '.join(names) or 'none'}")
     if resolved.config.script is not None:
         return _script_scores(resolved, targets, data)
     function = _function(resolved)
@@ -92,15 +95,15 @@ def evaluate(
             checkpoints[target.name] = _checkpoint(target, resolved)
         except DdptrainError as error:
             failures[target.name] = one_line(error)
-    launch = _Launch(resolved, function, first, data, output, to_stderr)
+    launch = partial(_launch, resolved, function, first, data, output, to_stderr)
     try:
-        found = launch.run(checkpoints)
+        found = launch(checkpoints)
     except (TrainingFailed, HangDetected) as error:
         if len(checkpoints) == 1:
             raise
         # Another target may have crashed or stopped a rank: without it, the first one can still be scored.
         failures |= dict.fromkeys([name for name in checkpoints if name != first.name], one_line(error))
-        found = launch.run({first.name: checkpoints[first.name]})
+        found = launch({first.name: checkpoints[first.name]})
     failures |= found.failures
     notes = [f"{name} has no scores: {reason}" for name, reason in failures.items()]
     return dataclasses.replace(found, failures=failures, notes=(*found.notes, *notes))
@@ -127,45 +130,43 @@ def script_metrics(resolved: ResolvedConfig, *, since: datetime | None = None) -
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A launch of ranks that score checkpoints: `first` is the target whose held-out data are used."""
-
-    resolved: ResolvedConfig
-    function: str
-    first: EvaluationTarget
-    data: str | None
-    output: str
-    to_stderr: bool
-
-    def run(self, checkpoints: Mapping[str, VerifiedCheckpoint]) -> Evaluation:
-        """Launch the ranks and return the scores. Raises the error that ended them."""
-        config = self.resolved.config
-        built_in = BUILT_IN.get(str(config.workload))
-        plan = EvaluationPlan(
-            function=self.function,
-            checkpoints=checkpoints,
-            prepare=built_in.held_out if built_in else "",
-            request={"params": dict(config.params), "run": str(self.first.folder), "data": self.data},
-            data=self.data,
+def _launch(
+    resolved: ResolvedConfig,
+    function: str,
+    first: EvaluationTarget,
+    data: str | None,
+    output: str,
+    to_stderr: bool,
+    checkpoints: Mapping[str, VerifiedCheckpoint],
+) -> Evaluation:
+    """Launch ranks that score checkpoints on the held-out data of `first`. Raises the error that ended them."""
+    config = resolved.config
+    built_in = BUILT_IN.get(str(config.workload))
+    plan = EvaluationPlan(
+        function=function,
+        checkpoints=checkpoints,
+        prepare=built_in.held_out if built_in else "",
+        request={"params": dict(config.params), "run": str(first.folder), "data": data},
+        data=data,
+    )
+    with _runs_folder(config.results.dir) as folder:
+        changed = config.model_copy(
+            update={"results": ResultsConfig(dir=str(folder)), "tracking": TrackingConfig(), "retrain": None}
         )
-        with _runs_folder(config.results.dir) as folder:
-            changed = config.model_copy(
-                update={"results": ResultsConfig(dir=str(folder)), "tracking": TrackingConfig(), "retrain": None}
-            )
-            derived = resolve(changed, self.resolved.path)
-            derived = dataclasses.replace(derived, import_folders=self.resolved.import_folders)
-            run_id = new_run_id(config.name)
-            layout = RunLayout(folder / run_id)
-            options = LaunchOptions(run_id, self.output, evaluation=plan, to_stderr=self.to_stderr)
-            try:
-                exit_code = train(derived, options)
-                if exit_code:
-                    raise _failure(layout, exit_code)
-                return _result(layout)
-            finally:
-                if not _has_logs_of_failure(layout):
-                    shutil.rmtree(layout.root, ignore_errors=True)
+        derived = resolve(changed, resolved.path)
+        derived = dataclasses.replace(derived, import_folders=resolved.import_folders)
+        run_id = new_run_id(config.name)
+        layout = RunLayout(folder / run_id)
+        options = LaunchOptions(run_id, output, evaluation=plan, to_stderr=to_stderr)
+        try:
+            exit_code = train(derived, options)
+            if exit_code:
+                raise _failure(layout, exit_code)
+            return _result(layout)
+        finally:
+            failure = load_run(layout.root).record.failure if layout.run_json.is_file() else None
+            if failure is None or failure.rank is None:  # no rank has failed, so that its log may be needed
+                shutil.rmtree(layout.root, ignore_errors=True)
 
 
 def _function(resolved: ResolvedConfig) -> str:
@@ -179,12 +180,6 @@ def _function(resolved: ResolvedConfig) -> str:
             "metrics, and name it in the configuration, as evaluate: module:function"
         )
     return function
-
-
-def _require_names(targets: Sequence[EvaluationTarget]) -> None:
-    names = [target.name for target in targets]
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"name different things to evaluate, not {' and '.join(names) or 'none'}")
 
 
 def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedCheckpoint:
@@ -229,12 +224,6 @@ def _runs_folder(place: str) -> Iterator[Path]:
             folder.rmdir()
             if is_new:
                 folder.parent.rmdir()
-
-
-def _has_logs_of_failure(layout: RunLayout) -> bool:
-    """Whether a rank has failed, so that its log may be needed."""
-    failure = load_run(layout.root).record.failure if layout.run_json.is_file() else None
-    return failure is not None and failure.rank is not None
 
 
 def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:

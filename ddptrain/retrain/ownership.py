@@ -86,7 +86,8 @@ class ModelOwner:
         watch = threading.Thread(target=self._watch, name="ddptrain-replace", daemon=True)
         try:
             self._lock.keep(self._lose)
-            self._forget_request()
+            with suppress(StoreError):  # a request that stays only ends this process, which is safe
+                self._folder.remove(_REQUEST)
             watch.start()
             yield
         finally:
@@ -129,10 +130,6 @@ class ModelOwner:
         """Ask the owner to end; return what was done, in words."""
         self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         return "asked it to save and end"
-
-    def _forget_request(self) -> None:
-        with suppress(StoreError):  # a request that stays only ends this process, which is safe
-            self._folder.remove(_REQUEST)
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):

@@ -69,7 +69,7 @@ class Schedule:
 
     def missing_times(self, now: datetime) -> list[str]:
         """Return the next times that do not exist on the clock, as "2027-03-28 02:30", for a year."""
-        return [f"{time:%Y-%m-%d %H:%M}" for time in self._wall_times(now) if not _exists(time)]
+        return [f"{time:%Y-%m-%d %H:%M}" for time in self._wall_times(now) if time != _utc(time).astimezone(self._zone)]
 
     def _wall_times(self, now: datetime) -> Iterator[datetime]:
         """Yield the next times on the clock of fixed times, also those that do not exist."""
@@ -172,7 +172,3 @@ def same_zone(one: str, other: str, now: datetime) -> bool:
 
 def _utc(time: datetime) -> datetime:
     return time.astimezone(UTC)
-
-
-def _exists(time: datetime) -> bool:
-    return time == time.astimezone(UTC).astimezone(time.tzinfo)

@@ -26,7 +26,6 @@ from ddptrain.sweep.trial import Trial
 
 _MOST_ROWS = 20  # of the table at the end
 _MOST_CHARS = 24  # of a value in the table
-_STATE_COLOURS = {TrialState.FAILED: terminal.RED, TrialState.PRUNED: terminal.YELLOW}
 
 
 class TrialRows:

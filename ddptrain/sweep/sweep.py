@@ -297,14 +297,16 @@ class Sweep:
         if trial.bug is not None:
             raise trial.bug
         may_diverge = trial.diverged and best is not None  # where other points work, this is a result of the point
-        if record.state is TrialState.FAILED and not may_diverge and self._has_failed_too_often(record):
+        if (
+            record.state is TrialState.FAILED
+            and not may_diverge
+            and self.failures.add(record.cause)
+            and not self.ending
+        ):
             text = f"{SAME_FAILURES} trials have failed in the same way: {record.error}"
             self._fail(
                 f"{text}; the log of the last one is in {self.home.where}/{record.run_ids[-1]}/logs", trial.exit_code
             )
-
-    def _has_failed_too_often(self, record: TrialRecord) -> bool:
-        return self.failures.add(record.cause) and not self.ending
 
     def _fail(self, text: str, exit_code: int) -> None:
         """End the sweep early because of an error; running trials save and end."""

@@ -24,12 +24,14 @@ class Cron(Target):
 
     def parts(self, job: Job, folder: Path | None) -> list[Part]:
         """See Target."""
+        from platformdirs import user_config_path
+
         if not same_zone(job.schedule.zone, host_zone(), datetime.now(UTC)):
             raise UsageError(
                 f"--timezone: cron runs in the time zone of the host, {host_zone()}, not in {job.schedule.zone}: give "
                 "the time in the zone of the host, or use --as systemd"
             )
-        path = (folder or _scripts_folder()) / f"{job.name}.sh"
+        path = (folder or user_config_path("ddptrain", appauthor=False) / "schedules") / f"{job.name}.sh"
         command = shlex.quote(str(path)).replace("%", r"\%")
         lines = [f"{when} {command} {_mark(job.name)}" for when in (job.schedule.cron, "@reboot")]
         script = Part(path.name, _script(job), path, 0o700)
@@ -53,12 +55,6 @@ class Cron(Target):
     def notes(self, job: Job) -> list[str]:
         """See Target."""
         return target.missing_time_note(job, "cron starts it right after that")
-
-
-def _scripts_folder() -> Path:
-    from platformdirs import user_config_path
-
-    return user_config_path("ddptrain", appauthor=False) / "schedules"
 
 
 def _script(job: Job) -> str:
