@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +10,10 @@ import typer
 
 from ddptrain.cli.options import JsonOption, VerboseOption, parsed
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.schedule.target_name import TargetName
 
 if TYPE_CHECKING:
     from ddptrain.schedule.entries import Entry
-    from ddptrain.schedule.install import TargetName
     from ddptrain.schedule.monitor import Finding, Watched
 
 app = typer.Typer(name="schedule", help="Retrain at given times: add, list, check, remove.", no_args_is_help=True)
@@ -22,16 +21,6 @@ app = typer.Typer(name="schedule", help="Retrain at given times: add, list, chec
 _GRACE = "10m"
 _NONE = "no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one"
 _MINUTE = "%Y-%m-%d %H:%M"
-
-
-class _As(StrEnum):
-    """The schedulers, as TargetName; the command line is parsed without it."""
-
-    SYSTEMD = "systemd"
-    CRON = "cron"
-    KUBERNETES = "kubernetes"
-    GITHUB = "github"
-    GITLAB = "gitlab"
 
 
 At = Annotated[
@@ -52,7 +41,7 @@ def add(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file with a section retrain.")],
     at: At,
     as_: Annotated[
-        _As | None, typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]")
+        TargetName | None, typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the schedule.  [default: the name of the model]")] = "",
     timezone: Zone = "",
@@ -83,7 +72,7 @@ def add(
         raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
     schedule = parse_schedule(at, timezone or host_zone())
     options = installing.TargetOptions(image, namespace, claim, runner, system)
-    target_name = installing.TargetName(as_) if as_ else installing.default_target()
+    target_name = as_ or installing.default_target()
     target = installing.make_target(target_name, options)
     delay_s = parsed("--jitter", jitter, duration_s) if jitter else 0.0
     job = make_job(load_config(config), schedule, name, delay_s, os.environ)
@@ -128,7 +117,7 @@ def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
 def remove(name: Annotated[str, typer.Argument(help="Name of the schedule.")], verbose: VerboseOption = False) -> None:
     """Remove an installed schedule from its scheduler. The model and its versions stay."""
     from ddptrain.schedule.entries import Entries
-    from ddptrain.schedule.install import TargetName, uninstall
+    from ddptrain.schedule.install import uninstall
 
     entry = uninstall(name, Entries())
     write([f"removed the schedule {name} from {entry.target}"])

@@ -14,23 +14,13 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.file_ops import open_regular
 from ddptrain.redact import hide_secrets
+from ddptrain.reports.html import tables as csv_tables
 from ddptrain.reports.html.failure import Frame, Tail, shown_traceback, tails, user_frames
 from ddptrain.reports.html.pictures import Picture, PictureReader
 from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
 from ddptrain.reports.html.settings import Setting, read_settings
-from ddptrain.reports.html.tables import (
-    Confusion,
-    CsvFiles,
-    GalleryItem,
-    GeneratedName,
-    Operators,
-    TableFile,
-    confusion,
-    gallery,
-)
 from ddptrain.reports.html.timeline import Timeline, read_timeline
 from ddptrain.reports.rank_results import RankResult, rank_results
-from ddptrain.results.annotations.annotations import Annotations
 from ddptrain.results.layout import files_below
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.show.render import size
@@ -94,23 +84,18 @@ class RunCard:
     frames: Sequence[Frame]
     traceback: str
     tails: Sequence[Tail]
-    tables: Sequence[TableFile]
-    galleries: Sequence[tuple[str, Sequence[GalleryItem]]]
-    confusion: Confusion | None
+    tables: Sequence[csv_tables.TableFile]
+    galleries: Sequence[tuple[str, Sequence[csv_tables.GalleryItem]]]
+    confusion: csv_tables.Confusion | None
     pictures: Sequence[tuple[str, Sequence[Picture]]]
-    operators: Sequence[Operators]
-    names: Sequence[GeneratedName]
+    operators: Sequence[csv_tables.Operators]
+    names: Sequence[csv_tables.GeneratedName]
     files: Sequence[tuple[str, str]]
     settings: Sequence[Setting]
     result: str
     problems: Sequence[str]
     time_use: TimeUse | None = None
     diff: str = ""
-
-    @property
-    def annotations(self) -> Annotations:
-        """Its tags and its note."""
-        return self.view.annotations
 
     @property
     def sections(self) -> list[tuple[str, str]]:
@@ -185,12 +170,12 @@ def _diff(view: RunView, budget_bytes: int) -> str:
 def _media(view: RunView, limits: Limits) -> dict[str, Any]:
     """The tables, pictures and other files among the artifacts, as fields of a card."""
     files = dict(islice(_artifacts(view), _MOST_FILES))
-    csv_files = CsvFiles(view.layout.artifacts_dir, files, limits.table_bytes)
+    csv_files = csv_tables.CsvFiles(view.layout.artifacts_dir, files, limits.table_bytes)
     pictures = PictureReader(view.layout.artifacts_dir, files, limits.image_bytes)
     tables = csv_files.tables()
-    galleries = [(table.path, items) for table in tables if (items := gallery(table, pictures))]
+    galleries = [(table.path, items) for table in tables if (items := csv_tables.gallery(table, pictures))]
     in_gallery = {path for table in tables for row in table.rows for path in row if path in files}
-    predictions = confusion(csv_files.predictions())
+    predictions = csv_tables.confusion(csv_files.predictions())
     shown = {path for path, _ in galleries}
     if predictions is not None:
         shown |= {table.path for table in tables if table.path.startswith("predictions/")}

@@ -28,7 +28,6 @@ class VersionsReport:
     removed: tuple[int, ...]
     kept: dict[int, str]
     freed_bytes: int
-    dry_run: bool
 
 
 @dataclass(frozen=True, slots=True)

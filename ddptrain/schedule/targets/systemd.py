@@ -122,7 +122,7 @@ def on_calendar(cron: str, zone: str) -> list[str]:
     minute, hour, month_day, month, week_day = cron.split()
     time = f"{_numbers(hour, 1)}:{_numbers(minute, 0)}:00 {zone}"
     days = _numbers(month_day, 2)
-    on_week_days = ",".join(_WEEK_DAYS[day] for day in sorted(values(week_day, 4))) + " "
+    on_week_days = ",".join(_WEEK_DAYS[day] for day in values(week_day, 4)) + " "
     if week_day == "*":
         dates = [f"*-{_numbers(month, 3)}-{days}"]
     elif month_day == "*":
@@ -133,7 +133,7 @@ def on_calendar(cron: str, zone: str) -> list[str]:
 
 
 def _numbers(field: str, position: int) -> str:
-    return "*" if field == "*" else ",".join(f"{number:02}" for number in sorted(values(field, position)))
+    return "*" if field == "*" else ",".join(f"{number:02}" for number in values(field, position))
 
 
 def _timer(job: Job) -> str:
