@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +24,6 @@ from typer.models import CommandInfo
 from ddptrain import __version__
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.examples import add_examples, command_name
-from ddptrain.cli.explain import explain
 from ddptrain.cli.init import init
 from ddptrain.cli.models.evaluate import evaluate
 from ddptrain.cli.models.generate import generate
@@ -41,13 +41,14 @@ from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
 from ddptrain.cli.unattended.schedule import app as schedule
 from ddptrain.cli.usage_errors import RootGroup
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, UsageError, one_line
 
 if TYPE_CHECKING:
     from ddptrain.driver.doctor.judge import Check
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HIGHEST_CODE = 255
 _BROKEN_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 
 
@@ -92,7 +93,6 @@ def doctor(runs_dir: RunsDir = None, json: JsonOption = False) -> int:
     """
     from ddptrain.driver.doctor.judge import Result
     from ddptrain.driver.doctor.machine import check_machine
-    from ddptrain.errors import ExitCode
 
     checks = check_machine(runs_dir or DEFAULT_RUNS_DIR, os.environ)
     bad = any(check.result == Result.BAD for check in checks)
@@ -120,6 +120,47 @@ def schema() -> None:
     from ddptrain.config.json_schema import config_schema
 
     typer.echo(json.dumps(config_schema(), indent=2))
+
+
+def explain(
+    what: Annotated[
+        str, typer.Argument(metavar="CODE|RUN", help="An exit code, or a run: its id, the start of one, latest, a URL.")
+    ] = "latest",
+    every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
+    runs_dir: RunsDir = None,
+    json: JsonOption = False,
+) -> None:
+    """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
+    if re.fullmatch(r"[0-9]{1,3}", what):
+        _explain_code(int(what), every, json)
+    else:
+        _explain_run(what, runs_dir, json)
+
+
+def _explain_code(code: int, every: bool, json: bool) -> None:
+    from ddptrain.explain import EXPLANATIONS, as_text, explanation_of, is_known
+
+    if code > _HIGHEST_CODE:
+        raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
+    if not is_known(code):
+        listed = ", ".join(str(int(each)) for each in sorted(EXPLANATIONS))
+        raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {listed}")
+    data = {"exit_code": code, **dataclasses.asdict(explanation_of(code))}
+    print_result(data, as_text(code, complete=every), as_json=json)
+
+
+def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
+    import shlex
+
+    from ddptrain.results.remote.runs import open_runs_dir, split_run
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.show.explanation import explain_run
+
+    place, name = split_run(run, runs_dir or DEFAULT_RUNS_DIR)
+    view = open_runs_dir(place).find(name, NeededFiles.EVENTS)
+    option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
+    explained = explain_run(view, option)
+    print_result(explained.as_dict(), explained.as_text(), as_json=json)
 
 
 # One line for each in the list of commands; `--help` of a command has the full text.

@@ -24,23 +24,10 @@ if TYPE_CHECKING:
 
 MODELS_DIR = "DDPTRAIN_MODELS_DIR"  # the registry, in place of models.dir
 _KEPT = (
-    "PATH",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
-    "http_proxy",
-    "https_proxy",
-    "no_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "NO_PROXY",
-    "SSL_CERT_FILE",
-    "REQUESTS_CA_BUNDLE",
-    "XDG_STATE_HOME",
-    MODELS_DIR,
-    "AWS_PROFILE",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-    "AWS_ENDPOINT_URL",
+    *("PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "XDG_STATE_HOME", MODELS_DIR),
+    *("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
 )
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "HF_TOKEN")
 _TIME_TO_STOP_S = 60  # besides failure.grace_s: to save, and to upload the checkpoint

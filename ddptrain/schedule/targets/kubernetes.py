@@ -21,12 +21,8 @@ _LONGEST_NAME = 52  # of a CronJob, as Kubernetes adds 11 characters for its job
 _LONGEST_DEADLINE_S = 7 * 86_400
 _TRIES = 3
 _NOT_AGAIN = (
-    ExitCode.TRAINING_FAILED,
-    ExitCode.USAGE,
-    ExitCode.INTERNAL,
-    ExitCode.HANG,
-    ExitCode.REJECTED,
-    ExitCode.DEADLINE,
+    *(ExitCode.TRAINING_FAILED, ExitCode.USAGE, ExitCode.INTERNAL),
+    *(ExitCode.HANG, ExitCode.REJECTED, ExitCode.DEADLINE),
 )
 
 
@@ -50,7 +46,8 @@ class Kubernetes(Target):
                 f"{job.config} contains secrets, which a ConfigMap would show: write env:NAME in their place"
             )
         name = f"{resource_name(job.name)}.yaml"
-        text = target.yaml_text(job, self._config_map(job), self._cron_job(job))
+        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata(job)}
+        text = target.yaml_text(job, {**config_map, "data": {job.config.name: job.config_text}}, self._cron_job(job))
         return [Part(name, text, folder / name if folder else None)]
 
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
@@ -81,14 +78,6 @@ class Kubernetes(Target):
     @property
     def _in_namespace(self) -> str:
         return f" --namespace={self.namespace}" if self.namespace else ""
-
-    def _config_map(self, job: Job) -> dict[str, Any]:
-        return {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": self._metadata(job),
-            "data": {job.config.name: job.config_text},
-        }
 
     def _metadata(self, job: Job) -> dict[str, Any]:
         inside = {"namespace": self.namespace} if self.namespace else {}
