@@ -139,13 +139,6 @@ class ModelReader:
                 raise self._damaged(record, file, "is missing") from None
             self._check(record, file, *hash_file(path))
 
-    def local_folder(self, record: VersionRecord) -> Path | None:
-        """Return the version's folder if the registry is on this machine."""
-        store = self.folder.store
-        if not isinstance(store, OwnFolder):
-            return None
-        return Path(store.location.url, record.model, "versions", str(record.version))
-
     def _is_model(self, name: str) -> bool:
         try:
             check_model_name(name)
@@ -199,9 +192,10 @@ def open_version(registry: ModelReader, record: VersionRecord) -> Path:
 
     Raises RegistryDamaged, which names the file; StoreError.
     """
-    if (folder := registry.local_folder(record)) is not None:
+    store = registry.folder.store
+    if isinstance(store, OwnFolder):
         registry.verify(record)
-        return folder
+        return Path(store.location.url, record.model, "versions", str(record.version))
     copy = _copy_folder(registry, record)
     if not _is_complete(copy, record):
         incoming = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}.tmp")

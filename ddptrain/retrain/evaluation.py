@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddptrain.config.plugin_names import BUILT_IN
 from ddptrain.config.resolved import ResolvedConfig, resolve
@@ -34,6 +34,8 @@ from ddptrain.results.secure_files import make_folder
 from ddptrain.retrain.script_output import read_metrics
 from ddptrain.run_handle import error_of
 from ddptrain.storage.remote_folder import is_url
+
+Value = TypeVar("Value")
 
 FOLDER = ".evaluations"  # below results.dir: the run directories of evaluations
 _MOST_KEPT = 5  # run directories of evaluations that failed
@@ -87,14 +89,8 @@ def evaluate(
     if resolved.config.script is not None:
         return _script_scores(resolved, targets, data)
     function = _function(resolved)
-    first, *others = targets
-    checkpoints = {first.name: _checkpoint(first, resolved)}
-    failures: dict[str, str] = {}
-    for target in others:
-        try:
-            checkpoints[target.name] = _checkpoint(target, resolved)
-        except DdptrainError as error:
-            failures[target.name] = one_line(error)
+    first = targets[0]
+    checkpoints, failures = _of_each(targets, lambda target: _checkpoint(target, resolved))
     launch = partial(_launch, resolved, function, first, data, output, to_stderr)
     try:
         found = launch(checkpoints)
@@ -107,6 +103,19 @@ def evaluate(
     failures |= found.failures
     notes = [f"{name} has no scores: {reason}" for name, reason in failures.items()]
     return dataclasses.replace(found, failures=failures, notes=(*found.notes, *notes))
+
+
+def _of_each(
+    targets: Sequence[EvaluationTarget], get: Callable[[EvaluationTarget], Value]
+) -> tuple[dict[str, Value], dict[str, str]]:
+    """What `get` returns for each target, by name, and why not for the others. Raises the error of the first target."""
+    found, failures = {targets[0].name: get(targets[0])}, {}
+    for target in targets[1:]:
+        try:
+            found[target.name] = get(target)
+        except DdptrainError as error:
+            failures[target.name] = one_line(error)
+    return found, failures
 
 
 def script_metrics(resolved: ResolvedConfig, *, since: datetime | None = None) -> dict[str, float]:
@@ -266,15 +275,7 @@ def _script_scores(resolved: ResolvedConfig, targets: Sequence[EvaluationTarget]
     """The metrics of scripts: those that a version has recorded, or for a run those in the declared file."""
     if data is not None:
         raise UsageError("--data: a script evaluates itself, so it cannot be scored on other data")
-    scores: dict[str, dict[str, float]] = {}
-    failures: dict[str, str] = {}
-    for position, target in enumerate(targets):
-        try:
-            scores[target.name] = _script_score(resolved, target)
-        except DdptrainError as error:
-            if position == 0:
-                raise
-            failures[target.name] = one_line(error)
+    scores, failures = _of_each(targets, lambda target: _script_score(resolved, target))
     notes = tuple(f"{name} has no scores: {reason}" for name, reason in failures.items())
     return Evaluation(scores, notes=notes, failures=failures)
 

@@ -112,7 +112,9 @@ class ModelOwner:
                 raise RunLocked(busy)
             if not is_reported:
                 is_reported = True
-                tell(f"{busy}; {self._ask() if overlap == 'replace' else 'waiting for its end'}")
+                if overlap == "replace":
+                    self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                tell(f"{busy}; {'asked it to save and end' if overlap == 'replace' else 'waiting for its end'}")
             if time.monotonic() >= deadline:
                 raise RunLocked(f"{busy} and did not end within {wait_s:g} s")
             time.sleep(_TRY_EVERY_S)
@@ -125,11 +127,6 @@ class ModelOwner:
         with suppress(StoreError):
             claim = claim_from(self._folder.read(LOCK))
         return f"process {claim.pid} on {claim.host}" if claim else ""
-
-    def _ask(self) -> str:
-        """Ask the owner to end; return what was done, in words."""
-        self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        return "asked it to save and end"
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):

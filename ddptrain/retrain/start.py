@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddptrain import ci
 from ddptrain.config.resolved import ResolvedConfig
@@ -24,6 +24,7 @@ from ddptrain.model_registry.registry import ModelRegistry, user_name
 from ddptrain.notify.heartbeat import Heartbeat
 from ddptrain.reports.destinations import Reporting
 from ddptrain.results.layout import new_run_id
+from ddptrain.results.lookup import RunView
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.results.run_store import NeededFiles
@@ -33,9 +34,6 @@ from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatu
 from ddptrain.retrain.script_output import output_states
 from ddptrain.sanitize import sanitized
 from ddptrain.storage.store import WriteConflict
-
-if TYPE_CHECKING:
-    from ddptrain.results.lookup import RunView
 
 _log = Log(__name__)
 

@@ -11,9 +11,9 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddptrain.config.load import load_config
+from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.log import Log
 from ddptrain.model_registry.model_reader import ModelReader
@@ -23,9 +23,6 @@ from ddptrain.schedule.entries import Entry
 from ddptrain.schedule.job import env_file, read_env_file
 from ddptrain.schedule.times import Schedule, slot_text
 from ddptrain.storage.remote_folder import is_url
-
-if TYPE_CHECKING:
-    from ddptrain.config.resolved import ResolvedConfig
 
 _READ_RECORDS = 20
 _READ_FOR_MISSED = 120

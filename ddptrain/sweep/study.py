@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC as _UTC
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
+from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from ddptrain.config.sections.sweeping import Distribution, SweepConfig, values_of
@@ -29,9 +30,6 @@ from ddptrain.log import Log
 from ddptrain.results.errors import ResultsError, naming
 from ddptrain.results.secure_files import open_to_append
 from ddptrain.sweep.records import TrialRecord, TrialState
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
 
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}
 _PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}

@@ -18,7 +18,7 @@ from ddptrain.config.wording import counted
 from ddptrain.driver.attempt.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.display import Display
-from ddptrain.driver.session import SharedCluster, SharedRun, cluster_for
+from ddptrain.driver.session import Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
 from ddptrain.log import Log
@@ -29,14 +29,13 @@ from ddptrain.sweep import folder as folders
 from ddptrain.sweep import output
 from ddptrain.sweep.capacity import Capacity, local_slots
 from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation, remaining_s
+from ddptrain.sweep.folder import LocalSweep
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
+from ddptrain.sweep.stored import StoredSweep
 from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
 from ddptrain.sweep.trial_config import best_yaml, ranks_of, trial_config
 
 if TYPE_CHECKING:
-    from ddptrain.driver.session import Session
-    from ddptrain.sweep.folder import LocalSweep
-    from ddptrain.sweep.stored import StoredSweep
     from ddptrain.sweep.study import Study
 
 _TICK_S = 0.5

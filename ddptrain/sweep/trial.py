@@ -9,26 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.control.signals import ThreadSignals
+from ddptrain.driver.session import SharedRun
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
+from ddptrain.sweep.folder import LocalSweep
 from ddptrain.sweep.metric import LiveMetric, best_value
 from ddptrain.sweep.records import TrialRecord, TrialState
-
-if TYPE_CHECKING:
-    from ddptrain.driver.session import SharedRun
-    from ddptrain.sweep.folder import LocalSweep
-    from ddptrain.sweep.stored import StoredSweep
+from ddptrain.sweep.stored import StoredSweep
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})

@@ -59,8 +59,15 @@ def run(
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
     pickled = _pickled(pytorch_function, args, kwargs)
     worker_group = WorkerGroup(client, new_run_id("dispatch"), queue.SimpleQueue())
+    hooks = WaitHooks(
+        check=lambda workers: check_cluster(client, workers, Needs(_WORKLOAD, ())),
+        worker_fault=lambda: None,
+        last_words=lambda: "",
+        tell=logger.warning,
+        cluster="",
+    )
     try:
-        places = worker_group.reserve(SlotRequest(None, False, _START_S, _WAIT_S), _watchers(client))
+        places = worker_group.reserve(SlotRequest(None, False, _START_S, _WAIT_S), hooks)
         specs = _specs(worker_group.run_id, places, backend)
         port = _store_port(client, specs[0], places[0])
         futures = []
@@ -96,17 +103,6 @@ def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 def _futures_in(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     places: dict[int | str, Any] = {place: value for place, value in enumerate(args) if isinstance(value, Future)}
     return places | {name: value for name, value in kwargs.items() if isinstance(value, Future)}
-
-
-def _watchers(client: Client) -> WaitHooks:
-    needs = Needs(_WORKLOAD, ())
-    return WaitHooks(
-        check=lambda workers: check_cluster(client, workers, needs),
-        worker_fault=lambda: None,
-        last_words=lambda: "",
-        tell=logger.warning,
-        cluster="",
-    )
 
 
 def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> list[RankSpec]:

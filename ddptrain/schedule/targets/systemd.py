@@ -52,11 +52,8 @@ class Systemd(Target):
                 environment = {"XDG_RUNTIME_DIR": runtime, **os.environ}
                 done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
             error_lines = [line for line in done.stderr.splitlines() if folder in line or "ddptrain-" in line]
-        return (
-            f"systemd refuses the unit: {error_lines[0].replace(f'{folder}/', '')}"
-            if done.returncode and error_lines
-            else ""
-        )
+        refused = done.returncode and error_lines
+        return f"systemd refuses the unit: {error_lines[0].replace(f'{folder}/', '')}" if refused else ""
 
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""
@@ -64,7 +61,8 @@ class Systemd(Target):
         with target.files_written(parts):
             target.run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
             target.run_tool([*self._systemctl, "enable", "--now", timer], missing=_MISSING)
-        return [f"enabled {timer}; {' '.join(self._systemctl)} list-timers shows it", f"log: {self._journal(job)}"]
+        log = f"log: journalctl {'' if self._system else '--user '}-u {unit_name(job.name)}"
+        return [f"enabled {timer}; {' '.join(self._systemctl)} list-timers shows it", log]
 
     def remove(self, name: str, files: Sequence[Path]) -> None:
         """See Target."""
@@ -76,19 +74,15 @@ class Systemd(Target):
 
     def notes(self, job: Job) -> list[str]:
         """See Target."""
-        lingers = self._system or Path("/var/lib/systemd/linger", getpass.getuser()).exists()
-        linger = (
-            [] if lingers else ["timers of a user run only while the user is logged in, until: loginctl enable-linger"]
-        )
-        return linger + target.missing_time_note(job, "systemd skips this time")
+        notes = target.missing_time_note(job, "systemd skips this time")
+        if not self._system and not Path("/var/lib/systemd/linger", getpass.getuser()).exists():
+            notes.insert(0, "timers of a user run only while the user is logged in, until: loginctl enable-linger")
+        return notes
 
     def _folder(self) -> Path:
         from platformdirs import user_config_path
 
         return _SYSTEM_FOLDER if self._system else user_config_path("systemd", appauthor=False) / "user"
-
-    def _journal(self, job: Job) -> str:
-        return f"journalctl {'' if self._system else '--user '}-u {unit_name(job.name)}"
 
     def _service(self, job: Job) -> str:
         """The service. A preempted retraining starts again; one at its deadline continues at the next time."""
