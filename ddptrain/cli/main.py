@@ -22,6 +22,7 @@ from typer.main import get_command
 from typer.models import CommandInfo
 
 from ddptrain import __version__
+from ddptrain.cli import options as opt
 from ddptrain.cli.cluster import app as cluster
 from ddptrain.cli.examples import add_examples, command_name
 from ddptrain.cli.init import init
@@ -29,13 +30,11 @@ from ddptrain.cli.models.evaluate import evaluate
 from ddptrain.cli.models.generate import generate
 from ddptrain.cli.models.models import app as models
 from ddptrain.cli.models.predict import predict
-from ddptrain.cli.options import JsonOption, log_to_stderr
 from ddptrain.cli.printing import print_result, say
 from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, RunCommand, run
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 from ddptrain.cli.stop import stop
-from ddptrain.cli.sweep import sweep
 from ddptrain.cli.train import train
 from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
@@ -83,10 +82,10 @@ def _root(
     ] = False,
 ) -> None:
     """Train PyTorch models on every GPU of a Dask cluster, and show the results."""
-    log_to_stderr(False)
+    opt.log_to_stderr(False)
 
 
-def doctor(runs_dir: RunsDir = None, json: JsonOption = False) -> int:
+def doctor(runs_dir: RunsDir = None, json: opt.JsonOption = False) -> int:
     """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, servers that are configured, and the clock.
 
     The exit code is 4 if something would make a run fail. `ddptrain cluster check` checks all hosts of a cluster.
@@ -128,7 +127,7 @@ def explain(
     ] = "latest",
     every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
     runs_dir: RunsDir = None,
-    json: JsonOption = False,
+    json: opt.JsonOption = False,
 ) -> None:
     """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
     if re.fullmatch(r"[0-9]{1,3}", what):
@@ -161,6 +160,44 @@ def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
     option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
     explained = explain_run(view, option)
     print_result(explained.as_dict(), explained.as_text(), as_json=json)
+
+
+def sweep(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume needs none."),
+    ] = None,
+    overrides: Annotated[list[str] | None, opt.set_option("sweep.trials=64")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the newest sweep of this name, or the one of --sweep-id.")
+    ] = False,
+    sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
+    ranks: opt.RanksOption = None,
+    cluster: opt.ClusterOption = None,
+    runs_dir: opt.RunsDirOption = None,
+    verbose: opt.VerboseOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
+) -> None:
+    """Search for the best values of some fields: many trials, each an ordinary run, on one cluster.
+
+    Exit codes: 0 at least one trial is complete; 1 no trial is, or the same failure has happened three times; 75
+    after SIGTERM, 130 after Ctrl-C: --resume goes on; others as of train.
+    """
+    from ddptrain.config.load import load_config
+
+    options = opt.field_options(None, cluster, runs_dir)
+    if ranks is not None:
+        options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
+    if config is None and not resume:
+        raise UsageError("name the configuration: ddptrain sweep CONFIG, or continue a sweep: ddptrain sweep --resume")
+    from ddptrain.sweep.sweep import SweepOptions, last_source, run_sweep
+
+    if config is None:
+        config = last_source(runs_dir or "runs", sweep_id)
+    resolved = opt.checked(
+        functools.partial(load_config, opt.local_config(config), sweeps=True), overrides or [], options
+    )
+    raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))
 
 
 # One line for each in the list of commands; `--help` of a command has the full text.

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_json, print_result, write
-from ddptrain.cli.runs.annotate import TagCommand, note, tag
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Run, RunNames, RunsDir, folder_of, place_of, view_of
 from ddptrain.cli.runs.compare import chart_style, compare
 from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs
@@ -23,6 +23,17 @@ from ddptrain.cli.unattended.prune import prune
 app = typer.Typer(
     name="results", help="List runs; show one, its logs, its curves; delete old ones.", no_args_is_help=False
 )
+
+_MARK = "\0"  # no argument contains it
+
+
+class TagCommand(TyperCommand):
+    """A command whose arguments may begin with a minus: `-old` is a tag to remove, not options."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """See click.Command."""
+        kept = [_MARK + arg if arg[:1] == "-" and arg[1:2] not in ("", "-") and arg != "-h" else arg for arg in args]
+        return super().parse_args(ctx, kept)
 
 
 class ExportFormat(StrEnum):
@@ -177,8 +188,52 @@ def sync(
 app.command("list", short_help="List the runs, newest first, and the sweeps.")(list_runs)
 app.command("sweeps", short_help="List the sweeps, newest first.")(list_sweeps)
 app.command("compare", short_help="Compare runs: settings, metrics, curves.")(compare)
-app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
-app.command("note", short_help="Write a note on a run.")(note)
+
+
+@app.command(cls=TagCommand, short_help="Add tags to a run, or remove them.")
+def tag(
+    ctx: typer.Context,
+    run: Run,
+    tags: Annotated[
+        list[str] | None, typer.Argument(metavar="[+TAG|-TAG]...", help="+good adds a tag, -old removes one.")
+    ] = None,
+    runs_dir: RunsDir = None,
+    json: JsonOption = False,
+) -> None:
+    """Add tags to a run, or remove them: ddptrain results tag latest +good -old. Without tags it prints them."""
+    from ddptrain.results.annotations.annotations import tag_changes
+
+    add, remove = tag_changes(word.removeprefix(_MARK) for word in tags or ())
+    runs, name = place_of(ctx, runs_dir, run)
+    if add or remove:
+        found = runs.annotate(name, lambda before: before.with_tags(add, remove))
+    else:
+        found = runs.find(name).annotations
+    print_result({"tags": found.tags, "note": found.note}, [" ".join(found.tags) or "no tags"], as_json=json)
+
+
+@app.command(short_help="Write a note on a run.")
+def note(
+    ctx: typer.Context,
+    run: Run,
+    text: Annotated[
+        str | None, typer.Argument(help='The note, which replaces the one before; "" deletes it.', show_default=False)
+    ] = None,
+    runs_dir: RunsDir = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a note on a run: ddptrain results note latest "larger batches". Without a text it prints the note."""
+    from dataclasses import replace
+
+    from ddptrain.results.annotations.annotations import checked_note
+
+    runs, name = place_of(ctx, runs_dir, run)
+    if text is not None:
+        checked = checked_note(text)
+        found = runs.annotate(name, lambda before: replace(before, note=checked))
+    else:
+        found = runs.find(name).annotations
+    print_result({"tags": found.tags, "note": found.note}, [found.note or "no note"], as_json=json)
 
 
 @app.command(short_help="Write the metrics of runs for other tools.")
