@@ -194,9 +194,8 @@ def sweep(
 
     if config is None:
         config = last_source(runs_dir or "runs", sweep_id)
-    resolved = opt.checked(
-        functools.partial(load_config, opt.local_config(config), sweeps=True), overrides or [], options
-    )
+    load = functools.partial(load_config, opt.local_config(config), sweeps=True)
+    resolved = opt.checked(load, overrides or [], options)
     raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))
 
 

@@ -98,13 +98,6 @@ class Schedule:
 
 def parse_schedule(text: str, zone: str = "UTC") -> Schedule:
     """Read a time such as "Mon 03:00" or a cron expression. Raises UsageError, also for a time zone that is unknown."""
-    check_zone(zone)
-    cron = to_cron(text)
-    return Schedule(" ".join(text.split()), cron, zone)
-
-
-def check_zone(zone: str) -> None:
-    """Raise UsageError if this machine does not know the time zone."""
     try:
         ZoneInfo(zone)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
@@ -113,6 +106,8 @@ def check_zone(zone: str) -> None:
         hint = f"did you mean {match}?" if match else "write a name as Europe/Berlin"
         hint = hint if known else "install the package tzdata"
         raise UsageError(f'--timezone: "{shorten(zone)}" is not a time zone: {hint}') from None
+    cron = to_cron(text)
+    return Schedule(" ".join(text.split()), cron, zone)
 
 
 def resolve_slot(text: str, now: datetime | None = None) -> str:

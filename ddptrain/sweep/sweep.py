@@ -371,8 +371,8 @@ class Sweep:
     def _eta(self) -> str:
         durations = [t.duration_s for t in self.record.trials if t.state.is_final and t.duration_s is not None]
         planned = self.record.planned
-        ended = sum(trial.state.is_final for trial in self.record.trials)
-        left_s = remaining_s(durations, planned - ended if planned else None, max(1, len(self.running)))
+        left = planned - self.record.ended if planned else None
+        left_s = remaining_s(durations, left, max(1, len(self.running)))
         if self.sweep.for_ is not None:
             rest_s = max(0.0, self.sweep.for_ - self._elapsed_s())
             left_s = rest_s if left_s is None else min(left_s, rest_s)

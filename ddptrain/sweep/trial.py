@@ -164,7 +164,9 @@ class Trial:
                 config = self.plan.config(self.record.params, repeat)
                 self.exit_code = self.plan.run(config, run_id, resume=view is not None, trial=self)
             except ValidationError as error:
-                return self._fail(f"the point is not possible: {one_line(describe_point(error))}", ExitCode.USAGE)
+                first = error.errors(include_url=False)[0]
+                text = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+                return self._fail(f"the point is not possible: {text}", ExitCode.USAGE)
             except DdptrainError as error:
                 if self.stopped and not isinstance(error, UsageError):
                     self.record.state = TrialState.INTERRUPTED
@@ -210,12 +212,6 @@ class Trial:
         self.record.state, self.record.error = TrialState.FAILED, text
         self.exit_code = int(exit_code) or int(ExitCode.TRAINING_FAILED)
         return False
-
-
-def describe_point(error: ValidationError) -> str:
-    """Return the first problem of a point in one line."""
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _has_result(view: RunView) -> bool:

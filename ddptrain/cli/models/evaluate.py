@@ -59,7 +59,7 @@ def evaluate(
 
 def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTarget:
     """The run or model of that name; a name without @ may be a model's, if there is no such run. Raises UsageError."""
-    from ddptrain.errors import RunNotFound
+    from ddptrain.errors import RunNotFound, UsageError
     from ddptrain.model_registry.reference import is_model_reference
     from ddptrain.retrain.evaluation import EvaluationTarget
 
@@ -68,22 +68,12 @@ def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTar
     except RunNotFound as error:
         if is_model_reference(source) or "/" in source:
             raise
-        found = _champion(source, runs_dir, models_dir)
-        if found is None:
+        try:
+            folder, about = open_trained(f"{source}@champion", runs_dir, models_dir)
+        except UsageError:
             raise RunNotFound(f"{error}; there is no model of that name either") from None
-        folder, about = found
     name = f"{about['model']}@{about['version']}" if "model" in about else str(about["run_id"])
     return EvaluationTarget(name, folder)
-
-
-def _champion(name: str, runs_dir: str, models_dir: str | None) -> tuple[Path, dict[str, Any]] | None:
-    """The champion of the model of that name; None if there is none."""
-    from ddptrain.errors import UsageError
-
-    try:
-        return open_trained(f"{name}@champion", runs_dir, models_dir)
-    except UsageError:
-        return None
 
 
 def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:

@@ -27,6 +27,7 @@ def generate(
     import dataclasses
     import json
 
+    from ddptrain.config.wording import counted
     from ddptrain.workloads.petnames.generate import generate_names
 
     run_dir, source = open_trained(run, runs_dir, models_dir, "petnames")
@@ -35,9 +36,10 @@ def generate(
         write([json.dumps({**source, **dataclasses.asdict(made)})], is_json=True)
     else:
         write(made.names)
+    dropped, were = made.dropped_known, "was" if made.dropped_known == 1 else "were"
     remarks = [
         f"the seed was {made.seed}" if seed is None else "",
-        _replaced(made.dropped_known),
+        f"{counted(dropped, 'name')} of the training list {were} replaced" if dropped else "",
         f"only {len(made.names):,} of {count:,} names: gave up after {made.attempts:,} attempts; "
         "try a higher --temperature, a shorter --prefix, or --keep-known"
         if made.limit_reached
@@ -45,10 +47,3 @@ def generate(
     ]
     for remark in filter(None, remarks):
         say(f"generate: {remark}")
-
-
-def _replaced(number: int) -> str:
-    from ddptrain.config.wording import counted
-
-    was = "was" if number == 1 else "were"
-    return f"{counted(number, 'name')} of the training list {was} replaced" if number else ""
