@@ -29,8 +29,7 @@ ClusterOption = Annotated[
     ),
 ]
 RunsDirOption = Annotated[
-    str | None,
-    typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
+    str | None, typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir).")
 ]
 RunIdOption = Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")]
 ResumeOption = Annotated[

@@ -238,11 +238,7 @@ def _evaluate(start: Start, candidate: Candidate) -> None:
     scores = candidate.evaluate(champion)
     start.out.stage(Stage.EVALUATE, scores.text, scores=scores.scores, notes=scores.notes, held_out=scores.held_out)
     start.update(
-        stage=Stage.EVALUATE,
-        scores=scores.scores,
-        notes=scores.notes,
-        held_out=scores.held_out,
-        champion=champion,
+        stage=Stage.EVALUATE, scores=scores.scores, notes=scores.notes, held_out=scores.held_out, champion=champion
     )
 
 

@@ -127,10 +127,7 @@ class Kubernetes(Target):
             volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": self.claim}})
         if job.secrets:
             container["env"] = [
-                {
-                    "name": key,
-                    "valueFrom": {"secretKeyRef": {"name": _secret_name(job), "key": key, "optional": True}},
-                }
+                {"name": key, "valueFrom": {"secretKeyRef": {"name": _secret_name(job), "key": key, "optional": True}}}
                 for key in job.secrets
             ]
         if job.gpus:

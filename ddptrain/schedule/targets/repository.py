@@ -53,10 +53,7 @@ class GitHub(Target):
         secrets = {"env": {key: f"${{{{ secrets.{key} }}}}" for key in job.secrets}} if job.secrets else {}
         return {
             "name": f"retrain {job.model}",
-            "on": {
-                "schedule": [{"cron": job.schedule.cron, "timezone": job.schedule.zone}],
-                "workflow_dispatch": {},
-            },
+            "on": {"schedule": [{"cron": job.schedule.cron, "timezone": job.schedule.zone}], "workflow_dispatch": {}},
             "permissions": {"contents": "read"},
             "concurrency": {"group": f"ddptrain-{job.model}", "cancel-in-progress": False},
             "jobs": {
