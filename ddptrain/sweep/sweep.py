@@ -6,7 +6,7 @@ import queue
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
     check_trackers(resolved.config)
     check_tls(resolved)
     sweeps, name = folders.open_sweeps(resolved.config.results.dir), resolved.config.name
+    held: AbstractContextManager[LocalSweep | StoredSweep]
     if options.resume:
         held = sweeps.resume(sweeps.find(name, options.sweep_id))
     else:
