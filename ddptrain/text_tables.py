@@ -27,6 +27,11 @@ def plain_table(table: Sequence[Sequence[str]]) -> str:
     return "\n".join(padded)
 
 
+def clean_table(table: Sequence[Sequence[str]]) -> str:
+    """Return a table like `plain_table`; its cells may contain anything, as in `clean_line`."""
+    return plain_table([[clean_line(cell) for cell in row] for row in table])
+
+
 def plain_sections(parts: Sequence[Section]) -> str:
     """Return titles with names and values below them; further lines of a value are indented."""
     blocks = []

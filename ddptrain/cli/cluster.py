@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import VerboseOption, checked
-from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.options import JsonOption, VerboseOption, checked, field_options
+from ddptrain.cli.printing import print_json, print_result, say, write
 
 if TYPE_CHECKING:
     from ddptrain.clusters.status import View
@@ -20,7 +20,6 @@ app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster's name.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 
 
@@ -63,7 +62,7 @@ def up(
         bool,
         typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),
     ] = False,
-    json: Json = False,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
@@ -91,7 +90,7 @@ def up(
 
 
 @app.command("list", short_help="List the clusters, and whether they are up.")
-def list_(json: Json = False, verbose: VerboseOption = False) -> None:
+def list_(json: JsonOption = False, verbose: VerboseOption = False) -> None:
     """List the clusters of this user, and whether they are up."""
     from ddptrain.clusters import status as clusters_status
 
@@ -108,7 +107,7 @@ def list_(json: Json = False, verbose: VerboseOption = False) -> None:
 
 
 @app.command(short_help="Show a cluster, and who uses it.")
-def status(name: Name, json: Json = False, verbose: VerboseOption = False) -> None:
+def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False) -> None:
     """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes.
 
     Exit code 4 if it can't be used.
@@ -140,14 +139,13 @@ def check(
         list[str] | None,
         typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of the measuring ranks; repeatable."),
     ] = None,
-    json: Json = False,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Check the hosts of a cluster, with all slots that are free now: facts, GPUs, disk, clock, and network.
 
     Exit code 4 if something is bad.
     """
-    from ddptrain.cli.options import field_options
     from ddptrain.config.load import load_cluster
 
     options = field_options(None, name, None)
@@ -162,10 +160,7 @@ def check(
     depth = "deep" if deep else "quick"
     with signals_to(SimpleQueue()) as signals:
         report = check_cluster(config, depth, variables, _tell, signals, exclude_bad=exclude_bad)
-    if json:
-        print_json(text.as_dict(report))
-    else:
-        write(text.lines(report, all_pairs=deep))
+    print_result(text.as_dict(report), text.lines(report, all_pairs=deep), as_json=json)
     if not report.usable:
         raise typer.Exit(ExitCode.CLUSTER)
 
@@ -185,26 +180,23 @@ def logs(
     name: Name,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Number of last lines of each process.")] = 50,
     source: Annotated[str | None, typer.Option(help="Only of scheduler, worker, or a host.")] = None,
-    json: Json = False,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Print the last log lines of scheduler and workers, including those that have ended."""
     from ddptrain.clusters import lifecycle
-
-    found = lifecycle.logs(name, lines, source)
-    if json:
-        print_json(found)
-        return
     from ddptrain.text_tables import clean
 
-    write(f"==> {each} <==\n{clean(text).rstrip()}".rstrip() + "\n" for each, text in found.items())
+    found = lifecycle.logs(name, lines, source)
+    blocks = (f"==> {each} <==\n{clean(text).rstrip()}".rstrip() + "\n" for each, text in found.items())
+    print_result(found, blocks, as_json=json)
 
 
 @app.command(short_help="Change how many slots it has.")
 def scale(
     name: Name,
     slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="The new number of slots.")],
-    json: Json = False,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Change how many slots a cluster has. Slots that a run uses are removed when it ends."""
@@ -221,7 +213,7 @@ def down(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A cluster's name.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="Also if runs use it; they fail.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
@@ -256,9 +248,8 @@ def _nothing_to_end(name: str, known: Sequence[str]) -> str:
     from ddptrain.config.wording import nearest, shorten
 
     near = nearest(name, known)
-    return (
-        f'there is no cluster "{shorten(name)}", so there is nothing to end{f" (did you mean {near}?)" if near else ""}'
-    )
+    hint = f" (did you mean {near}?)" if near else ""
+    return f'there is no cluster "{shorten(name)}", so there is nothing to end{hint}'
 
 
 def _raise_all(errors: Sequence[Exception]) -> None:
@@ -284,13 +275,10 @@ def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
 
 
 def _print_view(view: View, *, as_json: bool) -> None:
-    if as_json:
-        print_json(view.as_dict())
-        return
     from ddptrain.clusters.render import sections
     from ddptrain.text_tables import plain_sections
 
-    write([plain_sections(sections(view))])
+    print_result(view.as_dict(), [plain_sections(sections(view))], as_json=as_json)
 
 
 def _tell(text: str) -> None:

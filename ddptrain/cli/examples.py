@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 from typer.main import get_command_name
+from typer.models import CommandInfo
 
 # The words of a command -> command lines, without `ddptrain` before them.
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -61,10 +62,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 
 
+def command_name(info: CommandInfo) -> str:
+    """Return the name of a command, which may be that of its function."""
+    return info.name or get_command_name(getattr(info.callback, "__name__", ""))
+
+
 def add_examples(app: typer.Typer, path: tuple[str, ...] = ()) -> None:
     """Show the examples at the end of each command's help."""
     for command in app.registered_commands:
-        name = command.name or get_command_name(getattr(command.callback, "__name__", ""))
+        name = command_name(command)
         lines = [f"  ddptrain {line}" for line in EXAMPLES.get(" ".join((*path, name)), ())]
         if lines:
             command.epilog = "\n".join(("\b", "Examples:", *lines))  # \b: the lines are not joined

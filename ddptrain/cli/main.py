@@ -9,43 +9,45 @@ import functools
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.main import get_command, get_command_name
+from typer.main import get_command
 from typer.models import CommandInfo
 
 from ddptrain import __version__
+from ddptrain.cli import options as opt
 from ddptrain.cli.cluster import app as cluster
-from ddptrain.cli.doctor import doctor
-from ddptrain.cli.examples import add_examples
-from ddptrain.cli.explain import explain
+from ddptrain.cli.examples import add_examples, command_name
 from ddptrain.cli.init import init
 from ddptrain.cli.models.evaluate import evaluate
 from ddptrain.cli.models.generate import generate
 from ddptrain.cli.models.models import app as models
 from ddptrain.cli.models.predict import predict
-from ddptrain.cli.options import log_to_stderr
-from ddptrain.cli.printing import say
+from ddptrain.cli.printing import print_result, say
 from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, RunCommand, run
-from ddptrain.cli.schema import schema
+from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 from ddptrain.cli.stop import stop
-from ddptrain.cli.sweep import sweep
 from ddptrain.cli.train import train
 from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
 from ddptrain.cli.unattended.schedule import app as schedule
 from ddptrain.cli.usage_errors import RootGroup
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, UsageError, one_line
+
+if TYPE_CHECKING:
+    from ddptrain.driver.doctor.judge import Check
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HIGHEST_CODE = 255
 _BROKEN_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 
 
@@ -75,12 +77,125 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train PyTorch models on every GPU of a Dask cluster, and show the results."""
-    log_to_stderr(False)
+    opt.log_to_stderr(False)
+
+
+def doctor(runs_dir: RunsDir = None, json: opt.JsonOption = False) -> int:
+    """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, servers that are configured, and the clock.
+
+    The exit code is 4 if something would make a run fail. `ddptrain cluster check` checks all hosts of a cluster.
+    """
+    from ddptrain.driver.doctor.judge import Result
+    from ddptrain.driver.doctor.machine import check_machine
+
+    checks = check_machine(runs_dir or DEFAULT_RUNS_DIR, os.environ)
+    bad = any(check.result == Result.BAD for check in checks)
+    data = {"ok": not bad, "checks": [dataclasses.asdict(check) for check in checks]}
+    print_result(data, _check_lines(checks), as_json=json)
+    return ExitCode.CLUSTER if bad else ExitCode.SUCCEEDED
+
+
+def _check_lines(checks: list[Check]) -> list[str]:
+    from ddptrain.driver.doctor.judge import Result
+    from ddptrain.text_tables import clean_line
+
+    width = max(len(check.subject) for check in checks)
+    lines = []
+    for check in checks:
+        hint = f" ({check.hint})" if check.hint else ""
+        lines.append(f"{check.result:8} {clean_line(check.subject):{width}}  {clean_line(check.text + hint)}")
+    counts = [(sum(check.result == kind for check in checks), kind) for kind in (Result.BAD, Result.WARNING)]
+    found = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+    return [*lines, "", f"this machine: {found or 'ok'}"]
+
+
+def schema() -> None:
+    """Print the JSON schema of the configuration, for editors that complete YAML."""
+    from ddptrain.config.json_schema import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))
+
+
+def explain(
+    what: Annotated[
+        str, typer.Argument(metavar="CODE|RUN", help="An exit code, or a run: its id, the start of one, latest, a URL.")
+    ] = "latest",
+    every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
+    runs_dir: RunsDir = None,
+    json: opt.JsonOption = False,
+) -> None:
+    """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
+    if re.fullmatch(r"[0-9]{1,3}", what):
+        _explain_code(int(what), every, json)
+    else:
+        _explain_run(what, runs_dir, json)
+
+
+def _explain_code(code: int, every: bool, json: bool) -> None:
+    from ddptrain.explain import EXPLANATIONS, as_text, explanation_of, is_known
+
+    if code > _HIGHEST_CODE:
+        raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
+    if not is_known(code):
+        listed = ", ".join(str(int(each)) for each in sorted(EXPLANATIONS))
+        raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {listed}")
+    data = {"exit_code": code, **dataclasses.asdict(explanation_of(code))}
+    print_result(data, as_text(code, complete=every), as_json=json)
+
+
+def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
+    import shlex
+
+    from ddptrain.results.remote.runs import open_runs_dir, split_run
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.show.explanation import explain_run
+
+    place, name = split_run(run, runs_dir or DEFAULT_RUNS_DIR)
+    view = open_runs_dir(place).find(name, NeededFiles.EVENTS)
+    option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
+    explained = explain_run(view, option)
+    print_result(explained.as_dict(), explained.as_text(), as_json=json)
+
+
+def sweep(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume needs none."),
+    ] = None,
+    overrides: Annotated[list[str] | None, opt.set_option("sweep.trials=64")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the newest sweep of this name, or the one of --sweep-id.")
+    ] = False,
+    sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
+    ranks: opt.RanksOption = None,
+    cluster: opt.ClusterOption = None,
+    runs_dir: opt.RunsDirOption = None,
+    verbose: opt.VerboseOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
+) -> None:
+    """Search for the best values of some fields: many trials, each an ordinary run, on one cluster.
+
+    Exit codes: 0 at least one trial is complete; 1 no trial is, or the same failure has happened three times; 75
+    after SIGTERM, 130 after Ctrl-C: --resume goes on; others as of train.
+    """
+    from ddptrain.config.load import load_config
+
+    options = opt.field_options(None, cluster, runs_dir)
+    if ranks is not None:
+        options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
+    if config is None and not resume:
+        raise UsageError("name the configuration: ddptrain sweep CONFIG, or continue a sweep: ddptrain sweep --resume")
+    from ddptrain.sweep.sweep import SweepOptions, last_source, run_sweep
+
+    if config is None:
+        config = last_source(runs_dir or "runs", sweep_id)
+    load = functools.partial(load_config, opt.local_config(config), sweeps=True)
+    resolved = opt.checked(load, overrides or [], options)
+    raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))
 
 
 # One line for each in the list of commands; `--help` of a command has the full text.
@@ -114,16 +229,11 @@ def command_tree(full: typer.Typer, names: frozenset[str]) -> Callable[..., Any]
 
 def _names(full: typer.Typer) -> Iterator[str]:
     """The names of all commands and groups."""
-    for info in full.registered_commands:
-        yield _name(info)
+    yield from map(command_name, full.registered_commands)
     for group in full.registered_groups:
         yield group.name or ""
         if group.typer_instance is not None:
             yield from _names(group.typer_instance)
-
-
-def _name(info: CommandInfo) -> str:
-    return info.name or get_command_name(getattr(info.callback, "__name__", ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,9 +243,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     code = _call(argv)
     try:
-        _flush()
+        if sys.stdout is not None:  # the command was started with its stdout closed
+            sys.stdout.flush()
     except OSError as error:
-        _discard_stdout()
+        # Otherwise the interpreter's last flush changes the exit code to 120.
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return code or _BROKEN_PIPE
         if not code:  # otherwise an error was shown, perhaps this one
@@ -156,14 +269,14 @@ def _app_for(full: typer.Typer, words: Container[str]) -> typer.Typer:
 
 
 def _named_or_empty(info: CommandInfo, words: Container[str]) -> CommandInfo:
-    function, name = info.callback, _name(info)
+    name = command_name(info)
     if name in words:
         return info
 
     def empty() -> None:
         """Stand for a command that is listed, and not called."""
 
-    empty.__doc__ = getattr(function, "__doc__", None)
+    empty.__doc__ = getattr(info.callback, "__doc__", None)
     other = copy.copy(info)
     other.name, other.callback = name, empty
     return other
@@ -182,7 +295,9 @@ def _call(argv: Sequence[str] | None) -> int:
             return _report_bug(error)
         _report(error)
         if _wants_json(sys.argv[1:] if argv is None else argv):
-            print(json.dumps(_error_event(error)))
+            problems = error.problems if isinstance(error, ConfigError) else ()
+            about = {"message": str(error), "problems": [dataclasses.asdict(problem) for problem in problems]}
+            print(json.dumps({"event": "error", "exit_code": int(error.exit_code), **about}))
         return error.exit_code
     except Exception as error:  # a full disk, or a bug: the user gets one line and an exit code
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -204,25 +319,14 @@ def _exit_code(leaving: SystemExit) -> int:
 
 def _report(error: DdptrainError) -> None:
     """Write the message to stderr; each problem of a configuration has its own line."""
-    if isinstance(error, Interrupted):
-        _say(str(error))
-    elif isinstance(error, ConfigError):
-        for problem in error.problems:
-            _say(f"error: {problem}")
-    else:
-        _say(f"error: {error}")
+    for problem in error.problems if isinstance(error, ConfigError) else (error,):
+        _say(str(error) if isinstance(error, Interrupted) else f"error: {problem}")
 
 
 def _wants_json(argv: Sequence[str]) -> bool:
     """Whether the command was asked for one JSON object a line, by `--output json`."""
     ours = argv[: argv.index("--")] if "--" in argv else argv
     return "--output=json" in ours or ("--output", "json") in itertools.pairwise(ours)
-
-
-def _error_event(error: DdptrainError) -> dict[str, Any]:
-    """The last line of --output json of a command that could not begin."""
-    problems = [dataclasses.asdict(problem) for problem in error.problems] if isinstance(error, ConfigError) else []
-    return {"event": "error", "exit_code": int(error.exit_code), "message": str(error), "problems": problems}
 
 
 def _report_bug(error: Exception) -> int:
@@ -269,15 +373,3 @@ def _crash_dir() -> Path | None:
 def _say(text: object) -> None:
     with suppress(OSError, ValueError):  # stderr is closed: only the exit code remains
         say(f"{PROGRAM}: {text}")
-
-
-def _flush() -> None:
-    # None: the command was started with its stdout closed.
-    if sys.stdout is not None:
-        sys.stdout.flush()
-
-
-def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null: otherwise the interpreter's last flush changes the exit code to 120."""
-    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())

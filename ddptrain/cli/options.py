@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -29,8 +29,7 @@ ClusterOption = Annotated[
     ),
 ]
 RunsDirOption = Annotated[
-    str | None,
-    typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir)."),
+    str | None, typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir).")
 ]
 RunIdOption = Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")]
 ResumeOption = Annotated[
@@ -86,8 +85,14 @@ ReportOption = Annotated[
 JunitOption = Annotated[
     str | None, typer.Option(metavar="FILE.xml", help="Write the result as JUnit XML, which CI services show as tests.")
 ]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 OutputOption = Annotated[OutputMode, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
 ReadyFdOption = Annotated[int | None, typer.Option(hidden=True)]
+
+
+def set_option(example: str) -> Any:
+    """Return the option --set; its help has an example."""
+    return typer.Option("--set", metavar="KEY=VALUE", help=f"Change a field, as --set {example}; repeatable.")
 
 
 def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], options: Mapping[str, str]) -> Loaded:
@@ -103,6 +108,16 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
         typed = {f"--set {text}": option for text, option in options.items()}
         problems = [replace(problem, where=typed.get(problem.where, problem.where)) for problem in error.problems]
         raise ConfigError(problems) from None
+
+
+def parsed(option: str, text: str, parse: Callable[[str], Loaded]) -> Loaded:
+    """Return the value of an option. Raises UsageError, which names the option."""
+    from ddptrain.errors import UsageError
+
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def local_config(config: str) -> str:

@@ -38,3 +38,11 @@ def print_json(data: object) -> None:
     from ddptrain.results.run_record import as_json_data
 
     write([json.dumps(as_json_data(data), indent=2, allow_nan=False)], is_json=True)
+
+
+def print_result(data: object, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print the data as JSON, or the lines."""
+    if as_json:
+        print_json(data)
+    else:
+        write(lines)

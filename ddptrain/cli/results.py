@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
-from ddptrain.cli.options import VerboseOption
-from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.runs.annotate import TagCommand, note, tag
-from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Json, Run, RunsDir, folder_of, place_of, view_of
+from ddptrain.cli.options import JsonOption, VerboseOption
+from ddptrain.cli.printing import print_json, print_result, write
+from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Run, RunNames, RunsDir, folder_of, place_of, view_of
 from ddptrain.cli.runs.compare import chart_style, compare
-from ddptrain.cli.runs.consolidate import consolidate
-from ddptrain.cli.runs.export import export
 from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs
 from ddptrain.cli.runs.report import report
 from ddptrain.cli.unattended.prune import prune
@@ -25,9 +24,29 @@ app = typer.Typer(
     name="results", help="List runs; show one, its logs, its curves; delete old ones.", no_args_is_help=False
 )
 
+_MARK = "\0"  # no argument contains it
+
+
+class TagCommand(TyperCommand):
+    """A command whose arguments may begin with a minus: `-old` is a tag to remove, not options."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """See click.Command."""
+        kept = [_MARK + arg if arg[:1] == "-" and arg[1:2] not in ("", "-") and arg != "-h" else arg for arg in args]
+        return super().parse_args(ctx, kept)
+
+
+class ExportFormat(StrEnum):
+    """The formats of `ddptrain results export`."""
+
+    CSV = "csv"
+    PARQUET = "parquet"
+    TENSORBOARD = "tensorboard"
+    MLFLOW = "mlflow"
+
 
 @app.callback(invoke_without_command=True)
-def results(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
+def results(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
     """List runs; show one, its logs, its curves."""
     from ddptrain.results.select.table import Selection
 
@@ -37,7 +56,7 @@ def results(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) ->
 
 
 @app.command(short_help="Show everything about a run.")
-def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: Json = False) -> None:
+def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files."""
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
@@ -101,7 +120,7 @@ def plot(
     ] = None,
     no_terminal: Annotated[bool, typer.Option("--no-terminal", help="Only write the picture.")] = False,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Draw the loss curves of a run: a picture, and in the terminal."""
     from ddptrain.results.run_store import NeededFiles
@@ -132,7 +151,7 @@ def sync(
     every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Send offline data to Weights & Biases; can be repeated, for example by cron.
@@ -169,10 +188,127 @@ def sync(
 app.command("list", short_help="List the runs, newest first, and the sweeps.")(list_runs)
 app.command("sweeps", short_help="List the sweeps, newest first.")(list_sweeps)
 app.command("compare", short_help="Compare runs: settings, metrics, curves.")(compare)
-app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
-app.command("note", short_help="Write a note on a run.")(note)
-app.command("export", short_help="Write the metrics of runs for other tools.")(export)
-app.command("consolidate", short_help="Write a sharded checkpoint as one safetensors checkpoint.")(consolidate)
+
+
+@app.command(cls=TagCommand, short_help="Add tags to a run, or remove them.")
+def tag(
+    ctx: typer.Context,
+    run: Run,
+    tags: Annotated[
+        list[str] | None, typer.Argument(metavar="[+TAG|-TAG]...", help="+good adds a tag, -old removes one.")
+    ] = None,
+    runs_dir: RunsDir = None,
+    json: JsonOption = False,
+) -> None:
+    """Add tags to a run, or remove them: ddptrain results tag latest +good -old. Without tags it prints them."""
+    from ddptrain.results.annotations.annotations import tag_changes
+
+    add, remove = tag_changes(word.removeprefix(_MARK) for word in tags or ())
+    runs, name = place_of(ctx, runs_dir, run)
+    if add or remove:
+        found = runs.annotate(name, lambda before: before.with_tags(add, remove))
+    else:
+        found = runs.find(name).annotations
+    print_result({"tags": found.tags, "note": found.note}, [" ".join(found.tags) or "no tags"], as_json=json)
+
+
+@app.command(short_help="Write a note on a run.")
+def note(
+    ctx: typer.Context,
+    run: Run,
+    text: Annotated[
+        str | None, typer.Argument(help='The note, which replaces the one before; "" deletes it.', show_default=False)
+    ] = None,
+    runs_dir: RunsDir = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a note on a run: ddptrain results note latest "larger batches". Without a text it prints the note."""
+    from dataclasses import replace
+
+    from ddptrain.results.annotations.annotations import checked_note
+
+    runs, name = place_of(ctx, runs_dir, run)
+    if text is not None:
+        checked = checked_note(text)
+        found = runs.annotate(name, lambda before: replace(before, note=checked))
+    else:
+        found = runs.find(name).annotations
+    print_result({"tags": found.tags, "note": found.note}, [found.note or "no note"], as_json=json)
+
+
+@app.command(short_help="Write the metrics of runs for other tools.")
+def export(
+    ctx: typer.Context,
+    runs: RunNames,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER|FILE|URL",
+            help="Folder or file to write; a file has only the metrics; a URL is an MLflow server.",
+        ),
+    ],
+    form: Annotated[ExportFormat, typer.Option("--format", help="Format of the files.")] = ExportFormat.CSV,
+    runs_dir: RunsDir = None,
+    json: JsonOption = False,
+) -> None:
+    """Write the metrics of runs for other tools; files that exist are replaced.
+
+    csv and parquet: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
+    parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
+    folder for MLflow, or on its server.
+    """
+    from ddptrain.errors import UsageError
+    from ddptrain.results.export.mlflow import export_mlflow
+    from ddptrain.results.export.tables import export_tables
+    from ddptrain.results.export.tensorboard import export_tensorboard
+    from ddptrain.results.run_store import NeededFiles
+
+    views = [view_of(ctx, runs_dir, run, NeededFiles.COMPARISON) for run in dict.fromkeys(runs)]
+    if form is ExportFormat.MLFLOW:
+        written = [f"run {run_id}" for run_id in export_mlflow(views, output)]
+    elif "://" in output:
+        raise UsageError(f"cannot write {form} to {output}: give a folder; only MLflow has a server")
+    elif form is ExportFormat.TENSORBOARD:
+        written = [str(path) for path in export_tensorboard(views, Path(output))]
+    else:
+        written = [str(path) for path in export_tables(views, str(form), Path(output))]
+    print_result({"format": str(form), "written": written}, written, as_json=json)
+
+
+@app.command(short_help="Write a sharded checkpoint as one safetensors checkpoint.")
+def consolidate(
+    ctx: typer.Context,
+    run: Run,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder for the checkpoint.")],
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="The checkpoint of this step.  [default: the best, or newest]")
+    ] = None,
+    runs_dir: RunsDir = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a checkpoint of a sharded model as one safetensors checkpoint, without a GPU.
+
+    It has model.safetensors, or above 5 GB several files and model.safetensors.index.json. All files of the checkpoint
+    are compared with their hashes first. `ddptrain predict` accepts the folder.
+    """
+    from ddptrain.results import consolidation
+    from ddptrain.results.layout import BEST, step_name
+    from ddptrain.results.lookup import find_checkpoint
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.show.render import size
+
+    which = BEST if step is None else step_name(step)
+    view = view_of(ctx, runs_dir, run, NeededFiles.MODEL, which)
+    checkpoint = find_checkpoint(view.layout, which)
+    target = Path(output).expanduser().absolute()
+    done = consolidation.consolidate(checkpoint, target, more=[view.layout.run_json])
+    about = {"run_id": view.run_id, "step": done.step, "folder": str(done.folder), "files": list(done.files)}
+    text = f"{view.run_id}: step {done.step} written to {done.folder}: {done.tensors:,} tensors, {size(done.n_bytes)}"
+    print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=json)
+
+
 app.command("prune", short_help="Delete old runs.")(prune)
 app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
 

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from ddptrain.cli.options import (
-    AllowChangesOption,
-    AllRanksOption,
-    ClusterOption,
-    DetachOption,
-    DryRunOption,
-    FullTracebackOption,
-    JunitOption,
-    OutputMode,
-    OutputOption,
-    RanksOption,
-    ReadyFdOption,
-    ReportOption,
-    ResumeOption,
-    RunIdOption,
-    RunsDirOption,
-    VerboseOption,
-    checked,
-    field_options,
-)
+from ddptrain.cli import options as opt
 from ddptrain.cli.train import reporting_of, start
 from ddptrain.config.torchrun import REPLACEMENTS
 from ddptrain.errors import UsageError
@@ -62,61 +44,38 @@ def run(
         list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own arguments, after --.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
-    ranks: RanksOption = None,
-    cluster: ClusterOption = None,
-    runs_dir: RunsDirOption = None,
-    run_id: RunIdOption = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set failure.max_restarts=3; repeatable."),
-    ] = None,
+    ranks: opt.RanksOption = None,
+    cluster: opt.ClusterOption = None,
+    runs_dir: opt.RunsDirOption = None,
+    run_id: opt.RunIdOption = None,
+    overrides: Annotated[list[str] | None, opt.set_option("failure.max_restarts=3")] = None,
     local_rank: Annotated[
         bool, typer.Option("--local-rank", help="Give the script --local-rank=N first, as torch.distributed.launch.")
     ] = False,
-    resume: ResumeOption = None,
-    allow_changes: AllowChangesOption = False,
-    dry_run: DryRunOption = False,
-    detach: DetachOption = False,
-    full_traceback: FullTracebackOption = False,
-    all_ranks: AllRanksOption = False,
-    verbose: VerboseOption = False,
-    output: OutputOption = OutputMode.AUTO,
-    report: ReportOption = None,
-    junit: JunitOption = None,
-    ready_fd: ReadyFdOption = None,
+    resume: opt.ResumeOption = None,
+    allow_changes: opt.AllowChangesOption = False,
+    dry_run: opt.DryRunOption = False,
+    detach: opt.DetachOption = False,
+    full_traceback: opt.FullTracebackOption = False,
+    all_ranks: opt.AllRanksOption = False,
+    verbose: opt.VerboseOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
+    report: opt.ReportOption = None,
+    junit: opt.JunitOption = None,
+    ready_fd: opt.ReadyFdOption = None,
 ) -> None:
     """Run an unmodified torchrun script on every GPU: on this machine, or on a running cluster."""
-    workload = {"module" if module else "script": script, "args": _own(args or []), "local_rank_arg": local_rank}
+    given = args or []
+    own = given[1:] if given[:1] == ["--"] else given
+    workload = {"module" if module else "script": script, "args": own, "local_rank_arg": local_rank}
     with reporting_of(script, report, junit) as reporting:
-        if not module:
-            _refuse_configuration(script)
-        start(
-            ctx,
-            _load(workload, overrides or [], field_options(ranks, cluster, runs_dir)),
-            reporting,
-            run_id=run_id,
-            resume=resume,
-            allow_changes=allow_changes,
-            dry_run=dry_run,
-            detach=detach,
-            full_traceback=full_traceback,
-            all_ranks=all_ranks,
-            output=output,
-            ready_fd=ready_fd,
-        )
+        if not module and script.lower().endswith((".yaml", ".yml")):  # Python would not run it
+            raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
+        resolved = _load(workload, overrides or [], opt.field_options(ranks, cluster, runs_dir))
+        from ddptrain.driver.run import LaunchOptions
 
-
-def _refuse_configuration(script: str) -> None:
-    """Raise UsageError for a YAML file, which Python would not run."""
-    import shlex
-
-    if script.lower().endswith((".yaml", ".yml")):
-        raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
-
-
-def _own(args: list[str]) -> list[str]:
-    """The arguments of the script, without the -- before them."""
-    return args[1:] if args[:1] == ["--"] else args
+        launch = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks)
+        start(ctx, resolved, reporting, launch, dry_run=dry_run, detach=detach)
 
 
 def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
@@ -125,4 +84,4 @@ def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str
     from ddptrain.config.load import load_mapping
 
     load = partial(load_mapping, {"workload": workload}, Path.cwd(), source="ddptrain run")
-    return checked(lambda changes: load(overrides=changes), overrides, options)
+    return opt.checked(lambda changes: load(overrides=changes), overrides, options)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import VerboseOption
+from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def stop(
     runs_dir: Annotated[
         str, typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.")
     ] = "runs",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """End a run: its ranks finish their step and save, so that --resume can go on; wait until it has ended.
@@ -42,14 +42,9 @@ def stop(
     target = _stop_target(runs_dir, run)
     was_active = is_active(target.look())
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
-    if as_json:
-        record = ended.record
-        write(
-            [json.dumps({"run_id": ended.run_id, "status": str(ended.status), "exit_code": record.exit_code})],
-            is_json=True,
-        )
-    else:
-        write([clean_line(_words(ended, was_active=was_active))])
+    fields = {"run_id": ended.run_id, "status": str(ended.status), "exit_code": ended.record.exit_code}
+    line = json.dumps(fields) if as_json else clean_line(_words(ended, was_active=was_active))
+    write([line], is_json=as_json)
 
 
 def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
@@ -62,13 +57,10 @@ def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
     if target is None:
         return False
     record, was_running = stop_sweep(target, now=now, tell=lambda text: say(f"ddptrain: {text}"))
-    if as_json:
-        fields = {"sweep_id": record.sweep_id, "status": record.status, "exit_code": record.exit_code}
-        write([json.dumps(fields)], is_json=True)
-    else:
-        ended = f"{record.status} (exit code {record.exit_code})"
-        hint = "; continue with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
-        write([f"sweep {target.name} {'' if was_running else 'is not running, it has ended: '}{ended}{hint}"])
+    fields = {"sweep_id": record.sweep_id, "status": record.status, "exit_code": record.exit_code}
+    hint = "; continue with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
+    ended = f"{'' if was_running else 'is not running, it has ended: '}{record.status} (exit code {record.exit_code})"
+    write([json.dumps(fields) if as_json else f"sweep {target.name} {ended}{hint}"], is_json=as_json)
     return True
 
 

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import (
-    AllowChangesOption,
-    AllRanksOption,
-    ClusterOption,
-    DetachOption,
-    DryRunOption,
-    FullTracebackOption,
-    JunitOption,
-    OutputMode,
-    OutputOption,
-    RanksOption,
-    ReadyFdOption,
-    ReportOption,
-    ResumeOption,
-    RunIdOption,
-    RunsDirOption,
-    VerboseOption,
-    checked,
-    field_options,
-    local_config,
-)
+from ddptrain.cli import options as opt
 from ddptrain.cli.printing import say, write
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
+    from ddptrain.driver.run import LaunchOptions
     from ddptrain.reports.destinations import Reporting
 
 
@@ -41,44 +23,32 @@ def train(
     config: Annotated[
         str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped example, as petnames.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set params.epochs=3; repeatable."),
-    ] = None,
-    ranks: RanksOption = None,
-    cluster: ClusterOption = None,
-    runs_dir: RunsDirOption = None,
-    run_id: RunIdOption = None,
-    resume: ResumeOption = None,
-    allow_changes: AllowChangesOption = False,
-    dry_run: DryRunOption = False,
-    detach: DetachOption = False,
-    full_traceback: FullTracebackOption = False,
-    all_ranks: AllRanksOption = False,
-    verbose: VerboseOption = False,
-    output: OutputOption = OutputMode.AUTO,
-    report: ReportOption = None,
-    junit: JunitOption = None,
-    ready_fd: ReadyFdOption = None,
+    overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
+    ranks: opt.RanksOption = None,
+    cluster: opt.ClusterOption = None,
+    runs_dir: opt.RunsDirOption = None,
+    run_id: opt.RunIdOption = None,
+    resume: opt.ResumeOption = None,
+    allow_changes: opt.AllowChangesOption = False,
+    dry_run: opt.DryRunOption = False,
+    detach: opt.DetachOption = False,
+    full_traceback: opt.FullTracebackOption = False,
+    all_ranks: opt.AllRanksOption = False,
+    verbose: opt.VerboseOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
+    report: opt.ReportOption = None,
+    junit: opt.JunitOption = None,
+    ready_fd: opt.ReadyFdOption = None,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
     """Train what a YAML file describes: on this machine, on a running cluster, or on one started for the run."""
-    options = field_options(ranks, cluster, runs_dir)
+    options = opt.field_options(ranks, cluster, runs_dir)
     with reporting_of(config, report, junit) as reporting:
-        start(
-            ctx,
-            _ordered(config, options) if ordered else _load(config, overrides or [], options),
-            reporting,
-            run_id=run_id,
-            resume=resume,
-            allow_changes=allow_changes,
-            dry_run=dry_run,
-            detach=detach,
-            full_traceback=full_traceback,
-            all_ranks=all_ranks,
-            output=output,
-            ready_fd=ready_fd,
-        )
+        resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
+        from ddptrain.driver.run import LaunchOptions
+
+        launch = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks)
+        start(ctx, resolved, reporting, launch, dry_run=dry_run, detach=detach)
 
 
 def reporting_of(source: str, report: str | None, junit: str | None) -> Reporting:
@@ -97,18 +67,12 @@ def start(
     ctx: typer.Context,
     resolved: ResolvedConfig,
     reporting: Reporting,
+    options: LaunchOptions,
     *,
-    run_id: str | None,
-    resume: str | None,
-    allow_changes: bool,
     dry_run: bool,
     detach: bool,
-    full_traceback: bool,
-    all_ranks: bool,
-    output: OutputMode,
-    ready_fd: int | None,
 ) -> None:
-    """Run a configuration with the options of `train` and `run`. Raises typer.Exit with the exit code."""
+    """Run a configuration for `train` and `run`. Raises typer.Exit with the exit code."""
     reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
     if dry_run:
         from ddptrain.config.tls_check import check_tls
@@ -121,21 +85,17 @@ def start(
         typer.echo(resolved.yaml_text, nl=False)
         reporting.checked()
         return
-    from ddptrain.driver.run import LaunchOptions
     from ddptrain.driver.run import train as launch
     from ddptrain.errors import UsageError
 
-    if resume not in (None, "auto") and run_id is not None:
+    if options.resume not in (None, "auto") and options.run_id is not None:
         raise UsageError(
             "--resume RUN continues a run that has its id: leave --run-id out, or give --resume auto, which starts "
             "the run with that id or continues it"
         )
     if detach:
-        raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=output is OutputMode.JSON))
-    chosen = LaunchOptions(
-        run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks, ended=reporting.run_ended
-    )
-    raise typer.Exit(launch(resolved, chosen))
+        raise typer.Exit(_detached(ctx, resolved.config.results.dir, as_json=options.output == "json"))
+    raise typer.Exit(launch(resolved, replace(options, ended=reporting.run_ended)))
 
 
 def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
@@ -148,16 +108,12 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
 
     command = str(ctx.command.name)
     typed = _typed(ctx, leave_out={"detach", "output", "verbose"})
-    begun = start_detached([command, "--output", OutputMode.PLAIN.value, *typed])
+    begun = start_detached([command, "--output", "plain", *typed])
     if isinstance(begun, EndedEarly):
         say(begun.output.rstrip("\n"))
         return begun.exit_code
     if as_json:
         write([json.dumps({"event": "run_detached", **dataclasses.asdict(begun)})], is_json=True)
-        return 0
-    if begun.done:
-        say(f"ddptrain: {begun.reason}")
-        write([begun.run_id])
         return 0
     run = begun.run_id if runs_dir == "runs" else shlex.quote(begun.run_dir)
     lines = [
@@ -165,7 +121,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         *([begun.reason] if begun.reason else []),
         f"follow it with ddptrain results logs {run} --follow, stop it with ddptrain stop {run}",
     ]
-    for line in lines:
+    for line in [begun.reason] if begun.done else lines:
         say(f"ddptrain: {line}")
     write([begun.run_id])
     return 0
@@ -194,7 +150,7 @@ def _load(config: str, overrides: list[str], options: dict[str, str]) -> Resolve
     """Load the configuration and apply the options; errors name the option as it was typed."""
     from ddptrain.config.load import load_config
 
-    return checked(partial(load_config, local_config(config)), overrides, options)
+    return opt.checked(partial(load_config, opt.local_config(config)), overrides, options)
 
 
 def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:
@@ -206,5 +162,5 @@ def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:
 
     order = read_launch_request()
     if order.config is None:
-        return checked(partial(load_config, config), order.overrides, options)
-    return checked(partial(load_mapping, order.config, Path(order.folder)), order.overrides, options)
+        return opt.checked(partial(load_config, config), order.overrides, options)
+    return opt.checked(partial(load_mapping, order.config, Path(order.folder)), order.overrides, options)

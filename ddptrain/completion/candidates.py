@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+from typing import Any, NamedTuple
+
 from ddptrain.completion import names
-from ddptrain.completion.command_line import Node, locate
 from ddptrain.completion.config_fields import Field, fields_of
 
 Candidates = dict[str, str]  # word -> help
 _CODES = ("1", "2", "3", "4", "5", "6", "7", "8", "9", "75", "130", "143")
+Node = dict[str, Any]  # of commands.json: help, options, arguments, commands, stops
+TABLE = os.path.join(os.path.dirname(__file__), "commands.json")
 
 
 def candidates(table: Node, words: list[str], word: str) -> Candidates:
@@ -56,15 +61,12 @@ def _named(kind: str, given: dict[str, str], word: str) -> Candidates:
             found = names.model_names(models_dir)
             return dict.fromkeys(names.model_references(models_dir, model) if at and model in found else found, "")
         case "configuration":
-            return {each: path if path.startswith("./") else "example" for each, path in _configurations(word).items()}
+            paths = {} if "/" in word else names.configurations()
+            return {each: path if path.startswith("./") else "example" for each, path in paths.items()}
         case "field":
             return changes(fields_of(given.get("config", "")), word)
         case _:
             return {}
-
-
-def _configurations(word: str) -> dict[str, str]:
-    return {} if "/" in word else names.configurations()
 
 
 def changes(fields: dict[str, Field], word: str) -> Candidates:
@@ -85,3 +87,63 @@ def changes(fields: dict[str, Field], word: str) -> Candidates:
         return changes(fields, head)
     values = fields[head[:-1]].values
     return {f"{head}{value}": "" for value in values} if values else heads
+
+
+class Position(NamedTuple):
+    """Where the cursor is. value: the option or argument that the word is a value of; None for a command or option.
+
+    given: the values so far, by the option's or argument's name. ended: after --, no word is an option. foreign: the
+    word belongs to the user's script.
+    """
+
+    node: Node
+    value: Node | None
+    given: dict[str, str]
+    ended: bool = False
+    foreign: bool = False
+
+
+def read_table() -> Node:
+    """Return the commands of ddptrain: `make schema` writes them. Raises OSError."""
+    with open(TABLE, encoding="utf-8") as file:
+        table: Node = json.load(file)
+    return table
+
+
+def locate(root: Node, words: list[str]) -> Position:
+    """Return the position after the complete `words`, which do not include `ddptrain` itself."""
+    node, given, ended, count = root, dict[str, str](), False, 0
+    pending: Node | None = None
+    left = 0  # values that the pending option still takes
+    for word in words:
+        arguments = node["arguments"]
+        if pending is not None and left:
+            given[pending["name"]] = word
+            left -= 1
+        elif word == "--" and not ended:
+            ended = True
+        elif word.startswith("-") and len(word) > 1 and not ended:
+            name, has_value, value = word.partition("=")
+            pending = node["options"].get(name)
+            left = pending["values"] if pending else 0
+            if pending and has_value and left:
+                given[pending["name"]] = value
+                left -= 1
+        elif word in node["commands"] and not ended:
+            node, count = node["commands"][word], 0
+        else:
+            if count < len(arguments):
+                given.setdefault(arguments[count]["name"], word)
+            count += 1
+            if node["stops"]:
+                return Position(node, None, given, ended=True, foreign=True)
+    if pending is not None and left:
+        return Position(node, pending, given)
+    return Position(node, _argument(node["arguments"], count), given, ended)
+
+
+def _argument(arguments: list[Node], count: int) -> Node | None:
+    """The argument number `count`; the last one may take any number of words."""
+    if count < len(arguments):
+        return arguments[count]
+    return arguments[-1] if arguments and arguments[-1]["values"] < 0 else None

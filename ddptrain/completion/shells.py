@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from ddptrain.completion.candidates import Candidates, candidates
-from ddptrain.completion.command_line import read_table
+from ddptrain.completion.candidates import Candidates, candidates, read_table
 from ddptrain.completion.names import is_plain
 
 VARIABLE = "_DDPTRAIN_COMPLETE"
@@ -32,7 +31,10 @@ def answer(environment: Mapping[str, str]) -> int:
         found, word = {}, ""
     if shell == "fish" and environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
         return 0 if found else 1
-    text = {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](found, word)
+    if shell == "fish":
+        text = "\n".join(f"{each}\t{_short(text)}" if text else each for each, text in found.items())
+    else:
+        text = _bash(found, word) if shell == "bash" else _zsh(found)
     sys.stdout.write(f"{text}\n" if text else "")
     return 0
 
@@ -79,7 +81,7 @@ def _bash(found: Candidates, word: str) -> str:
     return "\n".join(each[start:] for each in words)
 
 
-def _zsh(found: Candidates, word: str) -> str:
+def _zsh(found: Candidates) -> str:
     """Commands for zsh: it executes them, so every candidate is plain and every help text is without quotes."""
     if not found:
         return "_files"
@@ -96,10 +98,6 @@ def _zsh(found: Candidates, word: str) -> str:
 def _described(word: str, text: str) -> str:
     escaped = word.replace(":", "\\:")
     return f"{escaped}:{_short(text)}" if text else escaped
-
-
-def _fish(found: Candidates, word: str) -> str:
-    return "\n".join(f"{each}\t{_short(text)}" if text else each for each, text in found.items())
 
 
 def _short(text: str) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
 
 from ddptrain.config.wording import did_you_mean
 from ddptrain.errors import UsageError
-from ddptrain.file_ops import hash_file, sha256
+from ddptrain.file_ops import hash_file, publish, sha256
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import ModelReference, check_model_name
@@ -113,10 +116,11 @@ class ModelReader:
 
     def verify(self, record: VersionRecord) -> None:
         """Compare every file of a version with its record. Raises RegistryDamaged, which names the file."""
+        folder = self._version_folder(record.model, record.version)
         for file in record.files:
             digest, size_bytes = sha256(), 0
             try:
-                for chunk in self._chunks(record, file):
+                for chunk in folder.store.chunks(f"{folder.path}/{file.path}"):
                     digest.update(chunk)
                     size_bytes += len(chunk)
             except NotFound:
@@ -134,13 +138,6 @@ class ModelReader:
             except NotFound:
                 raise self._damaged(record, file, "is missing") from None
             self._check(record, file, *hash_file(path))
-
-    def local_folder(self, record: VersionRecord) -> Path | None:
-        """Return the version's folder if the registry is on this machine."""
-        store = self.folder.store
-        if not isinstance(store, OwnFolder):
-            return None
-        return Path(store.location.url, record.model, "versions", str(record.version))
 
     def _is_model(self, name: str) -> bool:
         try:
@@ -174,10 +171,6 @@ class ModelReader:
     def _version_folder(self, model: str, number: int) -> RemoteFolder:
         return self._below(model, "versions").below(str(number))
 
-    def _chunks(self, record: VersionRecord, file: ModelFile) -> Iterator[bytes]:
-        folder = self._version_folder(record.model, record.version)
-        return folder.store.chunks(f"{folder.path}/{file.path}")
-
     def _check(self, record: VersionRecord, file: ModelFile, size_bytes: int, digest: str) -> None:
         if size_bytes != file.size_bytes:
             raise self._damaged(record, file, f"has {size_bytes:,} bytes instead of {file.size_bytes:,}")
@@ -190,3 +183,42 @@ class ModelReader:
             f"version {record.version} of model {record.model} is damaged: {where} {what}; "
             f"use another version (ddptrain models show {record.model})"
         )
+
+
+def open_version(registry: ModelReader, record: VersionRecord) -> Path:
+    """Return the folder of a version after a comparison of all files with its record.
+
+    A version in an object store is copied into the user's cache once.
+
+    Raises RegistryDamaged, which names the file; StoreError.
+    """
+    store = registry.folder.store
+    if isinstance(store, OwnFolder):
+        registry.verify(record)
+        return Path(store.location.url, record.model, "versions", str(record.version))
+    copy = _copy_folder(registry, record)
+    if not _is_complete(copy, record):
+        incoming = copy.with_name(f".{copy.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            incoming.mkdir(mode=0o700, parents=True)
+            registry.fetch(record, incoming)
+            shutil.rmtree(copy, ignore_errors=True)
+            publish(incoming, copy)
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+    return copy
+
+
+def _copy_folder(registry: ModelReader, record: VersionRecord) -> Path:
+    from platformdirs import user_cache_path
+
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", registry.where)[-40:].strip("-")
+    place = f"{slug}-{sha256(registry.where.encode()).hexdigest()[:8]}"
+    return user_cache_path("ddptrain", appauthor=False) / "models" / place / record.model / str(record.version)
+
+
+def _is_complete(folder: Path, record: VersionRecord) -> bool:
+    try:
+        return all(hash_file(folder / file.path) == (file.size_bytes, file.sha256) for file in record.files)
+    except OSError:
+        return False

@@ -11,29 +11,19 @@ from pathlib import Path
 from ddptrain import file_ops
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.secure_files import require_own_folder
-from ddptrain.storage.store import (
-    Listed,
-    Location,
-    NoConditionalWrites,
-    NotFound,
-    Store,
-    StoreError,
-    Transient,
-    Versioned,
-    WriteConflict,
-)
+from ddptrain.storage import store
 
 _CHUNK_BYTES = 1 << 20
 
 
-class OwnFolder(Store):
+class OwnFolder(store.Store):
     """A folder below which only this user writes. Anyone who may may read it; nothing that is read is executed."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(Location(str(folder), setting="--models-dir"))
+        super().__init__(store.Location(str(folder), setting="--models-dir"))
         self._root = folder
 
-    def listing(self, folder: str = "") -> Iterator[Listed]:
+    def listing(self, folder: str = "") -> Iterator[store.Listed]:
         """See Store."""
         base = self._root / folder
         for path, folders, names in os.walk(base):  # does not follow links
@@ -44,7 +34,7 @@ class OwnFolder(Store):
                     continue
                 with suppress(FileNotFoundError):  # deleted since it was listed
                     state = file.lstat()
-                    yield Listed(file.relative_to(self._root).as_posix(), state.st_size, f"{state.st_mtime_ns:x}")
+                    yield store.Listed(file.relative_to(self._root).as_posix(), state.st_size, f"{state.st_mtime_ns:x}")
 
     def folders(self, folder: str = "") -> list[str]:
         """See Store."""
@@ -106,20 +96,20 @@ class OwnFolder(Store):
             with suppress(OSError):
                 path.unlink()
 
-    def get_versioned(self, key: str) -> Versioned | None:
+    def get_versioned(self, key: str) -> store.Versioned | None:
         """See Store; the version is left out, because a file is not replaced."""
         try:
             with os.fdopen(file_ops.open_regular(self._root / key), "rb") as file:
-                return Versioned(file.read(), written_s=os.fstat(file.fileno()).st_mtime)
+                return store.Versioned(file.read(), written_s=os.fstat(file.fileno()).st_mtime)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._error("read", key, error) from error
 
-    def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
+    def put_versioned(self, key: str, data: bytes, before: store.Versioned | None) -> store.Versioned:
         """See Store: the file must be new. It gets its name with link(2), which fails if the name exists."""
         if before is not None:
-            raise NoConditionalWrites("a file of a folder is only created on a condition, not replaced")
+            raise store.NoConditionalWrites("a file of a folder is only created on a condition, not replaced")
         path = self._root / key
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -131,10 +121,10 @@ class OwnFolder(Store):
                 beside.unlink(missing_ok=True)
             file_ops.sync_folder(path.parent)
         except FileExistsError:
-            raise WriteConflict(f"{path} was written by another process") from None
+            raise store.WriteConflict(f"{path} was written by another process") from None
         except OSError as error:
             raise self._error("written", key, error) from error
-        return Versioned(data)
+        return store.Versioned(data)
 
     def make_parent(self, key: str) -> None:
         """Create the folders of a key; each must be this user's. The root's own parents are created as well.
@@ -150,10 +140,10 @@ class OwnFolder(Store):
                 folder.mkdir(mode=0o755, exist_ok=True)
                 require_own_folder(folder)
         except ResultsError as error:
-            raise StoreError(str(error).replace("--runs-dir", "--models-dir")) from error
+            raise store.StoreError(str(error).replace("--runs-dir", "--models-dir")) from error
 
-    def _error(self, action: str, key: str, error: Exception) -> StoreError:
+    def _error(self, action: str, key: str, error: Exception) -> store.StoreError:
         if isinstance(error, FileNotFoundError):
-            return NotFound(key)
-        kind = Transient if isinstance(error, TimeoutError) else StoreError
+            return store.NotFound(key)
+        kind = store.Transient if isinstance(error, TimeoutError) else store.StoreError
         return kind(f"{self._root / key} can't be {action}: {getattr(error, 'strerror', None) or error}")

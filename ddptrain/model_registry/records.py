@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode
-from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.protocol.typed_json import decode_known_fields
 from ddptrain.results.run_record import as_json_data
 
 SCHEMA = 1
@@ -138,9 +138,8 @@ def _decoded(cls: Any, data: bytes, name: str) -> Any:
         raise RegistryDamaged(f"{name} is damaged: it is not JSON") from None
     if not isinstance(raw, dict):
         raise RegistryDamaged(f"{name} is damaged: it is not a JSON object")
-    known = {field.name for field in dataclasses.fields(cls)}
     try:
-        return decode_json_data(cls, {field: value for field, value in raw.items() if field in known})
+        return decode_known_fields(cls, raw)
     except (ValueError, OverflowError) as error:
         raise RegistryDamaged(f"{name} is damaged: {shorten(str(error))}") from None
 

@@ -16,8 +16,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import hash_file, sha256
@@ -219,20 +220,9 @@ class ModelRegistry(ModelReader):
             if made.version in state.removed:
                 raise UsageError(f"model {model} has no version {made.version} any more: it was removed")
             removed = (*state.removed, made.version) if made.action == "removed" else state.removed
-            number = state.number + 1
-            change = Change(
-                number=number,
-                time=utc_now(),
-                action=made.action,
-                version=made.version,
-                user=user_name(),
-                host=socket.gethostname(),
-                aliases=made.aliases,
-                pinned=made.pinned,
-                alias=made.alias,
-                reason=reason,
-                removed=removed,
-            )
+            number, user, host = state.number + 1, user_name(), socket.gethostname()
+            about: dict[str, Any] = {"number": number, "time": utc_now(), "user": user, "host": host, "reason": reason}
+            change = Change(**about, **asdict(made), removed=removed)
             try:
                 self._below(model, "history").write_versioned(f"{number:06d}.json", change.to_json(), None)
             except WriteConflict:

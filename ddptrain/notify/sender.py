@@ -93,11 +93,6 @@ def send(
     return deliveries
 
 
-def warnings(deliveries: Iterable[Delivery]) -> list[str]:
-    """Return one line for each message that was not delivered."""
-    return [delivery.warning for delivery in deliveries if delivery.problem]
-
-
 def missing_variables(urls: Iterable[str | None], environ: Mapping[str, str] | None = None) -> list[str]:
     """Return one line for each URL whose variable is not set: a check before a long training."""
     present = os.environ if environ is None else environ

@@ -60,6 +60,11 @@ def decode_json_data(hint: Any, data: object, name: str = "") -> Any:
     return _decoder(hint)(data, name)
 
 
+def decode_known_fields(cls: Any, data: Mapping[str, Any]) -> Any:
+    """Like decode_json_data, without the fields that the dataclass does not have: those of newer versions."""
+    return decode_json_data(cls, {name: value for name, value in data.items() if name in cls.__dataclass_fields__})
+
+
 _Decoder = Callable[[object, str], Any]
 
 

@@ -85,20 +85,17 @@ def _chart(curves: Sequence[Curve], x_name: str) -> str:
     legend = " ".join(f"{dot} {code(curve.label)}" for dot, curve in zip(_DOTS, curves, strict=False))
     number, x_number = _formatter(high - low or margin), _formatter(end - start)
     x_title = "seconds" if x_name == "time_s" else x_name
+    y_title = _UNSAFE.sub(" ", curves[0].name.rpartition("/")[2])
     text = "\n".join(
         [
             _SETTINGS,
             "xychart-beta",
             f'  x-axis "{x_title}" {x_number(start)} --> {x_number(end)}',
-            f'  y-axis "{_UNSAFE.sub(" ", _quantity(curves))}" {number(low - margin)} --> {number(high + margin)}',
+            f'  y-axis "{y_title}" {number(low - margin)} --> {number(high + margin)}',
             *(f"  line [{', '.join(number(value) for value in line)}]" for line in values),
         ]
     )
     return f"{legend}\n\n{fenced(text, 'mermaid')}"
-
-
-def _quantity(curves: Sequence[Curve]) -> str:
-    return curves[0].name.rpartition("/")[2]
 
 
 def _formatter(span: float) -> Callable[[float], str]:

@@ -49,9 +49,8 @@ class Destinations:
         Missing folders of the files are created. Raises UsageError if a file could not be written.
         """
         service = ci_service(environ)
-        markdown, xml = (
-            None if name is None else writable_file(option, name) for option, name in _named(report, junit)
-        )
+        markdown = None if report is None else writable_file("--report", report)
+        xml = None if junit is None else writable_file("--junit", junit)
         if markdown is not None and markdown == xml:
             raise UsageError(f"--report and --junit both name {shorten(str(report), 300)}: give each its own file")
         named = environ.get("GITHUB_STEP_SUMMARY", "") if service is CiService.GITHUB else ""
@@ -65,10 +64,6 @@ class Destinations:
     def are_wanted(self) -> bool:
         """Whether there is anything to write."""
         return bool(self.report or self.junit or self.service)
-
-
-def _named(report: str | None, junit: str | None) -> tuple[tuple[str, str | None], ...]:
-    return ("--report", report), ("--junit", junit)
 
 
 def writable_file(option: str, name: str) -> Path:
@@ -149,8 +144,7 @@ def _write_job_log(facts: Facts, destinations: Destinations) -> None:
         return
     from ddptrain.reports.job_log import job_log
 
-    text = job_log(facts, destinations.service, destinations.workspace, Path.cwd())
-    _write_stderr(text)
+    _write_stderr(job_log(facts, destinations.service, destinations.workspace, Path.cwd()))
 
 
 def _warn(text: str) -> None:

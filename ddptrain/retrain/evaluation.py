@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddptrain.config.plugin_names import BUILT_IN
 from ddptrain.config.resolved import ResolvedConfig, resolve
@@ -33,6 +34,8 @@ from ddptrain.results.secure_files import make_folder
 from ddptrain.retrain.script_output import read_metrics
 from ddptrain.run_handle import error_of
 from ddptrain.storage.remote_folder import is_url
+
+Value = TypeVar("Value")
 
 FOLDER = ".evaluations"  # below results.dir: the run directories of evaluations
 _MOST_KEPT = 5  # run directories of evaluations that failed
@@ -80,30 +83,39 @@ def evaluate(
         ClusterError, TrainingFailed, HangDetected, Interrupted, ...: the launch failed. The message names its
             run directory.
     """
-    _require_names(targets)
+    names = [target.name for target in targets]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"name different things to evaluate, not {' and '.join(names) or 'none'}")
     if resolved.config.script is not None:
         return _script_scores(resolved, targets, data)
     function = _function(resolved)
-    first, *others = targets
-    checkpoints = {first.name: _checkpoint(first, resolved)}
-    failures: dict[str, str] = {}
-    for target in others:
-        try:
-            checkpoints[target.name] = _checkpoint(target, resolved)
-        except DdptrainError as error:
-            failures[target.name] = one_line(error)
-    launch = _Launch(resolved, function, first, data, output, to_stderr)
+    first = targets[0]
+    checkpoints, failures = _of_each(targets, lambda target: _checkpoint(target, resolved))
+    launch = partial(_launch, resolved, function, first, data, output, to_stderr)
     try:
-        found = launch.run(checkpoints)
+        found = launch(checkpoints)
     except (TrainingFailed, HangDetected) as error:
         if len(checkpoints) == 1:
             raise
         # Another target may have crashed or stopped a rank: without it, the first one can still be scored.
         failures |= dict.fromkeys([name for name in checkpoints if name != first.name], one_line(error))
-        found = launch.run({first.name: checkpoints[first.name]})
+        found = launch({first.name: checkpoints[first.name]})
     failures |= found.failures
     notes = [f"{name} has no scores: {reason}" for name, reason in failures.items()]
     return dataclasses.replace(found, failures=failures, notes=(*found.notes, *notes))
+
+
+def _of_each(
+    targets: Sequence[EvaluationTarget], get: Callable[[EvaluationTarget], Value]
+) -> tuple[dict[str, Value], dict[str, str]]:
+    """What `get` returns for each target, by name, and why not for the others. Raises the error of the first target."""
+    found, failures = {targets[0].name: get(targets[0])}, {}
+    for target in targets[1:]:
+        try:
+            found[target.name] = get(target)
+        except DdptrainError as error:
+            failures[target.name] = one_line(error)
+    return found, failures
 
 
 def script_metrics(resolved: ResolvedConfig, *, since: datetime | None = None) -> dict[str, float]:
@@ -127,45 +139,43 @@ def script_metrics(resolved: ResolvedConfig, *, since: datetime | None = None) -
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A launch of ranks that score checkpoints: `first` is the target whose held-out data are used."""
-
-    resolved: ResolvedConfig
-    function: str
-    first: EvaluationTarget
-    data: str | None
-    output: str
-    to_stderr: bool
-
-    def run(self, checkpoints: Mapping[str, VerifiedCheckpoint]) -> Evaluation:
-        """Launch the ranks and return the scores. Raises the error that ended them."""
-        config = self.resolved.config
-        built_in = BUILT_IN.get(str(config.workload))
-        plan = EvaluationPlan(
-            function=self.function,
-            checkpoints=checkpoints,
-            prepare=built_in.held_out if built_in else "",
-            request={"params": dict(config.params), "run": str(self.first.folder), "data": self.data},
-            data=self.data,
+def _launch(
+    resolved: ResolvedConfig,
+    function: str,
+    first: EvaluationTarget,
+    data: str | None,
+    output: str,
+    to_stderr: bool,
+    checkpoints: Mapping[str, VerifiedCheckpoint],
+) -> Evaluation:
+    """Launch ranks that score checkpoints on the held-out data of `first`. Raises the error that ended them."""
+    config = resolved.config
+    built_in = BUILT_IN.get(str(config.workload))
+    plan = EvaluationPlan(
+        function=function,
+        checkpoints=checkpoints,
+        prepare=built_in.held_out if built_in else "",
+        request={"params": dict(config.params), "run": str(first.folder), "data": data},
+        data=data,
+    )
+    with _runs_folder(config.results.dir) as folder:
+        changed = config.model_copy(
+            update={"results": ResultsConfig(dir=str(folder)), "tracking": TrackingConfig(), "retrain": None}
         )
-        with _runs_folder(config.results.dir) as folder:
-            changed = config.model_copy(
-                update={"results": ResultsConfig(dir=str(folder)), "tracking": TrackingConfig(), "retrain": None}
-            )
-            derived = resolve(changed, self.resolved.path)
-            derived = dataclasses.replace(derived, import_folders=self.resolved.import_folders)
-            run_id = new_run_id(config.name)
-            layout = RunLayout(folder / run_id)
-            options = LaunchOptions(run_id, self.output, evaluation=plan, to_stderr=self.to_stderr)
-            try:
-                exit_code = train(derived, options)
-                if exit_code:
-                    raise _failure(layout, exit_code)
-                return _result(layout)
-            finally:
-                if not _has_logs_of_failure(layout):
-                    shutil.rmtree(layout.root, ignore_errors=True)
+        derived = resolve(changed, resolved.path)
+        derived = dataclasses.replace(derived, import_folders=resolved.import_folders)
+        run_id = new_run_id(config.name)
+        layout = RunLayout(folder / run_id)
+        options = LaunchOptions(run_id, output, evaluation=plan, to_stderr=to_stderr)
+        try:
+            exit_code = train(derived, options)
+            if exit_code:
+                raise _failure(layout, exit_code)
+            return _result(layout)
+        finally:
+            failure = load_run(layout.root).record.failure if layout.run_json.is_file() else None
+            if failure is None or failure.rank is None:  # no rank has failed, so that its log may be needed
+                shutil.rmtree(layout.root, ignore_errors=True)
 
 
 def _function(resolved: ResolvedConfig) -> str:
@@ -179,12 +189,6 @@ def _function(resolved: ResolvedConfig) -> str:
             "metrics, and name it in the configuration, as evaluate: module:function"
         )
     return function
-
-
-def _require_names(targets: Sequence[EvaluationTarget]) -> None:
-    names = [target.name for target in targets]
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"name different things to evaluate, not {' and '.join(names) or 'none'}")
 
 
 def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedCheckpoint:
@@ -231,12 +235,6 @@ def _runs_folder(place: str) -> Iterator[Path]:
                 folder.parent.rmdir()
 
 
-def _has_logs_of_failure(layout: RunLayout) -> bool:
-    """Whether a rank has failed, so that its log may be needed."""
-    failure = load_run(layout.root).record.failure if layout.run_json.is_file() else None
-    return failure is not None and failure.rank is not None
-
-
 def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
     record = load_run(layout.root).record
     failure = record.failure
@@ -277,15 +275,7 @@ def _script_scores(resolved: ResolvedConfig, targets: Sequence[EvaluationTarget]
     """The metrics of scripts: those that a version has recorded, or for a run those in the declared file."""
     if data is not None:
         raise UsageError("--data: a script evaluates itself, so it cannot be scored on other data")
-    scores: dict[str, dict[str, float]] = {}
-    failures: dict[str, str] = {}
-    for position, target in enumerate(targets):
-        try:
-            scores[target.name] = _script_score(resolved, target)
-        except DdptrainError as error:
-            if position == 0:
-                raise
-            failures[target.name] = one_line(error)
+    scores, failures = _of_each(targets, lambda target: _script_score(resolved, target))
     notes = tuple(f"{name} has no scores: {reason}" for name, reason in failures.items())
     return Evaluation(scores, notes=notes, failures=failures)
 

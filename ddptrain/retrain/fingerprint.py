@@ -141,7 +141,7 @@ def _list_source(source: _Source, known: Mapping[str, DataFile]) -> dict[str, Da
     refused = None
     listed: list[Listed] = []
     try:
-        listed = [item for item in open_store(location, _LIMITS).listing() if not _is_hidden(item)]
+        listed = [item for item in open_store(location, _LIMITS).listing() if "/." not in f"/{item.key}"]  # hidden
     except StoreError as error:
         refused = error  # a URL of one file, or a store that fails
     if is_local and refused is None:
@@ -149,10 +149,6 @@ def _list_source(source: _Source, known: Mapping[str, DataFile]) -> dict[str, Da
     if listed:
         return {item.key: DataFile(item.size_bytes, f"{item.size_bytes} {item.version}") for item in listed}
     return _hash_object(source, location, refused)
-
-
-def _is_hidden(item: Listed) -> bool:
-    return any(part.startswith(".") for part in item.key.split("/"))
 
 
 def _hash_object(source: _Source, location: Location, refused: StoreError | None) -> dict[str, DataFile]:

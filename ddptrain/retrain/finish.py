@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.log import Log
 from ddptrain.notify.messages import RetrainReport, compose, events_to_tell
-from ddptrain.notify.sender import send, warnings
+from ddptrain.notify.sender import send
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import utc_now
 from ddptrain.results.run_store import NeededFiles
@@ -77,7 +77,7 @@ def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) ->
         return ()
     report = _report(start, record, end, events[0], duration_s)
     deliveries = send(compose(report), settings.urls, timeout_s=settings.timeout_s, secrets=start.resolved.secrets)
-    for warning in warnings(deliveries):
+    for warning in filter(None, (each.warning for each in deliveries)):
         start.out.notice(warning, level="warning")
     delivered = [each.target for each in deliveries if each.delivered]
     start.out.stage(Stage.NOTIFY, f"told {', '.join(delivered) or 'nobody'}: {', '.join(events)}", events=events)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
@@ -31,35 +30,15 @@ _LOOK_EVERY_S = 2.0
 _TRY_EVERY_S = 1.0
 
 
-class _Lock(Protocol):
-    """A lock of a model."""
-
-    def take(self) -> None:
-        """Take it. Raises RunLocked, StoreError, ResultsError."""
-
-    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
-        """Call `lost` if another process has taken it, which can only happen to a lease."""
-
-    def assure(self) -> None:
-        """Raise RunLocked if another process may have taken it."""
-
-    def release(self) -> None:
-        """Release it; raises nothing."""
-
-    @property
-    def holder(self) -> str:
-        """Who holds it, as "process 12 on host"; "" if that is not known."""
-
-
 class _FolderLock:
-    """A lock file on this machine, or on a network file system with locks."""
+    """A lock file on this machine, or on a network file system with locks; StoreLock has the same methods."""
 
     def __init__(self, store: OwnFolder, folder: str) -> None:
         self._store, self._key = store, f"{folder}/{LOCK}"
         self._path = Path(store.location.url, self._key)
         self._descriptor = -1
 
-    def take(self) -> None:
+    def take(self, *, contested: bool) -> None:
         try:
             self._store.make_parent(self._key)
         except OSError as error:
@@ -77,37 +56,6 @@ class _FolderLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    @property
-    def holder(self) -> str:
-        return run_lock.holder(self._path)
-
-
-class _Lease:
-    """A lease in an object store."""
-
-    def __init__(self, folder: RemoteFolder) -> None:
-        self._folder = folder
-        self._lock = StoreLock(folder)
-
-    def take(self) -> None:
-        self._lock.take(contested=True)
-
-    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
-        self._lock.keep(lost)
-
-    def assure(self) -> None:
-        self._lock.assure()
-
-    def release(self) -> None:
-        self._lock.release()
-
-    @property
-    def holder(self) -> str:
-        claim = None
-        with suppress(StoreError):
-            claim = claim_from(self._folder.read(LOCK))
-        return f"process {claim.pid} on {claim.host}" if claim else ""
-
 
 class ModelOwner:
     """Holds the lock of a model, and ends this process when another one asks to replace it."""
@@ -118,7 +66,10 @@ class ModelOwner:
         self.model = model
         self.replaced_by = ""  # who asked for the model, as "process 12 on host"
         self.lost: DdptrainError | None = None
-        self._lock: _Lock = _lock_of(self._folder)
+        store = self._folder.store
+        self._lock: _FolderLock | StoreLock = (
+            _FolderLock(store, self._folder.path) if isinstance(store, OwnFolder) else StoreLock(self._folder)
+        )
         self._over = threading.Event()
 
     @contextmanager
@@ -135,7 +86,8 @@ class ModelOwner:
         watch = threading.Thread(target=self._watch, name="ddptrain-replace", daemon=True)
         try:
             self._lock.keep(self._lose)
-            self._forget_request()
+            with suppress(StoreError):  # a request that stays only ends this process, which is safe
+                self._folder.remove(_REQUEST)
             watch.start()
             yield
         finally:
@@ -152,27 +104,29 @@ class ModelOwner:
         is_reported = False
         while True:
             try:
-                self._lock.take()
+                self._lock.take(contested=True)
                 return
             except RunLocked:
-                busy = f"model {self.model} is being retrained by {self._lock.holder or 'another process'}"
+                busy = f"model {self.model} is being retrained by {self._holder() or 'another process'}"
             if overlap == "skip":
                 raise RunLocked(busy)
             if not is_reported:
                 is_reported = True
-                tell(f"{busy}; {self._ask() if overlap == 'replace' else 'waiting for its end'}")
+                if overlap == "replace":
+                    self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+                tell(f"{busy}; {'asked it to save and end' if overlap == 'replace' else 'waiting for its end'}")
             if time.monotonic() >= deadline:
                 raise RunLocked(f"{busy} and did not end within {wait_s:g} s")
             time.sleep(_TRY_EVERY_S)
 
-    def _ask(self) -> str:
-        """Ask the owner to end; return what was done, in words."""
-        self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        return "asked it to save and end"
-
-    def _forget_request(self) -> None:
-        with suppress(StoreError):  # a request that stays only ends this process, which is safe
-            self._folder.remove(_REQUEST)
+    def _holder(self) -> str:
+        """Who holds the lock, as "process 12 on host"; "" if that is not known."""
+        store, claim = self._folder.store, None
+        if isinstance(store, OwnFolder):
+            return run_lock.holder(Path(store.location.url, self._folder.path, LOCK))
+        with suppress(StoreError):
+            claim = claim_from(self._folder.read(LOCK))
+        return f"process {claim.pid} on {claim.host}" if claim else ""
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
@@ -189,12 +143,6 @@ class ModelOwner:
     def _lose(self, error: DdptrainError) -> None:
         self.lost = error
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _lock_of(folder: RemoteFolder) -> _Lock:
-    if isinstance(folder.store, OwnFolder):
-        return _FolderLock(folder.store, folder.path)
-    return _Lease(folder)
 
 
 def is_being_retrained(registry: RemoteFolder, model: str) -> bool:

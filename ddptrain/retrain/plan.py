@@ -77,7 +77,10 @@ def unchanged(
     champion: its version. data: the digest of the training data.
     """
     trained = [each for each in newest if each.status in (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)]
-    if settings.if_unchanged == "train" or not trained or _is_old(trained[0], settings.max_age, now):
+    if settings.if_unchanged == "train" or not trained:
+        return ""
+    ended = datetime.fromisoformat(trained[0].ended_at or trained[0].started_at)
+    if settings.max_age is not None and (now - ended).total_seconds() >= settings.max_age:
         return ""
     for record in trained:
         if (record.config, record.data) != (config, data) or not (record is trained[0] or record.version == champion):
@@ -90,11 +93,6 @@ def unchanged(
         if record.champion == champion:
             return f"{same}, which the gate has rejected"
     return ""
-
-
-def _is_old(record: RetrainRecord, max_age_s: float | None, now: datetime) -> bool:
-    ended = datetime.fromisoformat(record.ended_at or record.started_at)
-    return max_age_s is not None and (now - ended).total_seconds() >= max_age_s
 
 
 def data_problem(old: DataListing | None, new: DataListing, max_shrink: float, *, has_sources: bool) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Self, cast
 from ddptrain.config.wording import shorten
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import RegistryDamaged
-from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.protocol.typed_json import decode_known_fields
 from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Versioned
@@ -134,9 +134,7 @@ class RetrainRecord:
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read the file; fields of newer versions are ignored. Raises RegistryDamaged."""
         try:
-            raw = json.loads(data)
-            known = {each.name for each in dataclasses.fields(cls)}
-            return cast(Self, decode_json_data(cls, {key: value for key, value in raw.items() if key in known}))
+            return cast(Self, decode_known_fields(cls, json.loads(data)))
         except (ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise RegistryDamaged(f"{name} is damaged: {shorten(str(error))}") from None
 

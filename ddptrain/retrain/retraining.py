@@ -10,37 +10,37 @@ import os
 import queue
 import signal
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
+from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.wording import counted
 from ddptrain.driver.control.signals import signals_to
-from ddptrain.errors import (
-    DdptrainError,
-    ExitCode,
-    Interrupted,
-    RunLocked,
-    RunPreempted,
-    UsageError,
-    one_line,
-)
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, RunPreempted, UsageError, one_line
 from ddptrain.log import Log
 from ddptrain.notify.sender import missing_variables
+from ddptrain.results.lookup import load_run
+from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain import plan
-from ddptrain.retrain.check_data import check_data, would
-from ddptrain.retrain.fingerprint import config_digest
+from ddptrain.retrain.cleanup.clean_up import policy_of
+from ddptrain.retrain.cleanup.disk_space import check_space
+from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
 from ddptrain.retrain.finish import conclude, report_end
 from ddptrain.retrain.promotion import decide, outcome
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 from ddptrain.retrain.start import End, RetrainOptions, Start
-from ddptrain.retrain.train_run import train_run
 
 _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
+_PROGRESS_EVERY_S = 30.0
+_SIGHUP_CODE = 129
+_SIGNALLED = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED, _SIGHUP_CODE})
 
 
 def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
@@ -202,3 +202,138 @@ class Deadline:
         self.is_reached = True
         _log.info("deadline reached", seconds=self.seconds)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def check_data(start: Start) -> End | None:
+    """List the data, and begin the retraining. Returns an end if there is nothing to train.
+
+    Raises:
+        UsageError: a source does not exist, or the data look wrong and --force is not given.
+        StoreError: a source cannot be listed.
+    """
+    champion = start.champion()
+    before = _listing_before(start, champion)
+    with start.signals.interrupting():
+        listing = list_data(start.resolved, before)
+    changes = difference(before, listing) if before is not None else []
+    has_sources = names_data(start.resolved)
+    limit = start.resolved.config.data.max_shrink
+    if problem := plan.data_problem(before, listing, limit, has_sources=has_sources):
+        if not start.options.force:
+            raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
+        start.out.notice(f"{problem}; training anyway, because of --force", level="warning")
+    text = _describe(start, listing, changes, known=before is not None, has_sources=has_sources)
+    start.out.stage(Stage.CHECK_DATA, text, difference=changes, files=len(listing.files), size_bytes=listing.size_bytes)
+    data = listing.digest
+    if not start.options.force and start.record is None:
+        moment = datetime.now(UTC)
+        if same := plan.unchanged(start.earlier, champion, start.digest, data, start.settings, moment):
+            return _unchanged(start, data, listing, same)
+    if start.options.dry_run:
+        return would("train")
+    start.begin(data, listing, champion)
+    start.records.write_listing(start.began.number, listing.to_bytes())
+    start.update(stage=Stage.CHECK_DATA, difference=tuple(changes))
+    return None
+
+
+def would(what: str) -> End:
+    """Return the end of a dry run."""
+    return End(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, f"dry run: it would {what}")
+
+
+def _listing_before(start: Start, champion: int | None) -> DataListing | None:
+    """Return the listing of the champion's training data, or else that of the last training whose listing is kept."""
+    trained = [each for each in start.earlier if each.data and each.status != RetrainStatus.UNCHANGED]
+    for record in sorted(trained, key=lambda each: champion is None or each.version != champion):
+        if (found := DataListing.from_bytes(start.records.listing(record.number))) is not None:
+            return found
+    return None
+
+
+def _describe(start: Start, listing: DataListing, changes: Sequence[str], *, known: bool, has_sources: bool) -> str:
+    if not has_sources:
+        built_in = is_built_in(start.resolved.config.workload)
+        return "built-in data" if built_in else "data.sources names no data, so changes of data are not seen"
+    size = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes"
+    if not known:
+        return f"{size}; there is no earlier listing to compare with"
+    return f"{size}; {', '.join(changes) or 'unchanged'}"
+
+
+def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> End:
+    """Record that there was nothing to do; if this is so again and again, one record says it."""
+    if start.options.dry_run:
+        return would(f"train nothing: {reason}")
+    last = start.earlier[0]
+    if last.status == RetrainStatus.UNCHANGED and (last.config, last.data) == (start.digest, data):
+        start.resume(last.number)
+    else:
+        start.begin(data, listing, start.champion(), with_run=False)
+    return End(RetrainStatus.UNCHANGED, ExitCode.SUCCEEDED, reason)
+
+
+def train_run(start: Start) -> None:
+    """Train, or resume the run of this retraining; a run that has succeeded is not trained again.
+
+    Raises:
+        ClusterError: there is not enough disk space.
+        RunPreempted: a signal has ended the run; it has saved if it had begun to train.
+        DdptrainError: the run has failed; with the exit code of the run.
+    """
+    from ddptrain.driver.run import LaunchOptions, train
+
+    config, settings = start.resolved.config, start.settings
+    kept = policy_of(settings.keep, config.name)
+    check_space(config.results.dir, config.name, config.models.dir, settings.model, kept, start.began.run_id)
+    options = LaunchOptions(
+        run_id=start.began.run_id,
+        output=start.options.output,
+        resume="auto",
+        full_traceback=start.options.full_traceback,
+        all_ranks=start.options.all_ranks,
+    )
+    with _progress_to(start):
+        code = train(start.resolved, options)
+    if code != ExitCode.SUCCEEDED:
+        raise _error(start, code)
+    start.out.stage(Stage.TRAIN, f"run {start.began.run_id} has succeeded", run_id=start.began.run_id)
+    start.update(stage=Stage.TRAIN)
+
+
+@contextmanager
+def _progress_to(start: Start) -> Iterator[None]:
+    """Tell the heartbeat how the training goes, until the block ends."""
+    over = threading.Event()
+    folder = open_runs_dir(start.resolved.config.results.dir).folder / start.began.run_id
+
+    def watch() -> None:
+        reported = ""
+        while not over.wait(_PROGRESS_EVERY_S):
+            metrics = sorted(load_run(folder).record.last_metrics.items())
+            text = ", ".join(f"{name} {value:.4g}" for name, value in metrics if value is not None)
+            if text and text != reported:
+                reported = text
+                start.heartbeat.progress(f"run {start.began.run_id}: {text}")
+
+    thread = threading.Thread(target=watch, name="ddptrain-progress", daemon=True)
+    if start.resolved.config.notify.heartbeat:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _error(start: Start, code: int) -> DdptrainError:
+    """The error of a run that ended with this exit code, with the root cause that run.json names."""
+    reason = ""
+    with suppress(DdptrainError):  # the run may not have begun, or its store is gone
+        failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure
+        reason = ": ".join(part for part in (failure.type, one_line(failure.message)) if part) if failure else ""
+    run = f"(run {start.began.run_id})"
+    if code in _SIGNALLED:
+        return RunPreempted(f"{reason or 'stopped by a signal'} {run}")
+    error = DdptrainError(f"{reason or f'exit code {code}'} {run}")
+    error.exit_code = code
+    return error

@@ -15,7 +15,7 @@ from typing import Self, cast
 from ddptrain import file_ops
 from ddptrain.config.wording import did_you_mean
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.protocol.typed_json import decode_json_data
+from ddptrain.protocol.typed_json import decode_known_fields
 from ddptrain.schedule.times import Schedule, parse_schedule
 
 
@@ -56,9 +56,7 @@ class Entry:
     def from_json(cls, data: bytes, path: Path) -> Self:
         """Read the file; fields of newer versions are ignored. Raises UsageError."""
         try:
-            raw = json.loads(data)
-            known = {each.name for each in dataclasses.fields(cls)}
-            entry = cast(Self, decode_json_data(cls, {key: value for key, value in raw.items() if key in known}))
+            entry = cast(Self, decode_known_fields(cls, json.loads(data)))
             _ = entry.schedule, entry.added
         except (ValueError, AttributeError, TypeError, RecursionError, UsageError) as error:
             raise UsageError(f"{path} is damaged ({error}): delete it, and add the schedule again") from None

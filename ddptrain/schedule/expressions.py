@@ -54,11 +54,6 @@ def to_cron(text: str) -> str:
     raise UsageError(f'--at is "{shorten(text)}", which is not a time: write {EXAMPLES}')
 
 
-def values(field: str, position: int) -> set[int]:
-    """Return the numbers that a field of `to_cron` stands for; position: 0 is the minute, 4 the day of the week."""
-    return set(_numbers(field, position))
-
-
 def _is_time(word: str) -> bool:
     return all(_TIME.fullmatch(part) for part in word.split(","))
 
@@ -121,20 +116,20 @@ def _from_interval(number: int, unit: str) -> str:
 def _from_cron(fields: list[str]) -> str:
     """Check a cron expression, and write it so that cron, Kubernetes, GitHub and GitLab read it alike."""
     for position, field in enumerate(fields):
-        _numbers(field, position)
+        values(field, position)
     minute, hour, month_day, month, week_day = fields
     month = _without_names(month, 3)
     week_day = _without_names(week_day, 4)
     if re.search(r"(?<!/)\b7", week_day):
-        week_day = ",".join(str(day) for day in sorted({day % 7 for day in _numbers(week_day, 4)}))
+        week_day = ",".join(str(day) for day in sorted({day % 7 for day in values(week_day, 4)}))
     both = [field for field in (month_day, week_day) if field != "*"]
     if len(both) == 2 and any(field.startswith("*") for field in both):
         raise UsageError(
             f"--at: {month_day} as day of the month with {week_day} as day of the week means different times to "
             "different schedulers: write * for one of them"
         )
-    days = _numbers(month_day, 2)
-    if week_day == "*" and min(days) > max(_LONGEST_MONTHS[number - 1] for number in _numbers(month, 3)):
+    days = values(month_day, 2)
+    if week_day == "*" and min(days) > max(_LONGEST_MONTHS[number - 1] for number in values(month, 3)):
         raise UsageError(f"--at: no month among {month} has a day {min(days)}")
     return f"{minute} {hour} {month_day} {month} {week_day}"
 
@@ -145,8 +140,8 @@ def _without_names(field: str, position: int) -> str:
     return re.sub(r"[a-z]+", lambda match: str(names.index(match[0]) + first), field)
 
 
-def _numbers(field: str, position: int) -> list[int]:
-    """Return all numbers of a field, sorted. Raises UsageError."""
+def values(field: str, position: int) -> list[int]:
+    """Return the numbers of a field, sorted; position: 0 is the minute, 4 the day of the week. Raises UsageError."""
     noun, low, high, names = _FIELDS[position]
     if any(word not in names for word in re.findall(r"[a-z]+", field)):
         known = f"a number from {low} to {high}" + (f", or {names[0]} to {names[-1]}" if names else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from ddptrain.errors import ClusterError, UsageError
@@ -14,24 +13,14 @@ from ddptrain.log import Log
 from ddptrain.results.run_record import utc_now
 from ddptrain.schedule.entries import Entries, Entry
 from ddptrain.schedule.job import MODELS_DIR, Job, read_env_file
+from ddptrain.schedule.target_name import TargetName
 from ddptrain.schedule.targets.cron import Cron
-from ddptrain.schedule.targets.github import GitHub
-from ddptrain.schedule.targets.gitlab import GitLab
 from ddptrain.schedule.targets.kubernetes import Kubernetes
+from ddptrain.schedule.targets.repository import GitHub, GitLab
 from ddptrain.schedule.targets.systemd import Systemd
 from ddptrain.schedule.targets.target import Part, Target, write_parts
 
 _log = Log(__name__)
-
-
-class TargetName(StrEnum):
-    """The schedulers."""
-
-    SYSTEMD = "systemd"
-    CRON = "cron"
-    KUBERNETES = "kubernetes"
-    GITHUB = "github"
-    GITLAB = "gitlab"
 
 
 _ON_THIS_HOST = (TargetName.SYSTEMD, TargetName.CRON)

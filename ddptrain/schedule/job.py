@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
@@ -23,26 +24,12 @@ if TYPE_CHECKING:
 
 MODELS_DIR = "DDPTRAIN_MODELS_DIR"  # the registry, in place of models.dir
 _KEPT = (
-    "PATH",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
-    "http_proxy",
-    "https_proxy",
-    "no_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "NO_PROXY",
-    "SSL_CERT_FILE",
-    "REQUESTS_CA_BUNDLE",
-    "XDG_STATE_HOME",
-    MODELS_DIR,
-    "AWS_PROFILE",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-    "AWS_ENDPOINT_URL",
+    *("PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "XDG_STATE_HOME", MODELS_DIR),
+    *("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"),
 )
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "HF_TOKEN")
-_FROM_ENV = "env:"
 _TIME_TO_STOP_S = 60  # besides failure.grace_s: to save, and to upload the checkpoint
 
 
@@ -109,8 +96,9 @@ def make_job(
     if "PATH" in kept:
         kept["PATH"] = os.pathsep.join(dict.fromkeys(kept["PATH"].split(os.pathsep)))
     plain = {key: value for key, value in kept.items() if hide_credentials(value) == value and value.isprintable()}
-    named = [*_env_names([*config.notify.urls, config.notify.heartbeat or ""]), *(set(kept) - set(plain))]
-    others = [key for key in _SECRETS if environ.get(key)]
+    urls = [*config.notify.urls, config.notify.heartbeat or ""]
+    named = {url.removeprefix(FROM_ENV) for url in urls if url.startswith(FROM_ENV)} | (kept.keys() - plain.keys())
+    others = {key for key in _SECRETS if environ.get(key)}
     on_gpus = config.cluster.gpus if config.cluster.is_embedded else 0
     return Job(
         name=checked_name(name or config.retrain.model),
@@ -122,7 +110,7 @@ def make_job(
         models_dir=config.models.dir,
         runs_dir=config.results.dir,
         environment=plain,
-        secrets=tuple(sorted({*named, *others})),
+        secrets=tuple(sorted(named | others)),
         jitter_s=round(jitter_s),
         stop_s=round(config.failure.grace_s) + _TIME_TO_STOP_S,
         deadline_s=config.retrain.deadline,
@@ -181,10 +169,6 @@ def _variables(text: str, path: Path) -> Iterator[tuple[str, str]]:
                     f"{path}:{number} is not a line like NAME=value; put quotes around a value with blanks"
                 )
             yield name, value
-
-
-def _env_names(urls: list[str]) -> list[str]:
-    return [url.removeprefix(_FROM_ENV) for url in urls if url.startswith(_FROM_ENV)]
 
 
 def _program() -> tuple[str, ...]:

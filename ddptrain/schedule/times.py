@@ -69,7 +69,7 @@ class Schedule:
 
     def missing_times(self, now: datetime) -> list[str]:
         """Return the next times that do not exist on the clock, as "2027-03-28 02:30", for a year."""
-        return [f"{time:%Y-%m-%d %H:%M}" for time in self._wall_times(now) if not _exists(time)]
+        return [f"{time:%Y-%m-%d %H:%M}" for time in self._wall_times(now) if time != _utc(time).astimezone(self._zone)]
 
     def _wall_times(self, now: datetime) -> Iterator[datetime]:
         """Yield the next times on the clock of fixed times, also those that do not exist."""
@@ -98,13 +98,6 @@ class Schedule:
 
 def parse_schedule(text: str, zone: str = "UTC") -> Schedule:
     """Read a time such as "Mon 03:00" or a cron expression. Raises UsageError, also for a time zone that is unknown."""
-    check_zone(zone)
-    cron = to_cron(text)
-    return Schedule(" ".join(text.split()), cron, zone)
-
-
-def check_zone(zone: str) -> None:
-    """Raise UsageError if this machine does not know the time zone."""
     try:
         ZoneInfo(zone)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
@@ -113,6 +106,8 @@ def check_zone(zone: str) -> None:
         hint = f"did you mean {match}?" if match else "write a name as Europe/Berlin"
         hint = hint if known else "install the package tzdata"
         raise UsageError(f'--timezone: "{shorten(zone)}" is not a time zone: {hint}') from None
+    cron = to_cron(text)
+    return Schedule(" ".join(text.split()), cron, zone)
 
 
 def resolve_slot(text: str, now: datetime | None = None) -> str:
@@ -172,7 +167,3 @@ def same_zone(one: str, other: str, now: datetime) -> bool:
 
 def _utc(time: datetime) -> datetime:
     return time.astimezone(UTC)
-
-
-def _exists(time: datetime) -> bool:
-    return time == time.astimezone(UTC).astimezone(time.tzinfo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,8 @@ from ddptrain.sweep.metric import saved_values, values_of_run
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, choose_sweep, newest_first, read_sweep
 from ddptrain.sweep.stored import StoredSweeps
 
-JOURNAL, CONFIG, LOG, BEST, LOCK, SCRATCH = (
-    "journal.log",
-    "config.yaml",
-    "driver.log",
-    "best.yaml",
-    "sweep.lock",
-    ".scratch",
-)
+JOURNAL, CONFIG, LOG = "journal.log", "config.yaml", "driver.log"
+BEST, LOCK, SCRATCH = "best.yaml", "sweep.lock", ".scratch"
 # What may differ when a sweep is resumed: how long it goes on, and how much at the same time.
 _MAY_DIFFER = frozenset({"trials", "for", "parallel", "prune"})
 
@@ -55,15 +49,12 @@ def new_folder(runs: Path, name: str, sweep_id: str | None) -> Path:
 def sweeps_in(runs: Path) -> dict[str, SweepRecord]:
     """Return the sweeps of this user in a folder that can be read, by id, the newest first."""
     found: dict[str, SweepRecord] = {}
-    try:
+    folders: list[Path] = []
+    with suppress(OSError):
         folders = [path for path in runs.iterdir() if (path / SWEEP_JSON).is_file() and is_own_folder(path)]
-    except OSError:
-        return {}
     for folder in folders:
-        try:
+        with suppress(UsageError):
             found[folder.name] = read_sweep(folder)
-        except UsageError:
-            continue
     return newest_first(found)
 
 
@@ -131,11 +122,9 @@ class LocalSweeps:
         """Return the record of a sweep. Raises UsageError."""
         return read_sweep(self.runs / sweep_id)
 
-    @contextmanager
-    def create(self, name: str, sweep_id: str | None) -> Iterator[LocalSweep]:
+    def create(self, name: str, sweep_id: str | None) -> AbstractContextManager[LocalSweep]:
         """Begin a sweep, and hold its lock for the block. Raises UsageError, RunLocked, ResultsError."""
-        with self.resume(new_folder(self.runs, name, sweep_id).name) as sweep:
-            yield sweep
+        return self.resume(new_folder(self.runs, name, sweep_id).name)
 
     @contextmanager
     def resume(self, sweep_id: str) -> Iterator[LocalSweep]:
@@ -172,14 +161,13 @@ def check_same(folder: Path, resolved: ResolvedConfig) -> None:
 
 def _compared(config: object) -> dict[str, Any]:
     data = config if isinstance(config, Mapping) else {}
-    sweep = data.get("sweep")
-    kept = (
-        {name: value for name, value in sweep.items() if name not in _MAY_DIFFER} if isinstance(sweep, Mapping) else {}
-    )
-    flat = {f"sweep.{name}": value for name, value in kept.items()}
-    params = data.get("params")
-    flat |= {f"params.{name}": value for name, value in params.items()} if isinstance(params, Mapping) else {}
-    return {"workload": data.get("workload"), **flat}
+    flat: dict[str, Any] = {"workload": data.get("workload")}
+    for section in ("sweep", "params"):
+        fields = data.get(section)
+        for name, value in fields.items() if isinstance(fields, Mapping) else ():
+            if section == "params" or name not in _MAY_DIFFER:
+                flat[f"{section}.{name}"] = value
+    return flat
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

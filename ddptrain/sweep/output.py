@@ -26,7 +26,6 @@ from ddptrain.sweep.trial import Trial
 
 _MOST_ROWS = 20  # of the table at the end
 _MOST_CHARS = 24  # of a value in the table
-_STATE_COLOURS = {TrialState.FAILED: terminal.RED, TrialState.PRUNED: terminal.YELLOW}
 
 
 class TrialRows:
@@ -53,9 +52,9 @@ class TrialRows:
         return [(Piece(terminal.cropped(text, columns)),) for text in [*shown, last]]
 
 
-def open_sweep_display(mode: str, rows: TrialRows, folder: Path, environ: Mapping[str, str] | None = None) -> Display:
+def open_sweep_display(mode: str, rows: TrialRows, folder: Path) -> Display:
     """Start the display of a sweep; mode is "auto", "live", "plain" or "json". Raises UsageError."""
-    environ = os.environ if environ is None else environ
+    environ = os.environ
     aborted = threading.Event()
     guard = ci.json_guard(environ) if mode == "json" else ci.guard(environ)
     out = Stream(sys.stdout, aborted.is_set, guard)

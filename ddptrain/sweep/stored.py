@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,8 +120,7 @@ class StoredSweeps:
         """Return the record of a sweep. Raises UsageError, StoreError."""
         return parse_sweep(self._read(sweep_id) or b"", f"{self._store.url}/{sweep_id}/{SWEEP_JSON}")
 
-    @contextmanager
-    def create(self, name: str, sweep_id: str | None) -> Iterator[StoredSweep]:
+    def create(self, name: str, sweep_id: str | None) -> AbstractContextManager[StoredSweep]:
         """Begin a sweep, and hold its lock for the block. Raises UsageError, RunLocked, StoreError, ResultsError."""
         if sweep_id is not None:
             check_run_id(sweep_id)
@@ -129,14 +128,11 @@ class StoredSweeps:
                 raise UsageError(f"{self._store.url}/{sweep_id} is a run; choose another --sweep-id")
             if self._read(sweep_id) is not None:
                 raise UsageError(f"{self._store.url}/{sweep_id} exists already; continue it with --resume")
-        with self._held(sweep_id or new_run_id(name), resumed=False) as sweep:
-            yield sweep
+        return self._held(sweep_id or new_run_id(name), resumed=False)
 
-    @contextmanager
-    def resume(self, sweep_id: str) -> Iterator[StoredSweep]:
+    def resume(self, sweep_id: str) -> AbstractContextManager[StoredSweep]:
         """Go on with a sweep, and hold its lock for the block. Raises RunLocked, StoreError, ResultsError."""
-        with self._held(sweep_id, resumed=True) as sweep:
-            yield sweep
+        return self._held(sweep_id, resumed=True)
 
     @contextmanager
     def _held(self, sweep_id: str, *, resumed: bool) -> Iterator[StoredSweep]:

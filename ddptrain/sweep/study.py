@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC as _UTC
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
+from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from ddptrain.config.sections.sweeping import Distribution, SweepConfig, values_of
@@ -29,9 +30,6 @@ from ddptrain.log import Log
 from ddptrain.results.errors import ResultsError, naming
 from ddptrain.results.secure_files import open_to_append
 from ddptrain.sweep.records import TrialRecord, TrialState
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
 
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}
 _PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}
@@ -43,6 +41,11 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "TPESampler": {"constant_liar": True},  # trials that run at the same time do not try the same point
     "SuccessiveHalvingPruner": {"min_resource": 1, "reduction_factor": 3},
     "PatientPruner": {"wrapped_pruner": None},
+}
+_FINAL = {
+    TrialState.COMPLETE: OptunaState.COMPLETE,
+    TrialState.PRUNED: OptunaState.PRUNED,
+    TrialState.FAILED: OptunaState.FAIL,
 }
 _RESULT = ("values", "step", "error", "value", "spread", "duration_s", "run_ids")
 _GRID_POINT = "grid_point"  # the attribute of a trial that has the number of its point in the grid
@@ -130,18 +133,13 @@ class Study:
 
     def tell(self, record: TrialRecord) -> None:
         """Record the result of a trial; a trial that has one is not changed. Raises ResultsError."""
-        states = {
-            TrialState.COMPLETE: OptunaState.COMPLETE,
-            TrialState.PRUNED: OptunaState.PRUNED,
-            TrialState.FAILED: OptunaState.FAIL,
-        }
         with self._mutex, self._naming(self._journal):
             if self._frozen_trial(record.number).state.is_finished():
                 return
             result = {name: getattr(record, name) for name in _RESULT}
             self._trial(record.number).set_user_attr("result", result)  # one line of the journal
             value = record.value if record.state is TrialState.COMPLETE else None
-            self._study.tell(record.number, value, state=states[record.state])
+            self._study.tell(record.number, value, state=_FINAL[record.state])
             self._asked.pop(record.number, None)
 
     def records(self) -> list[TrialRecord]:
@@ -169,11 +167,7 @@ class Study:
             return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
     def _record(self, trial: FrozenTrial) -> TrialRecord:
-        states = {
-            OptunaState.COMPLETE: TrialState.COMPLETE,
-            OptunaState.PRUNED: TrialState.PRUNED,
-            OptunaState.FAIL: TrialState.FAILED,
-        }
+        states = {optunas: ours for ours, optunas in _FINAL.items()}
         result = trial.user_attrs.get("result", {})
         started, ended = trial.datetime_start, trial.datetime_complete
         return TrialRecord(

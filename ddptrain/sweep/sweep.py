@@ -6,7 +6,7 @@ import queue
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ddptrain.config.wording import counted
 from ddptrain.driver.attempt.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.display import Display
-from ddptrain.driver.session import SharedCluster, SharedRun, cluster_for
+from ddptrain.driver.session import Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
 from ddptrain.log import Log
@@ -29,14 +29,13 @@ from ddptrain.sweep import folder as folders
 from ddptrain.sweep import output
 from ddptrain.sweep.capacity import Capacity, local_slots
 from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation, remaining_s
+from ddptrain.sweep.folder import LocalSweep
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
+from ddptrain.sweep.stored import StoredSweep
 from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
 from ddptrain.sweep.trial_config import best_yaml, ranks_of, trial_config
 
 if TYPE_CHECKING:
-    from ddptrain.driver.session import Session
-    from ddptrain.sweep.folder import LocalSweep
-    from ddptrain.sweep.stored import StoredSweep
     from ddptrain.sweep.study import Study
 
 _TICK_S = 0.5
@@ -76,6 +75,7 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
     check_trackers(resolved.config)
     check_tls(resolved)
     sweeps, name = folders.open_sweeps(resolved.config.results.dir), resolved.config.name
+    held: AbstractContextManager[LocalSweep | StoredSweep]
     if options.resume:
         held = sweeps.resume(sweeps.find(name, options.sweep_id))
     else:
@@ -297,14 +297,16 @@ class Sweep:
         if trial.bug is not None:
             raise trial.bug
         may_diverge = trial.diverged and best is not None  # where other points work, this is a result of the point
-        if record.state is TrialState.FAILED and not may_diverge and self._has_failed_too_often(record):
+        if (
+            record.state is TrialState.FAILED
+            and not may_diverge
+            and self.failures.add(record.cause)
+            and not self.ending
+        ):
             text = f"{SAME_FAILURES} trials have failed in the same way: {record.error}"
             self._fail(
                 f"{text}; the log of the last one is in {self.home.where}/{record.run_ids[-1]}/logs", trial.exit_code
             )
-
-    def _has_failed_too_often(self, record: TrialRecord) -> bool:
-        return self.failures.add(record.cause) and not self.ending
 
     def _fail(self, text: str, exit_code: int) -> None:
         """End the sweep early because of an error; running trials save and end."""
@@ -370,8 +372,8 @@ class Sweep:
     def _eta(self) -> str:
         durations = [t.duration_s for t in self.record.trials if t.state.is_final and t.duration_s is not None]
         planned = self.record.planned
-        ended = sum(trial.state.is_final for trial in self.record.trials)
-        left_s = remaining_s(durations, planned - ended if planned else None, max(1, len(self.running)))
+        left = planned - self.record.ended if planned else None
+        left_s = remaining_s(durations, left, max(1, len(self.running)))
         if self.sweep.for_ is not None:
             rest_s = max(0.0, self.sweep.for_ - self._elapsed_s())
             left_s = rest_s if left_s is None else min(left_s, rest_s)

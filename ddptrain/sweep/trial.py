@@ -9,26 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.control.signals import ThreadSignals
+from ddptrain.driver.session import SharedRun
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
+from ddptrain.sweep.folder import LocalSweep
 from ddptrain.sweep.metric import LiveMetric, best_value
 from ddptrain.sweep.records import TrialRecord, TrialState
-
-if TYPE_CHECKING:
-    from ddptrain.driver.session import SharedRun
-    from ddptrain.sweep.folder import LocalSweep
-    from ddptrain.sweep.stored import StoredSweep
+from ddptrain.sweep.stored import StoredSweep
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})
@@ -166,7 +164,9 @@ class Trial:
                 config = self.plan.config(self.record.params, repeat)
                 self.exit_code = self.plan.run(config, run_id, resume=view is not None, trial=self)
             except ValidationError as error:
-                return self._fail(f"the point is not possible: {one_line(describe_point(error))}", ExitCode.USAGE)
+                first = error.errors(include_url=False)[0]
+                text = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+                return self._fail(f"the point is not possible: {text}", ExitCode.USAGE)
             except DdptrainError as error:
                 if self.stopped and not isinstance(error, UsageError):
                     self.record.state = TrialState.INTERRUPTED
@@ -212,12 +212,6 @@ class Trial:
         self.record.state, self.record.error = TrialState.FAILED, text
         self.exit_code = int(exit_code) or int(ExitCode.TRAINING_FAILED)
         return False
-
-
-def describe_point(error: ValidationError) -> str:
-    """Return the first problem of a point in one line."""
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _has_result(view: RunView) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from typer.main import get_command
 
 from ddptrain.cli.main import app
-from ddptrain.completion.command_line import TABLE
+from ddptrain.completion.candidates import TABLE
 
 # Metavar (or name, where there is none) -> what exists on this machine and may stand there.
 KINDS = {

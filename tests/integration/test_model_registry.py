@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
+from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import parse_reference
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.model_registry.version_copy import open_version
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
-from ddptrain.schedule.lateness import State
-from ddptrain.schedule.monitor import Watched, look
+from ddptrain.schedule.monitor import State, Watched, look
 from ddptrain.schedule.times import parse_schedule
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed

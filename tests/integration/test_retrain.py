@@ -46,7 +46,7 @@ if os.environ["RANK"] == "0":
 KILLED = """
 import os, signal, sys
 from ddptrain.__main__ import main
-from ddptrain.retrain.output import StageOutput
+from ddptrain.retrain.start import StageOutput
 from ddptrain.retrain.records import RetrainRecords
 
 stage, moment = sys.argv[1:3]
@@ -75,7 +75,7 @@ sys.exit(main())
 CUT_OFF = """
 import sys
 from ddptrain.__main__ import main
-from ddptrain.retrain.output import StageOutput
+from ddptrain.retrain.start import StageOutput
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreUnreachable
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
 from ddptrain.cli.options import ClusterOption, RanksOption, VerboseOption, checked, field_options
-from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.printing import print_result, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,13 +21,7 @@ _NO_SCORE = "-"
 
 
 def evaluate(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
-        ),
-    ],
+    run: RunOrModel,
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN|MODEL", help="Score this one as well, on the same data: a run, or a model."),
@@ -46,9 +40,7 @@ def evaluate(
     ] = None,
     ranks: RanksOption = None,
     cluster: ClusterOption = None,
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
-    ] = "runs",
+    runs_dir: TrainedRunsDir = "runs",
     models_dir: ModelsDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
@@ -62,15 +54,12 @@ def evaluate(
     found = score(resolved, targets, output="plain", data=data, to_stderr=True)
     for note in found.notes:
         say(f"evaluate: {note}")
-    if as_json:
-        print_json(_as_dict(found, data))
-    else:
-        write(_table(found, [target.name for target in targets]))
+    print_result(_as_dict(found, data), _table(found, [target.name for target in targets]), as_json=as_json)
 
 
 def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTarget:
     """The run or model of that name; a name without @ may be a model's, if there is no such run. Raises UsageError."""
-    from ddptrain.errors import RunNotFound
+    from ddptrain.errors import RunNotFound, UsageError
     from ddptrain.model_registry.reference import is_model_reference
     from ddptrain.retrain.evaluation import EvaluationTarget
 
@@ -79,22 +68,12 @@ def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTar
     except RunNotFound as error:
         if is_model_reference(source) or "/" in source:
             raise
-        found = _champion(source, runs_dir, models_dir)
-        if found is None:
+        try:
+            folder, about = open_trained(f"{source}@champion", runs_dir, models_dir)
+        except UsageError:
             raise RunNotFound(f"{error}; there is no model of that name either") from None
-        folder, about = found
     name = f"{about['model']}@{about['version']}" if "model" in about else str(about["run_id"])
     return EvaluationTarget(name, folder)
-
-
-def _champion(name: str, runs_dir: str, models_dir: str | None) -> tuple[Path, dict[str, Any]] | None:
-    """The champion of the model of that name; None if there is none."""
-    from ddptrain.errors import UsageError
-
-    try:
-        return open_trained(f"{name}@champion", runs_dir, models_dir)
-    except UsageError:
-        return None
 
 
 def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:

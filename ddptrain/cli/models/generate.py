@@ -6,21 +6,13 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
 from ddptrain.cli.printing import say, write
 
 
 def generate(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
-        ),
-    ],
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
-    ] = "runs",
+    run: RunOrModel,
+    runs_dir: TrainedRunsDir = "runs",
     count: Annotated[int, typer.Option(help="How many names.")] = 50,
     prefix: Annotated[str, typer.Option(help="What each name begins with.")] = "",
     temperature: Annotated[
@@ -35,6 +27,7 @@ def generate(
     import dataclasses
     import json
 
+    from ddptrain.config.wording import counted
     from ddptrain.workloads.petnames.generate import generate_names
 
     run_dir, source = open_trained(run, runs_dir, models_dir, "petnames")
@@ -43,9 +36,10 @@ def generate(
         write([json.dumps({**source, **dataclasses.asdict(made)})], is_json=True)
     else:
         write(made.names)
+    dropped, were = made.dropped_known, "was" if made.dropped_known == 1 else "were"
     remarks = [
         f"the seed was {made.seed}" if seed is None else "",
-        _replaced(made.dropped_known),
+        f"{counted(dropped, 'name')} of the training list {were} replaced" if dropped else "",
         f"only {len(made.names):,} of {count:,} names: gave up after {made.attempts:,} attempts; "
         "try a higher --temperature, a shorter --prefix, or --keep-known"
         if made.limit_reached
@@ -53,10 +47,3 @@ def generate(
     ]
     for remark in filter(None, remarks):
         say(f"generate: {remark}")
-
-
-def _replaced(number: int) -> str:
-    from ddptrain.config.wording import counted
-
-    was = "was" if number == 1 else "were"
-    return f"{counted(number, 'name')} of the training list {was} replaced" if number else ""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.models.model_mirrors import Mirrors, MirrorTimeout, named_mirrors, update_mirrors
-from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.options import JsonOption
+from ddptrain.cli.printing import print_result, say
 
 if TYPE_CHECKING:
+    from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
     from ddptrain.model_registry.model_reader import ModelState
     from ddptrain.model_registry.records import Change, VersionRecord
     from ddptrain.model_registry.registry import ModelRegistry
@@ -31,33 +32,72 @@ ModelsDir = Annotated[
         f"[default: {DEFAULT_MODELS_DIR}]",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Reason = Annotated[str, typer.Option("--reason", help="A text for the history.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name.")]
 Reference = Annotated[
     str, typer.Argument(metavar="MODEL[@ALIAS|@VERSION]", help="A version of a model; without @ its champion.")
 ]
+Mirrors = Annotated[
+    list[str],
+    typer.Option(
+        "--mirror",
+        metavar="NAME",
+        envvar="DDPTRAIN_MODEL_MIRRORS",
+        show_envvar=False,
+        help="Bring another registry up to date too: wandb, mlflow, or package.module:function. May be repeated; "
+        "also DDPTRAIN_MODEL_MIRRORS, with spaces between.",
+    ),
+]
+MirrorTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", min=1, help="How long the mirrors may take together, with all uploads.")
+]
+RunOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL",
+        help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
+    ),
+]
+TrainedRunsDir = Annotated[
+    str, typer.Option("--runs-dir", metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
+]
 
 
 @app.callback(invoke_without_command=True)
-def models(ctx: typer.Context, models_dir: ModelsDir = None, json: Json = False) -> None:
+def models(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
     """Versions of trained models: list, promote, roll back."""
     ctx.obj = models_dir
     if ctx.invoked_subcommand is None:
-        _list(ctx, models_dir, as_json=json)
+        list_(ctx, models_dir, json)
 
 
 @app.command("list")
-def list_(ctx: typer.Context, models_dir: ModelsDir = None, json: Json = False) -> None:
+def list_(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
     """List the models with their champions."""
-    _list(ctx, models_dir, as_json=json)
+    from ddptrain.text_tables import clean_table
+
+    registry = _registry(ctx, models_dir)
+    table = [("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")]
+    data: list[dict[str, Any]] = []
+    for state in map(registry.state, registry.models()):
+        number = state.version_of("champion")
+        champion = None if number is None else registry.version(state.model, number)
+        created, metrics = (_time(champion.created_at), _metrics(champion)) if champion else ("-", _NO_METRICS)
+        others = [f"{alias} {version}" for alias, version in sorted(state.aliases.items()) if alias != "champion"]
+        table.append((state.model, str(number or "-"), created, metrics, ", ".join(others)))
+        known = {"model": state.model, "aliases": dict(state.aliases), "pinned": list(state.pinned)}
+        data.append({**known, "champion": champion.as_dict() if champion else None})
+    if data or json:
+        print_result(data, [clean_table(table)], as_json=json)
+    else:
+        say(f"no models in {registry.where}; ddptrain models promote MODEL RUN adds one")
 
 
 @app.command()
-def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, json: Json = False) -> None:
+def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
     """Show a version, or with a model's name alone all versions of it."""
     from ddptrain.model_registry.reference import parse_reference
-    from ddptrain.text_tables import clean_line, plain_sections, plain_table
+    from ddptrain.text_tables import clean_table, plain_sections
 
     registry = _registry(ctx, models_dir)
     reference = parse_reference(model)
@@ -66,17 +106,12 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
         if not state.number:
             registry.resolve(reference)  # raises the error with the names that exist
         records = registry.versions(reference.model)
-        if json:
-            print_json([_as_dict(record, state) for record in records])
-        else:
-            header = ("VERSION", "ALIASES", "CREATED (UTC)", "RUN", "STEP", "METRICS")
-            rows = [tuple(clean_line(cell) for cell in _row(record, state)) for record in records]
-            write([plain_table([header, *rows])])
+        header = ("VERSION", "ALIASES", "CREATED (UTC)", "RUN", "STEP", "METRICS")
+        table = clean_table([header, *(_row(record, state) for record in records)])
+        print_result([_as_dict(record, state) for record in records], [table], as_json=json)
         return
     record = registry.resolve(reference)
-    if json:
-        print_json({**_as_dict(record, state), "url": f"{registry.where}/{record.model}/versions/{record.version}"})
-        return
+    where = f"{registry.where}/{record.model}/versions/{record.version}"
     about = [
         ("aliases", ", ".join(state.aliases_of(record.version))),
         ("pinned", "yes" if record.version in state.pinned else ""),
@@ -89,39 +124,30 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
         ("parent", "" if record.parent is None else str(record.parent)),
         ("code", record.code),
         ("versions", ", ".join(f"{name} {version}" for name, version in sorted(record.versions.items()))),
-        ("directory", f"{registry.where}/{record.model}/versions/{record.version}"),
+        ("directory", where),
     ]
     files = [(file.path, f"{file.size_bytes:,} bytes, SHA-256 {file.sha256[:16]}...") for file in record.files]
     title = f"model {record.model}, version {record.version}"
-    write([plain_sections([(title, [(name, value) for name, value in about if value]), ("files", files)])])
+    text = plain_sections([(title, [(name, value) for name, value in about if value]), ("files", files)])
+    print_result({**_as_dict(record, state), "url": where}, [text], as_json=json)
 
 
 @app.command()
-def history(ctx: typer.Context, model: Model, models_dir: ModelsDir = None, json: Json = False) -> None:
+def history(ctx: typer.Context, model: Model, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
     """Show every change of a model, oldest first."""
     from ddptrain.model_registry.reference import parse_reference
-    from ddptrain.text_tables import clean_line, plain_table
+    from ddptrain.text_tables import clean_table
 
     registry = _registry(ctx, models_dir)
     changes = registry.history(model)
     if not changes:
         registry.resolve(parse_reference(model))
-    if json:
-        print_json([change.as_dict() for change in changes])
-        return
-    header = ("TIME (UTC)", "ACTION", "VERSION", "CHAMPION", "BY", "REASON")
-    rows = [
-        (
-            _time(change.time),
-            f"{change.action} {change.alias}".strip(),
-            str(change.version),
-            str(change.aliases.get("champion", "-")),
-            f"{change.user} on {change.host}",
-            change.reason,
-        )
-        for change in changes
-    ]
-    write([plain_table([header, *(tuple(clean_line(cell) for cell in row) for row in rows)])])
+    table = [("TIME (UTC)", "ACTION", "VERSION", "CHAMPION", "BY", "REASON")]
+    for change in changes:
+        champion, user = str(change.aliases.get("champion", "-")), f"{change.user} on {change.host}"
+        action = f"{change.action} {change.alias}".strip()
+        table.append((_time(change.time), action, str(change.version), champion, user, change.reason))
+    print_result([change.as_dict() for change in changes], [clean_table(table)], as_json=json)
 
 
 @app.command()
@@ -140,13 +166,13 @@ def promote(
     mirror: Mirrors = [],  # noqa: B006  # typer replaces it
     mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Make a version the champion. A run becomes a new version first. The old champion becomes `previous`."""
     from ddptrain.model_registry.reference import check_model_name
 
     check_model_name(model)
-    mirrors = named_mirrors(mirror, mirror_timeout)
+    mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     if version.isdecimal():
         number = int(version)
@@ -160,7 +186,7 @@ def promote(
         number = add_run(registry, model, view, checkpoint).version
     change = registry.promote(model, number, reason)
     _report(registry, model, change, f"version {number} of {model} is the champion already", as_json=json)
-    update_mirrors(mirrors, registry, model, reason)
+    _update_mirrors(mirrors, registry, model, reason)
 
 
 @app.command()
@@ -171,13 +197,13 @@ def rollback(
     mirror: Mirrors = [],  # noqa: B006  # typer replaces it
     mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Make the previous champion the champion again, after a check of all its files."""
-    mirrors = named_mirrors(mirror, mirror_timeout)
+    mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     _report(registry, model, registry.rollback(model, reason), "", as_json=json)
-    update_mirrors(mirrors, registry, model, reason)
+    _update_mirrors(mirrors, registry, model, reason)
 
 
 @app.command()
@@ -190,7 +216,7 @@ def alias(
     mirror: Mirrors = [],  # noqa: B006  # typer replaces it
     mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Point an alias of your own to a version, or remove it."""
     from ddptrain.errors import UsageError
@@ -201,12 +227,12 @@ def alias(
     reference = parse_reference(name)
     if not reference.alias or "@" not in name:
         raise UsageError(f"{name} names no alias: write MODEL@ALIAS")
-    mirrors = named_mirrors(mirror, mirror_timeout)
+    mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     change = registry.set_alias(reference.model, reference.alias, version, reason)
     unchanged = f"{name} is version {version} already" if version else f"there is no alias {name}"
     _report(registry, reference.model, change, unchanged, as_json=json)
-    update_mirrors(mirrors, registry, reference.model, reason, reference.alias if delete else "")
+    _update_mirrors(mirrors, registry, reference.model, reason, reference.alias if delete else "")
 
 
 @app.command()
@@ -216,7 +242,7 @@ def pin(
     off: Annotated[bool, typer.Option("--off", help="End the protection.")] = False,
     reason: Reason = "",
     models_dir: ModelsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Protect a version from being removed."""
     from ddptrain.model_registry.reference import parse_reference
@@ -235,7 +261,7 @@ def remove(
     version: Annotated[int, typer.Argument(min=1, help="The version's number.")],
     reason: Reason = "",
     models_dir: ModelsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Delete a version that is not pinned and has no alias."""
     registry = _registry(ctx, models_dir)
@@ -251,13 +277,13 @@ def export(
         str, typer.Option("--format", metavar="FORMAT", help="safetensors, torch-export or onnx.")
     ] = "safetensors",
     models_dir: ModelsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Write a version into a new folder, for use without ddptrain. All its files are compared with their hashes."""
     from pathlib import Path
 
+    from ddptrain.model_registry.model_reader import open_version
     from ddptrain.model_registry.reference import parse_reference
-    from ddptrain.model_registry.version_copy import open_version
 
     registry = _registry(ctx, models_dir)
     record = registry.resolve(parse_reference(model))
@@ -268,10 +294,9 @@ def export(
     source = {"model": record.model, "version": record.version, "run_id": record.run_id, "step": record.step}
     target = Path(folder).expanduser().absolute()
     files = export_model(run_dir, record.workload, target, form, source)
-    if json:
-        print_json({**source, "format": form, "folder": str(target), "files": files})
-    else:
-        write([f"{record.model}: version {record.version} exported to {target}: {', '.join(files)}"])
+    data = {**source, "format": form, "folder": str(target), "files": files}
+    text = f"{record.model}: version {record.version} exported to {target}: {', '.join(files)}"
+    print_result(data, [text], as_json=json)
 
 
 def open_trained(
@@ -285,8 +310,8 @@ def open_trained(
     from ddptrain.model_registry.reference import is_model_reference, parse_reference
 
     if is_model_reference(source):
+        from ddptrain.model_registry.model_reader import open_version
         from ddptrain.model_registry.registry import ModelRegistry
-        from ddptrain.model_registry.version_copy import open_version
 
         registry = ModelRegistry.open(models_dir or DEFAULT_MODELS_DIR)
         record = registry.resolve(parse_reference(source))
@@ -308,6 +333,26 @@ def open_trained(
     return folder, {"run_id": folder.name}
 
 
+def _mirrors(names: list[str], timeout_s: float) -> ModelMirrors:
+    """Return the mirrors of these names. Raises UsageError before anything is changed."""
+    from ddptrain.config.plugin_names import mirror_target
+    from ddptrain.config.sections.retraining import MirrorSettings
+    from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
+
+    for name in names:
+        mirror_target(name)
+    return ModelMirrors([MirrorSettings(name=name) for name in names], timeout_s)
+
+
+def _update_mirrors(
+    mirrors: ModelMirrors, registry: ModelRegistry, model: str, reason: str, removed_alias: str = ""
+) -> None:
+    """Bring the mirrors up to date; what fails is a warning on stderr."""
+    for result in mirrors.update(registry, model, reason=reason, removed_alias=removed_alias):
+        for line in (*result.notes, *([f"warning: {result.warning}"] if result.problem else [])):
+            say(line)
+
+
 def _registry(ctx: typer.Context, models_dir: str | None) -> ModelRegistry:
     from ddptrain.model_registry.registry import ModelRegistry
 
@@ -315,64 +360,20 @@ def _registry(ctx: typer.Context, models_dir: str | None) -> ModelRegistry:
     return ModelRegistry.open(models_dir or given_before or DEFAULT_MODELS_DIR)
 
 
-def _list(ctx: typer.Context, models_dir: str | None, *, as_json: bool) -> None:
-    from ddptrain.text_tables import clean_line, plain_table
-
-    registry = _registry(ctx, models_dir)
-    states = [registry.state(name) for name in registry.models()]
-    champions = {state.model: _champion(registry, state) for state in states}
-    if as_json:
-        print_json(
-            [
-                {"model": state.model, "aliases": dict(state.aliases), "pinned": list(state.pinned)}
-                | {"champion": champion.as_dict() if (champion := champions[state.model]) else None}
-                for state in states
-            ]
-        )
-    elif not states:
-        say(f"no models in {registry.where}; ddptrain models promote MODEL RUN adds one")
-    else:
-        rows = []
-        for state in states:
-            champion = champions[state.model]
-            number = state.version_of("champion")
-            created = _time(champion.created_at) if champion else "-"
-            metrics = _metrics(champion) if champion else _NO_METRICS
-            others = ", ".join(
-                f"{alias} {version}" for alias, version in sorted(state.aliases.items()) if alias != "champion"
-            )
-            rows.append((state.model, str(number or "-"), created, metrics, others))
-        header = ("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")
-        write([plain_table([header, *(tuple(clean_line(cell) for cell in row) for row in rows)])])
-
-
-def _champion(registry: ModelRegistry, state: ModelState) -> VersionRecord | None:
-    number = state.version_of("champion")
-    return None if number is None else registry.version(state.model, number)
-
-
 def _report(registry: ModelRegistry, model: str, change: Change | None, unchanged: str, *, as_json: bool) -> None:
-    if as_json:
-        state = registry.state(model)
-        print_json({"change": change.as_dict() if change else None, "aliases": dict(state.aliases)})
-    elif change is None:
-        write([unchanged])
-    else:
+    text = unchanged
+    if change is not None:
         aliases = ", ".join(f"{alias} {version}" for alias, version in sorted(change.aliases.items()))
         what = f"{change.action} {change.alias}".strip()
-        write([f"{model}: version {change.version} {what}; aliases: {aliases or 'none'}"])
+        text = f"{model}: version {change.version} {what}; aliases: {aliases or 'none'}"
+    now = dict(registry.state(model).aliases) if as_json else {}
+    print_result({"change": change.as_dict() if change else None, "aliases": now}, [text], as_json=as_json)
 
 
 def _row(record: VersionRecord, state: ModelState) -> tuple[str, ...]:
     aliases = ", ".join([*state.aliases_of(record.version), *(["pinned"] if record.version in state.pinned else [])])
-    return (
-        str(record.version),
-        aliases or "-",
-        _time(record.created_at),
-        record.run_id,
-        str(record.step),
-        _metrics(record),
-    )
+    version, created = str(record.version), _time(record.created_at)
+    return version, aliases or "-", created, record.run_id, str(record.step), _metrics(record)
 
 
 def _metrics(record: VersionRecord) -> str:

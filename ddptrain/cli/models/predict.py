@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, TrainedRunsDir, open_trained
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
 
@@ -36,8 +37,7 @@ def predict(
         ),
     ],
     images: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH|URL...", help="Images, folders of any layout, and URLs of either."),
+        list[str], typer.Argument(metavar="PATH|URL...", help="Images, folders of any layout, and URLs of either.")
     ],
     top: Annotated[int, typer.Option(min=1, help="How many classes of each image, the most probable first.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, an image a line.")] = False,
@@ -53,9 +53,7 @@ def predict(
             help="An option of the URLs' store as fsspec names it, such as anon=true; may be given again.",
         ),
     ] = None,
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
-    ] = "runs",
+    runs_dir: TrainedRunsDir = "runs",
     models_dir: ModelsDir = None,
     verbose: VerboseOption = False,
 ) -> int:
@@ -76,31 +74,24 @@ def predict(
 
     where = choose_device(device)
     saved = load_model(run_dir)
-    count = _Count()
-    results = count.of(Classifier(saved, top, where).results(given, batch_size or default_batch_size(where)))
+    count: Counter[bool] = Counter()
+    results = _counted(Classifier(saved, top, where).results(given, batch_size or default_batch_size(where)), count)
     if as_json:
         write(_json({**source, "checkpoint": saved.checkpoint}, results), is_json=True)
     elif as_csv:
         write(_csv(results, min(top, len(saved.names))))
     else:
         write(_text(results, max(map(len, saved.names))))
-    if count.failed:
-        say(f"predict: {count.failed:,} of {count.all:,} could not be classified")
-    return _SOME_FAILED if count.failed else 0
+    if count[True]:
+        say(f"predict: {count[True]:,} of {count.total():,} could not be classified")
+    return _SOME_FAILED if count[True] else 0
 
 
-class _Count:
-    """Counts results and errors."""
-
-    def __init__(self) -> None:
-        self.all = 0
-        self.failed = 0
-
-    def of(self, results: Iterable[ImageResult]) -> Iterator[ImageResult]:
-        for result in results:
-            self.all += 1
-            self.failed += bool(result.error)
-            yield result
+def _counted(results: Iterable[ImageResult], count: Counter[bool]) -> Iterator[ImageResult]:
+    """Yield the results, and count by whether they are errors."""
+    for result in results:
+        count[bool(result.error)] += 1
+        yield result
 
 
 def _source_options(given: Iterable[str]) -> dict[str, object]:

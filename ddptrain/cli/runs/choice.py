@@ -22,7 +22,6 @@ RunsDir = Annotated[
         help=f"Folder that holds the runs, or s3://bucket/folder.  [default: {DEFAULT_RUNS_DIR}]",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 RunNames = Annotated[
     list[str], typer.Argument(metavar="RUN...", help="A run's id, the start of one, latest, a directory, or a URL.")
 ]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.runs.choice import Json, RunNames, RunsDir, view_of
+from ddptrain.cli.runs.choice import RunNames, RunsDir, view_of
 
 if TYPE_CHECKING:
     from ddptrain.results.show.chart import Style
@@ -43,7 +44,7 @@ def compare(
         Path | None, typer.Option(metavar="FILE", help="Also draw the curves as a picture: .png, .svg or .pdf.")
     ] = None,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Compare runs: parameters, configuration, code, data, versions, metrics and curves.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, say, write
-from ddptrain.cli.runs.choice import Json, RunsDir, folder_of
+from ddptrain.cli.runs.choice import RunsDir, folder_of
 
 if TYPE_CHECKING:
     from ddptrain.results.select.table import Selection
@@ -40,7 +41,7 @@ def list_runs(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The highest number of runs to show.")] = None,
     runs_dir: RunsDir = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """List the runs, newest first, and below them the sweeps; with other options, or --json, only runs."""
     from ddptrain.results.select.table import Selection
@@ -48,7 +49,7 @@ def list_runs(
     print_runs(folder_of(ctx, runs_dir), Selection.parse(where, sort, columns), limit, as_json=json)
 
 
-def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: Json = False) -> None:
+def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
     """List the sweeps, newest first: status, how many trials have ended, and the best one."""
     from ddptrain.sweep import listing
 
@@ -71,6 +72,8 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.select.table import cells, header
     from ddptrain.results.show.render import run_table
+    from ddptrain.sweep.listing import list_sweeps as list_found
+    from ddptrain.sweep.listing import sweep_table
 
     need = NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING
     views = open_runs_dir(runs_dir).list(need)
@@ -83,7 +86,8 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
             [{**run.view.as_dict(), **({"fields": {str(f): run(f) for f in extra}} if extra else {})} for run in runs]
         )
         return
-    sweeps = [] if selection.fields or limit else _sweeps(runs_dir, {view.run_id for view in views})
+    is_plain = not (selection.fields or limit)
+    sweeps = list_found(runs_dir, {view.run_id for view in views}) if is_plain else []
     if not runs and not sweeps:
         say(f"no runs in {runs_dir}" if not views else f"none of the {len(views)} runs in {runs_dir} matches")
         return
@@ -95,14 +99,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
         _print_table(table)
     if sweeps:
         write([""] if runs else [])
-        _print_table(sweeps)
-
-
-def _sweeps(runs_dir: str, known_runs: Container[str]) -> list[tuple[str, ...]]:
-    from ddptrain.sweep import listing
-
-    found = listing.list_sweeps(runs_dir, known_runs)
-    return listing.sweep_table(found) if found else []
+        _print_table(sweep_table(sweeps))
 
 
 def _print_table(table: Sequence[tuple[str, ...]]) -> None:

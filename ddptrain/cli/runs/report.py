@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
-from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.options import JsonOption
+from ddptrain.cli.printing import print_result, say
+from ddptrain.cli.runs.choice import RunsDir, folder_of
 
 if TYPE_CHECKING:
     from ddptrain.reports.html.subjects import Subjects
@@ -34,12 +36,9 @@ def report(
     every: Annotated[
         int, typer.Option("--every", min=1, max=3600, metavar="SECONDS", help="With --watch: how often.")
     ] = _EVERY_S,
-    runs_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.  [default: runs]"),
-    ] = None,
+    runs_dir: RunsDir = None,
     models_dir: ModelsDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write one HTML file: curves, timeline, failure, logs, images, tables and configuration.
 
@@ -51,22 +50,18 @@ def report(
 
     if output == "-":
         raise UsageError("--output -: a page is written to a file; name one, as report.html")
-    given_before = ctx.obj if isinstance(ctx.obj, str) else None
-    places = (runs_dir or given_before or "runs", models_dir or DEFAULT_MODELS_DIR)
+    places = (folder_of(ctx, runs_dir), models_dir or DEFAULT_MODELS_DIR)
     path = writable_file("--output", output)
     wanted = [_fixed(name, places[0]) for name in names or [_LATEST]]
     subjects, size_bytes = _written(path, wanted, places, every if watch else None, is_silent=as_json)
-    if as_json:
-        data = {
-            "file": str(path),
-            "size_bytes": size_bytes,
-            "runs": [view.run_id for view in subjects.views],
-            "sweep": subjects.sweep.name if subjects.sweep else None,
-            "models": [f"{model.name}@{model.chosen.version}" for model in subjects.models],
-        }
-        print_json(data)
-    else:
-        write([f"report: {path} ({size_bytes / 1e6:.1f} MB)"])
+    data = {
+        "file": str(path),
+        "size_bytes": size_bytes,
+        "runs": [view.run_id for view in subjects.views],
+        "sweep": subjects.sweep.name if subjects.sweep else None,
+        "models": [f"{model.name}@{model.chosen.version}" for model in subjects.models],
+    }
+    print_result(data, [f"report: {path} ({size_bytes / 1e6:.1f} MB)"], as_json=as_json)
 
 
 def _written(

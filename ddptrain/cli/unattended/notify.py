@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.options import VerboseOption, checked
-from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.options import JsonOption, VerboseOption, checked, set_option
+from ddptrain.cli.printing import print_result, say
 
 app = typer.Typer(name="notify", help="Notifications of retrainings: try them.", no_args_is_help=True)
 
@@ -20,11 +20,8 @@ def notify() -> None:
 @app.command("test", short_help="Send a test message to every target.")
 def send_test(
     config: Annotated[str, typer.Argument(help="YAML file with a section notify.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set notify.timeout_s=5; repeatable."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    overrides: Annotated[list[str] | None, set_option("notify.timeout_s=5")] = None,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> int:
     """Send a test message to every URL of notify.urls, and a /log to the heartbeat.
@@ -50,12 +47,8 @@ def send_test(
         heartbeat = Heartbeat(settings.heartbeat, timeout_s=settings.timeout_s, secrets=resolved.secrets)
         heartbeat.log(message.text)
         deliveries.append(Delivery(heartbeat.target, "; ".join(heartbeat.problems)))
-    if json:
-        print_json(
-            [{"target": each.target, "delivered": each.delivered, "problem": each.problem} for each in deliveries]
-        )
-    else:
-        write(f"{each.target}: {each.problem or 'delivered'}" for each in deliveries)
+    data = [{"target": each.target, "delivered": each.delivered, "problem": each.problem} for each in deliveries]
+    print_result(data, (f"{each.target}: {each.problem or 'delivered'}" for each in deliveries), as_json=json)
     failed = sum(not each.delivered for each in deliveries)
     if failed and not json:
         say(f"ddptrain: {failed} of {len(deliveries)} messages were not delivered")

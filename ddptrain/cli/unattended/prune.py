@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
-from ddptrain.cli.options import VerboseOption
-from ddptrain.cli.printing import print_json, say, write
+from ddptrain.cli.options import JsonOption, VerboseOption, parsed
+from ddptrain.cli.printing import print_result, say
+from ddptrain.cli.runs.choice import RunsDir, folder_of
 
 if TYPE_CHECKING:
     from ddptrain.results.prune.prune import PruneReport
 
-Value = TypeVar("Value")
 
 _HEADER = ("RUN", "AGE", "SIZE", "REASON")
 _DAY_S = 86_400.0
@@ -39,12 +39,9 @@ def prune(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Look only at the runs of this name.")] = None,
-    runs_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.  [default: runs]"),
-    ] = None,
+    runs_dir: RunsDir = None,
     models_dir: ModelsDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Delete old runs.
@@ -59,25 +56,21 @@ def prune(
     from ddptrain.results.prune.policy import PrunePolicy, size_bytes
     from ddptrain.results.prune.prune import prune as prune_runs
     from ddptrain.results.remote.runs import open_runs_dir
-    from ddptrain.retrain.cleanup.protected_runs import protected_runs
+    from ddptrain.retrain.cleanup.clean_up import protected_runs
 
     policy = PrunePolicy(
         keep=keep,
         failed_keep=failed_keep,
-        older_than_s=_parsed("--older-than", older_than, duration_s),
-        max_size_bytes=_parsed("--max-size", max_size, size_bytes),
+        older_than_s=None if older_than is None else parsed("--older-than", older_than, duration_s),
+        max_size_bytes=None if max_size is None else parsed("--max-size", max_size, size_bytes),
         name=name,
     )
-    given_before = ctx.obj if isinstance(ctx.obj, str) else None
-    place = runs_dir or given_before or "runs"
+    place = folder_of(ctx, runs_dir)
     runs = open_runs_dir(place)
     registry = ModelReader.open(models_dir or DEFAULT_MODELS_DIR)
     protected = protected_runs(registry)
     report = prune_runs(runs, policy, protected, dry_run=dry_run)
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        write(_lines(report, policy.max_size_bytes))
+    print_result(report.as_dict(), _lines(report, policy.max_size_bytes), as_json=as_json)
     if report.removed and not protected:
         say(f"ddptrain: no run stays for a model: {registry.where} has no models (--models-dir names another place)")
     if not report.decisions:
@@ -86,16 +79,6 @@ def prune(
         say(f"ddptrain: error: {problem}")
     if report.problems:
         raise typer.Exit(ExitCode.CLUSTER)
-
-
-def _parsed(option: str, text: str | None, parse: Callable[[str], Value]) -> Value | None:
-    """Return the value of an option. Raises UsageError, which names the option."""
-    from ddptrain.errors import UsageError
-
-    try:
-        return None if text is None else parse(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
 
 
 def _lines(report: PruneReport, max_size_bytes: int | None) -> Iterator[str]:

@@ -7,30 +7,13 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.options import (
-    AllRanksOption,
-    ClusterOption,
-    FullTracebackOption,
-    JunitOption,
-    OutputMode,
-    OutputOption,
-    RanksOption,
-    ReportOption,
-    RunsDirOption,
-    VerboseOption,
-    checked,
-    field_options,
-    local_config,
-)
+from ddptrain.cli import options as opt
 from ddptrain.cli.train import reporting_of
 
 
 def retrain(
     config: Annotated[str, typer.Argument(help="YAML file with a section retrain, or the name of a shipped example.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set params.epochs=3; repeatable."),
-    ] = None,
+    overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Train although nothing has changed, or the data look wrong.")
     ] = False,
@@ -45,9 +28,9 @@ def retrain(
     promote_anyway: Annotated[
         str, typer.Option(metavar="REASON", help="Promote the new version also if the gate rejects it.")
     ] = "",
-    ranks: RanksOption = None,
-    cluster: ClusterOption = None,
-    runs_dir: RunsDirOption = None,
+    ranks: opt.RanksOption = None,
+    cluster: opt.ClusterOption = None,
+    runs_dir: opt.RunsDirOption = None,
     models_dir: Annotated[
         str | None,
         typer.Option(
@@ -57,12 +40,12 @@ def retrain(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the data, print what would be done, change nothing.")
     ] = False,
-    full_traceback: FullTracebackOption = False,
-    all_ranks: AllRanksOption = False,
-    verbose: VerboseOption = False,
-    output: OutputOption = OutputMode.AUTO,
-    report: ReportOption = None,
-    junit: JunitOption = None,
+    full_traceback: opt.FullTracebackOption = False,
+    all_ranks: opt.AllRanksOption = False,
+    verbose: opt.VerboseOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
+    report: opt.ReportOption = None,
+    junit: opt.JunitOption = None,
 ) -> None:
     """Train a model anew, and make the result the champion if it is better.
 
@@ -74,24 +57,16 @@ def retrain(
 
     from ddptrain.config.load import load_config
 
-    options = field_options(ranks, cluster, runs_dir)
+    options = opt.field_options(ranks, cluster, runs_dir)
     if models_dir is not None:
         options[f"models.dir={json.dumps(models_dir)}"] = f"--models-dir {models_dir}"
     with reporting_of(config, report, junit) as reporting:
-        resolved = checked(partial(load_config, local_config(config)), overrides or [], options)
+        resolved = opt.checked(partial(load_config, opt.local_config(config)), overrides or [], options)
         from ddptrain.retrain.retraining import retrain as run
         from ddptrain.retrain.start import RetrainOptions
         from ddptrain.schedule.times import resolve_slot
 
         reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
-        chosen = RetrainOptions(
-            force,
-            resolve_slot(slot),
-            dry_run,
-            output.value,
-            promote_anyway.strip(),
-            full_traceback,
-            all_ranks,
-            reporting,
-        )
+        slot, anyway = resolve_slot(slot), promote_anyway.strip()
+        chosen = RetrainOptions(force, slot, dry_run, output.value, anyway, full_traceback, all_ranks, reporting)
         raise typer.Exit(run(resolved, chosen))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
-from enum import StrEnum
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddptrain.cli.options import VerboseOption
+from ddptrain.cli.options import JsonOption, VerboseOption, parsed
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.schedule.target_name import TargetName
 
 if TYPE_CHECKING:
     from ddptrain.schedule.entries import Entry
-    from ddptrain.schedule.install import TargetName
     from ddptrain.schedule.monitor import Finding, Watched
 
 app = typer.Typer(name="schedule", help="Retrain at given times: add, list, check, remove.", no_args_is_help=True)
@@ -24,17 +23,6 @@ _NONE = "no schedules are installed; ddptrain schedule add CONFIG --at TIME --in
 _MINUTE = "%Y-%m-%d %H:%M"
 
 
-class _As(StrEnum):
-    """The schedulers, as TargetName; the command line is parsed without it."""
-
-    SYSTEMD = "systemd"
-    CRON = "cron"
-    KUBERNETES = "kubernetes"
-    GITHUB = "github"
-    GITLAB = "gitlab"
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 At = Annotated[
     str,
     typer.Option(
@@ -53,7 +41,7 @@ def add(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file with a section retrain.")],
     at: At,
     as_: Annotated[
-        _As | None, typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]")
+        TargetName | None, typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]")
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the schedule.  [default: the name of the model]")] = "",
     timezone: Zone = "",
@@ -73,6 +61,7 @@ def add(
     import os
 
     from ddptrain.config.load import load_config
+    from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import UsageError
     from ddptrain.schedule import install as installing
     from ddptrain.schedule.entries import Entries
@@ -83,9 +72,10 @@ def add(
         raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
     schedule = parse_schedule(at, timezone or host_zone())
     options = installing.TargetOptions(image, namespace, claim, runner, system)
-    target_name = installing.TargetName(as_) if as_ else installing.default_target()
+    target_name = as_ or installing.default_target()
     target = installing.make_target(target_name, options)
-    job = make_job(load_config(config), schedule, name, _seconds("--jitter", jitter) if jitter else 0.0, os.environ)
+    delay_s = parsed("--jitter", jitter, duration_s) if jitter else 0.0
+    job = make_job(load_config(config), schedule, name, delay_s, os.environ)
     parts = target.parts(job, output.absolute() if output else None)
     if problem := target.problem(parts):
         raise UsageError(problem)
@@ -94,27 +84,28 @@ def add(
     else:
         write(line for part in parts for line in [f"# --- {part.path or part.name}", *part.text.splitlines(), ""])
         done = installing.install(job, target_name, target, parts, options, Entries()) if install else []
-    for line in [*done, *target.notes(job), *_after(job.name, target_name, schedule.next(_now()), installed=install)]:
+    next_time = schedule.next(datetime.now(UTC))
+    for line in [*done, *target.notes(job), *_after(job.name, target_name, next_time, installed=install)]:
         say(line)
 
 
 @app.command("list")
-def list_(json: Json = False, verbose: VerboseOption = False) -> int:
+def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
     """Show the installed schedules: the last retraining, the next time, and the missed times."""
+    from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import ExitCode
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import Watched, look
-    from ddptrain.text_tables import clean_line, plain_table
+    from ddptrain.text_tables import clean_table
 
     entries, problems = Entries().readable()
-    grace = timedelta(seconds=_seconds("--grace", _GRACE))
+    grace = timedelta(seconds=duration_s(_GRACE))
     found = [(entry, look(Watched.of(entry), grace, with_missed=True)) for entry in entries]
     if json:
         print_json([_listed(entry, finding) for entry, finding in found])
     elif found:
         header = ("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT", "MISSED", "STATE")
-        rows = [tuple(clean_line(cell) for cell in _row(entry, finding)) for entry, finding in found]
-        write([plain_table([header, *rows])])
+        write([clean_table([header, *(_row(entry, finding) for entry, finding in found)])])
     elif not problems:
         say(_NONE)
     for problem in problems:
@@ -126,7 +117,7 @@ def list_(json: Json = False, verbose: VerboseOption = False) -> int:
 def remove(name: Annotated[str, typer.Argument(help="Name of the schedule.")], verbose: VerboseOption = False) -> None:
     """Remove an installed schedule from its scheduler. The model and its versions stay."""
     from ddptrain.schedule.entries import Entries
-    from ddptrain.schedule.install import TargetName, uninstall
+    from ddptrain.schedule.install import uninstall
 
     entry = uninstall(name, Entries())
     write([f"removed the schedule {name} from {entry.target}"])
@@ -146,18 +137,19 @@ def check(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print only problems: for cron, which mails output.")
     ] = False,
-    json: Json = False,
+    json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> int:
     """Report models without a successful retraining for longer than their schedule allows.
 
     Exit code 0: none; 9: at least one is late; 4: at least one could not be checked.
     """
+    from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import ExitCode
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import look
 
-    allowed = timedelta(seconds=_seconds("--grace", grace))
+    allowed = timedelta(seconds=parsed("--grace", grace, duration_s))
     watched, problems = _watched(configs or [], at, timezone)
     with Entries().locked("check", wait=False) as alone:  # two checks at a time would tell it twice
         found = [look(each, allowed, notify=notify and alone) for each in watched]
@@ -208,22 +200,6 @@ def _after(name: str, target: TargetName, following: datetime, *, installed: boo
         shown = f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"
         return [next_time, shown, "ddptrain schedule check --quiet, each minute from cron, tells when it is late"]
     return [next_time, f"nothing is installed: --install does it with {target}"]
-
-
-def _seconds(option: str, text: str) -> float:
-    from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import UsageError
-
-    try:
-        return duration_s(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
-
-
-def _now() -> datetime:
-    from datetime import UTC
-
-    return datetime.now(UTC)
 
 
 def _row(entry: Entry, finding: Finding) -> tuple[str, ...]:

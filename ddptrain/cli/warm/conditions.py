@@ -26,7 +26,8 @@ _PACKAGE = Path(__file__).parents[2]
 
 def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what must be equal, as plain data: program, code, environment, rights, limits. Linux only."""
-    status = process_status()
+    status, root = process_status(), os.stat("/")
+    namespaces = [name for name in sorted(os.listdir("/proc/self/ns")) if "for_children" not in name]
     return {
         "program": [sys.executable, sys.version, *(getattr(sys.flags, name) for name in (*_FLAGS, *_MODES))],
         "options": [*sys.warnoptions, *(f"{name}={value}" for name, value in sys._xoptions.items())],  # noqa: SLF001
@@ -40,8 +41,8 @@ def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
         "label": _read("attr/current"),
         "cgroup": _LOGIN.sub("", _read("cgroup")),
         "priority": [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)],
-        "namespaces": _namespaces(),
-        "root": list(_identity("/")),
+        "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in namespaces],
+        "root": [root.st_dev, root.st_ino],
     }
 
 
@@ -59,16 +60,6 @@ def _read(name: str) -> str:
     with contextlib.suppress(OSError, ValueError), open(f"/proc/self/{name}", encoding="utf-8") as file:
         return file.read()
     return ""
-
-
-def _namespaces() -> list[str]:
-    names = [name for name in sorted(os.listdir("/proc/self/ns")) if "for_children" not in name]
-    return [os.readlink(f"/proc/self/ns/{name}") for name in names]
-
-
-def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
 
 
 def _stamp(folder: Path) -> tuple[int, int]:

@@ -76,7 +76,8 @@ def main() -> int:
     if os.environ.get(SWITCH) == "off":
         return 0
     setproctitle.setproctitle(f"ddptrain warm commands of {Path(sys.argv[1]).name}")
-    own = _as_data(conditions(os.environ))  # before the imports: code that changes meanwhile does not count as loaded
+    # Before the imports: code that changes meanwhile does not count as loaded. As JSON data, like those of a request.
+    own = json.loads(json.dumps(conditions(os.environ)))
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy, which Dask imports, would start threads
     import_driver()
     if threads := len(os.listdir("/proc/self/task")) - 1:
@@ -151,7 +152,9 @@ def _supervise(connection: socket.socket, own: dict[str, Any]) -> Command:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _die_with(supervisor)
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != supervisor:
+                os._exit(1)
             connection.close()
             return command
         _watch(connection, pid)
@@ -168,12 +171,6 @@ def _received(connection: socket.socket) -> Command:
         file.seek(0)
         request = json.load(file)
     return Command(request, (fds[1], fds[2], fds[3], fds[4]))
-
-
-def _die_with(supervisor: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:
-        os._exit(1)
 
 
 def _watch(connection: socket.socket, pid: int) -> NoReturn:
@@ -228,10 +225,6 @@ def _stream(fd: int, like: TextIO) -> io.TextIOWrapper:
     """A standard stream as the interpreter opens it."""
     lines = fd == 2 or os.isatty(fd)
     return open(fd, "w", buffering=1 if lines else -1, encoding=like.encoding, errors=like.errors, closefd=False)
-
-
-def _as_data(value: Any) -> Any:
-    return json.loads(json.dumps(value))
 
 
 if __name__ == "__main__":

@@ -20,16 +20,8 @@ from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.protocol.rank_spec import (
-    DIST_TIMEOUTS_S,
-    SLOT_RESOURCE,
-    Checkpointing,
-    Code,
-    Placement,
-    ProcessGroup,
-    RankSpec,
-    Supervision,
-)
+from ddptrain.protocol import rank_spec
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.layout import new_run_id
 
 if TYPE_CHECKING:
@@ -67,8 +59,15 @@ def run(
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
     pickled = _pickled(pytorch_function, args, kwargs)
     worker_group = WorkerGroup(client, new_run_id("dispatch"), queue.SimpleQueue())
+    hooks = WaitHooks(
+        check=lambda workers: check_cluster(client, workers, Needs(_WORKLOAD, ())),
+        worker_fault=lambda: None,
+        last_words=lambda: "",
+        tell=logger.warning,
+        cluster="",
+    )
     try:
-        places = worker_group.reserve(SlotRequest(None, False, _START_S, _WAIT_S), _watchers(client))
+        places = worker_group.reserve(SlotRequest(None, False, _START_S, _WAIT_S), hooks)
         specs = _specs(worker_group.run_id, places, backend)
         port = _store_port(client, specs[0], places[0])
         futures = []
@@ -106,40 +105,26 @@ def _futures_in(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int | str, 
     return places | {name: value for name, value in kwargs.items() if isinstance(value, Future)}
 
 
-def _watchers(client: Client) -> WaitHooks:
-    needs = Needs(_WORKLOAD, ())
-    return WaitHooks(
-        check=lambda workers: check_cluster(client, workers, needs),
-        worker_fault=lambda: None,
-        last_words=lambda: "",
-        tell=logger.warning,
-        cluster="",
-    )
-
-
 def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> list[RankSpec]:
     chosen = backend or ("nccl" if all(place.slot.gpu for place in places) else "gloo")
+    # The modules of the function are beside the client's script, or in its working directory.
+    first = os.path.abspath(sys.path[0]) if sys.path else os.getcwd()
+    search_path = tuple(dict.fromkeys((first, os.getcwd())))
     return [
         RankSpec(
             run_id=run_id,
             attempt=1,
             rank=place.rank,
-            placement=Placement(
+            placement=rank_spec.Placement(
                 len(places), place.local_rank, place.local_world_size, place.node_rank, place.slot.index
             ),
-            group=ProcessGroup(chosen, DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
-            checkpointing=Checkpointing(every_epochs=1),
-            code=Code(_WORKLOAD, os.getcwd(), sys_path=_search_path()),
-            supervision=Supervision(group_watch.GRACE_S),
+            group=rank_spec.ProcessGroup(chosen, rank_spec.DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
+            checkpointing=rank_spec.Checkpointing(every_epochs=1),
+            code=rank_spec.Code(_WORKLOAD, os.getcwd(), sys_path=search_path),
+            supervision=rank_spec.Supervision(group_watch.GRACE_S),
         )
         for place in places
     ]
-
-
-def _search_path() -> tuple[str, ...]:
-    """Where the modules of the function are searched: beside the client's script, and in its working directory."""
-    first = os.path.abspath(sys.path[0]) if sys.path else os.getcwd()
-    return tuple(dict.fromkeys((first, os.getcwd())))
 
 
 def _store_port(client: Client, first: RankSpec, place: RankPlace) -> int:
@@ -162,7 +147,7 @@ def _submit(
         key=spec.key,
         workers=[place.slot.worker],
         allow_other_workers=False,
-        resources={SLOT_RESOURCE: 1} if place.slot.counted else None,
+        resources={rank_spec.SLOT_RESOURCE: 1} if place.slot.counted else None,
         pure=False,
         retries=0,
     )

@@ -30,7 +30,9 @@ def main(ctx: RankContext, *, job: str, answer: str) -> None:
         data = cloudpickle.dumps(value)
     except BaseException as error:  # the client gets whatever the function raised
         if not isinstance(error, SystemExit) or exceptions.exit_code(error):
-            _leave(answer, ERROR, _sealed(ctx, error))
+            where, trace = f"rank {ctx.rank} on {socket.gethostname()}", user_traceback(error)
+            sealed = failures.sealed(error, where, trace, time.time_ns(), victim=exceptions.lost_peer(error))
+            _leave(answer, ERROR, sealed)
         raise
     _leave(answer, VALUE, data)
 
@@ -41,12 +43,6 @@ def _loaded(job: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
     function, args, kwargs = pickle.loads(pickled)  # noqa: S301
     args = tuple(given.pop(place, value) for place, value in enumerate(args))
     return function, args, {**kwargs, **given}
-
-
-def _sealed(ctx: RankContext, error: BaseException) -> bytes:
-    where = f"rank {ctx.rank} on {socket.gethostname()}"
-    trace = user_traceback(error)
-    return failures.sealed(error, where, trace, time.time_ns(), victim=exceptions.lost_peer(error))
 
 
 def _leave(answer: str, ending: str, data: bytes) -> None:

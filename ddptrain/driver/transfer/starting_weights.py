@@ -13,10 +13,9 @@ from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.file_ops import atomic_file, hash_file
 from ddptrain.log import Log
-from ddptrain.model_registry.model_reader import ModelReader
+from ddptrain.model_registry.model_reader import ModelReader, open_version
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.reference import parse_reference
-from ddptrain.model_registry.version_copy import open_version
 from ddptrain.protocol.starting_weights import (
     FILE,
     PARAM,

@@ -14,10 +14,10 @@ from typing import Any
 from ddptrain.config.plugin_names import MIRRORS, mirror_target
 from ddptrain.errors import DdptrainError, UsageError, one_line
 from ddptrain.file_ops import sha256
+from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import ModelFile, VersionRecord
 from ddptrain.model_registry.reference import CHAMPION, PREVIOUS
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.model_registry.version_copy import open_version
 from ddptrain.protocol.model_mirror import MirroredModel, MirroredVersion, MirrorRequest
 
 

@@ -66,20 +66,17 @@ def _create_version(client: MlflowClient, model: MirroredModel, version: Mirrore
     """Upload the files of a version as artifacts of a run, and register them. Returns MLflow's number."""
     record = version.record
     tags = {_VERSION: str(version.number), _SHA256: version.sha256, "ddptrain.run_id": str(record["run_id"])}
-    experiment = _experiment(client, str(model.options.get("experiment") or _EXPERIMENT))
+    name = str(model.options.get("experiment") or _EXPERIMENT)
+    known = client.get_experiment_by_name(name)
+    experiment = str(known.experiment_id if known else client.create_experiment(name))
     # A process that was killed may have left a run without a registered version: its upload is done again there.
     same = [f"tags.`{name}` = '{value}'" for name, value in tags.items()]
     runs = client.search_runs([experiment], " and ".join([*same, f"tags.`ddptrain.model` = '{model.name}'"]))
-    run = (
-        runs[0]
-        if runs
-        else client.create_run(
-            experiment, tags={**tags, "ddptrain.model": model.name}, run_name=f"{model.name}-{version.number}"
-        )
-    )
-    for name, value in {**record["metrics"], **record["evaluation"]}.items():
+    run_name, run_tags = f"{model.name}-{version.number}", {**tags, "ddptrain.model": model.name}
+    run = runs[0] if runs else client.create_run(experiment, tags=run_tags, run_name=run_name)
+    for metric, value in {**record["metrics"], **record["evaluation"]}.items():
         if value is not None:
-            client.log_metric(run.info.run_id, name, value, step=record["step"])
+            client.log_metric(run.info.run_id, metric, value, step=record["step"])
     folder = version.open()
     for path in version.files:
         client.log_artifact(run.info.run_id, str(folder / path), str(PurePosixPath(_FOLDER, path).parent))
@@ -90,8 +87,3 @@ def _create_version(client: MlflowClient, model: MirroredModel, version: Mirrore
     )
     model.tell(f"MLflow has version {version.number} of {model.name} as version {made.version}")
     return str(made.version)
-
-
-def _experiment(client: MlflowClient, name: str) -> str:
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id if found else client.create_experiment(name))

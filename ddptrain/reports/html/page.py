@@ -10,11 +10,9 @@ from typing import Any
 
 from ddptrain import __version__
 from ddptrain.config.wording import counted, shorten
-from ddptrain.reports.html.limits import Limits
-from ddptrain.reports.html.model_card import ModelCard
 from ddptrain.reports.html.render import render_page
-from ddptrain.reports.html.run_card import RunCard, read_card
-from ddptrain.reports.html.subjects import Subjects
+from ddptrain.reports.html.run_card import Limits, RunCard, read_card
+from ddptrain.reports.html.subjects import ModelCard, Subjects
 from ddptrain.reports.html.sweep import Sweep
 
 _MOST_COLUMNS = 6  # of settings, and of metrics, in the table of runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ from markupsafe import Markup, escape
 
 from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.html.settings import Setting
 from ddptrain.reports.markdown_text import is_plain_link
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.run_record import EnvironmentValue, RunStatus
@@ -114,7 +113,7 @@ def _environment() -> Environment:
         "long": long_text,
         "number": number,
         "param_name": lambda name: name.removeprefix("params."),
-        "settings_rows": _setting_rows,
+        "settings_rows": lambda settings: [(setting.key, setting.value) for setting in settings],
         "short_number": _short_number,
         "sorted_items": lambda items: sorted(items.items())[:_MOST_ROWS],
         "status_class": lambda status: status if status in _STATES else "",
@@ -135,10 +134,6 @@ def _short_number(value: object) -> str:
         return f"{float(str(value)):.4g}" if value is not None else ""
     except ValueError:
         return str(value)
-
-
-def _setting_rows(settings: Sequence[Setting]) -> list[tuple[str, str]]:
-    return [(setting.key, setting.value) for setting in settings]
 
 
 def _variables(variables: Mapping[str, EnvironmentValue]) -> list[tuple[str, str]]:

@@ -5,43 +5,152 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.file_ops import open_regular
-from ddptrain.redact import hide_secrets
-from ddptrain.reports.html.failure import Frame, Tail, shown_traceback, tails, user_frames
-from ddptrain.reports.html.limits import Limits
+from ddptrain.redact import hide_credentials, hide_known, hide_secrets
+from ddptrain.reports.html import tables as csv_tables
 from ddptrain.reports.html.pictures import Picture, PictureReader
 from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
 from ddptrain.reports.html.settings import Setting, read_settings
-from ddptrain.reports.html.tables import (
-    Confusion,
-    CsvFiles,
-    GalleryItem,
-    GeneratedName,
-    Operators,
-    TableFile,
-    confusion,
-    gallery,
-)
 from ddptrain.reports.html.timeline import Timeline, read_timeline
 from ddptrain.reports.rank_results import RankResult, rank_results
-from ddptrain.results.annotations.annotations import Annotations
+from ddptrain.reports.source_line import is_installed
 from ddptrain.results.layout import files_below
 from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.run_record import FailureRecord
 from ddptrain.results.show.render import size
+from ddptrain.results.show.tail import final_text
 from ddptrain.results.timing.time_use import TimeUse, time_use_of
 
+_FRAME = re.compile(r'^[ |+]*File "(?P<file>[^"\n]{1,1000})", line (?P<line>\d{1,9})(?:, in (?P<name>[^\n]{1,300}))?')
 _MOST_FILES = 5000
 _MOST_LISTED = 60
 _TEXT = 2000
 _SYSTEM_SHARE = 4  # of the points of curves, system metrics may have one part in so many
 _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test)[/_]", re.IGNORECASE)
+MOST_RUNS = 100  # on one page
+_POINTS = 300_000  # of all curves: 32 bytes each in the page
+_IMAGE_BYTES = 4 << 20  # of all runs, as they are in the page
+_TEXT_BYTES = 2 << 20  # of one kind (last lines, tables, configurations) of all runs
+_MOST_FRAMES = 20
+_TRACEBACK_CHARACTERS = 20_000
+_MOST_RANKS = 16
+_LINES = 40
+_LINE_CHARACTERS = 500
+_READ_BYTES = 256 << 10  # the end of a log
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of the user's code, the outermost first; `code` has its source line if the traceback has it."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The last lines of a rank."""
+
+    rank: int
+    lines: Sequence[str]
+
+
+def user_frames(failure: FailureRecord | None) -> list[Frame]:
+    """Return the last 20 frames of a traceback that are neither in the standard library nor in installed packages."""
+    lines = shown_traceback(failure).splitlines()
+    frames = []
+    for at, text in enumerate(lines):
+        match = _FRAME.match(text)
+        if match and not is_installed(match["file"]):
+            frames.append(Frame(match["file"], int(match["line"]), match["name"] or "", _code(lines[at + 1 :])))
+    return frames[-_MOST_FRAMES:]
+
+
+def _code(below: Sequence[str]) -> str:
+    """The source line of a frame; lines that only mark a part of it are left out."""
+    for text in below[:1]:
+        if text.startswith("    ") and not _FRAME.match(text):
+            return text.strip()
+    return ""
+
+
+def shown_traceback(failure: FailureRecord | None) -> str:
+    """Return the end of the traceback, which names the error."""
+    text = failure.traceback.rstrip() if failure is not None else ""
+    return text if len(text) <= _TRACEBACK_CHARACTERS else f"...\n{text[-_TRACEBACK_CHARACTERS:]}"
+
+
+def tails(view: RunView, budget_bytes: int, secrets: Iterable[str] = ()) -> list[Tail]:
+    """Return the last lines of the first 16 ranks, that of the failure first, each with an equal part of the budget."""
+    failure = view.record.failure
+    first = failure.rank if failure is not None else None
+    logs = sorted(view.layout.logs().items(), key=lambda item: (item[0] != first, item[0]))[:_MOST_RANKS]
+    room = budget_bytes // max(1, len(logs))
+    return [Tail(rank, lines) for rank, path in logs if (lines := _last_lines(path, room, secrets))]
+
+
+def _last_lines(path: Path, room: int, secrets: Iterable[str]) -> list[str]:
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _READ_BYTES))
+            lines = file.read(_READ_BYTES).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return []
+    kept: list[str] = []
+    for line in reversed(lines[:-1] if lines[-1] == "" else lines):
+        shown = _shortened(line[-_READ_BYTES:], secrets)
+        room -= len(shown.encode(errors="replace")) + 1
+        if room < 0 or len(kept) == _LINES:
+            break
+        kept.append(shown)
+    return kept[::-1]
+
+
+def _shortened(line: str, secrets: Iterable[str]) -> str:
+    text = final_text(line if line.count("\r") < 1000 else line.rpartition("\r")[2])
+    cut = text[: 2 * _LINE_CHARACTERS]
+    shown = str(hide_credentials(hide_known(cut, secrets)))
+    return shown if len(shown) <= _LINE_CHARACTERS else f"{shown[:_LINE_CHARACTERS]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The share of one run. curve_points: of all its curves together. The bytes are those before escaping.
+
+    A page has less than 20 MB with any number of runs up to MOST_RUNS.
+    """
+
+    curve_points: int
+    image_bytes: int
+    log_bytes: int
+    table_bytes: int
+    config_bytes: int
+    diff_bytes: int
+
+    @classmethod
+    def for_runs(cls, count: int) -> Self:
+        """Return the share of each of `count` runs."""
+        share = max(1, count)
+        text = _TEXT_BYTES // share
+        return cls(
+            _POINTS // share,
+            _IMAGE_BYTES // share,
+            min(text, 256 << 10),
+            text,
+            min(text, 128 << 10),
+            min(text, 200_000),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +169,18 @@ class RunCard:
     frames: Sequence[Frame]
     traceback: str
     tails: Sequence[Tail]
-    tables: Sequence[TableFile]
-    galleries: Sequence[tuple[str, Sequence[GalleryItem]]]
-    confusion: Confusion | None
+    tables: Sequence[csv_tables.TableFile]
+    galleries: Sequence[tuple[str, Sequence[csv_tables.GalleryItem]]]
+    confusion: csv_tables.Confusion | None
     pictures: Sequence[tuple[str, Sequence[Picture]]]
-    operators: Sequence[Operators]
-    names: Sequence[GeneratedName]
+    operators: Sequence[csv_tables.Operators]
+    names: Sequence[csv_tables.GeneratedName]
     files: Sequence[tuple[str, str]]
     settings: Sequence[Setting]
     result: str
     problems: Sequence[str]
     time_use: TimeUse | None = None
     diff: str = ""
-
-    @property
-    def annotations(self) -> Annotations:
-        """Its tags and its note."""
-        return self.view.annotations
 
     @property
     def sections(self) -> list[tuple[str, str]]:
@@ -151,12 +255,12 @@ def _diff(view: RunView, budget_bytes: int) -> str:
 def _media(view: RunView, limits: Limits) -> dict[str, Any]:
     """The tables, pictures and other files among the artifacts, as fields of a card."""
     files = dict(islice(_artifacts(view), _MOST_FILES))
-    csv_files = CsvFiles(view.layout.artifacts_dir, files, limits.table_bytes)
+    csv_files = csv_tables.CsvFiles(view.layout.artifacts_dir, files, limits.table_bytes)
     pictures = PictureReader(view.layout.artifacts_dir, files, limits.image_bytes)
     tables = csv_files.tables()
-    galleries = [(table.path, items) for table in tables if (items := gallery(table, pictures))]
+    galleries = [(table.path, items) for table in tables if (items := csv_tables.gallery(table, pictures))]
     in_gallery = {path for table in tables for row in table.rows for path in row if path in files}
-    predictions = confusion(csv_files.predictions())
+    predictions = csv_tables.confusion(csv_files.predictions())
     shown = {path for path, _ in galleries}
     if predictions is not None:
         shown |= {table.path for table in tables if table.path.startswith("predictions/")}

@@ -6,17 +6,15 @@ import base64
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddptrain.config.wording import shorten
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.metrics import AllSeries, MetricLine, MetricsReader, Series, counting, series_of
 from ddptrain.results.system.system_file import read_system, system_series
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MEAN = "mean"
 _READ_BYTES = 64 << 20  # the end of a larger metrics.jsonl

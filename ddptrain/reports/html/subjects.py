@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.model_registry.model_reader import ModelReader
-from ddptrain.model_registry.reference import check_model_name, is_model_reference
-from ddptrain.reports.html.limits import MOST_RUNS
-from ddptrain.reports.html.model_card import ModelCard, read_model
+from ddptrain.model_registry.model_reader import ModelReader, ModelState
+from ddptrain.model_registry.records import Change, VersionRecord
+from ddptrain.model_registry.reference import check_model_name, is_model_reference, parse_reference
+from ddptrain.reports.html.run_card import MOST_RUNS
 from ddptrain.reports.html.sweep import SWEEP_JSON, Sweep, is_sweep, read_sweep
 from ddptrain.results.lookup import RunView
 from ddptrain.results.remote.runs import RunsDir, open_runs_dir, split_run
 from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.storage.remote_folder import is_url
+
+_MOST = 200  # versions and changes, the newest ones
+_MOST_METRICS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model; `chosen` is the version that was asked for. versions, history: the newest first.
+
+    metrics: names of the metrics of the versions, evaluations first; those that most versions have.
+    """
+
+    name: str
+    where: str
+    chosen: VersionRecord
+    state: ModelState
+    versions: Sequence[VersionRecord]
+    history: Sequence[Change]
+    metrics: Sequence[str]
+
+    def values(self, version: VersionRecord) -> Mapping[str, float]:
+        """The metrics of a version; those of its evaluation win over those of its checkpoint."""
+        return {**version.metrics, **version.evaluation}
+
+
+def read_model(reader: ModelReader, name: str) -> ModelCard:
+    """Read a model, named as on the command line. Raises UsageError, RegistryDamaged, StoreError."""
+    reference = parse_reference(name)
+    chosen = reader.resolve(reference)
+    versions = reader.versions(reference.model)[-_MOST:][::-1]
+    counts: dict[str, int] = {}
+    for version in versions:
+        for metric in {**version.evaluation, **version.metrics}:
+            counts[metric] = counts.get(metric, 0) + 1
+    metrics = sorted(counts, key=lambda metric: -counts[metric])[:_MOST_METRICS]
+    return ModelCard(
+        reference.model,
+        reader.where,
+        chosen,
+        reader.state(reference.model),
+        versions,
+        reader.history(reference.model)[-_MOST:][::-1],
+        metrics,
+    )
+
 
 _RUNS_OF_SWEEP = 50  # the best ones
 

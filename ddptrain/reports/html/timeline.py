@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddptrain.reports.events import read_events
+from ddptrain.reports.rank_results import read_events
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.text_tables import duration
 

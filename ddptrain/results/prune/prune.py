@@ -83,7 +83,7 @@ def prune(
 ) -> PruneReport:
     """Delete the runs that the policy does not keep, and finish what an interrupted prune has left.
 
-    protected: run id -> why the run stays, as "champion of petnames"; see retrain/cleanup/protected_runs.py.
+    protected: run id -> why the run stays, as "champion of petnames"; see retrain/cleanup/clean_up.py.
 
     A run that a driver resumes meanwhile stays. What cannot be deleted is one of the report's problems.
     Raises UsageError if the folder cannot be listed; StoreError if the store does not answer.

@@ -7,13 +7,27 @@ from typing import Any
 
 from ddptrain.config.sections.retraining import KeepConfig
 from ddptrain.config.wording import counted
-from ddptrain.model_registry.prune_versions import VersionsReport, prune_versions
+from ddptrain.errors import UsageError
+from ddptrain.model_registry.model_reader import ModelReader, ModelState
+from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.prune.policy import PrunePolicy
 from ddptrain.results.prune.prune import PruneReport, prune
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.show.render import size
-from ddptrain.retrain.cleanup.protected_runs import protected_runs
+from ddptrain.retrain.plan import is_resumable
+from ddptrain.retrain.records import RetrainRecords, RetrainStatus
+
+_LOOKED_AT = 50  # retrainings of each model
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsReport:
+    """Which versions were deleted, or would be in a dry run; which stay, each with the reason; bytes that are freed."""
+
+    removed: tuple[int, ...]
+    kept: dict[int, str]
+    freed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +74,65 @@ def clean_up(registry: ModelRegistry, model: str, keep: KeepConfig, runs_dir: st
     versions = prune_versions(registry, model, keep.versions)
     runs = prune(open_runs_dir(runs_dir), policy_of(keep, name), protected_runs(registry))
     return CleanUpReport(versions, runs)
+
+
+def prune_versions(registry: ModelRegistry, model: str, keep: int, *, dry_run: bool = False) -> VersionsReport:
+    """Delete all but the newest `keep` versions of a model.
+
+    Versions with an alias (champion, previous, or a user's) and pinned versions stay as well, also if they get it at
+    this moment. What a killed process had begun to delete, or to write a day ago, is deleted too.
+
+    Raises StoreError if the registry cannot be read or written; RegistryDamaged.
+    """
+    state = registry.state(model)
+    versions = [record for record in registry.versions(model) if record.version not in state.removed]
+    kept = _reasons_to_stay(versions, state, keep)
+    removed = []
+    for record in [record for record in versions if record.version not in kept]:
+        try:
+            if not dry_run:
+                registry.remove(model, record.version, reason=f"{keep} newer versions")
+            removed.append(record)
+        except UsageError:  # another process has just pinned or promoted it, or given it an alias
+            kept[record.version] = "in use"
+    if not dry_run:
+        registry.delete_leftovers(model)
+    numbers = tuple(record.version for record in removed)
+    return VersionsReport(numbers, kept, sum(record.size_bytes for record in removed))
+
+
+def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int) -> dict[int, str]:
+    """The versions that stay, each with the reason. `versions`: oldest first."""
+    newest = {record.version for record in versions[max(0, len(versions) - keep) :]}
+    kept = {}
+    for record in versions:
+        if aliases := state.aliases_of(record.version):
+            kept[record.version] = ", ".join(aliases)
+        elif record.version in state.pinned:
+            kept[record.version] = "pinned"
+        elif record.version in newest:
+            kept[record.version] = f"one of the {keep} newest"
+    return kept
+
+
+def protected_runs(registry: ModelReader) -> dict[str, str]:
+    """Return the runs that must stay: run id -> the reason, as "champion of petnames".
+
+    These are the runs of versions with an alias or a pin, and the runs that an unfinished retraining continues.
+
+    Raises StoreError or RegistryDamaged if that cannot be read: then nothing may be deleted.
+    """
+    reasons: dict[str, str] = {}
+    for model in registry.models():
+        state = registry.state(model)
+        for record in registry.versions(model):
+            roles = state.aliases_of(record.version) + (["pinned"] if record.version in state.pinned else [])
+            if roles:
+                reasons[record.run_id] = f"{', '.join(roles)} of {model}"
+        newest = RetrainRecords(registry.folder, model).newest(_LOOKED_AT)
+        last = next((each for each in newest if each.status != RetrainStatus.ABANDONED), None)
+        for each in newest:
+            # With `overlap: allow` several are running. Of the others, only the last one is continued.
+            if each.run_id and (each.is_running or (each is last and is_resumable(each))):
+                reasons.setdefault(each.run_id, f"retraining {each.number} of {model} is not finished")
+    return reasons

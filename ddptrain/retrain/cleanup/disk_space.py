@@ -20,7 +20,7 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import is_own_folder
 from ddptrain.results.show.render import size
-from ddptrain.retrain.cleanup.protected_runs import protected_runs
+from ddptrain.retrain.cleanup.clean_up import protected_runs
 from ddptrain.storage.remote_folder import is_url
 
 _log = Log(__name__)

@@ -10,15 +10,8 @@ from pathlib import Path
 
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.schedule.job import Job
-from ddptrain.schedule.targets.target import (
-    Part,
-    Target,
-    delete_files,
-    files_written,
-    missing_time_note,
-    run_tool,
-    sleep_line,
-)
+from ddptrain.schedule.targets import target
+from ddptrain.schedule.targets.target import Part, Target
 from ddptrain.schedule.times import host_zone, same_zone
 
 _MISSING = "install the package cron, or use --as systemd"
@@ -31,12 +24,14 @@ class Cron(Target):
 
     def parts(self, job: Job, folder: Path | None) -> list[Part]:
         """See Target."""
+        from platformdirs import user_config_path
+
         if not same_zone(job.schedule.zone, host_zone(), datetime.now(UTC)):
             raise UsageError(
                 f"--timezone: cron runs in the time zone of the host, {host_zone()}, not in {job.schedule.zone}: give "
                 "the time in the zone of the host, or use --as systemd"
             )
-        path = (folder or _scripts_folder()) / f"{job.name}.sh"
+        path = (folder or user_config_path("ddptrain", appauthor=False) / "schedules") / f"{job.name}.sh"
         command = shlex.quote(str(path)).replace("%", r"\%")
         lines = [f"{when} {command} {_mark(job.name)}" for when in (job.schedule.cron, "@reboot")]
         script = Part(path.name, _script(job), path, 0o700)
@@ -45,7 +40,7 @@ class Cron(Target):
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""
         script, lines = parts
-        with files_written([script]):
+        with target.files_written([script]):
             # Before the user's own lines: a variable there holds for all lines below it.
             _write_crontab(lines.text + "".join(_others(job.name)))
         return ["added to the crontab; crontab -l shows it", f"log: {job.log_file}"]
@@ -55,17 +50,11 @@ class Cron(Target):
         before, after = _crontab(), _others(name)
         if "".join(after) != before:
             _write_crontab("".join(after))
-        delete_files(files)
+        target.delete_files(files)
 
     def notes(self, job: Job) -> list[str]:
         """See Target."""
-        return missing_time_note(job, "cron starts it right after that")
-
-
-def _scripts_folder() -> Path:
-    from platformdirs import user_config_path
-
-    return user_config_path("ddptrain", appauthor=False) / "schedules"
+        return target.missing_time_note(job, "cron starts it right after that")
 
 
 def _script(job: Job) -> str:
@@ -80,7 +69,7 @@ def _script(job: Job) -> str:
         f"log={log}",
         'mkdir -p "$(dirname "$log")"',
         f'if [ "$(stat -c %s "$log" 2>/dev/null || echo 0)" -gt {_LOG_BYTES} ]; then mv -f "$log" "$log.1"; fi',
-        *([sleep_line(job)] if job.jitter_s else []),
+        *([target.sleep_line(job)] if job.jitter_s else []),
         f'{shlex.join(job.command)} >>"$log" 2>&1',
         "code=$?",
         'if [ "$code" -ne 0 ]; then echo "exit code $code; the end of $log:"; tail -n 20 "$log"; fi',
@@ -95,7 +84,7 @@ def _mark(name: str) -> str:
 
 def _crontab() -> str:
     try:
-        return run_tool(["crontab", "-l"], missing=_MISSING)
+        return target.run_tool(["crontab", "-l"], missing=_MISSING)
     except ClusterError as error:
         if _NO_CRONTAB.search(str(error)):
             return ""
@@ -108,4 +97,4 @@ def _others(name: str) -> list[str]:
 
 
 def _write_crontab(text: str) -> None:
-    run_tool(["crontab", "-"], text, missing=_MISSING)
+    target.run_tool(["crontab", "-"], text, missing=_MISSING)

@@ -11,15 +11,8 @@ from typing import Any
 
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.schedule.job import Job
-from ddptrain.schedule.targets.target import (
-    Part,
-    Target,
-    jittered,
-    local_models_note,
-    missing_time_note,
-    run_tool,
-    yaml_text,
-)
+from ddptrain.schedule.targets import target
+from ddptrain.schedule.targets.target import Part, Target
 
 _MISSING = "install kubectl, or give --output and apply the file where it is"
 _CONFIG_FOLDER = "/etc/ddptrain"
@@ -28,12 +21,8 @@ _LONGEST_NAME = 52  # of a CronJob, as Kubernetes adds 11 characters for its job
 _LONGEST_DEADLINE_S = 7 * 86_400
 _TRIES = 3
 _NOT_AGAIN = (
-    ExitCode.TRAINING_FAILED,
-    ExitCode.USAGE,
-    ExitCode.INTERNAL,
-    ExitCode.HANG,
-    ExitCode.REJECTED,
-    ExitCode.DEADLINE,
+    *(ExitCode.TRAINING_FAILED, ExitCode.USAGE, ExitCode.INTERNAL),
+    *(ExitCode.HANG, ExitCode.REJECTED, ExitCode.DEADLINE),
 )
 
 
@@ -57,45 +46,38 @@ class Kubernetes(Target):
                 f"{job.config} contains secrets, which a ConfigMap would show: write env:NAME in their place"
             )
         name = f"{resource_name(job.name)}.yaml"
-        text = yaml_text(job, self._config_map(job), self._cron_job(job))
+        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata(job)}
+        text = target.yaml_text(job, {**config_map, "data": {job.config.name: job.config_text}}, self._cron_job(job))
         return [Part(name, text, folder / name if folder else None)]
 
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""
-        run_tool(["kubectl", "apply", "--dry-run=server", "-f", "-"], parts[0].text, missing=_MISSING)
-        run_tool(["kubectl", "apply", "-f", "-"], parts[0].text, missing=_MISSING)
+        target.run_tool(["kubectl", "apply", "--dry-run=server", "-f", "-"], parts[0].text, missing=_MISSING)
+        target.run_tool(["kubectl", "apply", "-f", "-"], parts[0].text, missing=_MISSING)
         return [f"applied; kubectl get cronjob {resource_name(job.name)}{self._in_namespace} shows it"]
 
     def remove(self, name: str, files: Sequence[Path]) -> None:
         """See Target."""
         which = [f"cronjob/{resource_name(name)}", f"configmap/{resource_name(name)}"]
         inside = [f"--namespace={self.namespace}"] if self.namespace else []
-        run_tool(["kubectl", "delete", "--ignore-not-found", *inside, *which], missing=_MISSING)
+        target.run_tool(["kubectl", "delete", "--ignore-not-found", *inside, *which], missing=_MISSING)
 
     def notes(self, job: Job) -> list[str]:
         """See Target."""
         notes = (
             []
             if self.claim
-            else local_models_note(job, "which is lost with the pod: use s3://bucket/folder, or --claim")
+            else target.local_models_note(job, "which is lost with the pod: use s3://bucket/folder, or --claim")
         )
         if job.secrets:
             given = " ".join(f"--from-literal={key}=..." for key in job.secrets)
             secret = f"kubectl create secret generic {_secret_name(job)}{self._in_namespace} {given}"
             notes.append(f"secrets are read from the secret {_secret_name(job)}: {secret}")
-        return notes + missing_time_note(job, "Kubernetes skips this time")
+        return notes + target.missing_time_note(job, "Kubernetes skips this time")
 
     @property
     def _in_namespace(self) -> str:
         return f" --namespace={self.namespace}" if self.namespace else ""
-
-    def _config_map(self, job: Job) -> dict[str, Any]:
-        return {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": self._metadata(job),
-            "data": {job.config.name: job.config_text},
-        }
 
     def _metadata(self, job: Job) -> dict[str, Any]:
         inside = {"namespace": self.namespace} if self.namespace else {}
@@ -138,17 +120,14 @@ class Kubernetes(Target):
         command = ["ddptrain", "retrain", config, "--slot", str(job.schedule), "--output", "plain"]
         mounts = [{"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True}]
         volumes: list[dict[str, Any]] = [{"name": "config", "configMap": {"name": resource_name(job.name)}}]
-        container: dict[str, Any] = {"name": "retrain", "image": self.image, "command": jittered(job, command)}
+        container: dict[str, Any] = {"name": "retrain", "image": self.image, "command": target.jittered(job, command)}
         if self.claim:
             container["workingDir"] = _WORK_FOLDER
             mounts.append({"name": "work", "mountPath": _WORK_FOLDER})
             volumes.append({"name": "work", "persistentVolumeClaim": {"claimName": self.claim}})
         if job.secrets:
             container["env"] = [
-                {
-                    "name": key,
-                    "valueFrom": {"secretKeyRef": {"name": _secret_name(job), "key": key, "optional": True}},
-                }
+                {"name": key, "valueFrom": {"secretKeyRef": {"name": _secret_name(job), "key": key, "optional": True}}}
                 for key in job.secrets
             ]
         if job.gpus:

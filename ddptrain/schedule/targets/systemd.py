@@ -14,14 +14,8 @@ from pathlib import Path
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.schedule.expressions import values
 from ddptrain.schedule.job import Job
-from ddptrain.schedule.targets.target import (
-    Part,
-    Target,
-    delete_files,
-    files_written,
-    missing_time_note,
-    run_tool,
-)
+from ddptrain.schedule.targets import target
+from ddptrain.schedule.targets.target import Part, Target
 
 _WEEK_DAYS = ("Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat")
 _MISSING = "use --as cron"
@@ -58,43 +52,37 @@ class Systemd(Target):
                 environment = {"XDG_RUNTIME_DIR": runtime, **os.environ}
                 done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
             error_lines = [line for line in done.stderr.splitlines() if folder in line or "ddptrain-" in line]
-        return (
-            f"systemd refuses the unit: {error_lines[0].replace(f'{folder}/', '')}"
-            if done.returncode and error_lines
-            else ""
-        )
+        refused = done.returncode and error_lines
+        return f"systemd refuses the unit: {error_lines[0].replace(f'{folder}/', '')}" if refused else ""
 
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""
         timer = parts[1].name
-        with files_written(parts):
-            run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
-            run_tool([*self._systemctl, "enable", "--now", timer], missing=_MISSING)
-        return [f"enabled {timer}; {' '.join(self._systemctl)} list-timers shows it", f"log: {self._journal(job)}"]
+        with target.files_written(parts):
+            target.run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
+            target.run_tool([*self._systemctl, "enable", "--now", timer], missing=_MISSING)
+        log = f"log: journalctl {'' if self._system else '--user '}-u {unit_name(job.name)}"
+        return [f"enabled {timer}; {' '.join(self._systemctl)} list-timers shows it", log]
 
     def remove(self, name: str, files: Sequence[Path]) -> None:
         """See Target."""
         with suppress(ClusterError):  # the unit is not loaded any more; its files are deleted below
-            run_tool([*self._systemctl, "disable", "--now", f"{unit_name(name)}.timer"], missing=_MISSING)
-        delete_files(files)
+            target.run_tool([*self._systemctl, "disable", "--now", f"{unit_name(name)}.timer"], missing=_MISSING)
+        target.delete_files(files)
         with suppress(ClusterError):
-            run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
+            target.run_tool([*self._systemctl, "daemon-reload"], missing=_MISSING)
 
     def notes(self, job: Job) -> list[str]:
         """See Target."""
-        lingers = self._system or Path("/var/lib/systemd/linger", getpass.getuser()).exists()
-        linger = (
-            [] if lingers else ["timers of a user run only while the user is logged in, until: loginctl enable-linger"]
-        )
-        return linger + missing_time_note(job, "systemd skips this time")
+        notes = target.missing_time_note(job, "systemd skips this time")
+        if not self._system and not Path("/var/lib/systemd/linger", getpass.getuser()).exists():
+            notes.insert(0, "timers of a user run only while the user is logged in, until: loginctl enable-linger")
+        return notes
 
     def _folder(self) -> Path:
         from platformdirs import user_config_path
 
         return _SYSTEM_FOLDER if self._system else user_config_path("systemd", appauthor=False) / "user"
-
-    def _journal(self, job: Job) -> str:
-        return f"journalctl {'' if self._system else '--user '}-u {unit_name(job.name)}"
 
     def _service(self, job: Job) -> str:
         """The service. A preempted retraining starts again; one at its deadline continues at the next time."""
@@ -128,7 +116,7 @@ def on_calendar(cron: str, zone: str) -> list[str]:
     minute, hour, month_day, month, week_day = cron.split()
     time = f"{_numbers(hour, 1)}:{_numbers(minute, 0)}:00 {zone}"
     days = _numbers(month_day, 2)
-    on_week_days = ",".join(_WEEK_DAYS[day] for day in sorted(values(week_day, 4))) + " "
+    on_week_days = ",".join(_WEEK_DAYS[day] for day in values(week_day, 4)) + " "
     if week_day == "*":
         dates = [f"*-{_numbers(month, 3)}-{days}"]
     elif month_day == "*":
@@ -139,7 +127,7 @@ def on_calendar(cron: str, zone: str) -> list[str]:
 
 
 def _numbers(field: str, position: int) -> str:
-    return "*" if field == "*" else ",".join(f"{number:02}" for number in sorted(values(field, position)))
+    return "*" if field == "*" else ",".join(f"{number:02}" for number in values(field, position))
 
 
 def _timer(job: Job) -> str:

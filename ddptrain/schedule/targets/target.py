@@ -52,9 +52,9 @@ class Target(ABC):
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """Install the texts; return what was done, in lines. Raises UsageError, ClusterError: nothing is left then."""
 
-    @abstractmethod
     def remove(self, name: str, files: Sequence[Path]) -> None:
         """Remove an installed schedule; what is missing already is no error. Raises UsageError, ClusterError."""
+        delete_files(files)
 
     def notes(self, job: Job) -> list[str]:
         """Return what the user should know or do, in lines."""
@@ -155,9 +155,7 @@ _Dumper.add_representer(str, _Dumper.text)
 
 def local_models_note(job: Job, where: str) -> list[str]:
     """Return a note if the registry is a folder of a machine that does not last."""
-    if is_url(job.models_dir):
-        return []
-    return [f"models.dir is the folder {job.models_dir}, {where}"]
+    return [] if is_url(job.models_dir) else [f"models.dir is the folder {job.models_dir}, {where}"]
 
 
 def jittered(job: Job, command: Sequence[str]) -> list[str]:

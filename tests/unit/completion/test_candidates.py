@@ -9,8 +9,7 @@ import pytest
 
 from ddptrain.clusters.cluster_records import clusters_dir
 from ddptrain.completion import names
-from ddptrain.completion.candidates import candidates, changes
-from ddptrain.completion.command_line import TABLE, read_table
+from ddptrain.completion.candidates import TABLE, candidates, changes, read_table
 from ddptrain.completion.config_fields import Field, fields_of
 from ddptrain.config.json_schema import config_schema
 from tests.docs.command_table import written

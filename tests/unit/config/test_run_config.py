@@ -102,7 +102,7 @@ def test_repr_does_not_show_the_environment() -> None:
 def test_schema_command_prints_the_schema_with_the_built_in_workloads_parameters() -> None:
     import typer
 
-    from ddptrain.cli.schema import schema
+    from ddptrain.cli.main import schema
 
     app = typer.Typer()
     app.command()(schema)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ddptrain.retrain.output import StageOutput
 from ddptrain.retrain.records import GateOutcome, Stage
+from ddptrain.retrain.start import StageOutput
 
 
 def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.retrain.candidate import Scores
+from ddptrain.retrain.promotion import Scores
 from ddptrain.retrain.script_output import output_state, read_metrics
 
 

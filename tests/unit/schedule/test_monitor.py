@@ -20,8 +20,7 @@ from ddptrain.results.remote.lease import LOCK
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
 from ddptrain.schedule import monitor
-from ddptrain.schedule.lateness import State
-from ddptrain.schedule.monitor import Finding, Watched, look
+from ddptrain.schedule.monitor import Finding, State, Watched, look
 from ddptrain.schedule.times import parse_schedule
 
 CONFIG = """

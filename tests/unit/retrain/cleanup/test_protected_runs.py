@@ -9,7 +9,7 @@ import pytest
 
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.retrain.cleanup.protected_runs import protected_runs
+from ddptrain.retrain.cleanup.clean_up import protected_runs
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 
 

@@ -11,8 +11,7 @@ import yaml
 from ddptrain import __version__
 from ddptrain.errors import UsageError
 from ddptrain.schedule.job import Job
-from ddptrain.schedule.targets.github import GitHub
-from ddptrain.schedule.targets.gitlab import GitLab
+from ddptrain.schedule.targets.repository import GitHub, GitLab
 from tests.unit.schedule.jobs import make_job
 
 WORKFLOW = f"""

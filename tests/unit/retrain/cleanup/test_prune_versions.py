@@ -12,9 +12,9 @@ from ddptrain.errors import UsageError
 from ddptrain.model_registry import registry as registry_module
 from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.prune_versions import prune_versions
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.retrain.cleanup.clean_up import prune_versions
 
 WEIGHTS = b"w" * 500
 
