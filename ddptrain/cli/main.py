@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
@@ -24,30 +23,31 @@ from typer.models import CommandInfo
 from ddptrain import __version__
 from ddptrain.cli import options as opt
 from ddptrain.cli.cluster import app as cluster
+from ddptrain.cli.doctor import doctor
 from ddptrain.cli.examples import add_examples, command_name
+from ddptrain.cli.explain import explain
 from ddptrain.cli.init import init
 from ddptrain.cli.models.evaluate import evaluate
 from ddptrain.cli.models.generate import generate
 from ddptrain.cli.models.models import app as models
 from ddptrain.cli.models.predict import predict
-from ddptrain.cli.printing import print_result, say
+from ddptrain.cli.printing import say
 from ddptrain.cli.results import app as results
 from ddptrain.cli.run import SCRIPT_SETTINGS, RunCommand, run
-from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 from ddptrain.cli.stop import stop
+from ddptrain.cli.sweep import sweep
 from ddptrain.cli.train import train
 from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
 from ddptrain.cli.unattended.schedule import app as schedule
 from ddptrain.cli.usage_errors import RootGroup
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, UsageError, one_line
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
 
 if TYPE_CHECKING:
-    from ddptrain.driver.doctor.judge import Check
+    pass
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_HIGHEST_CODE = 255
 _BROKEN_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 
 
@@ -84,118 +84,11 @@ def _root(
     opt.log_to_stderr(False)
 
 
-def doctor(runs_dir: RunsDir = None, json: opt.JsonOption = False) -> int:
-    """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, servers that are configured, and the clock.
-
-    The exit code is 4 if something would make a run fail. `ddptrain cluster check` checks all hosts of a cluster.
-    """
-    from ddptrain.driver.doctor.judge import Result
-    from ddptrain.driver.doctor.machine import check_machine
-
-    checks = check_machine(runs_dir or DEFAULT_RUNS_DIR, os.environ)
-    bad = any(check.result == Result.BAD for check in checks)
-    data = {"ok": not bad, "checks": [dataclasses.asdict(check) for check in checks]}
-    print_result(data, _check_lines(checks), as_json=json)
-    return ExitCode.CLUSTER if bad else ExitCode.SUCCEEDED
-
-
-def _check_lines(checks: list[Check]) -> list[str]:
-    from ddptrain.driver.doctor.judge import Result
-    from ddptrain.text_tables import clean_line
-
-    width = max(len(check.subject) for check in checks)
-    lines = []
-    for check in checks:
-        hint = f" ({check.hint})" if check.hint else ""
-        lines.append(f"{check.result:8} {clean_line(check.subject):{width}}  {clean_line(check.text + hint)}")
-    counts = [(sum(check.result == kind for check in checks), kind) for kind in (Result.BAD, Result.WARNING)]
-    found = ", ".join(f"{count} {kind}" for count, kind in counts if count)
-    return [*lines, "", f"this machine: {found or 'ok'}"]
-
-
 def schema() -> None:
     """Print the JSON schema of the configuration, for editors that complete YAML."""
     from ddptrain.config.json_schema import config_schema
 
     typer.echo(json.dumps(config_schema(), indent=2))
-
-
-def explain(
-    what: Annotated[
-        str, typer.Argument(metavar="CODE|RUN", help="An exit code, or a run: its id, the start of one, latest, a URL.")
-    ] = "latest",
-    every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
-    runs_dir: RunsDir = None,
-    json: opt.JsonOption = False,
-) -> None:
-    """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
-    if re.fullmatch(r"[0-9]{1,3}", what):
-        _explain_code(int(what), every, json)
-    else:
-        _explain_run(what, runs_dir, json)
-
-
-def _explain_code(code: int, every: bool, json: bool) -> None:
-    from ddptrain.explain import EXPLANATIONS, as_text, explanation_of, is_known
-
-    if code > _HIGHEST_CODE:
-        raise UsageError(f"{code} is not an exit code: exit codes are 0 to {_HIGHEST_CODE}")
-    if not is_known(code):
-        listed = ", ".join(str(int(each)) for each in sorted(EXPLANATIONS))
-        raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {listed}")
-    data = {"exit_code": code, **dataclasses.asdict(explanation_of(code))}
-    print_result(data, as_text(code, complete=every), as_json=json)
-
-
-def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
-    import shlex
-
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import NeededFiles
-    from ddptrain.results.show.explanation import explain_run
-
-    place, name = split_run(run, runs_dir or DEFAULT_RUNS_DIR)
-    view = open_runs_dir(place).find(name, NeededFiles.EVENTS)
-    option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
-    explained = explain_run(view, option)
-    print_result(explained.as_dict(), explained.as_text(), as_json=json)
-
-
-def sweep(
-    config: Annotated[
-        str | None,
-        typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume needs none."),
-    ] = None,
-    overrides: Annotated[list[str] | None, opt.set_option("sweep.trials=64")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the newest sweep of this name, or the one of --sweep-id.")
-    ] = False,
-    sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
-    ranks: opt.RanksOption = None,
-    cluster: opt.ClusterOption = None,
-    runs_dir: opt.RunsDirOption = None,
-    verbose: opt.VerboseOption = False,
-    output: opt.OutputOption = opt.OutputMode.AUTO,
-) -> None:
-    """Search for the best values of some fields: many trials, each an ordinary run, on one cluster.
-
-    Exit codes: 0 at least one trial is complete; 1 no trial is, or the same failure has happened three times; 75
-    after SIGTERM, 130 after Ctrl-C: --resume goes on; others as of train.
-    """
-    from ddptrain.config.load import load_config
-
-    options = opt.field_options(None, cluster, runs_dir)
-    if ranks is not None:
-        options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
-    if config is None and not resume:
-        raise UsageError("name the configuration: ddptrain sweep CONFIG, or continue a sweep: ddptrain sweep --resume")
-    from ddptrain.sweep.sweep import SweepOptions, last_source, run_sweep
-
-    if config is None:
-        config = last_source(runs_dir or "runs", sweep_id)
-    load = functools.partial(load_config, opt.local_config(config), sweeps=True)
-    resolved = opt.checked(load, overrides or [], options)
-    raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))
 
 
 # One line for each in the list of commands; `--help` of a command has the full text.
