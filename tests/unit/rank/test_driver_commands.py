@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from ddptrain.protocol.commands import Command
 from ddptrain.rank import driver_commands
 from ddptrain.rank.driver_commands import CommandHandler
 from ddptrain.rank.server import process_control
+from tests import fake_time
 from tests.unit.specs import make_spec
 
 
@@ -111,7 +111,7 @@ def test_stopped_rank_that_has_finished_with_trackers_may_exit_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str, pauses: list[float]
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(driver_commands.time, "sleep", slept.append)
+    fake_time.replace(monkeypatch, "sleep", slept.append)
     bench.state = state
     bench.handler._stop()
     assert slept == [], "it has no trackers"
@@ -136,7 +136,7 @@ def test_handler_listens_to_sigterm_forks_and_each_command(bench: Bench, monkeyp
     parts = vars(bench.handler) | {"orders": orders, "emitter": SimpleNamespace(emit=emitted.append)}
     handler = CommandHandler(**parts)
     monkeypatch.setattr(driver_commands, "StackReporter", Reporter)
-    monkeypatch.setattr(os, "register_at_fork", lambda after_in_child: at_fork.append(after_in_child))
+    monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: at_fork.append(after_in_child))
     handler.start()
     assert signal.getsignal(signal.SIGTERM) == handler._on_sigterm and at_fork == [handler._on_fork]
     handlers[Command.NOTICED]()

@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +150,7 @@ class Rank:
 
     def _made(self, spec: Any, emitter: Any, orders: Any) -> Any:
         self.done.append(("rank", spec.rank, emitter.fd, orders))
-        return SimpleNamespace(run=lambda: self.live(), tracked=SimpleNamespace(bound_exit=self.note("bound exit")))
+        return SimpleNamespace(run=self.live, tracked=SimpleNamespace(bound_exit=self.note("bound exit")))
 
 
 @pytest.fixture
@@ -223,17 +223,10 @@ def test_output_is_not_buffered_and_escapes_what_is_no_text(tmp_path: Path) -> N
         os.fstat(file.fileno())
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The test may replace the standard streams."""
-    for name in ("stdin", "stdout", "stderr", "__stdout__", "__stderr__"):
-        monkeypatch.setattr(sys, name, getattr(sys, name))
-    yield
-
-
-@pytest.mark.usefixtures("streams")
 def test_output_goes_to_the_log_and_nothing_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
+    for name in ("stdin", "stdout", "stderr", "__stdout__", "__stderr__"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # and back after the test
     monkeypatch.setattr(os, "open", lambda *given: done.append(("open", *given)) or 9)
     monkeypatch.setattr(os, "close", lambda fd: done.append(("close", fd)))
     monkeypatch.setattr(os, "dup2", lambda *given, **more: done.append(("dup2", *given, more)))

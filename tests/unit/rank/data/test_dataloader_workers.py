@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from torch.utils.data._utils import worker
 
 from ddptrain.rank.data import dataloader_workers
