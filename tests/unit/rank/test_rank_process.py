@@ -227,7 +227,12 @@ def test_output_goes_to_the_log_and_nothing_comes_in(monkeypatch: pytest.MonkeyP
     done: list[Any] = []
     for name in ("stdin", "stdout", "stderr", "__stdout__", "__stderr__"):
         monkeypatch.setattr(sys, name, getattr(sys, name))  # and back after the test
-    monkeypatch.setattr(os, "open", lambda *given: done.append(("open", *given)) or 9)
+
+    def open_null(*given: Any) -> int:
+        done.append(("open", *given))
+        return 9
+
+    monkeypatch.setattr(os, "open", open_null)
     monkeypatch.setattr(os, "close", lambda fd: done.append(("close", fd)))
     monkeypatch.setattr(os, "dup2", lambda *given, **more: done.append(("dup2", *given, more)))
     monkeypatch.setattr(faulthandler, "enable", lambda **more: done.append(("faults", more)))

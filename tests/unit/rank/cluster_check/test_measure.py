@@ -180,8 +180,8 @@ def test_group_has_a_store_and_a_time_limit_of_its_own(monkeypatch: pytest.Monke
         return group
 
     monkeypatch.setattr(measure, "PrefixStore", Own)
-    monkeypatch.setattr(measure.dist, "ProcessGroupNCCL", create("nccl"), raising=False)
-    monkeypatch.setattr(measure.dist, "ProcessGroupGloo", create("gloo"))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", create("nccl"), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", create("gloo"))
     device = torch.device("cuda", 1)
     store: Any = "store"
     group = Group(store, "pair", 1, 3, 20.0, device, nccl=nccl)

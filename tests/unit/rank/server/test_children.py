@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import pytest
 
+from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank import rank_process
 from ddptrain.rank.server import children, process_control
 from tests.unit.specs import make_spec
@@ -70,7 +71,12 @@ def test_server_with_threads_starts_ranks_cold(started: list[set[int]], spec_fil
 
 def test_forked_rank_runs_with_its_spec_and_descriptors(monkeypatch: pytest.MonkeyPatch, spec_file: IO[bytes]) -> None:
     ran: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(rank_process, "run_rank", lambda spec, *fds: ran.append((spec.env["TOKEN"], *fds)) or 42)
+
+    def run_rank(spec: RankSpec, *fds: int) -> int:
+        ran.append((spec.env["TOKEN"], *fds))
+        return 42
+
+    monkeypatch.setattr(rank_process, "run_rank", run_rank)
     monkeypatch.setattr(children, "_fork", lambda main, close: main())
     assert start(spec_file, TOKEN="x") == (42, "forked")
     assert ran == [("x", 101, 102, 103)]
@@ -147,9 +153,13 @@ def test_parent_of_a_fork_makes_its_group_too(monkeypatch: pytest.MonkeyPatch, p
 def test_child_of_a_fork_has_no_handlers_and_descriptors_of_the_server(
     monkeypatch: pytest.MonkeyPatch, process: list[tuple[Any, ...]]
 ) -> None:
+    def main() -> int:
+        process.append(("main",))
+        return 3
+
     monkeypatch.setattr(os, "fork", lambda: 0)
     with pytest.raises(Left) as left:
-        children._fork(lambda: process.append(("main",)) or 3, {5})  # type: ignore[func-returns-value]
+        children._fork(main, {5})
     assert left.value.args == (3,)
     handlers = [("signal", number, signal.SIG_DFL) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)]
     begin = [("group", 0, 0), ("die with parent",), ("wake-up", -1), ("gc",)]
