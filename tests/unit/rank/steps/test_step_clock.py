@@ -254,18 +254,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
         ([Parameter("mps"), Parameter("mps")], [0, 0]),
     ],
 )
-def test_first_and_last_gradient_of_a_model_are_watched(
-    clock: StepClock, parameters: list[Parameter], hooks: list[int]
+def test_first_and_last_gradient_of_a_model_are_watched_if_there_are_other_ranks(
+    clock: StepClock, monkeypatch: pytest.MonkeyPatch, parameters: list[Parameter], hooks: list[int]
 ) -> None:
     clock.watch(Model(*parameters))  # type: ignore[arg-type]
-    assert [len(parameter.hooks) for parameter in parameters] == hooks
-
-
-def test_single_rank_is_not_measured(clock: StepClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "get_world_size", lambda group: 1)
-    parameter = Parameter()
-    clock.watch(Model(parameter))  # type: ignore[arg-type]
-    assert parameter.hooks == []
+    clock.watch(Model(*parameters))  # type: ignore[arg-type]
+    assert [len(parameter.hooks) for parameter in parameters] == hooks
 
 
 def test_backward_pass_is_measured_once_if_it_exchanges_gradients(
@@ -289,9 +284,9 @@ def test_backward_pass_is_measured_once_if_it_exchanges_gradients(
     assert len(queued) == 2
     task[0], clock._is_off = 8, True
     first.hooks[0](None)
-    task[0], clock._is_off = 9, False
+    clock._is_off = False
     del model  # the hook holds no reference to it
-    first.hooks[0](None)
+    last.hooks[0](None)
     assert len(queued) == 2
 
 
@@ -374,8 +369,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_steps_of_each_wrapped_model_are_added_up_and_summarized(
     wrapped: list[Any], monkeypatch: pytest.MonkeyPatch, compares: bool, adds: bool
 ) -> None:
-    told: list[Any] = []
-    windows: list[tuple[float, ...]] = []
+    told, windows = list[Any](), list[tuple[float, ...]]()
 
     class Window:
         def add(self, own_s: float, waited_s: float, now: float) -> tuple[int, float, float] | None:
