@@ -5,19 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddptrain.rank.checkpoint import coordination
-from ddptrain.rank.checkpoint.coordination import (
-    CheckpointCalls,
-    PreemptedExit,
-    SaveInterval,
-    SaveSchedule,
-    WorkerGroupStore,
-)
+from ddptrain.rank.checkpoint.coordination import CheckpointCalls, SaveSchedule, WorkerGroupStore
 from tests.pace import is_cheap
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
@@ -141,112 +133,3 @@ def test_keys_of_another_attempt_are_not_seen(worker_group: Gang) -> None:
     WorkerGroupStore(first).set("a", "1")
     assert WorkerGroupStore(first).get("a") == b"1"
     assert not WorkerGroupStore(dataclasses.replace(first, attempt=2)).has("a")
-
-
-# --- with a store and a clock of the test ---
-
-
-class Store:
-    """The store of a worker group in memory."""
-
-    def __init__(self, **values: str) -> None:
-        self.values = {name.replace("_", "/"): value for name, value in values.items()}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-    def has(self, key: str) -> bool:
-        return key in self.values
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time; a pause takes a second."""
-    seconds = [100.0]
-
-    def sleep(_: float) -> None:
-        seconds[0] += 1.0
-
-    clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep)
-    monkeypatch.setattr(coordination, "time", clock)
-    return seconds
-
-
-def test_rank_0_looks_at_its_clock_after_half_of_the_calls_that_fit(now: list[float]) -> None:
-    store: Any = Store()
-    interval = SaveInterval(make_spec(rank=0, world_size=2), store, 10.0)
-    now[0] = 101.0
-    assert not interval.due(1)  # 1 s per call: 9 calls fit, but there was only one before
-    now[0] = 102.0
-    assert not interval.due(2)
-    now[0] = 104.0
-    assert not interval.due(3), "it does not look"
-    assert not interval.due(4)
-    now[0] = 107.0
-    assert not interval.due(7)  # 3 calls fit
-    now[0] = 110.0
-    assert interval.due(8)  # it took 3 s: 3 calls fit
-    interval.restart()
-    assert store.values == {"pace/1": "0 2", "pace/2": "0 4", "pace/4": "0 7", "pace/7": "0 8", "pace/8": "1 9"}
-    now[0] = 119.0
-    assert not interval.due(9)
-    now[0] = 120.0
-    assert interval.due(10)
-
-
-def test_other_ranks_do_in_the_same_calls_what_rank_0_has_decided() -> None:
-    store: Any = Store(pace_1="0 2", pace_2="1 5", pace_5="0 6")
-    interval = SaveInterval(make_spec(rank=1, world_size=2), store, 10.0)
-    assert [interval.due(call) for call in range(1, 6)] == [False, True, False, False, False]
-
-
-def test_single_rank_tells_nobody(now: list[float]) -> None:
-    store: Any = Store()
-    interval = SaveInterval(make_spec(rank=0, world_size=1), store, 10.0)
-    now[0] = 110.0
-    assert interval.due(1) and store.values == {}
-
-
-def test_single_rank_ends_with_its_next_call() -> None:
-    spec = make_spec(world_size=1)
-    calls = CheckpointCalls(spec, WorkerGroupStore(spec))
-    assert not calls.saves and not calls.is_last(calls.enter()) and calls.saves
-    calls.tell_to_end()
-    calls.enter()
-    calls.tell_to_end()  # the second notice changes nothing
-    assert [calls.is_last(number) for number in (1, 2, 3)] == [False, True, True]
-
-
-@pytest.mark.parametrize(("grace_s", "polls"), [(3.0, 4), (0.0, 1)])
-def test_numbers_of_all_ranks_are_waited_for_in_the_grace_period(now: list[float], grace_s: float, polls: int) -> None:
-    store: Any = Store(end_0="3")
-    calls = CheckpointCalls(make_spec(world_size=2, grace_s=grace_s), store)
-    calls.told_to_end = True
-    assert not calls.is_last(1_000_000) and now[0] == 100.0 + polls
-    store.values["end/1"] = "5"
-    assert not calls.is_last(6), "it has given up"
-    calls._last = None
-    assert [calls.is_last(number) for number in (5, 6)] == [False, True]
-
-
-def test_number_is_published_by_a_thread_which_a_store_that_has_ended_does_not_hurt() -> None:
-    class Ended(Store):
-        def set(self, key: str, value: str) -> None:
-            super().set(key, value)
-            raise RuntimeError("Connection reset by peer")
-
-        def has(self, key: str) -> bool:
-            raise RuntimeError("Connection reset by peer")
-
-    store: Any = Ended()
-    calls = CheckpointCalls(make_spec(rank=1), store)
-    calls._publish(7)
-    calls.told_to_end = True
-    assert store.values == {"end/1": "7"} and not calls.is_last(8)
-
-
-def test_preempted_rank_exits_with_75() -> None:
-    assert PreemptedExit().code == 75

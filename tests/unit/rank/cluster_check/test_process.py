@@ -250,3 +250,11 @@ def test_waits_are_read_for_each_thread_in_seconds(tmp_path: Path, monkeypatch: 
         process, "Path", lambda path: SimpleNamespace(glob=lambda pattern: tmp_path.glob("*/schedstat"))
     )
     assert process._waits_s() == {"11": 2.5}
+
+
+def test_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, bytes]] = []
+    monkeypatch.setattr(process.os, "write", lambda *given: written.append(given))
+    line = ProbeLine("pair", "begun", 3)
+    process._tell(line)
+    assert written == [(1, line.line().encode())]
