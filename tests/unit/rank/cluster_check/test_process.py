@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,8 +284,8 @@ def test_ranks_that_measure_only_pairs_wait_for_the_slowest_of_them(bench: Bench
 def test_gpu_is_set_copied_to_and_asked_why_it_is_slow(bench: Bench) -> None:
     done: list[Any] = []
     device = torch.device("cuda", 1)
-    nvml = SimpleNamespace(nvmlInit=lambda: done.append("init"), nvmlDeviceGetHandleByUUID=lambda uuid: uuid)
-    bench.monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    bench.monkeypatch.setattr("pynvml.nvmlInit", lambda: done.append("init"))
+    bench.monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
     bench.monkeypatch.setattr("ddptrain.nvml.throttle_reasons", lambda handle: ["hot", f"power of {handle}"])
     bench.monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=f"u-{of.index}"))
     bench.monkeypatch.setattr(torch.cuda, "set_device", done.append)
