@@ -40,6 +40,12 @@ def test_missing_function_is_an_error_with_the_existing_names() -> None:
         load_function("json:dumbs")
 
 
+def test_method_of_a_class_is_found_and_a_missing_one_is_an_error() -> None:
+    assert load_function("collections:Counter.fromkeys").__name__ == "fromkeys"
+    with pytest.raises(AttributeError, match=r"no 'most'; it has copy, elements, most_common, .*update$"):
+        load_function("collections:Counter.most")
+
+
 def test_target_that_is_not_a_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"not a function"):
         load_function("sys:path")

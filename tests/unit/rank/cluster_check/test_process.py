@@ -289,7 +289,13 @@ def test_gpu_is_set_copied_to_and_asked_why_it_is_slow(bench: Bench) -> None:
     bench.monkeypatch.setattr("ddptrain.nvml.throttle_reasons", lambda handle: ["hot", f"power of {handle}"])
     bench.monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=f"u-{of.index}"))
     bench.monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    bench.monkeypatch.setattr(process, "copy_gb_s", lambda of, seconds: (of, seconds) == (device, 0.3) and 25.0)
+
+    def copy_gb_s(of: torch.device, seconds: float) -> float:
+        assert of == device
+        bench.clock.sleep(1.0)
+        return 100 * seconds
+
+    bench.monkeypatch.setattr(process, "copy_gb_s", copy_gb_s)
     assert bench.probe(rank=1).device == torch.device("cpu") and bench.probe()._throttled() == ""
     probe = bench.probe(rank=1)
     probe.plan = dataclasses.replace(probe.plan, gpu=True)
@@ -299,7 +305,7 @@ def test_gpu_is_set_copied_to_and_asked_why_it_is_slow(bench: Bench) -> None:
     assert bench.told() == [(name, status, -1) for name in ("gemm", "copy") for status in ("begun", "done")]
     gemm, copy = bench.lines[1::2]
     assert gemm.text == "hot, power of GPU-u-1" and gemm.values["gflops"] == 2.0
-    assert copy.text == "" and copy.values["gb_s"] == 25.0 and done == ["init"]
+    assert copy.text == "" and copy.values["gb_s"] == 30.0 and done == ["init"]
     bench.monkeypatch.setattr(process, "TCPStore", lambda *given, **options: 1 / 0)
     bench.monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     bench.monkeypatch.setenv("MASTER_PORT", "4000")
