@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,8 @@ def test_states_are_plain_and_those_of_numpy_and_python_are_restored_exactly() -
     np.random.seed(7)
     random.gauss(0, 1)
     np.random.normal()
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy: Any = np.random.get_state(legacy=True)
     state = random_state.capture(CPU)
     assert (state["python"][0], state["python"][2]) == (3, python[2]) and state["cuda"] is None
     assert state["python"][1].tolist() == list(python[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,7 +256,7 @@ def test_waits_are_read_for_each_thread_in_seconds(tmp_path: Path, monkeypatch: 
 
 def test_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[int, bytes]] = []
-    monkeypatch.setattr(process.os, "write", lambda *given: written.append(given))
+    monkeypatch.setattr(os, "write", lambda *given: written.append(given))
     line = ProbeLine("pair", "begun", 3)
     process._tell(line)
     assert written == [(1, line.line().encode())]

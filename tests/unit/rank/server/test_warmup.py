@@ -91,7 +91,7 @@ def test_only_operators_of_torch_are_kept_at_the_exit(monkeypatch: pytest.Monkey
 
     operators, others = finalizer("torch.library"), finalizer("tempfile")
     nameless, dead = finalizer(None), SimpleNamespace(peek=lambda: None, atexit=True)
-    found = [operators, others, nameless, dead]
+    found: list[Any] = [operators, others, nameless, dead]
     monkeypatch.setattr(weakref, "finalize", SimpleNamespace(_registry=found))
     warmup._keep_operators()
     assert [each.atexit for each in found] == [False, True, True, True]
@@ -109,7 +109,7 @@ def test_dispatch_is_imported_beside_placeholders_for_what_is_not_imported_yet(
         if fails:
             raise ImportError("no dispatch")
 
-    dask = SimpleNamespace()
+    dask: Any = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "dask", dask)
     monkeypatch.delitem(sys.modules, "dask.distributed", raising=False)
     monkeypatch.setattr(importlib, "import_module", import_module)

@@ -382,10 +382,10 @@ def test_steps_of_each_wrapped_model_are_added_up_and_summarized(
 
     monkeypatch.setattr(step_clock, "StepWindow", Window)
     monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: 7.5, time_ns=lambda: 77))
-    waiting = SimpleNamespace(add=lambda *given: told.append(given), first_step=lambda: told.append("first"))
+    waiting: Any = SimpleNamespace(add=lambda *given: told.append(given), first_step=lambda: told.append("first"))
     emitter: Any = SimpleNamespace(emit=emit) if compares else None
     step_clock.measure_steps(emitter, waiting if adds else None)
-    DistributedDataParallel("model", device_ids=[0])  # type: ignore[arg-type]
+    DistributedDataParallel("model", device_ids=[0])
     clock, made, watched_model = wrapped
     assert (made, watched_model) == ((("model",), {"device_ids": [0]}), "watched")
     clock.report(1.0, 0.5)
