@@ -96,7 +96,8 @@ def test_rank_whose_state_was_not_saved_has_a_new_one(bench: Bench) -> None:
 @pytest.mark.parametrize("saved", [{}, {"ranks": None}, {"ranks": []}])
 def test_checkpoint_without_states_of_ranks_changes_none(bench: Bench, saved: dict[str, Any]) -> None:
     bench.state |= saved
-    assert bench.load(world_size=4).world_size == 4 and bench.random == bench.notes == []
+    assert bench.load(world_size=4).world_size == 4
+    assert bench.random == [] and bench.notes == []
 
 
 class OnDevice:

@@ -198,11 +198,13 @@ def test_inner_wait_hides_the_outer_one_and_both_are_no_training() -> None:
     before = other_time.total_s
     with made.waiting("outer", 3):
         with made.waiting("inner", for_others=lambda: False):
-            assert made.current is not None and made.current.name == "inner" and made.wait is None
-            assert other_time._depth == 2
-        assert made.wait is not None and (made.wait.name, made.wait.step) == ("outer", 3)
-        assert other_time._depth == 1
-    assert made.current is None and other_time._depth == 0 and other_time.total_s > before
+            found = [(made.current, made.wait, other_time._depth)]
+        found.append((made.current, made.wait, other_time._depth))
+    found.append((made.current, made.wait, other_time._depth))
+    (inner, hidden, two), (outer, shown, one), last = found
+    assert inner is not None and (inner.name, inner.step, hidden, two) == ("inner", None, None, 2)
+    assert outer is not None and (outer.name, outer.step, one) == ("outer", 3, 1) and shown is outer
+    assert last == (None, None, 0) and other_time.total_s > before
 
 
 def test_single_rank_meets_nobody() -> None:

@@ -287,7 +287,7 @@ def test_windows_and_gradients_of_a_checkpoint_go_on_with_the_present_scale() ->
     assert steps.step(optimizer) and parameter.item() == pytest.approx(1.0 - 1.5 / 3)
     plain = GradientSteps(CPU)
     plain.restore(saved, {"model": module})
-    assert parameter.grad is not None and parameter.grad.item() == 0.5, "without the scale of the checkpoint"
+    assert parameter.grad.item() == 0.5, "without the scale of the checkpoint"
 
 
 def test_gradient_is_clipped_to_its_largest_norm() -> None:

@@ -86,8 +86,7 @@ def test_everything_is_imported_before_torch_is_prepared(monkeypatch: pytest.Mon
 def test_only_operators_of_torch_are_kept_at_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     def finalizer(module: str | None) -> Any:
         function = SimpleNamespace(**({"__module__": module} if module else {}))
-        found = (None, function, (), {})
-        return SimpleNamespace(peek=lambda: found, atexit=True)
+        return SimpleNamespace(peek=lambda: (None, function, (), {}), atexit=True)
 
     operators, others = finalizer("torch.library"), finalizer("tempfile")
     nameless, dead = finalizer(None), SimpleNamespace(peek=lambda: None, atexit=True)

@@ -80,5 +80,6 @@ def test_rank_knows_its_place_and_its_folders() -> None:
     assert found == (5, 8, 1, 4, 2)
     assert (identity.run_id, identity.attempt) == ("r-7", 3)
     assert identity.inputs is None and identity.resume_folder is None
-    identity._spec = make_spec(inputs="/in", resume_from="/runs/r-7/step-3")
-    assert (identity.inputs, identity.resume_folder) == (Path("/in"), Path("/runs/r-7/step-3"))
+    prepared = RankIdentity()
+    prepared._spec = make_spec(inputs="/in", resume_from="/runs/r-7/step-3")
+    assert (prepared.inputs, prepared.resume_folder) == (Path("/in"), Path("/runs/r-7/step-3"))
