@@ -33,12 +33,7 @@ class ArtifactFiles:
         return Path(self._spec.host.staging) / f"{kind}-{next(self._counter)}"
 
     def save(self, path: str, data: bytes | str | Path, lend: Callable[[Path], None] | None = None) -> None:
-        """Stage a file for artifacts/`path`. `lend` is called with the staged file before the driver can move it.
-
-        Raises:
-            ValueError: the path leads out of the run directory.
-            OSError: the file cannot be read, or the staging disk is full.
-        """
+        """Stage a file for artifacts/`path`. `lend` is called with the staged file before the driver can move it."""
         if not stays_below(path):
             raise ValueError(f"ctx.save_file takes a path below artifacts/, such as 'samples/a.txt', not {path!r}")
         staged = self.new_staging("file")
@@ -48,7 +43,7 @@ class ArtifactFiles:
             staged.write_bytes(data.encode() if isinstance(data, str) else data)
         if lend is not None:
             lend(staged)
-        self.announce(str(path), staged)
+        self.announce(path, staged)
 
     def announce(self, path: str, staged: Path, area: str = "artifacts") -> None:
         """Announce a complete staged file to the driver. Raises OSError."""

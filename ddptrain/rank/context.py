@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,19 +33,6 @@ if TYPE_CHECKING:
     from ddptrain.rank.media.media_log import MediaLog
 
 __all__ = ["PreemptedExit", "RankContext", "Resumed"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Checkpoint:
-    """What a call of ctx.checkpoint saves; `extra` are the objects and data that the workload adds."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None
-    step: int
-    epoch: float | None
-    metrics: Mapping[str, float | torch.Tensor]
-    rank_state: Any
-    extra: Mapping[str, Any]
 
 
 class RankContext(OptimizerCalls, ProfiledSteps):
@@ -306,7 +292,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             if not due:
                 return False
             with self.timed("checkpoint"):
-                self._save(_Checkpoint(model, optimizer, int(step), epoch, metrics or {}, rank_state, more))
+                self._save(model, optimizer, int(step), epoch, metrics or {}, rank_state, more)
                 if not self._spec.checkpointing.asynchronous or ends:
                     self._saver.wait()
             if ends and not last:
@@ -328,24 +314,33 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         ends = self._calls.told_to_end and self._calls.is_last(number)
         return due or last or ends, ends
 
-    def _save(self, given: _Checkpoint) -> None:
-        epoch = optional("epoch", given.epoch)
-        own = plain_bytes({"random": random_state.capture(self.device), "rank_state": given.rank_state})
+    def _save(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        epoch: float | None,
+        given_metrics: Mapping[str, float | torch.Tensor],
+        rank_state: Any,
+        extra: Mapping[str, Any],
+    ) -> None:
+        epoch = optional("epoch", epoch)
+        own = plain_bytes({"random": random_state.capture(self.device), "rank_state": rank_state})
         self._saves += 1
         self._calls.has_saved = True
-        gradients = self._gradients.state({"model": given.model, **given.extra})
-        if self.rank != 0 and not is_sharded(given.model):
+        gradients = self._gradients.state({"model": model, **extra})
+        if self.rank != 0 and not is_sharded(model):
             self._store.set(state_key(self._saves, self.rank), own)
             return
-        metrics = numbers(given.metrics)
+        metrics = numbers(given_metrics)
         self._saver.wait()  # the previous checkpoint must be written before its memory is used again
-        state: dict[str, Any] = {"step": given.step, "epoch": epoch, "metrics": metrics, "extra": dict(given.extra)}
+        state: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": metrics, "extra": dict(extra)}
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         if gradients is not None:
             state["gradients"] = gradients
-        copied = self._buffers.take(given.model, given.optimizer, state if self.rank == 0 else {})
+        copied = self._buffers.take(model, optimizer, state if self.rank == 0 else {})
         folder = self._files.new_staging("checkpoint")
-        self._saver.start(PendingCheckpoint(self._saves, given.step, epoch, metrics, folder, copied, own))
+        self._saver.start(PendingCheckpoint(self._saves, step, epoch, metrics, folder, copied, own))
         self._due.saved()
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:

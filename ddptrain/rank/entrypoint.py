@@ -153,7 +153,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any] | None:
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
 
     try:
-        return TypeAdapter(kind)
+        adapter = TypeAdapter(kind)
+        return adapter if adapter.pydantic_complete else None  # None: a name is for type checkers only
     except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError, TypeError):
         return None
 

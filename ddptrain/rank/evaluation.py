@@ -43,7 +43,7 @@ def evaluate(
         if reason:
             failures[checkpoint.name] = reason
             continue
-        scores[checkpoint.name] = {name: _as_json(value) for name, value in found.items()}
+        scores[checkpoint.name] = {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
         if ctx.rank == 0:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
             print(f"{checkpoint.name}: {shown}", flush=True)
@@ -128,7 +128,3 @@ def _require_equal(ctx: RankContext, found: Mapping[str, float]) -> None:
             f"rank {ctx.rank} returns {dict(found)}, other ranks return other numbers: take the mean over all ranks, "
             "as ctx.mean(loss, weight=number_of_samples)"
         )
-
-
-def _as_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

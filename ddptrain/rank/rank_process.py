@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import io
@@ -87,9 +88,7 @@ def _enter_environment(spec: RankSpec) -> None:
     importlib.invalidate_caches()
     sys.argv = [spec.code.workload]
     random.seed()
-    tz = getattr(time, "tzset", None)
-    if tz is not None:
-        tz()
+    time.tzset()
 
 
 def _run_exit_handlers() -> None:
@@ -100,10 +99,8 @@ def _run_exit_handlers() -> None:
     except BaseException:
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
 
 
 def main() -> None:

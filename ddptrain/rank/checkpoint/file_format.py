@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -82,23 +81,20 @@ def read(
     others = state.pop("model", None) or {}
     sharded = is_sharded(model)
     if sharded:
-        _shards().load_weights(folder, model, others)
+        from ddptrain.rank.checkpoint.shards import load_weights  # its imports take time
+
+        load_weights(folder, model, others)
     else:
         bare = unwrapped(model)
         bare.load_state_dict(with_module_versions(bare, {**read_weights(folder, device), **others}))
     if optimizer is not None and state["optimizer"] is not None:
         if sharded or is_sharded_checkpoint(folder):
-            _shards().load_optimizer(folder, state["optimizer"], model, optimizer)
+            from ddptrain.rank.checkpoint.shards import load_optimizer
+
+            load_optimizer(folder, state["optimizer"], model, optimizer)
         else:
             optimizer.load_state_dict(state["optimizer"])
     return state
-
-
-def _shards() -> ModuleType:
-    """Return the module for sharded models; its imports take time that other runs need not spend."""
-    from ddptrain.rank.checkpoint import shards
-
-    return shards
 
 
 def read_state(folder: Path) -> dict[str, Any]:

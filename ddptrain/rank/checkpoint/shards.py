@@ -7,7 +7,6 @@ that it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +170,7 @@ def _own_part(saved: SavedTensor, like: Tensor) -> Tensor:
     return tensor_of(saved, offset, size)
 
 
-@dataclass(frozen=True, slots=True)
-class _SavedOptimizer:
-    """An optimizer's state by the weights' names, from a checkpoint of a sharded model or of another one."""
-
-    groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
+_SavedOptimizer = tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]  # groups, and state by the weights' names
 
 
 def load_optimizer(folder: Path, saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
@@ -189,22 +183,23 @@ def load_optimizer(folder: Path, saved: Mapping[str, Any], model: nn.Module, opt
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             numbers[current[parameter]] = len(numbers)
-    found = _of_shards(folder, saved) if _NAMES in saved["param_groups"][0] else _of_whole(saved, list(numbers))
+    is_of_shards = _NAMES in saved["param_groups"][0]
+    saved_groups, saved_state = _of_shards(folder, saved) if is_of_shards else _of_whole(saved, list(numbers))
     groups = []
-    for group, now in zip(found.groups, optimizer.param_groups, strict=False):
+    for group, now in zip(saved_groups, optimizer.param_groups, strict=False):
         names = [current[parameter] for parameter in now["params"]]
         if set(group.pop(_NAMES)) != set(names):
             raise RuntimeError("the optimizer in the checkpoint has other parameters: give the same groups as before")
         groups.append({**group, "params": [numbers[name] for name in names]})
-    if len(found.groups) != len(optimizer.param_groups):
+    if len(saved_groups) != len(optimizer.param_groups):
         raise RuntimeError(
-            f"the optimizer in the checkpoint has {len(found.groups)} parameter groups, this one "
+            f"the optimizer in the checkpoint has {len(saved_groups)} parameter groups, this one "
             f"{len(optimizer.param_groups)}: give the same groups as before"
         )
     by_name = {name: parameter for parameter, name in current.items()}
     state = {
         numbers[name]: {key: _placed_like(by_name[name], value) for key, value in values.items()}
-        for name, values in found.state.items()
+        for name, values in saved_state.items()
         if name in numbers
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -215,7 +210,7 @@ def _of_shards(folder: Path, saved: Mapping[str, Any]) -> _SavedOptimizer:
     for full, value in {**read_shards(folder, OPTIMIZER)[0], **saved["loose"]}.items():
         name, _, key = full.rpartition("/")
         state.setdefault(name, {})[key] = value
-    return _SavedOptimizer([dict(group) for group in saved["param_groups"]], state)
+    return [dict(group) for group in saved["param_groups"]], state
 
 
 def _of_whole(saved: Mapping[str, Any], order: list[str]) -> _SavedOptimizer:
@@ -224,7 +219,7 @@ def _of_whole(saved: Mapping[str, Any], order: list[str]) -> _SavedOptimizer:
     if count != len(order):
         raise RuntimeError(f"the optimizer in the checkpoint has {count} parameters, this one {len(order)}")
     groups = [{**group, _NAMES: [order[number] for number in group["params"]]} for group in saved["param_groups"]]
-    return _SavedOptimizer(groups, {order[number]: dict(values) for number, values in saved["state"].items()})
+    return groups, {order[number]: dict(values) for number, values in saved["state"].items()}
 
 
 def _placed_like(parameter: Tensor, value: Any) -> Any:

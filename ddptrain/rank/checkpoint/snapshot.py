@@ -77,7 +77,11 @@ class HostBuffers:
         """
         self._used = 0
         self._to_copy.clear()
-        shards = self._shards(model, optimizer) if is_sharded(model) else None
+        shards = None
+        if is_sharded(model):
+            from ddptrain.rank.checkpoint.shards import own_shards
+
+            shards = own_shards(unwrapped(model), optimizer, self._copy)
         weights, tied, others = self._weights({} if shards else unwrapped(model).state_dict())
         plain = {name: self.named(name, value) for name, value in state.items()}
         others = dict(shards.others) if shards else others
@@ -96,11 +100,6 @@ class HostBuffers:
             self._to_copy.clear()
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
-
-    def _shards(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Shards:
-        from ddptrain.rank.checkpoint.shards import own_shards
-
-        return own_shards(unwrapped(model), optimizer, self._copy)
 
     def _weights(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
         """Return each weight once, the names that share one, and what is no tensor (a module's extra state)."""

@@ -62,11 +62,8 @@ class Probe:
         if self.plan.only != "pairs":
             self._all(store)
         # The store ends with rank 0. After the all-reduce of all ranks all of them leave at about the same time.
-        _leave(
-            store,
-            self.size,
-            _LEAVE_S + (self.plan.timeout_s * len(self.plan.rounds) if self.plan.only == "pairs" else 0),
-        )
+        pairs_s = self.plan.timeout_s * len(self.plan.rounds) if self.plan.only == "pairs" else 0.0
+        _leave(store, self.size, _LEAVE_S + pairs_s)
         _tell(ProbeLine("end", "done"))
 
     def _alone(self) -> None:
@@ -123,21 +120,22 @@ class Probe:
             self.failed += 1
 
     def _all(self, store: Store) -> None:
-        if self.size > 1 and self.nodes > 1:
-            if self.failed and not self.succeeded:
-                store.set("no-all", "1")
-            # Nobody waits for hosts that could not reach anyone.
-            store.add("ready", 1)
-            deadline = time.monotonic() + self.plan.timeout_s
-            while store.add("ready", 0) < self.size and not store.check(["no-all"]):
-                if time.monotonic() > deadline:
-                    _tell(ProbeLine("all", "failed", text="not all ranks came this far"))
-                    return
-                time.sleep(0.01)
-            if store.check(["no-all"]):
-                _tell(ProbeLine("all", "skipped", text="a host could not reach any other"))
+        if self.nodes == 1:
+            return
+        if self.failed and not self.succeeded:
+            store.set("no-all", "1")
+        # Nobody waits for hosts that could not reach anyone.
+        store.add("ready", 1)
+        deadline = time.monotonic() + self.plan.timeout_s
+        while store.add("ready", 0) < self.size and not store.check(["no-all"]):
+            if time.monotonic() > deadline:
+                _tell(ProbeLine("all", "failed", text="not all ranks came this far"))
                 return
-            _measured("all", -1, lambda: self._reduced(store, "all", self.rank, self.size, nccl=self.plan.gpu))
+            time.sleep(0.01)
+        if store.check(["no-all"]):
+            _tell(ProbeLine("all", "skipped", text="a host could not reach any other"))
+            return
+        _measured("all", -1, lambda: self._reduced(store, "all", self.rank, self.size, nccl=self.plan.gpu))
 
     def _reduced(self, store: Store, name: str, rank: int, size: int, *, nccl: bool) -> dict[str, float]:
         group = Group(store, name, rank, size, self.plan.timeout_s, self.device, nccl=nccl)

@@ -59,7 +59,7 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     return dataclasses.replace(
         failed,
         lost_peer=lost_peer(error),
-        timed_out=timed_out(error),
+        timed_out=_is_from_torch(error) and _contains(error, _TIME_OUT_MESSAGES),
         unwritable=isinstance(error, CheckpointNotWritten),
     )
 
@@ -138,11 +138,6 @@ def add_search_path(error: BaseException) -> None:
 def lost_peer(error: BaseException) -> bool:
     """Whether the error only says that another rank is gone."""
     return _is_from_torch(error) and _contains(error, _LOST_PEER_MESSAGES)
-
-
-def timed_out(error: BaseException) -> bool:
-    """Whether the error only says that another rank has not joined a collective operation in time."""
-    return _is_from_torch(error) and _contains(error, _TIME_OUT_MESSAGES)
 
 
 def _is_from_torch(error: BaseException) -> bool:

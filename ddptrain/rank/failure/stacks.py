@@ -102,17 +102,12 @@ def report_thread_failures(emitter: Emitter) -> None:
     print_error = threading.excepthook
 
     def hook(ended: threading.ExceptHookArgs) -> None:
-        if ended.exc_value is not None and not isinstance(ended.exc_value, SystemExit):
-            _report_thread_failure(emitter, ended)
+        error = ended.exc_value
+        if error is not None and not isinstance(error, SystemExit):
+            name = ended.thread.name if ended.thread is not None else ""
+            trace = clipped("".join(traceback.format_exception(error)), 100_000)
+            message = clipped(str(error), 4_000)
+            emitter.emit(events.ThreadFailure(time.time_ns(), name, type(error).__qualname__, message, trace))
         print_error(ended)
 
     threading.excepthook = hook
-
-
-def _report_thread_failure(emitter: Emitter, ended: threading.ExceptHookArgs) -> None:
-    error = ended.exc_value
-    assert error is not None
-    name = ended.thread.name if ended.thread is not None else ""
-    trace = clipped("".join(traceback.format_exception(error)), 100_000)
-    message = clipped(str(error), 4_000)
-    emitter.emit(events.ThreadFailure(time.time_ns(), name, type(error).__qualname__, message, trace))

@@ -32,15 +32,7 @@ class MediaLog:
         self._saved: Counter[tuple[str, int | None]] = Counter()  # images by name and step
 
     def image(self, name: str, image: Any, step: int | None, caption: str) -> None:
-        """Saves an image as artifacts/images/`name`/step-<n>-rank-<r>[-<k>].png.
-
-        `k` counts further images of the same name and step.
-
-        Raises:
-            TypeError: it is not an image.
-            ValueError: the image has another shape, or the name is not a relative path.
-            OSError: the file cannot be written.
-        """
+        """Saves an image for ctx.log_image."""
         _check_name(name)
         _, kept = self._save_image(name, image, step, for_trackers=self._tracked.wants(Image))
         if kept is not None:
@@ -49,13 +41,7 @@ class MediaLog:
     def table(
         self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None, form: str
     ) -> None:
-        """Saves a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv, and its images as image() does.
-
-        Raises:
-            TypeError, OSError: as image(); also TypeError for a cell of another type.
-            ValueError: as image(); also for a row that is not as long as `columns`, and for an unknown format.
-            ImportError: the format is parquet, and pyarrow is missing.
-        """
+        """Saves a table for ctx.log_table."""
         _check_name(name)
         if form not in _ENCODERS:
             raise ValueError(f"a table is written as csv or parquet, not as {form!r}")

@@ -61,7 +61,10 @@ class StepProfiler:
         before, self._step = self._step, step
         try:
             if self._profile is not None:
-                self._go_on(step)
+                if step < self.wanted.last:
+                    self._mark(step + 1)
+                else:
+                    self._save()
             elif step >= self.wanted.last:
                 self._give_up(before)
             elif step >= self.wanted.first - 1:
@@ -109,12 +112,6 @@ class StepProfiler:
         if step is not None:
             self._step_mark = record_function(f"{STEP_MARK}#{step}")
             self._step_mark.__enter__()
-
-    def _go_on(self, step: int) -> None:
-        if step < self.wanted.last:
-            self._mark(step + 1)
-        else:
-            self._save()
 
     def _save(self) -> None:
         began = time.monotonic()

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from ddptrain.protocol import events
+from ddptrain.protocol.commands import Command
+from ddptrain.rank import driver_commands
 from ddptrain.rank.driver_commands import CommandHandler
 from ddptrain.rank.server import process_control
+from tests import fake_time
 from tests.unit.specs import make_spec
 
 
@@ -92,3 +96,67 @@ def test_stopped_rank_with_a_handler_of_its_own_decides_itself_how_it_ends(bench
 def test_forked_child_ends_on_sigterm(bench: Bench) -> None:
     bench.handler._on_fork()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_moved_rank_ends_with_its_next_checkpoint_unless_it_has_ended(bench: Bench) -> None:
+    bench.handler._move()
+    assert bench.calls.notified and bench.actions == ["end with next checkpoint"]
+    bench.state, bench.calls.notified = "finished", False
+    bench.handler._move()
+    assert not bench.calls.notified and len(bench.actions) == 1
+
+
+@pytest.mark.parametrize(("state", "pauses"), [("finished", [1.0]), ("crashed", [])])
+def test_stopped_rank_that_has_finished_with_trackers_may_exit_by_itself(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str, pauses: list[float]
+) -> None:
+    slept: list[float] = []
+    fake_time.replace(monkeypatch, "sleep", slept.append)
+    bench.state = state
+    bench.handler._stop()
+    assert slept == [], "it has no trackers"
+    bench.handler.tracked.is_on = True  # type: ignore[misc]
+    bench.handler._stop()
+    assert slept == pauses
+
+
+def test_handler_listens_to_sigterm_forks_and_each_command(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted: list[Any] = []
+    handlers: dict[Command, Any] = {}
+    at_fork: list[Any] = []
+
+    class Reporter:
+        def __init__(self, *parts: Any) -> None:
+            self.parts = parts
+
+        def report(self) -> None:
+            emitted.append(self.parts)
+
+    orders = SimpleNamespace(on=handlers.__setitem__, listen=lambda: emitted.append(f"listens to {len(handlers)}"))
+    parts = vars(bench.handler) | {"orders": orders, "emitter": SimpleNamespace(emit=emitted.append)}
+    handler = CommandHandler(**parts)
+    monkeypatch.setattr(driver_commands, "StackReporter", Reporter)
+    monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: at_fork.append(after_in_child))
+    handler.start()
+    assert signal.getsignal(signal.SIGTERM) == handler._on_sigterm and at_fork == [handler._on_fork]
+    handlers[Command.NOTICED]()
+    handlers[Command.STACKS]()
+    listening, noticed, reporter = emitted
+    assert listening == "listens to 5" and isinstance(noticed, events.Noticed)
+    assert reporter == (handler.spec, handler.emitter, handler.collective_calls)
+    others = (Command.PREEMPT, Command.MOVE, Command.STOP)
+    assert [handlers[command] for command in others] == [handler._preempt, handler._move, handler._stop]
+
+
+def test_forked_child_keeps_a_handler_of_the_users_code(bench: Bench) -> None:
+    own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    bench.handler._on_fork()
+    assert signal.signal(signal.SIGTERM, own) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize(("grace_s", "trackers_s"), [(20.0, 17.0), (12.0, 9.0), (4.0, 3.0)])
+def test_driver_keeps_a_part_of_the_grace_period_for_itself(bench: Bench, grace_s: float, trackers_s: float) -> None:
+    bench.state = "finished"
+    handler = CommandHandler(**(vars(bench.handler) | {"spec": make_spec(grace_s=grace_s)}))
+    handler._preempt()
+    assert bench.actions == [("hurry", trackers_s)]

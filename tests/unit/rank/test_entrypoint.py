@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ddptrain.rank.entrypoint import WrongParams, as_json, bind
 
@@ -145,3 +145,101 @@ def test_result_that_is_not_json_is_refused() -> None:
         as_json(object())
     with pytest.raises(ValueError, match="at most 65,536 are kept"):
         as_json("x" * 70_000)
+
+
+@pytest.mark.parametrize(("length", "fits"), [(65_534, True), (65_535, False)])  # and two quotation marks
+def test_result_may_have_65536_bytes(length: int, fits: bool) -> None:
+    if fits:
+        assert as_json("x" * length) == f'"{"x" * length}"'
+    else:
+        with pytest.raises(ValueError, match="it is 65,537 characters long: at most 65,536 are kept"):
+            as_json("x" * length)
+
+
+def test_result_of_pydantic_is_converted_and_a_type_is_none() -> None:
+    assert as_json([Model(lr=0.5)]) == '[{"lr": 0.5, "names": []}]'
+    for kind in (Settings, object):
+        with pytest.raises(TypeError, match="type is not JSON"):
+            as_json(kind)
+
+
+def test_context_is_passed_by_its_position_only() -> None:
+    def keyword(*, ctx: int = 1) -> Any:
+        return ctx
+
+    def only(ctx: Any, /, lr: float = 1.0) -> Any:
+        return ctx, lr
+
+    assert called(keyword) == 1 and called(keyword, {"ctx": 2}) == 2
+    assert called(only, {"lr": 2}) == (CONTEXT, 2.0)
+
+
+def test_function_without_a_signature_gets_context_and_params() -> None:
+    found: list[Any] = []
+
+    class Compiled:
+        __signature__ = "none"
+
+        def __call__(self, *given: Any, **params: Any) -> None:
+            found.append((given, params))
+
+    called(Compiled(), {"a": "1"})
+    assert found == [((CONTEXT,), {"a": "1"})]
+
+
+def test_object_that_can_be_called_is_checked() -> None:
+    class Train:
+        def __call__(self, ctx: Any, lr: float) -> Any:
+            return ctx, lr
+
+    assert called(Train(), {"lr": 1}) == (CONTEXT, 1.0)
+    assert "params.lr: expected a number" in refused(Train(), {"lr": "x"})
+
+
+class Open(BaseModel):
+    model_config = {"extra": "allow"}
+    lr: float = 0.5
+
+
+class Aliased(BaseModel):
+    rate: float = Field(alias="lr")
+
+
+def test_model_that_takes_other_names_gets_them() -> None:
+    def train(ctx: Any, settings: Any) -> Any:
+        return settings
+
+    train.__annotations__["settings"] = Open
+    assert called(train, {"a": 1}).model_extra == {"a": 1} and called(train).lr == 0.5
+    train.__annotations__["settings"] = Aliased
+    assert called(train, {"lr": 2}).rate == 2.0
+
+
+def test_dataclass_that_pydantic_cannot_check_is_built_as_it_is() -> None:
+    class Odd:
+        pass
+
+    @dataclass
+    class Options:
+        odd: Odd
+        hidden: int = field(default=3, init=False)
+
+    def train(ctx: Any, options: Any) -> Any:
+        return options
+
+    train.__annotations__["options"] = Options
+    assert called(train, {"odd": 1}).odd == 1
+    assert "params.odd: is required" in refused(train, {})
+    assert "params.hidden: unknown key" in refused(train, {"odd": 1, "hidden": 2})
+
+
+def test_type_of_another_library_is_not_checked() -> None:
+    class Odd:
+        pass
+
+    def train(ctx: Any, odd: Any, lr: Any = None) -> Any:
+        return odd, lr
+
+    train.__annotations__ |= {"odd": Odd, "lr": float}
+    assert called(train, {"odd": 1, "lr": None}) == (1, None)
+    assert "params.lr: expected a number" in refused(train, {"odd": 1, "lr": "x"})

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,3 +181,100 @@ def test_timer_does_not_keep_the_process_from_ending() -> None:
     timer.cancel()
     timer.join()
     assert timer.daemon and timer.interval == 600.0
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Any, Any]]:
+    """What is called later: after how many seconds, the call, and its timer."""
+    calls: list[tuple[float, Any, Any]] = []
+
+    def call_later(seconds: float, call: Any) -> Any:
+        timer = SimpleNamespace(cancelled=0)
+        timer.cancel = lambda: setattr(timer, "cancelled", timer.cancelled + 1)
+        calls.append((seconds, call, timer))
+        return timer
+
+    monkeypatch.setattr(trackers, "_call_later", call_later)
+    return calls
+
+
+def manager(**parts: Any) -> Any:
+    given = {"error": "", "ended": False, "unfinished": [], "wait": lambda: None, "end": lambda *_: 2.26}
+    return SimpleNamespace(**{**given, **parts})
+
+
+def test_rank_says_how_long_its_trackers_may_take_and_waits(rank: Rank, later: list[Any]) -> None:
+    ended: list[Any] = []
+
+    def end(*given: Any) -> float:
+        ended.append(given)
+        return 2.26
+
+    rank.tracked.manager = manager(end=end, error="w failed")
+    assert rank.tracked.finish("finished") == "w failed"
+    (finishing,) = rank.events
+    assert isinstance(finishing, events.Finishing) and finishing.timeout_s == 3.3
+    ((seconds, _, timer),) = later
+    assert ended == [("finished", 3_600.0)] and (seconds, timer.cancelled) == (3.0, 1)
+    rank.tracked.manager = None
+
+
+def test_bug_of_a_tracker_is_printed_and_fails_no_rank(
+    rank: Rank, later: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise KeyError("bug")
+
+    rank.tracked.manager = manager(wait=fail)
+    assert rank.tracked.finish("finished") == ""
+    assert "KeyError: 'bug'" in capsys.readouterr().err and later[0][2].cancelled == 1
+    rank.tracked.manager = None
+
+
+@pytest.mark.parametrize(("longest_s", "notes"), [(3.9, []), (4.0, ["up to 1 s"]), (13.0, ["up to 10 s"])])
+def test_wait_of_a_second_or_more_is_told(rank: Rank, longest_s: float, notes: list[str]) -> None:
+    rank.tracked._note_waiting(longest_s)
+    told = [event.message for event in rank.events if isinstance(event, events.Note)]
+    assert told == [f"the workload is over; trackers still have {text} to finish" for text in notes]
+
+
+def test_trackers_that_finish_already_are_hurried(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    rank.tracked.manager = manager(end=lambda *given: ended.append(given))
+    rank.tracked.hurry(5.0)
+    assert ended == []
+    rank.tracked.manager.ended = True
+    rank.tracked.hurry(3.0)
+    rank.tracked.end("failed")
+    assert ended == [("crashed", 2.0), ("failed", 2.0)]
+    rank.tracked.manager = None
+
+
+@pytest.mark.parametrize(("unfinished", "bound"), [([], []), (["wandb"], [5.0])])
+def test_exit_is_bounded_if_a_tracker_has_not_ended(
+    rank: Rank, later: list[Any], monkeypatch: pytest.MonkeyPatch, unfinished: list[str], bound: list[float]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(trackers, "_exit", codes.append)
+    rank.tracked.manager = manager(unfinished=unfinished)
+    rank.tracked.bound_exit(75)
+    for _, call, _ in later:
+        call()
+    assert [seconds for seconds, _, _ in later] == bound and codes == [75] * len(bound)
+    rank.tracked.manager = None
+
+
+def test_process_ends_although_a_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def flush() -> None:
+        done.append("flushed")
+        raise ValueError("closed")
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, SimpleNamespace(flush=flush))
+    monkeypatch.setattr(os, "_exit", done.append)
+    trackers._exit(75)
+    monkeypatch.undo()
+    assert done == ["flushed", "flushed", 75]

@@ -122,3 +122,21 @@ def test_an_interrupted_write_is_completed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "write", lambda descriptor, data: REAL_WRITE(descriptor, data[:PAGE]))
     found = _saved(tmp_path / "step-1", _weights())
     assert all(torch.equal(found[name], tensor) for name, tensor in _weights().items())
+
+
+def test_file_is_durable_and_new_and_others_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, int]] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    before = os.umask(0)
+    try:
+        file = file_format._write_file(tmp_path / "f", [memoryview(b"abc"), memoryview(b"de")])
+    finally:
+        os.umask(before)
+    assert synced == [(str(tmp_path / "f"), 5)] and (file.name, file.size_bytes) == ("f", 5)
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o644
+    with pytest.raises(FileExistsError):
+        file_format._write_file(tmp_path / "f", [memoryview(b"abc")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,3 +44,38 @@ def test_new_ranks_draw_differently_but_the_same_each_time() -> None:
 
     assert first_draws(0) == first_draws(0)
     assert len({value for rank in range(3) for value in first_draws(rank)}) == 9
+
+
+def test_new_rank_draws_known_numbers() -> None:
+    random_state.reseed({"torch": torch.arange(4, dtype=torch.uint8)}, 3)
+    assert draws() == pytest.approx([1.113082, 0.076317, -0.65621], abs=1e-5)
+
+
+def test_states_are_plain_and_those_of_numpy_and_python_are_restored_exactly() -> None:
+    random.seed(7)
+    np.random.seed(7)
+    random.gauss(0, 1)
+    np.random.normal()
+    python = random.getstate()
+    numpy: Any = np.random.get_state(legacy=True)
+    state = random_state.capture(CPU)
+    assert (state["python"][0], state["python"][2]) == (3, python[2]) and state["cuda"] is None
+    assert state["python"][1].tolist() == list(python[1])
+    name, keys, *rest = state["numpy"]
+    assert (name, keys.dtype, keys.tolist(), rest) == ("MT19937", torch.int64, list(numpy[1]), list(numpy[2:]))
+    draws()
+    random_state.restore(state, CPU)
+    assert random.getstate() == python and all(map(np.array_equal, np.random.get_state(), numpy))
+
+
+def test_state_of_a_gpu_is_kept_and_restored_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, done = torch.device("cuda", 1), list[object]()
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: ("state of", device))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: done.append(given))
+    state = random_state.capture(gpu)
+    assert state["cuda"] == ("state of", gpu)
+    random_state.restore({**state, "cuda": None}, gpu)
+    random_state.restore(state, CPU)
+    assert done == []
+    random_state.restore(state, gpu)
+    assert done == [(("state of", gpu), gpu)]

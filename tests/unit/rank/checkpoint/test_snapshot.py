@@ -196,3 +196,46 @@ def test_sparse_tensors_of_the_state_are_copied() -> None:
 def test_model_of_one_process_is_not_sharded() -> None:
     model = torch.nn.Linear(1, 1)
     assert not is_sharded(model) and unwrapped(model) is model
+
+
+@pytest.mark.parametrize(
+    ("count", "threads", "later"), [(1 << 20, 1, 1), ((1 << 20) - 1, 1, 0), (1 << 20, 2, 0)]
+)  # 4 MiB
+def test_large_tensors_are_copied_at_the_end_by_several_threads_unless_torch_has_them(
+    monkeypatch: pytest.MonkeyPatch, count: int, threads: int, later: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    buffers = HostBuffers()
+    copy = buffers.plain(torch.ones(count))
+    assert len(buffers._to_copy) == later
+    buffers.complete()
+    assert buffers._to_copy == [] and copy[-1] == 1.0
+
+
+def test_snapshot_that_failed_leaves_nothing_to_the_next_one() -> None:
+    buffers = HostBuffers()
+    left = torch.zeros(2)
+    buffers._to_copy.append((left, torch.ones(2)))
+    buffers.take(torch.nn.Identity(), None, {})
+    assert left.tolist() == [0.0, 0.0]
+
+
+def test_weight_that_no_file_can_hold_is_refused_with_its_name() -> None:
+    model = torch.nn.Identity()
+    model.register_buffer("wave", torch.zeros(1, dtype=torch.complex128))
+    with pytest.raises(TypeError, match=r"the weight 'wave' can't be saved: torch\.complex128"):
+        HostBuffers().take(model, None, {})
+
+
+def test_state_is_loaded_on_the_cpu_and_without_executing_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[dict[str, Any]] = []
+    load = torch.load
+
+    def loaded(file: Any, **given: Any) -> Any:
+        options.append(given)
+        return load(file, **given)
+
+    monkeypatch.setattr(torch, "load", loaded)
+    assert HostBuffers().plain(bytearray(b"x")) == b"x"
+    assert from_bytes(plain_bytes({"a": 1})) == {"a": 1}
+    assert options == [{"map_location": "cpu", "weights_only": True}] * 2

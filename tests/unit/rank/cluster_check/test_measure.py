@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ddptrain.rank.cluster_check import measure
@@ -124,3 +128,85 @@ def test_gpu_is_measured() -> None:
     device = torch.device("cuda", 0)
     assert gemm_gflops(device, 0.2) > 1_000
     assert copy_gb_s(device, 0.1) > 0.5
+
+
+def test_copies_to_the_gpu_are_counted_in_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    made: list[tuple[Any, ...]] = []
+    copied: list[tuple[Any, ...]] = []
+
+    def empty(size: int, **options: Any) -> Any:
+        made.append((size, options))
+        return SimpleNamespace(copy_=lambda source, **more: copied.append((source, more)), options=options)
+
+    def duration_s(work: Callable[[], None], where: torch.device, seconds: float) -> float:
+        work()
+        assert where == device
+        return 2 * seconds
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(measure, "_duration_s", duration_s)
+    assert copy_gb_s(device, 0.25) == 268_435_456 / 0.5 / 1e9
+    kind = torch.uint8
+    assert made == [(1 << 28, {"dtype": kind, "pin_memory": True}), (1 << 28, {"dtype": kind, "device": device})]
+    ((source, options),) = copied
+    assert "pin_memory" in source.options and options == {"non_blocking": True}
+
+
+def test_work_on_a_gpu_is_over_when_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (CPU, torch.device("cuda", 1)):
+        measure._finish(device)
+    assert waited == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_group_has_a_store_and_a_time_limit_of_its_own(monkeypatch: pytest.MonkeyPatch, nccl: bool) -> None:
+    made: list[Any] = []
+
+    class Own:
+        def __init__(self, name: str, store: Any) -> None:
+            made.append((name, store))
+
+        def set_timeout(self, timeout: dt.timedelta) -> None:
+            made.append(timeout.total_seconds())
+
+    def create(kind: str) -> Callable[..., Any]:
+        def group(own: Any, rank: int, size: int, timeout: dt.timedelta) -> Any:
+            made.append((kind, type(own), rank, size, timeout.total_seconds()))
+            return SimpleNamespace(shutdown=lambda: made.append("shut down"))
+
+        return group
+
+    monkeypatch.setattr(measure, "PrefixStore", Own)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", create("nccl"), raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupGloo", create("gloo"))
+    device = torch.device("cuda", 1)
+    store: Any = "store"
+    group = Group(store, "pair", 1, 3, 20.0, device, nccl=nccl)
+    assert (group.size, group.device) == (3, device if nccl else CPU)
+    group.close()
+    kind = "nccl" if nccl else "gloo"
+    assert made == [("pair", "store"), 20.0, (kind, Own, 1, 3, 20.0), *(["shut down"] if nccl else [])]
+
+
+def test_ranks_agree_on_the_largest_value_and_operations_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    now = iter([10.0, 12.5])
+
+    class Alone(Group):
+        def __init__(self) -> None:
+            self.size, self.device = 2, CPU
+            self._group = SimpleNamespace(allreduce=self.reduce)
+
+        def reduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+            done.append((tensors[0].tolist(), tensors[0].dtype, options.reduceOp == dist.ReduceOp.MAX))
+            tensors[0] += 1.0
+            return SimpleNamespace(wait=lambda: done.append("waited"))
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    group = Alone()
+    assert group._agreed(0.1) == 1.1
+    assert group._reduce_s(group._zeros(8)) == 2.5
+    assert done == [([0.1], torch.float64, True), "waited", ([0.0, 0.0], torch.float32, False), "waited"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,3 +252,64 @@ def test_waits_are_read_for_each_thread_in_seconds(tmp_path: Path, monkeypatch: 
         process, "Path", lambda path: SimpleNamespace(glob=lambda pattern: tmp_path.glob("*/schedstat"))
     )
     assert process._waits_s() == {"11": 2.5}
+
+
+def test_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, bytes]] = []
+    monkeypatch.setattr(os, "write", lambda *given: written.append(given))
+    line = ProbeLine("pair", "begun", 3)
+    process._tell(line)
+    assert written == [(1, line.line().encode())]
+
+
+def test_single_rank_of_a_host_has_no_measurement_inside_it(bench: Bench) -> None:
+    probe = bench.probe()
+    probe.local_size = 1
+    probe._inside(bench.store)  # type: ignore[arg-type]
+    assert bench.lines == [] and bench.groups == []
+
+
+@pytest.mark.parametrize(("only", "leave_s"), [("", 1.0), ("all", 1.0), ("pairs", 11.0)])
+def test_ranks_that_measure_only_pairs_wait_for_the_slowest_of_them(bench: Bench, only: str, leave_s: float) -> None:
+    left: list[Any] = []
+    for name in ("_alone", "_inside", "_pairs", "_all"):
+        bench.monkeypatch.setattr(Probe, name, lambda *_: None)
+    bench.monkeypatch.setattr(process, "TCPStore", lambda *given, **options: bench.store)
+    bench.monkeypatch.setattr(process, "_leave", lambda *given: left.append(given))
+    bench.monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    bench.monkeypatch.setenv("MASTER_PORT", "4000")
+    bench.probe(pairs_with(1, 2), only=only).run()
+    assert left == [(bench.store, 4, leave_s)]
+
+
+def test_gpu_is_set_copied_to_and_asked_why_it_is_slow(bench: Bench) -> None:
+    done: list[Any] = []
+    device = torch.device("cuda", 1)
+    bench.monkeypatch.setattr("pynvml.nvmlInit", lambda: done.append("init"))
+    bench.monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    bench.monkeypatch.setattr("ddptrain.nvml.throttle_reasons", lambda handle: ["hot", f"power of {handle}"])
+    bench.monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=f"u-{of.index}"))
+    bench.monkeypatch.setattr(torch.cuda, "set_device", done.append)
+
+    def copy_gb_s(of: torch.device, seconds: float) -> float:
+        assert of == device
+        bench.clock.sleep(1.0)
+        return 100 * seconds
+
+    bench.monkeypatch.setattr(process, "copy_gb_s", copy_gb_s)
+    assert bench.probe(rank=1).device == torch.device("cpu") and bench.probe()._throttled() == ""
+    probe = bench.probe(rank=1)
+    probe.plan = dataclasses.replace(probe.plan, gpu=True)
+    gpu = Probe(probe.plan)
+    assert gpu.device == device
+    gpu._alone()
+    assert bench.told() == [(name, status, -1) for name in ("gemm", "copy") for status in ("begun", "done")]
+    gemm, copy = bench.lines[1::2]
+    assert gemm.text == "hot, power of GPU-u-1" and gemm.values["gflops"] == 2.0
+    assert copy.text == "" and copy.values["gb_s"] == 30.0 and done == ["init"]
+    bench.monkeypatch.setattr(process, "TCPStore", lambda *given, **options: 1 / 0)
+    bench.monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    bench.monkeypatch.setenv("MASTER_PORT", "4000")
+    with pytest.raises(ZeroDivisionError):
+        gpu.run()
+    assert done[1] == device

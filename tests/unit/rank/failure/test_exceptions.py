@@ -131,3 +131,34 @@ def test_message_of_a_failure_has_at_most_4000_characters(length: int, kept: int
 @pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 0), (-1, 255), ("text", 1), (1.5, 1)])
 def test_exit_code_is_that_of_python(code: object, expected: int) -> None:
     assert exceptions.exit_code(SystemExit(code)) == expected
+
+
+def test_failure_has_type_phase_and_a_traceback_of_at_most_100_000_characters() -> None:
+    failed = exceptions.failure(ValueError("x" * 100_001), "rendezvous")
+    assert (failed.type, failed.phase, failed.exit_code, failed.handled) == ("ValueError", "rendezvous", None, False)
+    assert 100_000 < len(failed.traceback) < 100_050 and " characters] ..." in failed.traceback
+    assert failed.time_ns > 0 and not (failed.lost_peer or failed.timed_out or failed.unwritable)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "message"), [(3, 3, "sys.exit(3)"), ("no data", 1, "sys.exit('no data')")]
+)
+def test_exit_with_a_code_is_a_failure_with_this_code(code: object, expected: int, message: str) -> None:
+    failed = exceptions.bad_exit(SystemExit(code), "train")
+    assert (failed.type, failed.message, failed.exit_code, failed.phase) == ("SystemExit", message, expected, "train")
+    assert failed.traceback.startswith("SystemExit: ")
+
+
+@pytest.mark.parametrize(("folder", "lost"), [("/venv/torch/distributed/", True), ("/home/me/", False)])
+def test_broken_connection_inside_of_torch_is_a_lost_peer(folder: str, lost: bool) -> None:
+    code = "raise ConnectionResetError(104, 'Connection reset by peer')\n"
+    with pytest.raises(ConnectionResetError) as raised:
+        exec(compile(code, f"{folder}store.py", "exec"), {})
+    assert exceptions.lost_peer(raised.value) is lost
+    assert exceptions.failure(raised.value, "train").lost_peer is lost
+
+
+def test_import_error_that_names_the_interpreter_gets_no_note() -> None:
+    for error in (ModuleNotFoundError(f"no module 'x' for {sys.executable}"), ImportError("no name")):
+        exceptions.add_search_path(error)
+        assert not hasattr(error, "__notes__")

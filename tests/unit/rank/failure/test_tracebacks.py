@@ -9,7 +9,7 @@ import pytest
 
 import ddptrain
 from ddptrain.rank.failure import tracebacks
-from ddptrain.rank.failure.tracebacks import shortened, user_traceback
+from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback
 
 TORCH = (
     '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7, in _call_impl\n    return f()\n'
@@ -67,3 +67,25 @@ def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> N
 
 def test_files_of_the_launcher_exist() -> None:
     assert all((Path(ddptrain.__file__).parent / "rank" / name).is_file() for name in tracebacks._LAUNCHER_FILES)
+
+
+def test_traceback_of_the_launcher_alone_keeps_its_frames() -> None:
+    launcher = Path(ddptrain.__file__).parent / "rank" / "script.py"
+    with pytest.raises(ValueError, match="boom") as raised:
+        exec(compile("raise ValueError('boom')\n", str(launcher), "exec"), {})
+    error = raised.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # without the frame of the test
+    assert f'  File "{launcher}", line 1, in <module>\n' in user_traceback(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "expected"),
+    [
+        ("abcd", 4, "abcd"),
+        ("abcde", 4, "ab\n... [1 characters] ...\nde"),
+        ("abcdefghij", 6, "abc\n... [4 characters] ...\nhij"),
+    ],
+)
+def test_middle_of_a_long_text_is_left_out(text: str, limit: int, expected: str) -> None:
+    assert clipped(text, limit) == expected

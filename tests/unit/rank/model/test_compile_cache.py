@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,3 +201,113 @@ def test_cache_that_cannot_be_locked_does_not_end_the_run(tmp_path: Path) -> Non
         entered = True
     assert entered
     os.close(cache._use)
+
+
+def test_key_names_the_gpu_or_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["H200", "H100", "H200"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
+    monkeypatch.setattr(compile_cache, "_processor", lambda: "H200")
+    code, gpu = make_spec().code, torch.device("cuda", 0)
+    first, other, again = (cache_key(code, gpu) for _ in range(3))
+    assert first == again == cache_key(code, CPU) != other and len(first) == 32
+
+
+def test_processor_is_its_model_and_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    core = "model name\t: Xeon\nflags\t: avx2\ncpu MHz\t: {}\n\n"
+    info.write_text(core.format(2000.5) + core.format(2001))
+    monkeypatch.setattr(compile_cache, "Path", lambda path: info if path == "/proc/cpuinfo" else None)
+    monkeypatch.setattr("platform.processor", lambda: "arm")
+    assert compile_cache._processor() == "flags\t: avx2\nmodel name\t: Xeon"
+    info.unlink()
+    assert compile_cache._processor() == "arm"
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1200, True), (1199, False)])
+def test_cache_may_have_as_many_bytes_as_its_limit(tmp_path: Path, limit: int, kept: bool) -> None:
+    old, new = filled(tmp_path, "old", 600, 1), filled(tmp_path, "new", 600, 3)
+    (tmp_path / "link").symlink_to(new)
+    (tmp_path / "old.use").write_bytes(b"x" * 5000)
+    prune(tmp_path, limit)
+    assert (old.exists(), new.exists()) == (kept, True)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".removed-")]
+
+
+def test_file_that_another_process_deletes_has_no_size(tmp_path: Path) -> None:
+    (tmp_path / "kernel.so").write_bytes(b"xyz")
+    assert [compile_cache._size(tmp_path / name) for name in ("kernel.so", "gone.so")] == [3, 0]
+
+
+def test_use_of_a_key_is_shared_and_counts_for_its_age(tmp_path: Path) -> None:
+    root = tmp_path / "compile"
+    root.mkdir(mode=0o700)
+    filled(root, "key", 1, 1).chmod(0o700)
+    first, second, other = (CompileCache(key, root) for key in ("key", "key", "other"))
+    assert first.folder.stat().st_mtime > 1_000_000 and not first.is_empty and not second.is_empty
+    assert other.is_empty
+    prune(root, 0)
+    assert first.folder.exists(), "it is in use"
+    for cache in (first, second, other):
+        os.close(cache._use)
+    prune(root, 0)
+    assert not first.folder.exists()
+
+
+def test_content_is_deleted_and_what_links_lead_to_is_not(tmp_path: Path) -> None:
+    cache = CompileCache("key", tmp_path / "compile")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    (cache.folder / "deep" / "deeper").mkdir(parents=True)
+    (cache.folder / "file").touch()
+    (cache.folder / "link").symlink_to(elsewhere)
+    cache.is_empty = False
+    cache.clear()
+    assert list(cache.folder.iterdir()) == [] and (elsewhere / "file").exists() and cache.is_empty
+    os.close(cache._use)
+
+
+def test_lock_says_that_a_process_compiles_while_it_does(tmp_path: Path) -> None:
+    cache = CompileCache("key", tmp_path / "compile")
+    lock = tmp_path / "compile" / "key.compile"
+    for _ in range(2):
+        with cache.exclusive():
+            assert lock.read_bytes() == b"compiling"
+        assert lock.read_bytes() == b""
+    os.close(cache._use)
+
+
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "is_private"),
+    [
+        ("user", "other", 0o755, True),
+        ("root", "other", 0o755, True),
+        ("other", "other", 0o755, False),
+        ("user", "other", 0o775, False),
+        ("user", "own", 0o775, True),  # the umask 002 of many systems
+        ("user", "own", 0o777, False),
+        ("user", "other", 0o1777, True),
+    ],
+)
+def test_folders_above_may_be_changed_by_the_user_and_root_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, group: str, mode: int, is_private: bool
+) -> None:
+    user = 4711
+    numbers = {"user": user, "own": user, "root": 0, "other": 4712}
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    above = SimpleNamespace(st_uid=numbers[owner], st_gid=numbers[group], st_mode=stat.S_IFDIR | mode)
+    status = SimpleNamespace(st_uid=user, st_mode=stat.S_IFDIR | 0o700)
+    parents = [SimpleNamespace(stat=lambda: above)]
+    folder: Any = SimpleNamespace(lstat=lambda: status, resolve=lambda: SimpleNamespace(parents=parents))
+    if is_private:
+        require_private(folder)
+    else:
+        with pytest.raises(PermissionError, match="can be changed by other users"):
+            require_private(folder)
+
+
+def test_modules_that_inductor_has_loaded_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr("torch._inductor.utils.clear_caches", lambda: calls.append(True))
+    compile_cache._forget_loaded_code()
+    assert calls == [True]

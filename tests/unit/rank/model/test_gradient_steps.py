@@ -227,3 +227,73 @@ def test_gradients_are_averaged_also_where_only_another_rank_has_used_a_paramete
     gradient_steps.average_gradients(model)  # type: ignore[arg-type]
     assert [parameter.grad for parameter in model.parameters()] == [1.0, 5.0, 4.0, None]
     assert next(of_other_rank, None) is None
+
+
+# --- without a context ---
+
+CPU = torch.device("cpu")
+
+
+def weight() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    parameter = nn.Parameter(torch.ones(1))
+    return parameter, torch.optim.SGD([parameter], 1.0)
+
+
+def test_hundredth_skipped_step_in_a_row_is_an_error() -> None:
+    steps = GradientSteps(CPU)
+    steps.use("fp16", 1)
+    parameter, optimizer = weight()
+    for number in (*range(99), -1, *range(99)):
+        steps.backward(parameter * (float("inf") if number >= 0 else 0.0))
+        assert steps.step(optimizer) is (number < 0)
+    assert steps.skipped == 198
+    steps.backward(parameter * float("inf"))
+    with pytest.raises(FloatingPointError, match="infinite or NaN in 100 steps in a row"):
+        steps.step(optimizer)
+
+
+def test_scaler_stays_if_precision_is_set_again() -> None:
+    steps = GradientSteps(CPU)
+    assert steps.scale == 1.0
+    steps.use("fp16", 1)
+    scaler = steps._scaler
+    steps.use("fp16", 2)
+    assert steps._scaler is scaler and steps.accumulate == 2 and steps.scale == 65536
+
+
+def test_each_optimizer_has_a_window_of_its_own() -> None:
+    steps = GradientSteps(CPU)
+    steps.use("fp32", 2)
+    (one, first), (other, second) = weight(), weight()
+    taken = []
+    for parameter, optimizer in ((one, first), (other, second), (one, first), (other, second)):
+        steps.backward(parameter * 0.5)
+        taken.append(steps.step(optimizer))
+    assert taken == [False, False, True, True] and (one.item(), other.item()) == (0.5, 0.5)
+    assert one.grad is None
+
+
+def test_windows_and_gradients_of_a_checkpoint_go_on_with_the_present_scale() -> None:
+    module, (parameter, optimizer) = nn.Module(), weight()
+    module.weight = parameter
+    steps = GradientSteps(CPU)
+    steps.use("fp16", 3)
+    scaler = {**torch.amp.GradScaler("cpu").state_dict(), "scale": 4.0}
+    saved = {"scaler": scaler, "skipped": 7, "windows": [2], "gradients": {"model": {"weight": torch.tensor([2.0])}}}
+    steps.restore(saved, {"model": module, "note": "text"})
+    assert parameter.grad is not None and parameter.grad.item() == 2.0 and (steps.skipped, steps.scale) == (7, 4.0)
+    assert steps._done(module) == 2
+    steps.backward(parameter * 1.0)
+    assert steps.step(optimizer) and parameter.item() == pytest.approx(1.0 - 1.5 / 3)
+    plain = GradientSteps(CPU)
+    plain.restore(saved, {"model": module})
+    assert parameter.grad.item() == 0.5, "without the scale of the checkpoint"
+
+
+def test_gradient_is_clipped_to_its_largest_norm() -> None:
+    steps = GradientSteps(CPU)
+    parameter, optimizer = weight()
+    steps.backward(parameter * 8.0)
+    assert steps.step(optimizer, 0.25) and parameter.item() == pytest.approx(0.75, abs=1e-4)
+    steps.backward(parameter * 8.0)
+    assert steps.step(optimizer) and parameter.item() == pytest.approx(-7.25, abs=1e-4)

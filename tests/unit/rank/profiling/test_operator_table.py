@@ -4,6 +4,7 @@ import csv
 import io
 from types import SimpleNamespace
 
+from ddptrain.rank.profiling import step_profiler
 from ddptrain.rank.profiling.step_profiler import operator_table
 
 
@@ -51,3 +52,7 @@ def test_on_a_gpu_its_time_decides_and_kernels_have_no_rows() -> None:
 def test_table_has_at_most_30_operators_and_none_is_no_error() -> None:
     assert len(rows(operator_table([average(f"op{at}", at, at) for at in range(100)], has_gpu=False))) == 31
     assert len(rows(operator_table([], has_gpu=False))) == 1
+
+
+def test_times_are_milliseconds_with_three_digits_and_shares_have_four() -> None:
+    assert step_profiler._times(1234.6, 3703.5, 7777.7) == [1.235, 0.3334, 7.778]

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch import distributed, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddptrain.protocol import events
+from ddptrain.rank.steps import step_clock
 from ddptrain.rank.steps.non_training_time import OtherTime
 from ddptrain.rank.steps.step_clock import StepClock, _Mark
 
@@ -204,3 +207,194 @@ def test_a_measurement_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatc
         clock._on_arrived()
         clock._on_left()
         assert clock._is_off is is_off
+
+
+# --- without ranks ---
+
+
+class Parameter:
+    """A parameter of a model; `hooks` are those that were registered."""
+
+    def __init__(self, device: str = "cpu", *, requires_grad: bool = True) -> None:
+        self.device, self.requires_grad = torch.device(device), requires_grad
+        self.hooks: list[Callable[[Any], None]] = []
+
+    def register_hook(self, hook: Callable[[Any], None]) -> None:
+        self.hooks.append(hook)
+
+
+class Model:
+    """A model that DDP has wrapped."""
+
+    process_group = "group"
+    require_backward_grad_sync = True
+
+    def __init__(self, *parameters: Parameter) -> None:
+        self._parameters = parameters
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self._parameters
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    """A clock in a group of two ranks, whose backward pass is number 5."""
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 2 if group == "group" else 0)
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 5)
+    return StepClock(lambda own_s, waited_s: None)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "hooks"),
+    [
+        ([Parameter(), Parameter(), Parameter()], [1, 0, 1]),
+        ([Parameter(requires_grad=False), Parameter(), Parameter(), Parameter(requires_grad=False)], [0, 1, 1, 0]),
+        ([Parameter()], [1]),
+        ([Parameter("cuda"), Parameter("cuda")], [1, 1]),
+        ([Parameter("mps"), Parameter("mps")], [0, 0]),
+    ],
+)
+def test_first_and_last_gradient_of_a_model_are_watched_if_there_are_other_ranks(
+    clock: StepClock, monkeypatch: pytest.MonkeyPatch, parameters: list[Parameter], hooks: list[int]
+) -> None:
+    clock.watch(Model(*parameters))  # type: ignore[arg-type]
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 1)
+    clock.watch(Model(*parameters))  # type: ignore[arg-type]
+    assert [len(parameter.hooks) for parameter in parameters] == hooks
+
+
+def test_backward_pass_is_measured_once_if_it_exchanges_gradients(
+    clock: StepClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = [5]
+    queued: list[Callable[[], None]] = []
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: task[0])
+    monkeypatch.setattr(clock, "_queue", queued.append)
+    first, last = Parameter("cuda"), Parameter("cuda")
+    model = Model(first, last)
+    clock.watch(model)  # type: ignore[arg-type]
+    first.hooks[0](None)
+    last.hooks[0](None)
+    assert queued == [clock._on_arrived] and clock._on_gpu
+    task[0], model.require_backward_grad_sync = 6, False
+    first.hooks[0](None)
+    assert len(queued) == 1
+    task[0], model.require_backward_grad_sync = 7, True
+    last.hooks[0](None)
+    assert len(queued) == 2
+    task[0], clock._is_off = 8, True
+    first.hooks[0](None)
+    clock._is_off = False
+    del model  # the hook holds no reference to it
+    last.hooks[0](None)
+    assert len(queued) == 2
+
+
+def test_callback_comes_after_those_of_the_engine(clock: StepClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[Any] = []
+    engine = SimpleNamespace(queue_callback=queued.append)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+    clock._queue(clock._on_left)
+    assert queued == [clock._on_left]
+
+
+class Event:
+    """A CUDA event."""
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self.enable_timing, self.recorded = enable_timing, 0
+
+    def record(self) -> None:
+        self.recorded += 1
+
+
+def test_moment_is_read_from_the_cpu_or_recorded_in_the_stream(
+    clock: StepClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturing = [False]
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: 7.5))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock._other = OtherTime()
+    clock._other.total_s = 2.0
+    assert clock._mark() == (7.5, 2.0)
+    clock._on_gpu = True
+    mark = clock._mark()
+    assert mark is not None and mark.other_s == 2.0
+    assert (mark.at.enable_timing, mark.at.recorded) == (True, 1)
+    capturing[0] = True
+    assert clock._mark() is None
+
+
+def test_step_whose_moment_is_unknown_is_left_out(clock: StepClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    firsts: list[int] = []
+    at = [_Mark(float(second), 0.0) for second in range(10)]
+    # Each step: the gradients of this rank, those of all ranks.
+    marks = iter([at[0], None, at[1], at[2], None, at[3], at[4], at[5], at[6]])
+    clock._first = lambda: firsts.append(1)
+    monkeypatch.setattr(clock, "_queue", lambda callback: None)
+    monkeypatch.setattr(clock, "_mark", lambda: next(marks))
+    monkeypatch.setattr(clock, "_measure", measured.append)
+    for _ in range(4):
+        clock._on_arrived()
+        clock._on_left()
+    assert measured == [(at[3], at[4], at[5])] and firsts == [1]
+    clock._on_left()
+    assert len(measured) == 1, "nothing has arrived"
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """DDP without ranks; the clocks that were made, and what was wrapped and watched."""
+    done: list[Any] = []
+
+    class Clock:
+        def __init__(self, report: Any, first: Any) -> None:
+            self.report, self.first = report, first
+            done.append(self)
+
+        def watch(self, model: Any) -> None:
+            done.append("watched")
+
+    monkeypatch.setattr(step_clock, "StepClock", Clock)
+    monkeypatch.setattr(
+        DistributedDataParallel, "__init__", lambda self, *given, **options: done.append((given, options))
+    )
+    return done
+
+
+@pytest.mark.parametrize("compares", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+def test_steps_of_each_wrapped_model_are_added_up_and_summarized(
+    wrapped: list[Any], monkeypatch: pytest.MonkeyPatch, compares: bool, adds: bool
+) -> None:
+    told, windows = list[Any](), list[tuple[float, ...]]()
+
+    class Window:
+        def add(self, own_s: float, waited_s: float, now: float) -> tuple[int, float, float] | None:
+            windows.append((own_s, waited_s, now))
+            return (3, 0.5, 0.25) if own_s == 2.0 else None
+
+    def emit(event: Any) -> None:
+        told.append(event)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(step_clock, "StepWindow", Window)
+    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: 7.5, time_ns=lambda: 77))
+    waiting: Any = SimpleNamespace(add=lambda *given: told.append(given), first_step=lambda: told.append("first"))
+    emitter: Any = SimpleNamespace(emit=emit) if compares else None
+    step_clock.measure_steps(emitter, waiting if adds else None)
+    DistributedDataParallel("model", device_ids=[0])
+    clock, made, watched_model = wrapped
+    assert (made, watched_model) == ((("model",), {"device_ids": [0]}), "watched")
+    clock.report(1.0, 0.5)
+    clock.report(2.0, 0.75)
+    clock.first()
+    waits = [("ranks", 0.5), ("ranks", 0.75)] if adds else []
+    assert [one for one in told if isinstance(one, tuple)] == waits
+    assert [one for one in told if isinstance(one, events.StepTimes)] == (
+        [events.StepTimes(77, 3, 0.5, 0.25)] if compares else []
+    )
+    assert ("first" in told) is adds
+    assert windows == ([(1.0, 0.5, 7.5), (2.0, 0.75, 7.5)] if compares else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.steps import waiting_time
 from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
+from tests import fake_time
 
 
 class Emitted:
@@ -79,3 +81,54 @@ def test_wait_for_batches_of_any_loader_is_measured(waiting: WaitingTime, emitte
     ((name, seconds),) = emitted.found
     assert name == "data"
     assert seconds >= 4 * 0.02
+
+
+def test_reports_are_ten_seconds_apart_and_count_a_hundredth_of_a_second(
+    emitted: Emitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
+    waiting = WaitingTime(cast("Emitter", emitted))
+    now[0] = 109.0
+    waiting.add("data", 0.5)
+    waiting.add("ranks", 0.0099)
+    assert emitted.found == []
+    now[0] = 110.0
+    waiting.add("data", 0.5)
+    assert emitted.found == [("data", 1.0)]
+    now[0] = 119.0
+    waiting.add("data", 0.01)
+    assert len(emitted.found) == 1
+    now[0] = 120.0
+    waiting.add("data", 0.0)
+    assert emitted.found[1:] == [("data", 0.01)]
+    waiting.first_step()
+    assert emitted.found[2:] == [("first step", 20.0)], "since the rank has begun"
+
+
+def test_full_disk_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def emit(self, event: events.Event) -> None:
+            raise OSError(28, "No space left on device")
+
+    waiting = WaitingTime(cast("Emitter", Full()))
+    waiting.add("data", 1.0)
+    waiting.flush()
+
+
+@pytest.mark.usefixtures("restored_loader")
+def test_batches_of_other_threads_are_not_counted(waiting: WaitingTime, emitted: Emitted) -> None:
+    measure_data(waiting)
+    batches: list[Any] = []
+    thread = threading.Thread(target=lambda: batches.extend(DataLoader(Slow(), batch_size=2)))
+    thread.start()
+    thread.join()
+    waiting.flush()
+    assert len(batches) == 2 and emitted.found == []
+
+
+def test_loaders_of_another_version_of_torch_are_left_alone(
+    waiting: WaitingTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(dataloader, "_BaseDataLoaderIter")
+    measure_data(waiting)

@@ -1,0 +1,91 @@
+"""What `ddptrain doctor` learns from the process that tries torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from ddptrain.rank import torch_probe
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with two GPUs, on which everything works."""
+    vision = SimpleNamespace(__version__="0.30", ops=SimpleNamespace(nms=lambda *given: None))
+    monkeypatch.setitem(sys.modules, "torchvision", vision)
+    monkeypatch.setattr(torch, "__version__", "2.9")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(distributed, "is_available", lambda: True)
+    monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch_probe, "_reduce_with_gloo", lambda: None)
+    return monkeypatch
+
+
+def test_versions_and_devices_are_listed(machine: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.9", "cuda": "13.0", "torchvision": "0.30"}
+    assert torch_probe.probe() == {**versions, "gpus": 2, "nccl": True, "problems": {}}
+
+
+def test_machine_without_gpus_has_none(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(torch.version, "cuda", None)
+    machine.setattr(torch.cuda, "is_available", lambda: False)
+    machine.setattr(distributed, "is_nccl_available", lambda: False)
+    found = torch_probe.probe()
+    assert (found["cuda"], found["gpus"], found["nccl"]) == ("", 0, False)
+
+
+def test_each_part_that_fails_is_a_problem(machine: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("operator torchvision::nms\n  does not exist")
+
+    vision = SimpleNamespace(__version__="0.20", ops=SimpleNamespace(nms=fail))
+    machine.setitem(sys.modules, "torchvision", vision)
+    machine.setattr(torch_probe, "_reduce_with_gloo", lambda: 1 / 0)
+    found = torch_probe.probe()
+    assert found["torchvision"] == "0.20"
+    assert found["problems"] == {"torchvision": "operator torchvision::nms", "gloo": "division by zero"}
+
+
+def test_operator_of_torchvision_is_tried(machine: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    vision = SimpleNamespace(__version__="0.20", ops=SimpleNamespace(nms=lambda *them: given.extend(them)))
+    machine.setitem(sys.modules, "torchvision", vision)
+    torch_probe.probe()
+    boxes, scores, overlap = given
+    assert (boxes.shape, scores.shape, overlap) == ((1, 4), (1,), 0.5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_group_of_one_process_reduces_with_gloo_and_is_destroyed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    done: list[Any] = []
+
+    def reduce(tensor: torch.Tensor) -> None:
+        done.append(tensor.tolist())
+        if fails:
+            raise RuntimeError("no route")
+
+    def begin(backend: str, **options: Any) -> None:
+        done.append((backend, type(options.pop("store")).__name__, options))
+
+    monkeypatch.setattr(distributed, "init_process_group", begin)
+    monkeypatch.setattr(distributed, "all_reduce", reduce)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda: done.append("destroyed"))
+    try:
+        torch_probe._reduce_with_gloo()
+    except RuntimeError:
+        assert fails
+    assert done == [("gloo", "HashStore", {"rank": 0, "world_size": 1}), [1.0], "destroyed"]
+
+
+def test_program_prints_one_line_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch_probe, "probe", lambda: {"gpus": 0})
+    torch_probe.main()
+    assert json.loads(capsys.readouterr().out) == {"gpus": 0}
