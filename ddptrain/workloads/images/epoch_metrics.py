@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ddptrain.rank.context import RankContext
+from ddptrain.rank.context import RankContext
 
 _STEPS_PER_READING = 10  # on a GPU
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from ddptrain.workloads.petnames.alphabet import decode
 from ddptrain.workloads.petnames.data import make_rows, plan_epoch
 from ddptrain.workloads.petnames.names import load_names
+from ddptrain.workloads.petnames.params import PetnamesParams
 
 CPU = torch.device("cpu")
-NAMES = load_names("builtin").names[::20]
+NAMES = load_names(PetnamesParams()).names[::20]
 
 
 def test_windows_hold_the_symbols_before_each_character_and_the_stop() -> None:
@@ -102,7 +103,7 @@ def test_parts_hold_a_share_in_order_and_are_no_larger_than_asked(most_rows: int
 
 
 def test_batches_of_names_need_little_padding() -> None:
-    names = load_names("builtin").names
+    names = load_names(PetnamesParams()).names
     rows = make_rows(names, "full", 8, CPU)
     read = sum(rows.batch(share.index)[0].numel() for share in plan_epoch(rows, 64, 1, 0, 0, 1))
     assert read < 1.3 * int(rows.n_targets.sum())
