@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.checkpoint.checkpoint_reader import Resumed
@@ -92,6 +93,14 @@ def test_trainer_begins_an_epoch_where_a_checkpoint_has_no_part_of_one(
     trainer._go_on(resumed(epoch=epoch, data={"model_config": describe("small_cnn", 8, MANIFEST.classes)}))
     assert (trainer.epochs_done, trainer.step, trainer._images) == (epochs_done, 17, images)
     assert trainer._part == EpochProgress()
+
+
+def test_checkpoint_of_other_classes_is_refused() -> None:
+    data = {"model_config": describe("small_cnn", 8, ["cat", "dog", "pug"])}
+    with pytest.raises(
+        UsageError, match=r"is of 3 classes \(cat, dog, pug\), the images are of 2 classes \(cat, dog\)"
+    ):
+        bare_trainer(_images_per_epoch=20)._go_on(resumed(data=data))
 
 
 # --- Validation ---
@@ -238,6 +247,7 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     assert [one["epoch"] for one in run.saved] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
     assert [one["taken"] for one in run.saved] == [[[1, 1]], [[1, 2]], [], [[1, 1]], [[1, 2]], []]
     assert [one["rank_state"]["images"] for one in run.saved] == [3, 6, 9, 12, 15, 18]
+    assert [one["rank_state"]["meter"]["n"] for one in run.saved] == [3, 6, 9, 3, 6, 9]
     assert run.saved[0]["metrics"] == {}
     assert set(run.saved[-1]["metrics"]) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "val/top5"}
     assert run.saved[-1]["model_config"]["classes"] == ["blue", "green", "red"]
@@ -279,6 +289,7 @@ def test_rates_are_of_the_images_of_the_epoch(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr(workload, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     run.train(epochs=1)
     assert [values["samples_per_s"] for *_, values in run.logged if "samples_per_s" in values] == [2.0]
+    assert {float(state["step"]) for state in run.saved[-1]["optimizer"].state.values()} == {3.0}
 
 
 def test_steps_of_several_passes_have_the_gradients_of_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,16 +303,63 @@ def test_steps_of_several_passes_have_the_gradients_of_one(run: Run, monkeypatch
         parts.append(len(labels))
         return forward(self, raw, labels)
 
+    unsynced: list[int] = []
     monkeypatch.setattr(workload.ImageTrainer, "_forward", counting)
+    no_sync = DistributedDataParallel.no_sync
+    monkeypatch.setattr(DistributedDataParallel, "no_sync", lambda self: unsynced.append(1) or no_sync(self))
     monkeypatch.setattr("ddptrain.rank.context.RankContext.accumulate", property(lambda self: 3))
     run.train(epochs=1, batch_size=3)
-    assert parts == [3, 3, 3] and [one["step"] for one in run.saved] == [1, 1]
+    assert parts == [3, 3, 3] and len(unsynced) == 2 and [one["step"] for one in run.saved] == [1, 1]
     assert whole["rank_state"]["images"] == run.saved[-1]["rank_state"]["images"] == 9
 
 
 def test_run_without_a_list_of_images_is_an_error() -> None:
     with pytest.raises(UsageError, match="there is no list of images"):
         workload.train(SimpleNamespace(inputs=None))  # type: ignore[arg-type]
+
+
+# --- Preparation ---
+
+
+class Watched(nn.Module):
+    """A network that remembers the shape and the format of its images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.seen: list[tuple[list[int], bool]] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen.append((list(images.shape), images.is_contiguous()))
+        scores: torch.Tensor = self.layers(images)
+        return scores
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_first_pass_of_a_model_changes_nothing_in_it(channels_last: bool) -> None:
+    given: list[dict[str, Any]] = []
+    model = Watched()
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    ctx: Any = SimpleNamespace(device=CPU, prepare=lambda model, **options: given.append(options) or model)
+    settings = ImagesParams(
+        architecture="small_cnn", image_size=9, precision="bf16", compile=True, channels_last=channels_last
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert workload._distributed(ctx, settings, model, 5) is model
+    assert given == [
+        {
+            "precision": "bf16",
+            "compile": True,
+            "channels_last": channels_last,
+            "accumulate": 1,
+            "gradient_as_bucket_view": True,
+            workload._SYNC_BUFFERS: False,
+        }
+    ]
+    assert model.seen == [([2, 3, 9, 9], not channels_last)]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 # --- Parts of a step ---
