@@ -160,6 +160,7 @@ class Run:
         self.tables: list[tuple[Any, ...]] = []
         self.pictures: list[tuple[int, list[int]]] = []
         self.saved: list[dict[str, Any]] = []
+        self.logged_at_save: list[int] = []
         self.progressed: list[tuple[float, float, str]] = []
         self.files: dict[str, bytes] = {}
         keys = []
@@ -190,6 +191,7 @@ class Run:
 
         def checkpoint(**what: Any) -> bool:
             self.saved.append(what)
+            self.logged_at_save.append(len(self.logged))
             if what["step"] == preempt_at:
                 raise PreemptedExit
             return True
@@ -248,7 +250,9 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     assert [one["taken"] for one in run.saved] == [[[1, 1]], [[1, 2]], [], [[1, 1]], [[1, 2]], []]
     assert [one["rank_state"]["images"] for one in run.saved] == [3, 6, 9, 12, 15, 18]
     assert [one["rank_state"]["meter"]["n"] for one in run.saved] == [3, 6, 9, 3, 6, 9]
-    assert run.saved[0]["metrics"] == {}
+    objects = {"model": DistributedDataParallel, "optimizer": torch.optim.SGD, "scheduler": workload.Schedule}
+    assert {name: type(run.saved[0][name]) for name in objects} == objects
+    assert run.saved[0]["metrics"] == {} and run.saved[0]["begun"] == 0.0
     assert set(run.saved[-1]["metrics"]) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "val/top5"}
     assert run.saved[-1]["model_config"]["classes"] == ["blue", "green", "red"]
 
@@ -281,7 +285,7 @@ def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatc
     monkeypatch.setattr(workload.Meter, "__init__", rarely)
     with pytest.raises(PreemptedExit):
         run.train(preempt_at=2)
-    assert [step for step, *_ in run.logged] == [1, 2]
+    assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [0, 1]
 
 
 def test_rates_are_of_the_images_of_the_epoch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddptrain.errors import UsageError
@@ -130,7 +131,9 @@ def test_checkpoints_have_the_part_of_the_epoch_that_is_done(run: Run, monkeypat
     assert [one["rank_state"]["samples"] for one in saved] == [2, 3, 5, 7, 9, 10]
     assert [set(one["metrics"]) for one in saved] == [set(), set(), {"train/loss", "val/loss"}] * 2
     assert saved[2]["metrics"]["train/loss"] == pytest.approx(math.log(31))
-    assert saved[-1]["model_config"]["hidden_size"] == 4
+    assert saved[-1]["model_config"]["hidden_size"] == 4 and saved[0]["begun"] == 0.0
+    assert {type(saved[0][name]) for name in ("model", "optimizer")} == {DistributedDataParallel, AdamW}
+    assert [one["rank_state"]["n_targets"] for one in [*saved[:3], saved[-1]]] == [9, 14, 21, 21]
     assert written == [({*NAMES}, 3, 5, 6)]
 
 
