@@ -102,7 +102,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         if known is not None:
             tell(f"the images are listed again: {_differences(known.made_of, made_of)}")
         source = find_source(location, settings, tell)
-        manifest = make_manifest(source, settings, location, made_of)
+        manifest = make_manifest(source, settings, location)
         tell(f"{_summary(manifest)}{source.words}")
     labels = labels_of(settings)
     if labels is not None:
@@ -216,9 +216,7 @@ def _part(items: Iterable[Listed], location: Location, name: str) -> SourceListi
     return found
 
 
-def make_manifest(
-    source: ImageSource, params: ImagesParams, location: Location, made_of: Mapping[str, object] | None = None
-) -> Manifest:
+def make_manifest(source: ImageSource, params: ImagesParams, location: Location) -> Manifest:
     """Selects images by the parameters, and splits them.
 
     Raises UsageError if `subset` names unknown classes or selects fewer than two, or if the classes of the
@@ -251,7 +249,7 @@ def make_manifest(
         versions=tuple(item.version for item, _, _ in chosen),
         train=tuple(index for index, held in enumerate(is_val) if not held),
         val=tuple(index for index, held in enumerate(is_val) if held),
-        made_of=made_of or _made_of(params, location),
+        made_of=_made_of(params, location),
     )
 
 
