@@ -332,10 +332,9 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
 
 def _is_channels_last(model: nn.Module) -> bool:
     """Whether the weights of the convolutions are stored channels last."""
-    convolutions = [weight for weight in model.parameters() if weight.dim() == 4]
     return any(
-        weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
-        for weight in convolutions
+        weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+        for weight in model.parameters()
     )
 
 

@@ -76,7 +76,8 @@ def load_names(settings: PetnamesParams) -> CleanNames:
     """
     source = settings.names
     if source == "builtin":
-        entries: Sequence[object] = _builtin().splitlines()
+        file = importlib.resources.files(__package__).joinpath("names.txt")
+        entries: Sequence[object] = file.read_text(encoding="utf-8").splitlines()
     else:
         kind = _format_of(source, settings.names_format)
         entries = _parse(_read(source, settings.names_options), kind, settings.names_column, source)
@@ -133,10 +134,6 @@ def _left_out(names: Sequence[str], why: str) -> str:
         return ""
     examples = ", ".join(ascii(name[:40]) for name, _ in Counter(names).most_common(_EXAMPLES))
     return f"{len(names):,} {why} (such as {examples})"
-
-
-def _builtin() -> str:
-    return importlib.resources.files(__package__).joinpath("names.txt").read_text(encoding="utf-8")
 
 
 def _format_of(source: str, names_format: str) -> str:

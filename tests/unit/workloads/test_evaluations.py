@@ -23,12 +23,14 @@ from ddptrain.workloads.images.evaluate import ValidationScore, share_buffers
 from ddptrain.workloads.images.evaluate import evaluate as evaluate_model
 from ddptrain.workloads.images.loader.bad_images import TooManyBadImages
 from ddptrain.workloads.images.loader.batcher import Batch
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.petnames import evaluate as names_evaluation
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.alphabet import STOP_ID
 from ddptrain.workloads.petnames.data import make_rows
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.sampling import sample_names
 from tests.unit.workloads.images_runs import description, make_run, model_of_colours, picture
 from tests.unit.workloads.test_petnames_generate import save_checkpoint
 
@@ -84,6 +86,24 @@ def test_names_are_scored_for_each_character_and_stop(
         names_evaluation.evaluate(Context(None), saved(folder))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("params", [{"context": "full"}, {"window": 2}])
+@pytest.mark.parametrize(
+    ("start", "temperature", "longest", "names"),
+    [
+        ("b.", 1.0, 64, ["b.", "b.n", "b.", "b.zo", "b.z", "b.c"]),
+        ("b.", 0.5, 64, ["b."] * 6),
+        ("b.", 2.0, 64, ["b.kiygjlq", "b.tuiicgl.", "b.", "b..", "b..k", "b.nanscafl"]),
+        ("", 1.0, 3, ["n", "vo", "b", ".", ".", "pu"]),  # none is empty
+        ("abc", 1.0, 3, ["abc", None, "abc", None, None, None]),
+    ],
+)
+def test_names_are_drawn_from_the_probabilities_of_the_model(
+    start: str, temperature: float, longest: int, names: list[str | None], params: Any
+) -> None:
+    draw = torch.Generator().manual_seed(4)
+    assert sample_names(half_stops(**params), 6, start, temperature, draw, longest) == names
+
+
 @pytest.mark.parametrize(
     ("rank", "world_size", "part"),
     [
@@ -123,9 +143,9 @@ class Scores(nn.Module):
 
 
 def test_score_is_over_the_readable_images_of_all_batches(group: None) -> None:
-    first = batch([[0, 0, 3, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6]], [0, 1], [True, True])
+    first = batch([[0, 0, 3, 0, 0, 0, 0], [1, 0, 2, 3, 4, 5, 6]], [0, 1], [True, True])
     nothing = Batch(torch.zeros(1, 7), torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(1).bool(), 2, 0)
-    second = batch([[9, 9, 9, 9, 9, 9, 9], [5, 0, 6, 7, 1, 2, 3]], [0, 1], [False, True])
+    second = batch([[9, 9, 9, 9, 9, 9, 9], [2, 0, 6, 7, 1, 5, 3]], [0, 1], [False, True])
     outputs = torch.tensor([2, 0])
     kept: list[list[Any]] = []
     seen: list[int] = []
@@ -139,9 +159,9 @@ def test_score_is_over_the_readable_images_of_all_batches(group: None) -> None:
     )
     assert score.n == 3 and len(seen) == 3
     assert score.metrics() == {
-        "val/loss": pytest.approx(3.048498, rel=1e-6),  # (0.261380 + 6.457763 + 2.426351) / 3
+        "val/loss": pytest.approx(3.715165, rel=1e-6),  # (0.261380 + 5.457763 + 5.426351) / 3
         "val/accuracy": pytest.approx(1 / 3),
-        "val/top5": pytest.approx(2 / 3),
+        "val/top5": pytest.approx(2 / 3),  # the right outputs are the first, the sixth and the fifth
     }
     (index, labels, output, probability), (index_2, labels_2, output_2, probability_2) = kept
     assert (index, labels, output, probability) == ([10, 11], [0, 1], [2, 6], pytest.approx([0.769988, 0.632698], 1e-5))
@@ -211,9 +231,20 @@ def evaluated(root: Path, run: str, *compared: str, **params: Any) -> tuple[dict
     return evaluate_checkpoint.evaluate(ctx, checkpoint), checkpoint.notes, ctx
 
 
-def test_images_of_another_source_are_scored_at_the_size_of_the_model(group: None, colours: Path) -> None:
+def test_images_of_another_source_are_scored_at_the_size_of_the_model(
+    group: None, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, str]] = []
+
+    class Loader(ImageLoader):
+        def __init__(self, manifest: Any, location: Any, settings: Any, *others: Any) -> None:
+            sizes.append((settings.image_size, location.url))
+            super().__init__(manifest, location, settings, *others)
+
+    monkeypatch.setattr(evaluate_checkpoint, "ImageLoader", Loader)
     scores, notes, ctx = evaluated(colours, "three", "three")
     assert scores["val/accuracy"] == scores["val/top5"] == 1.0 and 0 < scores["val/loss"] < 0.3
+    assert sizes == [(16, str(colours / "images"))]
     assert notes == [] and ctx.progressed == [(1, "batches"), (2, "batches"), (3, "batches")]
 
 
