@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.held_out import FILE
+from ddptrain.workloads.held_out import FILE, digest_of
 from ddptrain.workloads.images.data import held_out as images
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.evaluate_checkpoint import class_outputs, comparable_classes
@@ -44,6 +44,11 @@ def prepared(module: Any, folder: Path, **request: Any) -> dict[str, Any]:
     told: dict[str, Any] = json.loads((folder / FILE).read_bytes())
     assert lines[-1].startswith(f"{told['n']} {told['noun']} ") and lines[-1].endswith(" to evaluate on")
     return told
+
+
+def test_digest_does_not_depend_on_the_order_of_keys() -> None:
+    expected = "d8497d9d82770a70729261095aa98f7ef5154d7af499f8037b6ca250296785a6"
+    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}) == expected
 
 
 # --- Names ---

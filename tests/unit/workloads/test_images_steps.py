@@ -161,6 +161,7 @@ class Run:
         self.pictures: list[tuple[int, list[int]]] = []
         self.saved: list[dict[str, Any]] = []
         self.logged_at_save: list[int] = []
+        self.resumed: list[dict[str, type]] = []
         self.progressed: list[tuple[float, float, str]] = []
         self.files: dict[str, bytes] = {}
         keys = []
@@ -203,6 +204,7 @@ class Run:
             "save_file": self.files.__setitem__,
             "progress": lambda done, total, *, unit: self.progressed.append((done, total, unit)),
             "checkpoint": checkpoint,
+            "resume": lambda **into: self.resumed.append({name: type(into[name]) for name in into}),
         }
         for name, stub in changes.items():
             self._monkeypatch.setattr(ctx, name, stub)
@@ -251,7 +253,7 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     assert [one["rank_state"]["images"] for one in run.saved] == [3, 6, 9, 12, 15, 18]
     assert [one["rank_state"]["meter"]["n"] for one in run.saved] == [3, 6, 9, 3, 6, 9]
     objects = {"model": DistributedDataParallel, "optimizer": torch.optim.SGD, "scheduler": workload.Schedule}
-    assert {name: type(run.saved[0][name]) for name in objects} == objects
+    assert {name: type(run.saved[0][name]) for name in objects} == objects and run.resumed == [objects]
     assert run.saved[0]["metrics"] == {} and run.saved[0]["begun"] == 0.0
     assert set(run.saved[-1]["metrics"]) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "val/top5"}
     assert run.saved[-1]["model_config"]["classes"] == ["blue", "green", "red"]
@@ -288,6 +290,21 @@ def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatc
     assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [0, 1]
 
 
+def test_weights_at_the_start_depend_on_the_seed_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    def begin(ctx: Any, settings: ImagesParams, model: nn.Module, config: dict[str, Any]) -> None:
+        begun.append((settings.seed, config["classes"]))
+        torch.manual_seed(3)
+        twin = workload.built_model(config).state_dict()
+        assert all(torch.equal(value, twin[name]) for name, value in model.state_dict().items())
+
+    monkeypatch.setattr(workload, "begin_with_weights", begin)
+    torch.manual_seed(8)
+    run.train(epochs=1, seed=3)
+    assert begun == [(3, ["blue", "green", "red"])]
+
+
 def test_rates_are_of_the_images_of_the_epoch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 104.5])
     monkeypatch.setattr(workload, "time", SimpleNamespace(perf_counter=lambda: next(now)))
@@ -296,8 +313,7 @@ def test_rates_are_of_the_images_of_the_epoch(run: Run, monkeypatch: pytest.Monk
     assert {float(state["step"]) for state in run.saved[-1]["optimizer"].state.values()} == {3.0}
 
 
-def test_steps_of_several_passes_have_the_gradients_of_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen statistics of BatchNorm would differ; the sums of the loss of the first step do not."""
+def test_gradients_of_a_step_of_several_passes_are_averaged_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.train(epochs=1, batch_size=9)
     whole = run.saved[-1]
     parts: list[int] = []

@@ -45,6 +45,7 @@ class Run:
         self.rates: list[float] = []
         self.norms: list[float] = []
         self.seeds: list[int] = []
+        self.logged: list[tuple[Any, ...]] = []
         self._rank = Rank(folder)
         self._names = folder / "names.txt"
         self._names.write_text("\n".join(NAMES))
@@ -66,6 +67,7 @@ class Run:
         found: dict[str, list[float]] = {}
         for event in self._rank.events():
             if isinstance(event, events.Metrics):
+                self.logged.append((*event.values, event.step, event.epoch))
                 for name, value in event.values.items():
                     found.setdefault(name, []).append(value)
         return found
@@ -105,6 +107,8 @@ def test_losses_of_a_model_that_finds_all_symbols_equally_likely(
     assert logged["train/loss"] == pytest.approx([math.log(31)] * 2, rel=1e-5)
     assert logged["val/loss"] == pytest.approx([math.log(31)] * 2, rel=1e-5)
     assert logged["samples"] == [5, 10], "2 of 7 names are held out"
+    trained = ("train/loss", "samples", "samples_per_s")
+    assert run.logged == [(*trained, 2, 1), ("val/loss", 2, 1), (*trained, 4, 2), ("val/loss", 4, 2)]
     out = capsys.readouterr().out
     assert "epoch 1/2: train/loss 3.4340, val/loss 3.4340, " in out and " names/s" in out
     assert "on 5 names, 2 steps an epoch over 1 rank" in out
@@ -135,6 +139,31 @@ def test_checkpoints_have_the_part_of_the_epoch_that_is_done(run: Run, monkeypat
     assert {type(saved[0][name]) for name in ("model", "optimizer")} == {DistributedDataParallel, AdamW}
     assert [one["rank_state"]["n_targets"] for one in [*saved[:3], saved[-1]]] == [9, 14, 21, 21]
     assert written == [({*NAMES}, 3, 5, 6)]
+
+
+def test_run_begins_with_the_weights_that_are_named_and_reports_its_progress(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+
+    def begin(ctx: Any, model: CharacterModel, name: str) -> None:
+        begun.append((ctx, name))
+        torch.manual_seed(3)
+        twin = CharacterModel(model.config).state_dict()
+        assert all(torch.equal(value, twin[name]) for name, value in model.state_dict().items())
+
+    progressed: list[tuple[float, float, str]] = []
+    context = run._rank.context
+    monkeypatch.setattr(workload, "_begin_with_weights", begin)
+    monkeypatch.setattr(context, "progress", lambda done, total, *, unit: progressed.append((done, total, unit)))
+    loaded: list[dict[str, Any]] = []
+    monkeypatch.setattr(context, "resume", lambda **into: loaded.append({name: type(into[name]) for name in into}))
+    run.train(weights="model:pets@1", samples=0, val_fraction=0.3, seed=3)
+    assert loaded == [{"model": CharacterModel, "optimizer": AdamW}]
+    assert begun == [(context, "model:pets@1")]
+    # Two steps, then a validation, in each of two epochs.
+    assert [done for done, _, _ in progressed] == [3, 5, 5, 8, 10, 10]
+    assert {(total, unit) for _, total, unit in progressed} == {(10, "names")}
 
 
 def test_no_names_are_written_on_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,14 @@ def test_intact_checkpoint_is_loaded_also_without_a_manifest(checkpoint: Path) -
     assert load_checkpoint(checkpoint, "petnames", build)(torch.tensor([2.0])).item() == 6.5
 
 
+def test_reason_of_a_workload_against_a_checkpoint_is_told_as_it_is(checkpoint: Path) -> None:
+    def refuse(saved: dict[str, int]) -> torch.nn.Module:
+        raise UsageError(f"no model of size {saved['size']}")
+
+    with pytest.raises(UsageError, match="^no model of size 1$"):
+        load_checkpoint(checkpoint, "petnames", refuse)
+
+
 def test_checkpoint_with_a_changed_bit_is_refused(checkpoint: Path) -> None:
     data = bytearray((checkpoint / "model.safetensors").read_bytes())
     data[-1] ^= 1
