@@ -138,7 +138,7 @@ def test_reason_of_a_workload_against_a_checkpoint_is_told_as_it_is(checkpoint: 
     def refuse(saved: dict[str, int]) -> torch.nn.Module:
         raise UsageError(f"no model of size {saved['size']}")
 
-    with pytest.raises(UsageError, match="^no model of size 1$"):
+    with pytest.raises(UsageError, match=r"^no model of size 1$"):
         load_checkpoint(checkpoint, "petnames", refuse)
 
 
