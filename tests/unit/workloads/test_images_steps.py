@@ -22,8 +22,10 @@ from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.data_shards import EpochProgress
 from ddptrain.workloads.images import train as workload
 from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.epoch_metrics import Meter
 from ddptrain.workloads.images.evaluate import ValidationScore
 from ddptrain.workloads.images.model.build_model import describe
+from ddptrain.workloads.images.optimizer import Schedule
 from ddptrain.workloads.images.params import ImagesParams
 from tests.unit.rank.test_context import Rank
 from tests.unit.workloads.pictures import COLOURS, picture
@@ -252,13 +254,13 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     assert [one["taken"] for one in run.saved] == [[[1, 1]], [[1, 2]], [], [[1, 1]], [[1, 2]], []]
     assert [one["rank_state"]["images"] for one in run.saved] == [3, 6, 9, 12, 15, 18]
     assert [one["rank_state"]["meter"]["n"] for one in run.saved] == [3, 6, 9, 3, 6, 9]
-    objects = {"model": DistributedDataParallel, "optimizer": torch.optim.SGD, "scheduler": workload.Schedule}
+    objects = {"model": DistributedDataParallel, "optimizer": torch.optim.SGD, "scheduler": Schedule}
     assert {name: type(run.saved[0][name]) for name in objects} == objects and run.resumed == [objects]
     assert run.saved[0]["metrics"] == {} and run.saved[0]["begun"] == 0.0
     assert set(run.saved[-1]["metrics"]) == {"train/loss", "train/accuracy", "val/loss", "val/accuracy", "val/top5"}
     assert run.saved[-1]["model_config"]["classes"] == ["blue", "green", "red"]
 
-    assert {total for _, total, _ in run.progressed} == {18} and run.progressed[-1] == (18, 18, "images")
+    assert {total for _, total, _ in run.progressed} == {18} and run.progressed[-1:] == [(18, 18, "images")]
     assert len(run.progressed) == 6 + 2, "each step, and the batch of each validation"
     assert run.pictures == [(step, [3, 8, 24]) for step in (2, 4, 6)]
     ((name, columns, rows, step),) = run.tables
@@ -278,13 +280,13 @@ def test_tables_and_pictures_are_left_out_on_request(run: Run) -> None:
 
 
 def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = workload.Meter.__init__
+    made = Meter.__init__
 
     def rarely(self: Any, ctx: Any) -> None:
         made(self, ctx)
         self._most_waiting = 100
 
-    monkeypatch.setattr(workload.Meter, "__init__", rarely)
+    monkeypatch.setattr(Meter, "__init__", rarely)
     with pytest.raises(PreemptedExit):
         run.train(preempt_at=2)
     assert [step for step, *_ in run.logged] == [1, 2] and run.logged_at_save == [0, 1]
@@ -326,7 +328,12 @@ def test_gradients_of_a_step_of_several_passes_are_averaged_once(run: Run, monke
     unsynced: list[int] = []
     monkeypatch.setattr(workload.ImageTrainer, "_forward", counting)
     no_sync = DistributedDataParallel.no_sync
-    monkeypatch.setattr(DistributedDataParallel, "no_sync", lambda self: unsynced.append(1) or no_sync(self))
+
+    def unsynchronised(model: DistributedDataParallel) -> Any:
+        unsynced.append(1)
+        return no_sync(model)
+
+    monkeypatch.setattr(DistributedDataParallel, "no_sync", unsynchronised)
     monkeypatch.setattr("ddptrain.rank.context.RankContext.accumulate", property(lambda self: 3))
     run.train(epochs=1, batch_size=3)
     assert parts == [3, 3, 3] and len(unsynced) == 2 and [one["step"] for one in run.saved] == [1, 1]
@@ -361,7 +368,12 @@ def test_first_pass_of_a_model_changes_nothing_in_it(channels_last: bool) -> Non
     model = Watched()
     if channels_last:
         model.to(memory_format=torch.channels_last)
-    ctx: Any = SimpleNamespace(device=CPU, prepare=lambda model, **options: given.append(options) or model)
+
+    def prepare(model: nn.Module, **options: Any) -> nn.Module:
+        given.append(options)
+        return model
+
+    ctx: Any = SimpleNamespace(device=CPU, prepare=prepare)
     settings = ImagesParams(
         architecture="small_cnn", image_size=9, precision="bf16", compile=True, channels_last=channels_last
     )
