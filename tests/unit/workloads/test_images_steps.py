@@ -25,6 +25,7 @@ from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.epoch_metrics import Meter
 from ddptrain.workloads.images.evaluate import ValidationScore
 from ddptrain.workloads.images.model.build_model import describe
+from ddptrain.workloads.images.model.initial_weights import built_model
 from ddptrain.workloads.images.optimizer import Schedule
 from ddptrain.workloads.images.params import ImagesParams
 from tests.unit.rank.test_context import Rank
@@ -298,7 +299,7 @@ def test_weights_at_the_start_depend_on_the_seed_alone(run: Run, monkeypatch: py
     def begin(ctx: Any, settings: ImagesParams, model: nn.Module, config: dict[str, Any]) -> None:
         begun.append((settings.seed, config["classes"]))
         torch.manual_seed(3)
-        twin = workload.built_model(config).state_dict()
+        twin = built_model(config).state_dict()
         assert all(torch.equal(value, twin[name]) for name, value in model.state_dict().items())
 
     monkeypatch.setattr(workload, "begin_with_weights", begin)
