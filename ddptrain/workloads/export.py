@@ -47,9 +47,8 @@ def export_model(run_dir: Path, workload: str, target: Path, form: str, source: 
 
     form: a key of FORMATS. source: what names the model, for the description.
 
-    Raises:
-        UsageError: the folder exists or cannot be written, the model cannot be read, the workload has no such format,
-            or packages are missing.
+    Raises UsageError if the folder exists or cannot be written, the model cannot be read, the workload has no such
+    format, or packages are missing.
     """
     if form not in FORMATS:
         raise UsageError(f"there is no format {form}: choose {', '.join(FORMATS)}")
@@ -162,7 +161,7 @@ def _write_model(run_dir: Path, found: Exported, form: str, path: Path) -> None:
         _require_onnx()
     try:
         _trace(found, form, path)
-    except (OSError, UsageError):
+    except OSError:
         raise
     except Exception as error:  # torch raises arbitrary errors for operations that it cannot export
         why = f"{type(error).__name__}: {shorten(one_line(error), 300)}"
@@ -173,12 +172,8 @@ def _trace(found: Exported, form: str, path: Path) -> None:
     assert found.module is not None and found.example is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about torch
-        program = torch.export.export(
-            found.module,
-            (found.example,),
-            dynamic_shapes=({0: torch.export.Dim(_BATCH)},),
-            strict=found.strict,
-        )
+        shapes = ({0: torch.export.Dim(_BATCH)},)
+        program = torch.export.export(found.module, (found.example,), dynamic_shapes=shapes, strict=found.strict)
         if form == "torch-export":
             torch.export.save(program, path)
             return

@@ -1,4 +1,4 @@
-"""Loads the model of a run of a built-in workload from its checkpoint."""
+"""Loads the model of a run of a built-in workload from its checkpoint, also for use in other programs."""
 
 from __future__ import annotations
 
@@ -12,27 +12,41 @@ import torch
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
+from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
 from ddptrain.workloads.saved_weights import read_weights
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def load_saved(run_dir: Path, workload: str, command: str, build: Callable[[Any], Model]) -> tuple[Model, str]:
-    """The model of the best (or else the latest) checkpoint, in evaluation mode on the CPU, and the checkpoint's name.
+def load_trained(run_dir: Path, workload: str) -> torch.nn.Module:
+    """Return the model of the best checkpoint, or else the latest, on the CPU and in eval mode.
 
-    `build` makes a model from the saved `model_config`, which is not trusted: it raises ValueError or a similar error
-    for an invalid one. No pickle is executed. `command` is for messages.
+    run_dir: a run directory, or a version of a model, which is laid out like one.
 
-    Raises:
-        UsageError: the run is of another workload, or has no readable checkpoint.
+    Raises UsageError if the workload is not built in, or the checkpoint cannot be read.
     """
-    check_workload(run_dir, workload, command)
+    if workload == "petnames":
+        from ddptrain.workloads.petnames.generate import load_model
+
+        return load_model(run_dir)[0]
+    if workload == "images":
+        from ddptrain.workloads.images.model.saved_classifier import load_model as load_classifier
+
+        return load_classifier(run_dir).model
     folder = checkpoint_folder(run_dir)
-    return load_checkpoint(folder, workload, build), folder.name
+    if is_sharded_checkpoint(folder):
+        how = f"write the weights of {folder} into one file with `ddptrain results consolidate`, and load them"
+    else:
+        how = f"load the weights of {folder / 'model.safetensors'}"
+    raise UsageError(f"only the code of {workload} can build its model: {how} there with safetensors.torch.load_file")
 
 
 def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) -> Model:
-    """The model of a checkpoint's folder, as `load_saved`. Raises UsageError."""
+    """The model of a checkpoint's folder, in evaluation mode on the CPU. No pickle is executed.
+
+    `build` makes a model from the saved `model_config`, which is not trusted: it raises ValueError or a similar error
+    for an invalid one. Raises UsageError if the checkpoint is not readable.
+    """
     _require_intact(folder)
     try:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)

@@ -10,6 +10,7 @@ import pytest
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.names import load_names
+from ddptrain.workloads.petnames.params import PetnamesParams
 from tests.integration.s3server import s3_server
 
 
@@ -23,7 +24,7 @@ def s3(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 def load(url: str, options: dict[str, Any]) -> tuple[str, ...]:
-    return load_names(url, names_format="auto", column=None, options=options, unique=True, max_length=64).names
+    return load_names(PetnamesParams(names=url, names_options=options)).names
 
 
 def test_names_are_read_from_a_bucket(s3: dict[str, Any]) -> None:

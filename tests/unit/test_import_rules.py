@@ -60,7 +60,7 @@ DOORS = {
     ("__main__.py", "ddptrain.cli.warm.client"),
     ("__main__.py", "ddptrain.completion.shells"),  # the TAB key is answered without the rest of the command
     ("api.py", "ddptrain.model_registry"),  # ddptrain.load_model
-    ("api.py", "ddptrain.workloads.trained"),
+    ("api.py", "ddptrain.workloads.saved_model"),
     ("api.py", "ddptrain.results"),  # a table of the run in notebooks
     ("api.py", "ddptrain.driver"),  # runs from Python: what the command does, without its process
     ("run_handle.py", "ddptrain.driver"),

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ddptrain.rank.context import RankContext
+from ddptrain.rank.context import RankContext
 
 _STEPS_PER_READING = 10  # on a GPU
-
-
-@dataclass(frozen=True, slots=True)
-class StepSums:
-    """A step that is not logged yet; sums: its summed loss and hits, on the device."""
-
-    step: int
-    epoch: float
-    learning_rate: float
-    n: int
-    sums: Tensor
 
 
 class Meter:
@@ -32,7 +19,8 @@ class Meter:
 
     def __init__(self, ctx: RankContext) -> None:
         self._ctx = ctx
-        self._waiting: list[StepSums] = []
+        # Steps that are not logged yet: step, epoch, learning rate, number of images, sums.
+        self._waiting: list[tuple[int, float, float, int, Tensor]] = []
         self._most_waiting = _STEPS_PER_READING if ctx.device.type == "cuda" else 1
         self._sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
         self._n = 0
@@ -46,7 +34,7 @@ class Meter:
             return
         self._sums += sums
         self._n += n
-        self._waiting.append(StepSums(step, epoch, learning_rate, n, sums))
+        self._waiting.append((step, epoch, learning_rate, n, sums))
         if len(self._waiting) >= self._most_waiting:
             self.flush()
 
@@ -55,17 +43,13 @@ class Meter:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        for one, (loss_sum, hits) in zip(waiting, torch.stack([one.sums for one in waiting]).tolist(), strict=True):
-            values = {
-                "train/loss": loss_sum / one.n,
-                "train/correct": hits / one.n,
-                "train/learning_rate": one.learning_rate,
-            }
-            self._ctx.log(values, step=one.step, epoch=one.epoch)
+        read = torch.stack([sums for *_, sums in waiting]).tolist()
+        for (step, epoch, learning_rate, n, _), (loss_sum, hits) in zip(waiting, read, strict=True):
+            values = {"train/loss": loss_sum / n, "train/correct": hits / n, "train/learning_rate": learning_rate}
+            self._ctx.log(values, step=step, epoch=epoch)
             if not math.isfinite(loss_sum):
                 raise FloatingPointError(
-                    f"train/loss is {loss_sum / one.n} in step {one.step}: lower params.base_lr, or set "
-                    "params.precision: fp32"
+                    f"train/loss is {loss_sum / n} in step {step}: lower params.base_lr, or set params.precision: fp32"
                 )
 
     def epoch_means(self) -> tuple[float, float]:

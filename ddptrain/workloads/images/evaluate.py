@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader.image_loader import Batch, ImageLoader, check_bad
+from ddptrain.workloads.images.loader.bad_images import check_bad
+from ddptrain.workloads.images.loader.batcher import Batch
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 
 # Receives the index [n], label [n], predicted output [n] and probability [n] of the images of a batch, on the device.
 OnPredictions = Callable[[Tensor, Tensor, Tensor, Tensor], None]

@@ -15,10 +15,9 @@ from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.evaluate import check_bad_on_all_ranks
 from ddptrain.workloads.images.evaluate import evaluate as evaluate_model
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
-from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
-from ddptrain.workloads.images.model.saved_classifier import SavedConfig
+from ddptrain.workloads.images.model.build_model import PixelNormalizer
+from ddptrain.workloads.images.model.saved_classifier import SavedConfig, load_classifier
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.saved_model import load_checkpoint
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -34,7 +33,7 @@ def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
     """
     if ctx.inputs is None:
         raise UsageError("there are no images to evaluate on: start an evaluation with `ddptrain evaluate`")
-    model, config = _loaded(checkpoint.path)
+    model, config = load_classifier(checkpoint.path)
     everything = Manifest.read(ctx.inputs)
     classes = comparable_classes(everything.classes, _known_classes(checkpoint.compared))
     if missing := [name for name in classes if name not in config.classes]:
@@ -75,16 +74,6 @@ def class_outputs(classes: Sequence[str], config: SavedConfig) -> list[int]:
     """Return the model's output for each class; 0 for one that the model does not know: its images are left out."""
     output_of = dict(zip(config.classes, config.outputs, strict=True))
     return [output_of.get(name, 0) for name in classes]
-
-
-def _loaded(folder: Path) -> tuple[torch.nn.Module, SavedConfig]:
-    configs: list[SavedConfig] = []
-
-    def built(stored: object) -> torch.nn.Module:
-        configs.append(SavedConfig.restored(stored))
-        return build(configs[0].model_dump())
-
-    return load_checkpoint(folder, "images", built), configs[0]
 
 
 def _known_classes(compared: Mapping[str, Path]) -> list[list[str]]:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import UsageError
-from ddptrain.rank.context import PreemptedExit
+from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.data_shards import EpochProgress, plan_epoch
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.epoch_metrics import Meter
 from ddptrain.workloads.images.evaluate import check_bad_on_all_ranks, evaluate, share_buffers
-from ddptrain.workloads.images.loader.image_loader import Batch, ImageLoader
+from ddptrain.workloads.images.loader.batcher import Batch
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
 from ddptrain.workloads.images.model.initial_weights import begin_with_weights, built_model, described_model
 from ddptrain.workloads.images.optimizer import Schedule, highest_rate, make_optimizer
@@ -35,9 +36,6 @@ from ddptrain.workloads.images.predictions import (
     example_words,
     table_file,
 )
-
-if TYPE_CHECKING:
-    from ddptrain.rank.context import RankContext, Resumed
 
 # Newer versions of torch warn about the old name.
 _SYNC_BUFFERS = (
@@ -54,7 +52,7 @@ def train(ctx: RankContext, **params: Any) -> None:
         raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
     manifest = Manifest.read(ctx.inputs)
     location = manifest.location(settings)
-    accumulate = ctx.accumulate
+    accumulate = ctx.accumulate  # `prepare` sets it to 1
     ranks = (ctx.rank, ctx.world_size)
     with ImageLoader(manifest, location, settings, ctx.device, *ranks, _tell, accumulate=accumulate) as feeder:
         trainer = ImageTrainer(ctx, settings, manifest, feeder, accumulate)
@@ -140,9 +138,7 @@ class ImageTrainer:
     def train_epoch(self, epoch: int) -> None:
         """Takes the remaining steps of an epoch.
 
-        Raises:
-            FloatingPointError: the loss is not finite.
-            TooManyBadImages: more images are unreadable than params.max_bad_fraction allows.
+        Raises FloatingPointError if the loss is not finite, TooManyBadImages as params.max_bad_fraction says.
         """
         part, settings = self._part, self._settings
         if not part.is_resumed:
@@ -336,10 +332,9 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
 
 def _is_channels_last(model: nn.Module) -> bool:
     """Whether the weights of the convolutions are stored channels last."""
-    convolutions = [weight for weight in model.parameters() if weight.dim() == 4]
     return any(
-        weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
-        for weight in convolutions
+        weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+        for weight in model.parameters()
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.data import make_rows
 from ddptrain.workloads.petnames.held_out import read_names
-from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.model import CharacterModel
 from ddptrain.workloads.petnames.train import mean_nll
 from ddptrain.workloads.saved_model import load_checkpoint
 
@@ -20,8 +20,7 @@ def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
     """Return val/loss: nats for each character and stop of the names, for any architecture of the workload."""
     if ctx.inputs is None:
         raise UsageError("there are no names to evaluate on: start an evaluation with `ddptrain evaluate`")
-    model = load_checkpoint(checkpoint.path, "petnames", lambda saved: CharacterModel(ModelConfig.restored(saved)))
-    model.to(ctx.device)
+    model = load_checkpoint(checkpoint.path, "petnames", CharacterModel.restored).to(ctx.device)
     config = model.config
     rows = make_rows(read_names(ctx.inputs), config.context, config.window, ctx.device)
     n_done = 0

@@ -11,9 +11,9 @@ import torch
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, display, foreign_characters, normalise
-from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.model import CharacterModel
 from ddptrain.workloads.petnames.sampling import sample_names
-from ddptrain.workloads.saved_model import load_saved
+from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, load_checkpoint
 
 MAX_BATCH = 8192
 _ATTEMPTS_PER_NAME = 20  # bounds the run time of a model that repeats itself
@@ -50,8 +50,7 @@ def generate_names(
 
     Names of the run's training list (compared without case) are dropped and replaced, unless `keep_known` is set.
 
-    Raises:
-        UsageError: an argument is invalid, or the run has no usable checkpoint of the petnames workload.
+    Raises UsageError if an argument is invalid, or the run has no usable checkpoint of the petnames workload.
     """
     start = _checked_start(count, prefix, temperature)
     model, checkpoint = load_model(run_dir)
@@ -82,18 +81,15 @@ def generate_names(
 def load_model(run_dir: Path) -> tuple[CharacterModel, str]:
     """The model of the best (or else the latest) checkpoint, in evaluation mode on the CPU, and the checkpoint's name.
 
-    Raises:
-        UsageError: the run is of another workload, or has no readable checkpoint.
+    Raises UsageError if the run is of another workload, or has no readable checkpoint.
     """
-    return load_saved(run_dir, "petnames", "generate", lambda saved: CharacterModel(ModelConfig.restored(saved)))
+    check_workload(run_dir, "petnames", "generate")
+    folder = checkpoint_folder(run_dir)
+    return load_checkpoint(folder, "petnames", CharacterModel.restored), folder.name
 
 
 def known_names(run_dir: Path) -> set[str]:
-    """All names of the run's list, both training and held-out names, normalised.
-
-    Raises:
-        UsageError: the run has no list of names.
-    """
+    """All names of the run's list, both training and held-out names, normalised. Raises UsageError if it has none."""
     path = run_dir / "artifacts" / "names.json"
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from typing import Any
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.workloads.held_out import HeldOut, digest_of
-from ddptrain.workloads.petnames.names import chosen_names, clean_names
+from ddptrain.workloads.petnames.names import clean_names, load_names
 from ddptrain.workloads.petnames.params import PetnamesParams
 
 NAMES_FILE = "names.json"  # in artifacts/ of a run, and in the inputs of an evaluation
@@ -54,11 +54,10 @@ def read_names(folder: Path) -> list[str]:
 
 def _names_of_source(request: Mapping[str, Any]) -> list[str]:
     params = PetnamesParams.model_validate_json(json.dumps(request["params"]), strict=True)
-    is_same_kind = request["data"] == params.names
     changed: dict[str, object] = {"names": request["data"], "unique": True}
-    if not is_same_kind:
+    if request["data"] != params.names:
         changed["names_format"] = "auto"
-    return _clean(chosen_names(params.model_copy(update=changed)).names)
+    return _clean(load_names(params.model_copy(update=changed)).names)
 
 
 def _clean(entries: Sequence[object]) -> list[str]:

@@ -42,11 +42,7 @@ class ModelConfig:
 
     @classmethod
     def restored(cls, stored: Any) -> ModelConfig:
-        """The architecture in a checkpoint.
-
-        Raises:
-            UsageError: it is not one of a pet-name model, or has another alphabet.
-        """
+        """The architecture in a checkpoint. Raises UsageError if it is not one of a pet-name model over SYMBOLS."""
         try:
             config = cls(**stored)
         except TypeError as error:
@@ -78,6 +74,11 @@ class CharacterModel(nn.Module):
         )
         self.output_dropout = nn.Dropout(config.output_dropout)
         self.linear = nn.Linear(config.hidden_size, len(SYMBOLS))
+
+    @classmethod
+    def restored(cls, stored: Any) -> CharacterModel:
+        """The model of the architecture in a checkpoint. Raises UsageError as ModelConfig.restored does."""
+        return cls(ModelConfig.restored(stored))
 
     def forward(self, symbols: Tensor) -> Tensor:
         """Logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows.

@@ -15,16 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zipfile import BadZipFile
 
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.store import Limits, StoreError, fetch_chunks
 from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
-
-if TYPE_CHECKING:
-    from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.params import PetnamesParams
 
 _LIMITS = Limits(timeout_s=300.0, retries=2)
 _DEADLINE_S = 600.0  # for the whole source; the limit of the store is for one request, and a large file takes many
@@ -67,44 +65,23 @@ class Split:
 
 def check(params: Mapping[str, object], folder: Path, tell: Callable[[str], None]) -> None:
     """Checks before any rank starts that a rank on this host can read and split the names. Raises UsageError."""
-    from ddptrain.workloads.petnames.params import PetnamesParams
-
     settings = PetnamesParams.model_validate_json(json.dumps(params), strict=True)
-    split_names(chosen_names(settings).names, settings.val_fraction, settings.seed)
+    split_names(load_names(settings).names, settings.val_fraction, settings.seed)
 
 
-def chosen_names(settings: PetnamesParams) -> CleanNames:
-    """Reads and cleans the names that the parameters select. Raises UsageError."""
-    return load_names(
-        settings.names,
-        names_format=settings.names_format,
-        column=settings.names_column,
-        options=settings.names_options,
-        unique=settings.unique,
-        max_length=settings.max_name_length,
-    )
+def load_names(settings: PetnamesParams) -> CleanNames:
+    """Reads and cleans the names that the parameters select. A path is relative to the working directory.
 
-
-def load_names(
-    source: str,
-    *,
-    names_format: str = "auto",
-    column: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    unique: bool = True,
-    max_length: int = 64,
-) -> CleanNames:
-    """Reads and cleans the names of `source`: "builtin", a path relative to the working directory, or a URL.
-
-    Raises:
-        UsageError: the source can't be read, has the wrong format, or contains no usable name.
+    Raises UsageError if the source can't be read, has the wrong format, or contains no usable name.
     """
+    source = settings.names
     if source == "builtin":
-        entries: Sequence[object] = _builtin().splitlines()
+        file = importlib.resources.files(__package__).joinpath("names.txt")
+        entries: Sequence[object] = file.read_text(encoding="utf-8").splitlines()
     else:
-        kind = _format_of(source, names_format)
-        entries = _parse(_read(source, options or {}), kind, column, source)
-    clean = clean_names(entries, unique=unique, max_length=max_length)
+        kind = _format_of(source, settings.names_format)
+        entries = _parse(_read(source, settings.names_options), kind, settings.names_column, source)
+    clean = clean_names(entries, unique=settings.unique, max_length=settings.max_name_length)
     if not clean.names:
         raise UsageError(f"no usable name: {clean.report(source)}; give params.names a list of pet names")
     return clean
@@ -157,10 +134,6 @@ def _left_out(names: Sequence[str], why: str) -> str:
         return ""
     examples = ", ".join(ascii(name[:40]) for name, _ in Counter(names).most_common(_EXAMPLES))
     return f"{len(names):,} {why} (such as {examples})"
-
-
-def _builtin() -> str:
-    return importlib.resources.files(__package__).joinpath("names.txt").read_text(encoding="utf-8")
 
 
 def _format_of(source: str, names_format: str) -> str:

@@ -7,8 +7,6 @@ once per distinct beginning. Names that have ended are no longer computed.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,8 @@ def sample_names(
 
     None stands for a name that did not end within `longest` characters.
     """
-    reader: _Reader = _WindowReader(model, count) if model.config.context == "window" else _FullReader(model, count)
+    is_windowed = model.config.context == "window"
+    reader: _WindowReader | _FullReader = _WindowReader(model, count) if is_windowed else _FullReader(model, count)
     first = torch.tensor([BLANK_ID, *encode(start)])
     for symbol in first:
         logits, node = reader.read(symbol.expand(count))
@@ -50,18 +49,12 @@ def sample_names(
     return [_text(row) for row in names.tolist()]
 
 
-class _Reader(Protocol):
-    """Reads many names in parallel, one symbol of each at a time."""
-
-    def read(self, symbols: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads the next symbol of each name, [n]; returns logits [distinct, 31] and, per name, its row in them."""
-
-    def keep(self, going: Tensor) -> None:
-        """Drops the names for which `going` is false."""
-
-
 class _FullReader:
-    """Carries the state of the LSTM from symbol to symbol."""
+    """Reads many names in parallel, one symbol of each at a time: carries the state of the LSTM from symbol to symbol.
+
+    `read` takes the next symbol of each name, [n], and returns logits [distinct, 31] and, per name, its row in them.
+    `keep` drops the names for which `going` is false.
+    """
 
     def __init__(self, model: CharacterModel, count: int) -> None:
         self._model = model
@@ -77,7 +70,7 @@ class _FullReader:
 
 
 class _WindowReader:
-    """Reads the last symbols of each name again for every prediction."""
+    """As _FullReader, but reads the last symbols of each name again for every prediction."""
 
     def __init__(self, model: CharacterModel, count: int) -> None:
         self._model = model

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +21,12 @@ from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.protocol.starting_weights import weights_in
 from ddptrain.workloads.data_shards import EpochProgress, RankShare
+from ddptrain.workloads.petnames.alphabet import display
 from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch
-from ddptrain.workloads.petnames.examples import log_generated_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
-from ddptrain.workloads.petnames.names import Split, chosen_names, split_names
+from ddptrain.workloads.petnames.names import Split, load_names, split_names
 from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.sampling import sample_names
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed
@@ -33,6 +35,8 @@ _CPU_MICROBATCH = 512  # rows whose activations fit into the caches of a core
 _VALIDATION_ROWS = 1024  # of one forward pass
 _RISE = 0.3  # one_cycle: share of the run in which the rate rises (Smith and Topin, 2017: super-convergence)
 _START = 0.04  # one_cycle: rate of the first step relative to the highest
+_LONGEST_EXAMPLE = 20  # characters: a model that has learned little ends few names, and reading them takes long
+_TEMPERATURE = 0.8  # of the examples, as `ddptrain generate` has it
 
 
 def train(ctx: RankContext, **params: Any) -> None:
@@ -48,7 +52,7 @@ def train(ctx: RankContext, **params: Any) -> None:
     if settings.weights is not None:
         _begin_with_weights(ctx, model, settings.weights)
     optimizer = AdamW(model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
-    accumulate = ctx.accumulate
+    accumulate = ctx.accumulate  # `prepare` sets it to 1
     ddp = _distributed(ctx, model, rows)
     resumed = ctx.resume(model=model, optimizer=optimizer)
     trainer = NamesTrainer(ctx, settings, rows, ddp, optimizer, resumed, accumulate)
@@ -64,8 +68,8 @@ def train(ctx: RankContext, **params: Any) -> None:
         if held_out is not None:
             with ctx.timed("evaluation"):
                 metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size, trainer.report)
-        if held_out is not None and ctx.rank == 0:
-            ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
+            if ctx.rank == 0:
+                ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {trainer.unit}/s", flush=True)
         trainer.save(epoch, metrics, last=epoch == settings.epochs)
@@ -93,11 +97,7 @@ class NamesTrainer:
         resumed: Resumed | None,
         accumulate: int = 1,
     ) -> None:
-        self._ctx = ctx
-        self._settings = settings
-        self._rows = rows
-        self._model = model
-        self._optimizer = optimizer
+        self._ctx, self._settings, self._rows, self._model, self._optimizer = ctx, settings, rows, model, optimizer
         self._step_rows = settings.batch_size * accumulate
         self._microbatch = _microbatch_rows(settings, ctx.device, accumulate)
         self._model_config = model.module.config.plain()
@@ -125,8 +125,7 @@ class NamesTrainer:
     def train_epoch(self, epoch: int) -> float:
         """Takes the remaining steps of an epoch; returns the mean loss, in nats, over this rank's own targets.
 
-        Raises:
-            FloatingPointError: the loss is not finite.
+        Raises FloatingPointError if the loss is not finite.
         """
         if not self._part.is_resumed:
             torch.manual_seed(hash((self._settings.seed, epoch, self._ctx.rank)))  # dropout, independent of before
@@ -214,7 +213,7 @@ class NamesTrainer:
 
 def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
     """Reads and splits the names, equally on all ranks; rank 0 prints a summary and saves the names for `generate`."""
-    clean = chosen_names(settings)
+    clean = load_names(settings)
     split = split_names(clean.names, settings.val_fraction, settings.seed)
     if ctx.rank == 0:
         print(clean.report(settings.names), flush=True)
@@ -275,6 +274,21 @@ def _microbatch_rows(settings: PetnamesParams, device: torch.device, accumulate:
     chosen = settings.loss_microbatch
     rows = (_CPU_MICROBATCH if device.type == "cpu" else 0) if chosen == "auto" else chosen
     return rows if accumulate == 1 else min(rows or settings.batch_size, settings.batch_size)
+
+
+def log_generated_names(
+    ctx: RankContext, model: CharacterModel, known: Iterable[str], count: int, seed: int, step: int
+) -> None:
+    """Log the table generated_names: the distinct names among `count` tries, and whether they are in `known`.
+
+    The random state of the training is not used, and the model stays as it is. Raises OSError as ctx.log_table does.
+    """
+    reader = copy.deepcopy(model).cpu().eval()
+    draw = torch.Generator().manual_seed(seed)
+    written = sample_names(reader, count, "", _TEMPERATURE, draw, _LONGEST_EXAMPLE)
+    data = set(known)
+    rows = [(display(name), name in data) for name in dict.fromkeys(written) if name and name.strip()]
+    ctx.log_table("generated_names", ("name", "is_known"), rows, step=step)
 
 
 @torch.inference_mode()

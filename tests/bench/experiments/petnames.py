@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.workloads.petnames.names import load_names
+from ddptrain.workloads.petnames.params import PetnamesParams
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.stage import REPOSITORY, BenchError, Stage
 
@@ -28,7 +29,7 @@ def source_of_names() -> str:
 
 def take_names(windows: int) -> list[str]:
     """Names with as many windows, or a few less, as asked for; a name has one for each character and one more."""
-    clean = load_names(str(_REAL_NAMES) if _REAL_NAMES.exists() else "builtin")
+    clean = load_names(PetnamesParams(names=str(_REAL_NAMES) if _REAL_NAMES.exists() else "builtin"))
     names: list[str] = []
     for name in itertools.cycle(clean.names):
         windows -= len(name) + 1

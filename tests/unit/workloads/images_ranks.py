@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.images import train as workload
-from ddptrain.workloads.images.loader.image_loader import Batch
+from ddptrain.workloads.images.loader.batcher import Batch
 from tests.unit.specs import make_spec
 from tests.unit.workloads.petnames_ranks import WatchedContext, join, run_groups
 

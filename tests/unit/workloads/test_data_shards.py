@@ -48,7 +48,13 @@ def test_images_are_validated_in_order(world_size: int) -> None:
     assert [sorted(step) for step in steps] == [
         list(part.numpy()) for part in torch.arange(20).tensor_split(len(steps))
     ]
+    assert len(steps) == {1: 10, 3: 4}[world_size]
     assert plan_validation(0, 2, world_size, 0) == []
+
+
+def test_plan_of_an_epoch_stays_as_runs_that_are_resumed_have_begun_it() -> None:
+    plans = [[share.index.tolist() for share in plan_epoch(7, 2, 2, rank, 3, 5)] for rank in (0, 1)]
+    assert plans == [[[6, 3], [2, 4]], [[5, 1], [0]]]
 
 
 def test_progress_in_an_epoch_continues_with_the_same_ranks_and_begins_again_with_others() -> None:

@@ -88,6 +88,118 @@ def test_weights_are_exported_with_what_they_need(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == own.keys()
 
 
+@pytest.mark.parametrize(
+    ("context", "shape", "scores", "content"),
+    [
+        ("window", ["batch", 8], ["batch", 1, 31], "the last 8 symbols, with blanks before the first character"),
+        (
+            "full",
+            ["batch", 65],
+            ["batch", 65, 31],
+            "a blank, then the name, then any symbols: an output depends only on the symbols up to its position",
+        ),
+    ],
+)
+def test_description_of_a_model_of_names(
+    context: str, shape: list[object], scores: list[object], content: str, tmp_path: Path
+) -> None:
+    found = exported(petnames(tmp_path / "run", context), "petnames")
+    architecture = found.about["architecture"]
+    assert found.about == {
+        "workload": "petnames",
+        "input": {"name": "symbols", "dtype": "uint8", "shape": shape, "content": content},
+        "output": {
+            "name": "scores",
+            "dtype": "float32",
+            "shape": scores,
+            "content": "of each next symbol",
+            "softmax": False,
+        },
+        "alphabet": {"symbols": "*+abcdefghijklmnopqrstuvwxyz-. ", "blank": "*", "stop": "+"},
+        "architecture": architecture,
+    }
+    assert (architecture["context"], architecture["hidden_size"], architecture["layers"]) == (context, 8, 2)
+    assert found.strict and found.example is not None
+    assert (found.example.shape, found.example.dtype) == ((2, shape[1]), torch.uint8) and found.example.max() <= 30
+
+
+def test_description_of_a_classifier_and_of_its_weights_alone(tmp_path: Path) -> None:
+    found = exported(images(tmp_path / "run"), "images")
+    image = {"name": "images", "dtype": "uint8", "shape": ["batch", 3, 16, 16], "channels": "RGB, 0 to 255"}
+    assert found.about == {
+        "workload": "images",
+        "input": image,
+        "output": {"name": "scores", "dtype": "float32", "shape": ["batch", 3], "softmax": False},
+        "outputs": ["blue", "green", "red"],
+        "preprocessing": {
+            "crop": "the square in the centre whose side is 0.875 of the shorter side",
+            "resize": [16, 16],
+            "interpolation": "bilinear, antialiased",
+            "normalisation": {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "of": "pixels / 255"},
+        },
+        "architecture": {"name": "small_cnn", "options": {}, "n_outputs": 3},
+    }
+    assert found.example is not None and found.example.shape == (2, 3, 16, 16) and not found.strict
+    assert found.module is not None and not found.module.training
+    weights = export._of_weights(found.about)
+    assert weights["input"] == {**image, "dtype": "float32", "channels": "RGB, normalised: see preprocessing"}
+    assert found.about["input"] == image and weights["output"] == found.about["output"]
+    assert export._of_weights({"workload": "petnames", "input": image}) == {"workload": "petnames", "input": image}
+
+
+@pytest.mark.parametrize(
+    ("form", "loading"),
+    [
+        ("torch-export", 'model = torch.export.load("model.pt2").module()\nscores = model(symbols)'),
+        (
+            "onnx",
+            'session = onnxruntime.InferenceSession("model.onnx")\nscores, = session.run(None, {"symbols": symbols})',
+        ),
+    ],
+)
+def test_readme_says_how_the_model_is_loaded(form: str, loading: str) -> None:
+    about = {
+        "run_id": "r-1",
+        "input": {"name": "symbols", "dtype": "uint8", "shape": ["batch", 8]},
+        "output": {"name": "scores", "dtype": "float32", "shape": ["batch", 1, 31]},
+    }
+    assert export._readme(about, form) == (
+        f"# r-1\n\n```python\n{loading}\n```\n\n"
+        "- input: `symbols`, uint8 [batch, 8]; the batch has any size\n"
+        "- output: `scores`, float32 [batch, 1, 31]; the batch has any size\n\n"
+        "`model.json` has all details: where the model comes from, its outputs, what its input must be.\n"
+    )
+    text = export._readme({"model": "pets", "run_id": "r-1"}, "safetensors")
+    assert text.startswith(
+        '# pets\n\n```python\nweights = safetensors.torch.load_file("model.safetensors")  # a tensor'
+    )
+    assert "input:" not in text and "output:" not in text
+
+
+def test_description_names_the_source_the_form_and_each_file(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"hello")
+    image = {"name": "images", "dtype": "uint8", "shape": ["batch", 3]}
+    export._describe(
+        tmp_path, export.Exported({"workload": "images", "input": image}), "onnx", {"model": "é", "version": 3}
+    )
+    text = (tmp_path / "model.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {
+        "model": "é",
+        "version": 3,
+        "format": "onnx",
+        "torch": torch.__version__,
+        "files": {
+            "model.onnx": {
+                "size_bytes": 5,
+                "sha256": "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824",
+            }
+        },
+        "workload": "images",
+        "input": image,
+    }
+    assert text.startswith('{\n  "model": "é",') and text.endswith("}\n")
+
+
 def test_model_of_a_function_is_exported_as_weights_only(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
     checkpoint.mkdir(parents=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.held_out import FILE
+from ddptrain.workloads.held_out import FILE, digest_of
 from ddptrain.workloads.images.data import held_out as images
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.evaluate_checkpoint import class_outputs, comparable_classes
@@ -39,9 +39,16 @@ def run_with_names(folder: Path, held_out: Any) -> Path:
 
 def prepared(module: Any, folder: Path, **request: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    module.prepare({"params": {}, "run": "", "data": None, **request}, folder, lambda _: None)
+    lines: list[str] = []
+    module.prepare({"params": {}, "run": "", "data": None, **request}, folder, lines.append)
     told: dict[str, Any] = json.loads((folder / FILE).read_bytes())
+    assert lines[-1].startswith(f"{told['n']} {told['noun']} ") and lines[-1].endswith(" to evaluate on")
     return told
+
+
+def test_digest_does_not_depend_on_the_order_of_keys() -> None:
+    expected = "d8497d9d82770a70729261095aa98f7ef5154d7af499f8037b6ca250296785a6"
+    assert digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}) == expected
 
 
 # --- Names ---
@@ -60,6 +67,22 @@ def test_names_of_another_source_are_all_used(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("Rex\nLuna\nRex\n")
     told = prepared(names, tmp_path / "a", data=str(tmp_path / "own.txt"), params={"names_format": "csv"})
     assert told["n"] == 2 and names.read_names(tmp_path / "a") == ["luna", "rex"]
+
+
+def test_names_of_the_source_of_the_training_have_its_format_and_any_usual_length(tmp_path: Path) -> None:
+    long = "a" * 1000
+    (tmp_path / "own.data").write_text(f"pet\nRex\n{long}\nLuna\nRex\n{long}b")
+    params = {
+        "names": str(tmp_path / "own.data"),
+        "names_format": "csv",
+        "names_column": "pet",
+        "unique": False,
+        "max_name_length": 1000,
+    }
+    told = prepared(names, tmp_path / "a", data=params["names"], params=params)
+    assert told["n"] == 3 and names.read_names(tmp_path / "a") == [long, "luna", "rex"]
+    with pytest.raises(UsageError, match="can't recognise the format"):
+        prepared(names, tmp_path / "b", data=params["names"], params={**params, "names": "builtin"})
 
 
 @pytest.mark.parametrize(
@@ -106,6 +129,26 @@ def test_other_folder_is_used_as_a_whole_whatever_the_params_select(tmp_path: Pa
     assert manifest.train == () and len(manifest.val) == 5
     settings = images.evaluated_params(ImagesParams(source="/elsewhere"), str(tmp_path / "own"))
     assert manifest.location(settings).url == str(tmp_path / "own")
+
+
+def test_val_folder_of_a_split_source_is_evaluated_on(tmp_path: Path) -> None:
+    for part, count in (("train", 3), ("val", 2)):
+        for name in ("blue", "red"):
+            (tmp_path / "own" / part / name).mkdir(parents=True)
+            for number in range(count):
+                (tmp_path / "own" / part / name / f"{number}.png").write_bytes(picture(name))
+    params = {"val_source": "/elsewhere", "source": "/nowhere"}
+    told = prepared(images, tmp_path / "a", data=str(tmp_path / "own"), params=params)
+    assert told["n"] == 4
+    kept = images.evaluated_only(Manifest.read(tmp_path / "a"))
+    assert {kept.keys[index].partition("/")[0] for index in kept.val} == {"val"}
+
+
+def test_params_of_the_training_are_used_for_its_own_images() -> None:
+    params = ImagesParams(source="/a", val_source="/b", seed=3)
+    assert images.evaluated_params(params, None) is params
+    changed = images.evaluated_params(params, "/c")
+    assert (changed.source, changed.val_source, changed.seed) == ("/c", None, 3)
 
 
 def test_run_without_held_out_images_is_an_error(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.workloads.petnames.alphabet import decode
-from ddptrain.workloads.petnames.data import make_rows, plan_epoch
+from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch
 from ddptrain.workloads.petnames.names import load_names
+from ddptrain.workloads.petnames.params import PetnamesParams
 
 CPU = torch.device("cpu")
-NAMES = load_names("builtin").names[::20]
+NAMES = load_names(PetnamesParams()).names[::20]
 
 
 def test_windows_hold_the_symbols_before_each_character_and_the_stop() -> None:
@@ -101,8 +102,21 @@ def test_parts_hold_a_share_in_order_and_are_no_larger_than_asked(most_rows: int
     assert all(1 <= len(part) <= most_rows for part in parts)
 
 
+def test_part_ends_with_a_length_once_it_has_a_quarter_of_the_rows() -> None:
+    lengths = torch.tensor([1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4, 5])
+    rows = Rows(torch.zeros(13, 6, dtype=torch.uint8), lengths, lengths, "full")
+    assert [len(part) for part in rows.parts(torch.arange(13), 8)] == [2, 4, 5, 2]
+    assert [len(part) for part in rows.parts(torch.arange(3), 12)] == [3]
+
+
+def test_plan_of_an_epoch_stays_as_runs_that_are_resumed_have_begun_it() -> None:
+    rows = make_rows([chr(97 + n) * (1 + n % 5) for n in range(20)], "full", 8, CPU)
+    (order,) = zip(*(share.index.tolist() for share in plan_epoch(rows, 1, 1, 0, 2, 3)), strict=True)
+    assert order == (19, 3, 0, 4, 9, 12, 16, 14, 5, 17, 11, 15, 2, 8, 13, 6, 1, 18, 7, 10)
+
+
 def test_batches_of_names_need_little_padding() -> None:
-    names = load_names("builtin").names
+    names = load_names(PetnamesParams()).names
     rows = make_rows(names, "full", 8, CPU)
     read = sum(rows.batch(share.index)[0].numel() for share in plan_epoch(rows, 64, 1, 0, 0, 1))
     assert read < 1.3 * int(rows.n_targets.sum())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.petnames import examples
+from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.alphabet import STOP_ID, encode
 from ddptrain.workloads.petnames.generate import _NameFilter, generate_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
@@ -96,10 +96,10 @@ def test_a_name_that_never_ends_is_given_up(tmp_path: Path) -> None:
 def test_examples_of_a_run_are_a_table_of_distinct_names(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[Any, ...]] = []
     ctx = SimpleNamespace(log_table=lambda *args, step: logged.append((*args, step)))
-    monkeypatch.setattr(examples, "sample_names", lambda *_: ["rex", None, "mo b", "rex", " "])
+    monkeypatch.setattr(workload, "sample_names", lambda *_: ["rex", None, "mo b", "rex", " "])
     model = untrained("full").train()
     before = torch.get_rng_state()
-    examples.log_generated_names(cast("RankContext", ctx), model, {"rex"}, 5, 1, 7)
+    workload.log_generated_names(cast("RankContext", ctx), model, {"rex"}, 5, 1, 7)
     assert logged == [("generated_names", ("name", "is_known"), [("Rex", True), ("Mo B", False)], 7)]
     assert model.training and torch.equal(torch.get_rng_state(), before)
 

@@ -11,6 +11,7 @@ from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames import names as source_of_names
 from ddptrain.workloads.petnames.alphabet import SYMBOLS, decode, display, encode, foreign_characters, normalise
 from ddptrain.workloads.petnames.names import check, clean_names, load_names, split_names
+from ddptrain.workloads.petnames.params import PetnamesParams
 
 SEATTLE = Path(__file__).parents[4] / "shared" / "data" / "seattle_pet_names.json"
 
@@ -34,7 +35,7 @@ def test_names_are_shown_as_people_write_them() -> None:
 
 
 def test_builtin_list_is_large_clean_and_without_repeats() -> None:
-    clean = load_names("builtin")
+    clean = load_names(PetnamesParams())
     assert len(clean.names) >= 1200
     assert len(clean.names) == clean.n_source
 
@@ -61,33 +62,28 @@ def test_repeats_stay_when_asked_for() -> None:
     ("file_name", "content", "options"),
     [
         ("names.json", '["Luna", "Max"]', {}),
-        ("names.json", '[{"pet": "Luna", "age": 1}, {"pet": "Max"}]', {"column": "pet"}),
+        ("names.json", '[{"pet": "Luna", "age": 1}, {"pet": "Max"}]', {"names_column": "pet"}),
         ("names.txt", "Luna\r\nMax\n\n", {}),
-        ("names.csv", '\ufeffpet,age\r\n"Luna",3\r\nMax,\r\n', {"column": "pet"}),
+        ("names.csv", '\ufeffpet,age\r\n"Luna",3\r\nMax,\r\n', {"names_column": "pet"}),
         ("names.data", "Luna\nMax", {"names_format": "text"}),
     ],
 )
 def test_each_format_is_read(tmp_path: Path, file_name: str, content: str, options: dict[str, str]) -> None:
     path = tmp_path / file_name
     path.write_text(content, encoding="utf-8")
-    assert load_names(
-        str(path), names_format=options.get("names_format", "auto"), column=options.get("column")
-    ).names == (
-        "luna",
-        "max",
-    )
+    assert load_names(PetnamesParams.model_validate({"names": str(path), **options})).names == ("luna", "max")
 
 
 def test_relative_paths_start_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "names.txt").write_text("luna")
     monkeypatch.chdir(tmp_path)
-    assert load_names("names.txt").names == ("luna",)
+    assert load_names(PetnamesParams(names="names.txt")).names == ("luna",)
 
 
 def test_compressed_lists_and_urls_are_read(tmp_path: Path) -> None:
     path = tmp_path / "names.json.gz"
     path.write_bytes(gzip.compress(b'["luna"]'))
-    assert load_names(f"file://{path}").names == ("luna",)
+    assert load_names(PetnamesParams(names=f"file://{path}")).names == ("luna",)
 
 
 def test_other_file_systems_take_their_options() -> None:
@@ -95,7 +91,8 @@ def test_other_file_systems_take_their_options() -> None:
 
     with fsspec.open("memory://bucket/names.txt", "w") as file:
         file.write("luna")
-    assert load_names("memory://bucket/names.txt", options={"skip_instance_cache": True}).names == ("luna",)
+    settings = PetnamesParams(names="memory://bucket/names.txt", names_options={"skip_instance_cache": True})
+    assert load_names(settings).names == ("luna",)
 
 
 def test_source_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,12 +128,12 @@ def test_an_unusable_source_says_what_is_wrong(
     path = tmp_path / file_name
     path.write_text(content)
     with pytest.raises(UsageError, match=message):
-        load_names(str(path), column=column)
+        load_names(PetnamesParams(names=str(path), names_column=column))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"can't read params.names .*none.txt.* does not exist; .*working directory"):
-        load_names(str(tmp_path / "none.txt"))
+        load_names(PetnamesParams(names=str(tmp_path / "none.txt")))
 
 
 @pytest.mark.parametrize(
@@ -169,18 +166,18 @@ def test_names_that_do_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_unknown_protocol_is_named() -> None:
     with pytest.raises(UsageError, match=r"can't read params.names 'nosuch://x/names.txt'"):
-        load_names("nosuch://x/names.txt")
+        load_names(PetnamesParams(names="nosuch://x/names.txt"))
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_bytes(b"luna\n\xff")
     with pytest.raises(UsageError, match=r"not UTF-8 text \(byte 5\)"):
-        load_names(str(tmp_path / "names.txt"))
+        load_names(PetnamesParams(names=str(tmp_path / "names.txt")))
 
 
 def test_a_password_in_a_url_is_not_repeated() -> None:
     with pytest.raises(UsageError) as caught:
-        load_names("nosuch://me:hunter2@host/names.txt?token=hunter2")
+        load_names(PetnamesParams(names="nosuch://me:hunter2@host/names.txt?token=hunter2"))
     assert "hunter2" not in str(caught.value)
 
 
@@ -193,7 +190,7 @@ def test_no_held_out_name_is_trained_on(names: list[str], seed: int) -> None:
 
 
 def test_the_split_depends_on_the_seed_but_not_on_the_order() -> None:
-    names = load_names("builtin").names
+    names = load_names(PetnamesParams()).names
     split = split_names(names, 0.1, 1)
     assert set(split_names(names[::-1], 0.1, 1).held_out) == set(split.held_out)
     assert set(split_names(names, 0.1, 2).held_out) != set(split.held_out)
@@ -211,7 +208,7 @@ def test_holding_out_the_only_name_is_refused() -> None:
 
 @pytest.mark.skipif(not SEATTLE.exists(), reason=f"the Seattle names are not at {SEATTLE}")
 def test_real_licence_data_loads_and_cleans() -> None:
-    clean = load_names(str(SEATTLE))
+    clean = load_names(PetnamesParams(names=str(SEATTLE)))
     assert clean.n_source == len(json.loads(SEATTLE.read_text())) == 54_780
     assert len(clean.names) == 13_983
     assert clean.n_repeated == 54_780 - 13_983

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from ddptrain.workloads.petnames.data import make_rows
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig, summed_nll
 from ddptrain.workloads.petnames.names import load_names, split_names
+from ddptrain.workloads.petnames.params import PetnamesParams
 from ddptrain.workloads.petnames.train import _VALIDATION_ROWS
 from tests.unit.workloads.petnames_ranks import run_ranks
 
@@ -49,7 +50,7 @@ def cases(names: str, few_names: str) -> list[dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case, run by real gloo groups of 1, 2 and 3 ranks."""
     root = tmp_path_factory.mktemp("ranks")
-    some = load_names("builtin").names[::60]
+    some = load_names(PetnamesParams()).names[::60]
     (root / "names.txt").write_text("\n".join(some))
     (root / "few.txt").write_text("\n".join(some[:4]))
     (root / "cases.json").write_text(json.dumps(cases(str(root / "names.txt"), str(root / "few.txt"))))
@@ -68,7 +69,7 @@ def weights_of(runs: Path, world_size: int, case: int) -> dict[str, torch.Tensor
 
 def row_count(runs: Path, case: int) -> int:
     params = json.loads((runs / "cases.json").read_text())[case]["params"]
-    train = split_names(load_names(params["names"]).names, params["val_fraction"], 0).train
+    train = split_names(load_names(PetnamesParams(names=params["names"])).names, params["val_fraction"], 0).train
     return len(make_rows(train, params["context"], 8, torch.device("cpu")))
 
 
@@ -106,10 +107,9 @@ def test_gradients_do_not_depend_on_the_number_of_ranks_nor_on_micro_batches(
 def retrained(params: dict[str, Any], world_size: int) -> dict[str, torch.Tensor]:
     """The plain loop: one process, whole global batches, the mean over their targets."""
     from ddptrain.workloads.petnames.data import plan_epoch
-    from ddptrain.workloads.petnames.params import PetnamesParams
 
     settings = PetnamesParams(**params)
-    train = split_names(load_names(settings.names).names, settings.val_fraction, 0).train
+    train = split_names(load_names(settings).names, settings.val_fraction, 0).train
     rows = make_rows(train, settings.context, settings.window, torch.device("cpu"))
     torch.manual_seed(0)
     model = CharacterModel(ModelConfig.of(settings))
@@ -157,7 +157,7 @@ def losses(rank: dict[str, Any]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("case", [WINDOW, FULL])
 def test_val_loss_is_the_mean_over_every_symbol_of_the_held_out_names(runs: Path, world_size: int, case: int) -> None:
     params = json.loads((runs / "cases.json").read_text())[case]["params"]
-    held_out = split_names(load_names(params["names"]).names, params["val_fraction"], 0).held_out
+    held_out = split_names(load_names(PetnamesParams(names=params["names"])).names, params["val_fraction"], 0).held_out
     state = torch.load(runs / f"world-{world_size}/case-{case}/checkpoint/state.pt", weights_only=True)
     model = CharacterModel(ModelConfig.restored(state["extra"]["model_config"])).eval()
     model.load_state_dict(weights_of(runs, world_size, case))

@@ -11,7 +11,17 @@ import torch
 from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, load_checkpoint, with_module_versions
+from ddptrain.workloads import saved_model
+from ddptrain.workloads.images.model.build_model import build as build_model
+from ddptrain.workloads.saved_model import (
+    check_workload,
+    checkpoint_folder,
+    load_checkpoint,
+    load_trained,
+    with_module_versions,
+)
+from tests.unit.workloads.images_runs import description, make_run
+from tests.unit.workloads.test_petnames_generate import save_checkpoint, untrained
 
 
 @pytest.fixture
@@ -68,6 +78,36 @@ def test_weights_get_the_versions_of_the_models_modules() -> None:
     assert list(weights) == list(model.state_dict())
 
 
+def test_trained_model_of_a_built_in_workload_is_loaded_in_eval_mode(tmp_path: Path) -> None:
+    names, images = untrained("full"), build_model(description())
+    save_checkpoint(tmp_path / "names", names)
+    (tmp_path / "names" / "run.json").write_text('{"workload": "petnames"}')
+    make_run(tmp_path / "images", description(), (1, 0.5, images))
+    for workload, model in (("petnames", names), ("images", images)):
+        found = load_trained(tmp_path / workload.removeprefix("pet"), workload)
+        assert type(found) is type(model) and not found.training
+        assert all(torch.equal(value, found.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("is_sharded", "how"),
+    [
+        (False, "load the weights of {}/model.safetensors there"),
+        (True, "write the weights of {} into one file with `ddptrain results consolidate`, and load them there"),
+    ],
+)
+def test_model_of_users_own_code_is_not_loaded(
+    is_sharded: bool, how: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run_dir / "checkpoints" / "step-4"
+    monkeypatch.setattr(saved_model, "is_sharded_checkpoint", lambda path: is_sharded and path == folder)
+    with pytest.raises(UsageError) as refused:
+        load_trained(run_dir, "mine:main")
+    assert str(refused.value) == (
+        f"only the code of mine:main can build its model: {how.format(folder)} with safetensors.torch.load_file"
+    )
+
+
 def build(saved: dict[str, int]) -> torch.nn.Module:
     return torch.nn.Linear(saved["size"], 1)
 
@@ -92,6 +132,14 @@ def test_intact_checkpoint_is_loaded_also_without_a_manifest(checkpoint: Path) -
     assert load_checkpoint(checkpoint, "petnames", build)(torch.tensor([2.0])).item() == 6.5
     (checkpoint / "checkpoint.json").unlink()
     assert load_checkpoint(checkpoint, "petnames", build)(torch.tensor([2.0])).item() == 6.5
+
+
+def test_reason_of_a_workload_against_a_checkpoint_is_told_as_it_is(checkpoint: Path) -> None:
+    def refuse(saved: dict[str, int]) -> torch.nn.Module:
+        raise UsageError(f"no model of size {saved['size']}")
+
+    with pytest.raises(UsageError, match=r"^no model of size 1$"):
+        load_checkpoint(checkpoint, "petnames", refuse)
 
 
 def test_checkpoint_with_a_changed_bit_is_refused(checkpoint: Path) -> None:

@@ -18,7 +18,8 @@ from ddptrain.storage.store import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
 from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect, is_split_folder
 from ddptrain.workloads.images.data.split import sample, split
-from ddptrain.workloads.images.model.preflight import check_weights, checked_labels, is_weights_name
+from ddptrain.workloads.images.model.labels import matches
+from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
 from ddptrain.workloads.images.params import ImagesParams
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -68,7 +69,7 @@ class SourceListing:
         """The files that are left out, for a message; "" if there are none."""
         others = sum(self.suffixes.values())
         parts = [
-            f"{counted(others, 'file')} that {'is' if others == 1 else 'are'} no {_kind(others)}" if others else "",
+            f"{counted(others, 'file')} that {'is no image' if others == 1 else 'are no images'}" if others else "",
             f"{counted(self.n_hidden, 'hidden file')}" if self.n_hidden else "",
             f"{counted(self.n_stray, 'image')} outside of class folders" if self.n_stray else "",
             _imageless(sorted(self.folders - self.by_class.keys())),
@@ -81,10 +82,6 @@ def _imageless(folders: Sequence[str]) -> str:
     names = ", ".join(shorten(name, 40) for name in folders[:_MOST_NAMED])
     more = ", ..." if len(folders) > _MOST_NAMED else ""
     return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
-
-
-def _kind(number: int) -> str:
-    return "image" if number == 1 else "images"
 
 
 def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
@@ -105,9 +102,11 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         if known is not None:
             tell(f"the images are listed again: {_differences(known.made_of, made_of)}")
         source = find_source(location, settings, tell)
-        manifest = make_manifest(source, settings, location, made_of)
+        manifest = make_manifest(source, settings, location)
         tell(f"{_summary(manifest)}{source.words}")
-    labels = checked_labels(settings, manifest.classes)
+    labels = labels_of(settings)
+    if labels is not None:
+        matches(manifest.classes, labels)
     if known is None and settings.weights is not None and not is_weights_name(settings.weights):
         from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
 
@@ -217,9 +216,7 @@ def _part(items: Iterable[Listed], location: Location, name: str) -> SourceListi
     return found
 
 
-def make_manifest(
-    source: ImageSource, params: ImagesParams, location: Location, made_of: Mapping[str, object] | None = None
-) -> Manifest:
+def make_manifest(source: ImageSource, params: ImagesParams, location: Location) -> Manifest:
     """Selects images by the parameters, and splits them.
 
     Raises UsageError if `subset` names unknown classes or selects fewer than two, or if the classes of the
@@ -252,7 +249,7 @@ def make_manifest(
         versions=tuple(item.version for item, _, _ in chosen),
         train=tuple(index for index, held in enumerate(is_val) if not held),
         val=tuple(index for index, held in enumerate(is_val) if held),
-        made_of=made_of or _made_of(params, location),
+        made_of=_made_of(params, location),
     )
 
 

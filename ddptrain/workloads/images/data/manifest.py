@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -16,9 +16,7 @@ from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.storage.store import UNKNOWN_SIZE, Location
 from ddptrain.workloads.images.data.source_layout import is_split_folder
-
-if TYPE_CHECKING:
-    from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.params import ImagesParams
 
 FILE = "manifest.json"
 
@@ -83,10 +81,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads the manifest of a folder.
-
-        Raises DamagedManifest if it is missing or invalid.
-        """
+        """Reads the manifest of a folder. Raises DamagedManifest if it is missing or invalid."""
         path = folder / FILE
         try:
             manifest = TypeAdapter(cls).validate_json(path.read_bytes())

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import TrainingFailed
-
-if TYPE_CHECKING:
-    from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.data.manifest import Manifest
 
 _MOST_NAMED = 20
 _LONGEST = 500  # characters of a key or a reason

@@ -7,7 +7,7 @@ import queue
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,13 +17,11 @@ from torch import Tensor
 from ddptrain.config.wording import shorten
 from ddptrain.storage.store import StoreUnreachable
 from ddptrain.workloads.data_shards import RankShare
+from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader.bad_images import BadImages
 from ddptrain.workloads.images.loader.decode_pool import DecodePool, ProcessDied
 from ddptrain.workloads.images.loader.image_reader import ImageRef
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult
-
-if TYPE_CHECKING:
-    from ddptrain.workloads.images.data.manifest import Manifest
 
 READY = 2  # complete batches that wait for the training
 _MOST_READING_BYTES = 256 << 20  # of encoded images that are requested and not yet decoded
@@ -266,8 +264,8 @@ class Batcher:
 
     def _image_of(self, index: int) -> tuple[ImageRef, int]:
         """The image to request, and its approximate size in bytes."""
-        size_bytes = self._manifest.sizes[index]
         manifest = self._manifest
+        size_bytes = manifest.sizes[index]
         image = ImageRef(manifest.keys[index], size_bytes, manifest.versions[index], manifest.in_val_source(index))
         return image, size_bytes if size_bytes >= 0 else _USUAL_BYTES
 

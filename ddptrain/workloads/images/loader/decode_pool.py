@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import TrainingFailed
@@ -41,26 +40,6 @@ class DecodeProcessLost(TrainingFailed):
     """Decode processes end by themselves again and again."""
 
 
-class DecodePool(Protocol):
-    """Takes requests and reports results, in threads of its own; used by one thread."""
-
-    def put(self, request: DecodeRequest) -> bool:
-        """Takes a request; false if there is no capacity, and the request must be offered again later."""
-        ...
-
-    def flush(self) -> None:
-        """Starts the requests that were put since the last flush."""
-        ...
-
-    def complete(self, ticket: int) -> None:
-        """Frees the capacity that a request used."""
-        ...
-
-    def close(self) -> None:
-        """Ends all threads and processes."""
-        ...
-
-
 def shared_memory(n_bytes: int) -> int:
     """A file descriptor of anonymous memory, which is freed with the last process that has it open."""
     if hasattr(os, "memfd_create"):
@@ -73,7 +52,7 @@ def shared_memory(n_bytes: int) -> int:
 
 
 class ThreadDecodePool:
-    """A decode pool of threads."""
+    """A decode pool of threads: takes requests and reports results, in threads of its own; used by one thread."""
 
     def __init__(self, setup: DecodeSetup, decoders: int, on_results: OnResults) -> None:
         self._room = setup.readers + AHEAD * decoders
@@ -89,7 +68,7 @@ class ThreadDecodePool:
         )
 
     def put(self, request: DecodeRequest) -> bool:
-        """See DecodePool."""
+        """Takes a request; false if there is no capacity, and the request must be offered again later."""
         if self._room == 0:
             return False
         self._room -= 1
@@ -97,14 +76,14 @@ class ThreadDecodePool:
         return True
 
     def flush(self) -> None:
-        """See DecodePool."""
+        """Starts the requests that were put since the last flush."""
 
     def complete(self, ticket: int) -> None:
-        """See DecodePool."""
+        """Frees the capacity that a request used."""
         self._room += 1
 
     def close(self) -> None:
-        """See DecodePool."""
+        """Ends all threads and processes."""
         self._pipeline.close()
 
 
@@ -133,7 +112,7 @@ class ProcessDecodePool:
         return [decoder.popen.pid for decoder in self._decoders]
 
     def put(self, request: DecodeRequest) -> bool:
-        """See DecodePool."""
+        """See ThreadDecodePool."""
         decoder = max(self._decoders, key=lambda decoder: decoder.room)
         if decoder.room <= 0:
             return False
@@ -142,18 +121,18 @@ class ProcessDecodePool:
         return True
 
     def flush(self) -> None:
-        """See DecodePool."""
+        """See ThreadDecodePool."""
         for decoder in self._decoders:
             decoder.flush()
 
     def complete(self, ticket: int) -> None:
-        """See DecodePool."""
+        """See ThreadDecodePool."""
         self._deaths.pop(ticket, None)
         if decoder := self._owners.pop(ticket, None):
             decoder.complete(ticket)
 
     def close(self) -> None:
-        """See DecodePool."""
+        """See ThreadDecodePool."""
         with self._lock:
             self._closed = True
         for decoder in self._decoders:
@@ -216,3 +195,6 @@ class ProcessDecodePool:
             f"{problem}{f': {hint}, if it goes on' if is_killed else ''}; another one takes its place, and {images}"
         )
         return another
+
+
+DecodePool = ThreadDecodePool | ProcessDecodePool

@@ -39,9 +39,7 @@ class DecodeProcess:
         on_end: Callable[[DecodeProcess], None],
     ) -> None:
         self.pending: dict[int, DecodeRequest] = {}  # ticket -> order
-        self.alone: DecodeRequest | None = (
-            None  # the only pending request that was sent, if requests are sent one by one
-        )
+        self.alone: DecodeRequest | None = None  # the only request that was sent, if they are sent one by one
         self.has_begun = self.has_completed = False
         self.end = ""  # how it ended
         self._most = setup.readers + AHEAD

@@ -9,40 +9,27 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import platformdirs
 import torch
 
+from ddptrain.storage.store import Location
 from ddptrain.workloads.data_shards import plan_epoch, plan_validation
-from ddptrain.workloads.images.loader.bad_images import BadImages, TooManyBadImages, check_bad
-from ddptrain.workloads.images.loader.batcher import (
-    READY,
-    Batch,
-    Batcher,
-    BatchStream,
-    BatchTaken,
-    BeginStream,
-    EndStream,
-    StopBatcher,
-)
+from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.loader import batcher
+from ddptrain.workloads.images.loader.bad_images import BadImages
+from ddptrain.workloads.images.loader.batcher import Batch, Batcher, BatchStream
 from ddptrain.workloads.images.loader.decode_pool import (
     DecodePool,
-    DecodeProcessLost,
     ProcessDecodePool,
     ThreadDecodePool,
     shared_memory,
 )
 from ddptrain.workloads.images.loader.decode_process import DecodeSetup
 from ddptrain.workloads.images.loader.decode_worker import AHEAD
-
-if TYPE_CHECKING:
-    from ddptrain.storage.store import Location
-    from ddptrain.workloads.images.data.manifest import Manifest
-    from ddptrain.workloads.images.params import CacheParams, ImagesParams
-
-__all__ = ["Batch", "DecodeProcessLost", "ImageLoader", "TooManyBadImages", "check_bad"]
+from ddptrain.workloads.images.params import CacheParams, ImagesParams
 
 _MOST_PIXEL_BYTES = 1 << 30  # of all slots, unless a single batch needs more
 _DEADLINE_S = 60.0  # for an image, including retries
@@ -88,9 +75,8 @@ class ImageLoader:
             else ThreadDecodePool(setup, _cores(), self._batcher.inbox.put)
         )
         os.close(setup.pixels_fd)
-        self._thread = threading.Thread(
-            target=self._batcher.run, args=(self._pool,), name="ddptrain-feeder", daemon=True
-        )
+        work = self._batcher.run
+        self._thread = threading.Thread(target=work, args=(self._pool,), name="ddptrain-feeder", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -103,7 +89,7 @@ class ImageLoader:
         """Ends all threads and processes."""
         if self._thread.is_alive():
             self._pool.close()
-            self._batcher.inbox.put(StopBatcher())
+            self._batcher.inbox.put(batcher.StopBatcher())
             self._thread.join()
 
     @property
@@ -138,14 +124,14 @@ class ImageLoader:
             stream = self._next
         self._next = self._predict_next(stream)
         inbox = self._batcher.inbox
-        inbox.put(BeginStream(stream, self._next))
+        inbox.put(batcher.BeginStream(stream, self._next))
         try:
             for _ in stream.shares:
                 batch = self._next_batch(stream)
-                inbox.put(BatchTaken(stream))
+                inbox.put(batcher.BatchTaken(stream))
                 yield batch
         finally:
-            inbox.put(EndStream(stream))
+            inbox.put(batcher.EndStream(stream))
 
     def _next_batch(self, stream: BatchStream) -> Batch:
         """The next batch. It comes or raises an error, because each image has a deadline."""
@@ -184,7 +170,7 @@ class ImageLoader:
         readers = math.ceil(settings.requests / max(1, processes))
         # Complete batches that wait for the training are not in slots.
         batch = self._step_images
-        wanted = max(batch * max(1, settings.prefetch - READY), settings.requests + AHEAD * processes)
+        wanted = max(batch * max(1, settings.prefetch - batcher.READY), settings.requests + AHEAD * processes)
         slots = max(batch, min(wanted + batch, _MOST_PIXEL_BYTES // (size * size * 3)))
         return DecodeSetup(
             url=location.url,

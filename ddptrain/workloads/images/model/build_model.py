@@ -74,8 +74,7 @@ def describe(
 def build(model_config: Mapping[str, Any]) -> nn.Module:
     """Builds the model of a description, with random weights.
 
-    Raises:
-        UsageError: the architecture does not exist, or does not support the image size.
+    Raises UsageError if the architecture does not exist, or does not support the image size.
     """
     architecture, n_outputs = model_config["architecture"], model_config["n_outputs"]
     if architecture == SMALL_CNN:

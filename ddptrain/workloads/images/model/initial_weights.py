@@ -185,7 +185,7 @@ def check_weights_fit(
     """
     weights = str(settings.weights)
     try:
-        path = weights_file(settings, weights, _DownloadReport(hide_credentials(weights), tell).progress, tell, inputs)
+        path = weights_file(settings, weights, _download_report(hide_credentials(weights), tell), tell, inputs)
     except WeightsNotReached as error:
         tell(f"{error} (the run starts nevertheless, because its ranks may be able to fetch them)")
         return
@@ -210,15 +210,14 @@ def _fetched(path: Path, source: str) -> Mapping[str, Tensor]:
         raise
 
 
-class _DownloadReport:
-    """Reports the progress of a download at intervals."""
+def _download_report(what: str, tell: Callable[[str], None]) -> Progress:
+    """A function that reports megabytes done, and in total if known, at intervals."""
+    due = time.monotonic() + _REPORT_EVERY_S
 
-    def __init__(self, what: str, tell: Callable[[str], None]) -> None:
-        self._what, self._tell = what, tell
-        self._next = time.monotonic() + _REPORT_EVERY_S
+    def progress(done: float, total: float | None) -> None:
+        nonlocal due
+        if time.monotonic() > due:
+            due = time.monotonic() + _REPORT_EVERY_S
+            tell(f"fetching {what}: {done:,.0f}{f' of {total:,.0f}' if total else ''} MB so far")
 
-    def progress(self, done: float, total: float | None) -> None:
-        """Reports megabytes done, and in total if known."""
-        if time.monotonic() > self._next:
-            self._next = time.monotonic() + _REPORT_EVERY_S
-            self._tell(f"fetching {self._what}: {done:,.0f}{f' of {total:,.0f}' if total else ''} MB so far")
+    return progress

@@ -107,12 +107,9 @@ def _literal(node: ast.expr) -> Any:
         case ast.Dict():
             if None in node.keys:
                 raise _Wrong(f"line {node.lineno}: it unpacks another dict")
-            return _once([(_literal(key), _literal(value)) for key, value in _pairs(node)])
+            pairs = zip(node.keys, node.values, strict=True)
+            return _once([(_literal(key), _literal(value)) for key, value in pairs if key is not None])
     raise _Wrong(f"line {node.lineno}: {shorten(ast.unparse(node), 40)!r} is neither text nor a number")
-
-
-def _pairs(node: ast.Dict) -> list[tuple[ast.expr, ast.expr]]:
-    return [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
 
 
 def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

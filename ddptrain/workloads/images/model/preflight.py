@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
@@ -14,11 +13,8 @@ from ddptrain.storage.remote_folder import is_url
 from ddptrain.storage.store import fetch
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
 from ddptrain.workloads.images.model.label_file import read_labels
-from ddptrain.workloads.images.model.labels import Labels, matches
-from ddptrain.workloads.images.params import WEIGHTS_NAME
-
-if TYPE_CHECKING:
-    from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.model.labels import Labels
+from ddptrain.workloads.images.params import WEIGHTS_NAME, ImagesParams
 
 _HERE = "file://"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # formats of torch.save, since 1.6 and before
@@ -104,14 +100,6 @@ def labels_of(params: ImagesParams) -> Labels | None:
     read = (lambda url: fetch(url, options_for(params, url))) if is_url(where) else None
     n_outputs = N_OUTPUTS if params.weights is not None and is_weights_name(params.weights) else None
     return read_labels(where, read, n_outputs)
-
-
-def checked_labels(params: ImagesParams, classes: Sequence[str]) -> Labels | None:
-    """The labels in params.label_map, if set, after a check that each class has one. Raises UsageError."""
-    labels = labels_of(params)
-    if labels is not None:
-        matches(classes, labels)
-    return labels
 
 
 def options_for(params: ImagesParams, url: str) -> dict[str, Any]:

@@ -68,14 +68,18 @@ def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Ten
     """
     source = source or str(path)
     try:
-        found: Any = load_file(path) if _begins_as_safetensors(path) else _saved(path, lazily=lazily)
+        with path.open("rb") as file:
+            first = file.read(9)
+        found: Any = load_file(path) if is_safetensors(first) else _saved(path, lazily=lazily)
     except UnpicklingError as error:
         raise BadWeights(
             f"{source} is not loaded, because it contains more than tensors, which may run code{_forbidden(error)}; "
             "save its tensors with safetensors, or with torch.save(model.state_dict(), FILE)"
         ) from error
     except Exception as error:  # damaged files raise arbitrary errors
-        raise BadWeights(f"can't read the weights {source}: {_first_line(error)}; is the file complete?") from error
+        raise BadWeights(
+            f"can't read the weights {source}: {shorten(one_line(error), 200)}; is the file complete?"
+        ) from error
     for wrapper in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
             found = found[wrapper]
@@ -122,11 +126,6 @@ def fit(
             "give the labels of these weights"
         )
     return {name: value for name, value in state.items() if name not in wrong}, others
-
-
-def _begins_as_safetensors(path: Path) -> bool:
-    with path.open("rb") as file:
-        return is_safetensors(file.read(9))
 
 
 def _saved(path: Path, *, lazily: bool) -> Any:
@@ -194,7 +193,3 @@ def _forbidden(error: UnpicklingError) -> str:
     """The function that the pickle would have called, as named in torch's long message; "" if it has none."""
     found = _GLOBAL.search(str(error))
     return f": {shorten(found[1], 100)}" if found else ""
-
-
-def _first_line(error: Exception) -> str:
-    return shorten(one_line(error), 200)

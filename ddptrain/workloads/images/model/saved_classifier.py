@@ -1,4 +1,4 @@
-"""Loads the model of an image run for `predict`."""
+"""Loads the model of an image run, for `predict` and evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddptrain.errors import UsageError
 from ddptrain.workloads.images.model.build_model import build
 from ddptrain.workloads.images.model.catalogue import architectures
 from ddptrain.workloads.images.predictions import answer_names
-from ddptrain.workloads.saved_model import load_saved
+from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, load_checkpoint
 
 _MOST_OUTPUTS = 100_000
 
@@ -85,15 +85,20 @@ class SavedModel:
 def load_model(run_dir: Path) -> SavedModel:
     """The model of the best (or else the latest) checkpoint of a run.
 
-    Raises:
-        UsageError: the run is of another workload, or has no readable checkpoint.
+    Raises UsageError if the run is of another workload, or has no readable checkpoint.
     """
+    check_workload(run_dir, "images", "predict")
+    folder = checkpoint_folder(run_dir)
+    model, config = load_classifier(folder)
+    return SavedModel(model, config, tuple(answer_names(config.model_dump())), folder.name)
+
+
+def load_classifier(folder: Path) -> tuple[torch.nn.Module, SavedConfig]:
+    """The model of a checkpoint's folder, and its description. Raises UsageError if it is not readable."""
     configs: list[SavedConfig] = []
 
     def built(stored: Any) -> torch.nn.Module:
         configs.append(SavedConfig.restored(stored))
         return build(configs[0].model_dump())
 
-    model, checkpoint = load_saved(run_dir, "images", "predict", built)
-    config = configs[0]
-    return SavedModel(model, config, tuple(answer_names(config.model_dump())), checkpoint)
+    return load_checkpoint(folder, "images", built), configs[0]

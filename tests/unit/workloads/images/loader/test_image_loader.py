@@ -13,8 +13,10 @@ import torch
 from ddptrain.storage.store import Location, StoreUnreachable
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader import batcher, image_loader
+from ddptrain.workloads.images.loader.bad_images import TooManyBadImages, check_bad
+from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.loader.decode import decode_eval
-from ddptrain.workloads.images.loader.image_loader import Batch, ImageLoader, TooManyBadImages, check_bad
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.params import ImagesParams
 from tests.integration.images_on_s3 import draw, draw_folder
 
@@ -264,7 +266,7 @@ def test_names_of_bad_images_can_not_forge_lines_of_the_log() -> None:
 
 def test_signals_of_the_group_do_not_end_decode_processes(drawn: Path) -> None:
     with feeder(drawn, loader_workers=1) as fed:
-        (pid,) = fed._pool.pids  # type: ignore[attr-defined]
+        (pid,) = fed._pool.pids  # type: ignore[union-attr]
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(pid, number)  # perhaps before it has imported anything
         next(fed.train(1))
@@ -280,7 +282,7 @@ def test_secrets_are_not_in_the_command_of_a_decode_process(drawn: Path) -> None
     settings = ImagesParams.model_validate({"image_size": SIZE, "loader_workers": 1})
     with ImageLoader(manifest_of(drawn), Location(str(drawn), secret), settings, CPU, 0, 1, print) as fed:
         next(fed.train(1))
-        process = psutil.Process(fed._pool.pids[0])  # type: ignore[attr-defined]
+        process = psutil.Process(fed._pool.pids[0])  # type: ignore[union-attr]
         assert "hidden-from-ps" not in json.dumps([process.cmdline(), process.environ()])
 
 

@@ -165,7 +165,7 @@ def test_download_that_fails_is_told(
 def test_download_is_reported_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[str]()
     monkeypatch.setattr(initial_weights, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    report = initial_weights._DownloadReport("w", told.append)
+    report = initial_weights._download_report("w", told.append)
     for now[0], total in ((110.0, None), (110.1, None), (120.1, 5000.0), (120.2, 5000.0), (120.3, 5000.0)):
-        report.progress(1234.4, total)
+        report(1234.4, total)
     assert told == ["fetching w: 1,234 MB so far", "fetching w: 1,234 of 5,000 MB so far"]

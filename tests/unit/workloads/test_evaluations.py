@@ -1,0 +1,291 @@
+"""The scores of `ddptrain evaluate`, with known values: of names, of images, and of the classes that models share."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ddptrain.errors import UsageError
+from ddptrain.rank.saved_checkpoint import SavedCheckpoint
+from ddptrain.workloads.images import evaluate_checkpoint
+from ddptrain.workloads.images.data.manifest import Manifest
+from ddptrain.workloads.images.evaluate import evaluate as evaluate_model
+from ddptrain.workloads.images.evaluate import share_buffers
+from ddptrain.workloads.images.loader.bad_images import TooManyBadImages
+from ddptrain.workloads.images.loader.batcher import Batch
+from ddptrain.workloads.images.loader.image_loader import ImageLoader
+from ddptrain.workloads.petnames import evaluate as names_evaluation
+from ddptrain.workloads.petnames import train as names_training
+from ddptrain.workloads.petnames.alphabet import STOP_ID
+from ddptrain.workloads.petnames.data import make_rows
+from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
+from ddptrain.workloads.petnames.params import PetnamesParams
+from ddptrain.workloads.petnames.sampling import sample_names
+from tests.unit.workloads.images_runs import description, make_run, model_of_colours, picture
+from tests.unit.workloads.test_petnames_generate import save_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Context(SimpleNamespace):
+    """What an evaluation uses of a rank's context."""
+
+    def __init__(self, inputs: Path | None) -> None:
+        super().__init__(inputs=inputs, device=CPU, rank=0, world_size=1, progressed=[])
+
+    def progress(self, done: float, *, unit: str) -> None:
+        self.progressed.append((done, unit))
+
+
+def saved(path: Path, **fields: Any) -> SavedCheckpoint:
+    return SavedCheckpoint("a", path, 1, 1.0, {}, **fields)
+
+
+# --- Names ---
+
+
+def half_stops(**params: Any) -> CharacterModel:
+    """It gives every name an end with a probability of 1/2, and each of the other 30 symbols 1/60."""
+    model = CharacterModel(ModelConfig.of(PetnamesParams(hidden_size=4, layers=1, **params)))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    model.linear.bias.data[STOP_ID] = math.log(30)
+    return model.eval()
+
+
+@pytest.mark.parametrize("params", [{"context": "full"}, {"window": 3}])
+def test_names_are_scored_for_each_character_and_stop(
+    params: Any, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names_training, "_VALIDATION_ROWS", 1)
+    folder = save_checkpoint(tmp_path, half_stops(**params))
+    (tmp_path / "names.json").write_text(json.dumps(["ada", "bo"]))
+    ctx: Any = Context(tmp_path)
+    scores = names_evaluation.evaluate(ctx, saved(folder))
+    assert scores == {"val/loss": pytest.approx(3.1225739, rel=1e-6)}  # 5 ln 60 + 2 ln 2, of 7
+    n_rows = 2 if params == {"context": "full"} else 7
+    assert ctx.progressed == [(number, "batches") for number in range(1, n_rows + 1)]
+    with pytest.raises(UsageError, match="no names to evaluate on"):
+        names_evaluation.evaluate(Context(None), saved(folder))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [{"context": "full"}, {"window": 2}])
+@pytest.mark.parametrize(
+    ("start", "temperature", "longest", "names"),
+    [
+        ("b.", 1.0, 64, ["b.", "b.n", "b.", "b.zo", "b.z", "b.c"]),
+        ("b.", 0.5, 64, ["b."] * 6),
+        ("b.", 2.0, 64, ["b.kiygjlq", "b.tuiicgl.", "b.", "b..", "b..k", "b.nanscafl"]),
+        ("", 1.0, 3, ["n", "vo", "b", ".", ".", "pu"]),  # none is empty
+        ("abc", 1.0, 3, ["abc", None, "abc", None, None, None]),
+    ],
+)
+def test_names_are_drawn_from_the_probabilities_of_the_model(
+    start: str, temperature: float, longest: int, names: list[str | None], params: Any
+) -> None:
+    draw = torch.Generator().manual_seed(4)
+    assert sample_names(half_stops(**params), 6, start, temperature, draw, longest) == names
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "part"),
+    [
+        (0, 1, 2.960612),  # (6 ln 60 + 3 ln 2) / 9
+        (0, 2, 1.973741),  # "c" and "ada", the shortest and the longest: 4 ln 60 + 2 ln 2
+        (1, 2, 0.986871),  # "bo": 2 ln 60 + ln 2
+        (3, 4, 0.0),
+    ],
+)
+def test_each_rank_scores_every_nth_name_by_length(
+    rank: int, world_size: int, part: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda total: None)
+    rows = make_rows(["ada", "bo", "c"], "full", 8, CPU)
+    seen: list[int] = []
+    model = half_stops(context="full", output_dropout=0.9).train()  # which must be off
+    score = names_training.mean_nll(model, rows, rank, world_size, lambda: seen.append(1))
+    assert score == pytest.approx(part, rel=1e-5)
+    assert len(seen) == (part > 0) and model.training
+
+
+# --- Images ---
+
+
+def batch(logits: list[list[float]], labels: list[int], ok: list[bool]) -> Batch:
+    """A batch whose "images" are the scores that the model gives them."""
+    n = len(labels)
+    return Batch(torch.tensor(logits), torch.tensor(labels), torch.arange(10, 10 + n), torch.tensor(ok), n, n)
+
+
+class Scores(nn.Module):
+    """Returns its input, in eval mode only."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        assert not self.training
+        return images
+
+
+def test_score_is_over_the_readable_images_of_all_batches(group: None) -> None:
+    first = batch([[0, 0, 3, 0, 0, 0, 0], [1, 0, 2, 3, 4, 5, 6]], [0, 1], [True, True])
+    nothing = Batch(torch.zeros(1, 7), torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(1).bool(), 2, 0)
+    second = batch([[9, 9, 9, 9, 9, 9, 9], [2, 0, 6, 7, 1, 5, 3]], [0, 1], [False, True])
+    outputs = torch.tensor([2, 0])
+    kept: list[list[Any]] = []
+    seen: list[int] = []
+    score = evaluate_model(
+        Scores(),
+        nn.Identity(),
+        [first, nothing, second],
+        outputs,
+        lambda *columns: kept.append([column.tolist() for column in columns]),
+        lambda: seen.append(1),
+    )
+    assert score.n == 3 and len(seen) == 3
+    assert score.metrics() == {
+        "val/loss": pytest.approx(3.715165, rel=1e-6),  # (0.261380 + 5.457763 + 5.426351) / 3
+        "val/accuracy": pytest.approx(1 / 3),
+        "val/top5": pytest.approx(2 / 3),  # the right outputs are the first, the sixth and the fifth
+    }
+    (index, labels, output, probability), (index_2, labels_2, output_2, probability_2) = kept
+    assert (index, labels, output, probability) == ([10, 11], [0, 1], [2, 6], pytest.approx([0.769988, 0.632698], 1e-5))
+    assert (index_2, labels_2, output_2, probability_2) == ([11], [1], [3], pytest.approx([0.652887], 1e-5))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_score_of_no_images_is_no_number_and_the_model_keeps_its_mode(group: None, is_training: bool) -> None:
+    model = Scores().train(is_training)
+    score = evaluate_model(model, nn.Identity(), [], torch.tensor([0, 1]))
+    assert score.n == 0
+    assert all(math.isnan(value) for value in score.metrics().values()) and len(score.metrics()) == 3
+    assert model.training is is_training
+
+
+def test_buffers_of_rank_0_are_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Any, int]] = []
+    monkeypatch.setattr(dist, "broadcast", lambda buffer, source: sent.append((buffer, source)))
+    model = nn.BatchNorm1d(2)
+    share_buffers(model)
+    assert [(buffer is one, source) for (buffer, source), one in zip(sent, model.buffers(), strict=True)] == [
+        (True, 0)
+    ] * 3
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose model tells three colours apart; one whose model knows two of them; and images to evaluate on."""
+    root = tmp_path_factory.mktemp("colours")
+    torch.manual_seed(0)
+    model = model_of_colours(description())
+    make_run(root / "three", description(), (1, 0.5, model))
+    two = description(classes=["blue", "red"], outputs=[0, 2])
+    make_run(root / "two", two, (1, 0.5, model))
+    other = description(classes=["cat", "dog"], outputs=[0, 2])
+    make_run(root / "other", other, (1, 0.5, model))
+    keys = []
+    for name, count in (("blue", 2), ("green", 1), ("red", 2)):
+        (root / "images" / name).mkdir(parents=True)
+        for number in range(count):
+            (root / "images" / name / f"{number}.png").write_bytes(picture(name))
+            keys.append(f"{name}/{number}.png")
+    (root / "inputs").mkdir()
+    n = len(keys)
+    Manifest(
+        url=str(root / "images"),
+        classes=("blue", "green", "red"),
+        keys=tuple(keys),
+        labels=(0, 0, 1, 2, 2),
+        sizes=(-1,) * n,
+        versions=("",) * n,
+        train=tuple(range(n)),
+        val=(),
+    ).write(root / "inputs")
+    return root
+
+
+def evaluated(root: Path, run: str, *compared: str, **params: Any) -> tuple[dict[str, float], list[str], Any]:
+    """The scores of the model of a run, its notes, and the context."""
+    ctx: Any = Context(root / "inputs")
+    checkpoint = saved(
+        root / run / "checkpoints" / "step-1",
+        params={"source": "/elsewhere", "loader_workers": 0, "batch_size": 2, **params},
+        data=str(root / "images"),
+        compared={name: root / name / "checkpoints" / "step-1" for name in compared},
+    )
+    return evaluate_checkpoint.evaluate(ctx, checkpoint), checkpoint.notes, ctx
+
+
+def test_images_of_another_source_are_scored_at_the_size_of_the_model(
+    group: None, colours: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, str]] = []
+
+    class Loader(ImageLoader):
+        def __init__(self, manifest: Any, location: Any, settings: Any, *others: Any) -> None:
+            sizes.append((settings.image_size, location.url))
+            super().__init__(manifest, location, settings, *others)
+
+    monkeypatch.setattr(evaluate_checkpoint, "ImageLoader", Loader)
+    scores, notes, ctx = evaluated(colours, "three", "three")
+    assert scores["val/accuracy"] == scores["val/top5"] == 1.0 and 0 < scores["val/loss"] < 0.3
+    assert sizes == [(16, str(colours / "images"))]
+    assert notes == [] and ctx.progressed == [(1, "batches"), (2, "batches"), (3, "batches")]
+
+
+def test_images_of_classes_that_not_all_models_know_are_left_out(group: None, colours: Path) -> None:
+    for run in ("two", "three"):
+        scores, notes, ctx = evaluated(colours, run, "three", "two", "other", "gone")
+        assert scores["val/accuracy"] == 1.0 and len(ctx.progressed) == 2
+        assert notes == ["1 image of 5 are left out, because not all models know their classes: green"]
+
+
+def test_model_of_other_classes_is_an_error(group: None, colours: Path) -> None:
+    with pytest.raises(UsageError, match="it knows none of the classes of the images to evaluate on: blue, green, red"):
+        evaluated(colours, "other", "three", "other")
+    with pytest.raises(UsageError, match="no images to evaluate on: start an evaluation"):
+        evaluate_checkpoint.evaluate(Context(None), saved(colours))  # type: ignore[arg-type]
+
+
+def test_images_that_could_not_be_read_are_noted(group: None, colours: Path) -> None:
+    path = colours / "images" / "red" / "1.png"
+    data = path.read_bytes()
+    path.write_bytes(b"no image")
+    try:
+        scores, notes, _ = evaluated(colours, "three", max_bad_fraction=0.2)
+        assert scores["val/accuracy"] == 1.0 and notes == ["1 of 5 images could not be read"]
+        with pytest.raises(TooManyBadImages):
+            evaluated(colours, "three", max_bad_fraction=0.19)
+    finally:
+        path.write_bytes(data)
+
+
+def test_evaluation_without_an_image_of_a_shared_class_is_an_error() -> None:
+    manifest = Manifest("/a", ("cat", "dog"), ("cat/1.png",), (0,), (-1,), ("",), (), (0,))
+    checkpoint = saved(Path("a"))
+    with pytest.raises(UsageError, match="no image to evaluate on has a class that all models know"):
+        evaluate_checkpoint._note_classes(
+            checkpoint, manifest, Manifest("/a", manifest.classes, manifest.keys, (0,), (-1,), ("",), (), ()), ["dog"]
+        )
+    assert checkpoint.notes == ["1 image of 1 are left out, because not all models know their classes: cat"]
+
+
+def test_at_most_five_classes_are_named() -> None:
+    assert evaluate_checkpoint._named(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
+    assert evaluate_checkpoint._named([*"abcdefg"]) == "a, b, c, d, e and 2 more"
+    assert evaluate_checkpoint._named(["x" * 50]) == "x" * 37 + "..."
