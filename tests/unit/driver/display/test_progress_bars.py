@@ -260,6 +260,15 @@ def test_total_and_loss_of_a_group_are_those_of_the_ranks_that_have_them() -> No
     assert "ETA" not in drawn(bars, 120)[0]
 
 
+def test_group_of_which_one_rank_tells_progress_has_its_numbers() -> None:
+    bars = fresh(17, ASCII_GLYPHS)
+    for second in (0, 1):
+        bars.tell(messages.RankProgress(16, Progress(second * 10**9, second * 3.0, None, "steps")))
+    bar, extremes, _ = drawn(bars)
+    assert bar == f"17 ranks  {'-' * 40}  0%  3  3 steps/s"
+    assert extremes == "slowest rank 16 3 3 steps/s | fastest rank 16 3 3 steps/s | 17 waiting"
+
+
 @pytest.mark.parametrize(
     ("done", "shown"),
     [(7.0, "7"), (0.12345, "0.123"), (99.5, "99.5"), (100.4, "100"), (12345.0, "12,345"), (-100.5, "-100")],
