@@ -361,6 +361,7 @@ def test_renderer_fits_the_mode(
     with open_display(mode, tmp_path, 0, "r", io.StringIO(), io.StringIO(), environ) as display:
         assert type(display._renderer).__name__ == kind and display._renderer.redraw_every_s == redraw_every_s
         assert display._groups_ranks is (mode != "json") and display._tails == {}
+        assert display._renderer.shows_numbers is (mode == "json")
 
 
 def test_live_display_draws_on_a_terminal_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
