@@ -378,7 +378,7 @@ def test_all_runs_are_sent_and_one_problem_is_a_failure(
     results = [SyncResult(str(number), problem=problem) for number, problem in enumerate(problems)]
     left, told = iter(results), list[SyncResult]()
     monkeypatch.setattr(wandb_sync, "sync_run", lambda view, environ, deadline: next(left))
-    assert wandb_sync.sync_runs([load_run(layout.root)] * 2, 60.0, told.append) is not any(problems)
+    assert wandb_sync.sync_runs([load_run(layout.root)] * 2, 60.0, told.append) is (problems == ["", ""])
     assert told == results
 
 
