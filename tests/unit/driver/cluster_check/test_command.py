@@ -114,7 +114,8 @@ class Stage:
 def test_check_takes_all_slots_that_are_free_now_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
     stage: Any = Stage(monkeypatch, [("a", 2, 2), ("b", 2, 1)])
     config = ClusterConfig(start_timeout_s=7.0, wait_s=90.0)
-    assert command.check_cluster(config, "deep", {"A": "1"}, print, stage, exclude_bad=True) is stage
+    found: Any = command.check_cluster(config, "deep", {"A": "1"}, print, stage, exclude_bad=True)
+    assert found is stage
     assert stage.done == [
         "may be interrupted",
         "connected within 7 s",

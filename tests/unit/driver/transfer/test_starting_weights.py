@@ -112,8 +112,8 @@ def test_other_weights_are_left_as_they_are(weights: str | None, tmp_path: Path)
 
 
 def test_imports_of_the_configuration_stay(registry: ModelRegistry, tmp_path: Path) -> None:
-    given = dataclasses.replace(config(tmp_path, "model:dogs@1"), import_folders=("/a",))
-    assert fetch_weights(given, None)[0].import_folders == ("/a",)
+    given = dataclasses.replace(config(tmp_path, "model:dogs@1"), import_folders=("/a", "/b"))
+    assert fetch_weights(given, None)[0].import_folders == ("/a", "/b")
 
 
 def test_version_without_weights_is_an_error(tmp_path: Path) -> None:
