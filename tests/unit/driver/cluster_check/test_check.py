@@ -439,3 +439,9 @@ def test_row_of_a_host_has_the_middle_or_best_of_its_values() -> None:
     table = lines(found, all_pairs=False)[0].splitlines()
     assert table[1].split() == ["a", "ok", "16", "cores", "9", "12", "5", "-", "-", "1000", "+0.001"]
     assert table[2].split() == ["b", "ok", "-", "-", "-", "-", "-", "-", "-", "-"]
+
+
+def test_too_few_slots_without_a_bad_host_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene("", {})
+    with pytest.raises(ClusterError, match="^no slots$"):
+        checked(scene, monkeypatch, check="quick").reserve(scene.reserve)
