@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER, is_used
-
-if TYPE_CHECKING:
-    from distributed import Scheduler
 
 _LOOK_S = 5.0
 _ASK_S = 5.0
@@ -61,7 +57,7 @@ class IdleWatch:
         )
         try:
             await client
-            return bool(await client.run_on_scheduler(_used))
+            return bool(await client.run_on_scheduler(is_used))
         finally:
             await client.close()
 
@@ -69,7 +65,3 @@ class IdleWatch:
         if text != self._told:
             _LOG.warning(text)
         self._told = text
-
-
-def _used(dask_scheduler: Scheduler) -> bool:
-    return is_used(dask_scheduler)

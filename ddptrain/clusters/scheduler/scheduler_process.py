@@ -19,12 +19,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain import log
-from ddptrain.clusters.scheduler.worker_ttl import drop_the_silent
 from ddptrain.clusters.security import CERT_FILE, own_security, write_private_json
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
@@ -38,7 +38,7 @@ LOOKER = "ddptrain-look"  # client name of status checks, which do not keep an i
 
 _CONFIG = {
     "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": None,  # worker_ttl.py replaces it
+    "distributed.scheduler.worker-ttl": None,  # drop_the_silent replaces it
     "distributed.scheduler.work-stealing": False,
     "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
     "distributed.admin.system-monitor.interval": "5s",
@@ -173,6 +173,32 @@ def _dashboard_link(scheduler: Scheduler) -> str:
     return link
 
 
+async def drop_the_silent(scheduler: Scheduler, limit_s: Callable[[], float]) -> None:
+    """Remove workers that have sent no heartbeat for `limit_s` and for ten heartbeat intervals. Never returns.
+
+    It uses the monotonic clock. Dask's own `worker-ttl` compares times of the wall clock: if that jumps forward, Dask
+    removes every worker. Time in which this process itself was stopped does not count: it has not read the heartbeats
+    of that time yet.
+    """
+    from distributed.scheduler import heartbeat_interval
+
+    heard: dict[str, tuple[float, float]] = {}  # address -> Dask's time of the last heartbeat, and when we saw it
+    now, looked = 0.0, time.monotonic()
+    while True:
+        ttl_s = limit_s()
+        await asyncio.sleep(ttl_s / 8)
+        now += min(time.monotonic() - looked, ttl_s / 4)
+        looked = time.monotonic()
+        longest_s = max(ttl_s, 10 * heartbeat_interval(len(scheduler.workers)))
+        for address, state in [*scheduler.workers.items()]:
+            noted, since = heard.get(address, (None, now))
+            if noted != state.last_seen:
+                heard[address] = (state.last_seen, now)
+            elif now - since > longest_s:
+                await scheduler.remove_worker(address, stimulus_id=f"ddptrain-silent-{now}")
+        heard = {address: seen for address, seen in heard.items() if address in scheduler.workers}
+
+
 async def _idle_for(scheduler: Scheduler, timeout_s: float) -> None:
     """Return once the scheduler has been idle for that long; never with 0."""
     since = time.monotonic()
@@ -190,12 +216,15 @@ def _lost_after_s(scheduler: Scheduler) -> float:
     return (table.lost_after_s if isinstance(table, SlotTable) else None) or LOST_AFTER_S
 
 
-def is_used(scheduler: Scheduler) -> bool:
-    """Whether a run holds or waits for slots, a task exists, or a client other than a status check is connected."""
+def is_used(dask_scheduler: Scheduler) -> bool:
+    """For run_on_scheduler: whether a run holds or waits for slots, a task exists, or a client is connected.
+
+    The client of a status check does not count.
+    """
     from ddptrain.clusters.scheduler.slots import is_busy
 
-    users = (str(name) for name in scheduler.clients if name not in _NEVER_A_RUN)
-    return bool(scheduler.tasks) or is_busy(scheduler) or any(LOOKER not in user for user in users)
+    users = (str(name) for name in dask_scheduler.clients if name not in _NEVER_A_RUN)
+    return bool(dask_scheduler.tasks) or is_busy(dask_scheduler) or any(LOOKER not in user for user in users)
 
 
 def write_ended(folder: Path, reason: str, **more: bool) -> None:

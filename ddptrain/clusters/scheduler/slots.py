@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -154,9 +154,8 @@ class SlotTable(SchedulerPlugin):
         if is_next and len(free) >= asked:
             self._leave_queue(request.run_id)
             self._grant(request, free[:asked], mine)
-            _log.info(
-                "slots reserved", run=request.run_id, slots=[f"{slot.worker} {slot.index}" for slot in free[:asked]]
-            )
+            granted = [f"{slot.worker} {slot.index}" for slot in free[:asked]]
+            _log.info("slots reserved", run=request.run_id, slots=granted)
             return free[:asked]
         place = 0
         if asked > len(everything):
@@ -224,7 +223,7 @@ class SlotTable(SchedulerPlugin):
         limit = time.monotonic() - _FORGET_WAITER_S
         self.queue = [waiter for waiter in self.queue if waiter.heard_at > limit]
 
-    def _drop(self, leaves: Any) -> None:
+    def _drop(self, leaves: Callable[[Request], bool]) -> None:
         for run_id in [run_id for run_id, (request, _) in self.used.items() if leaves(request)]:
             _log.info("slots released", run=run_id)
             self._detach(run_id, self.used.pop(run_id)[1])
@@ -312,14 +311,13 @@ def find_spare(run_id: str, slow: Sequence[tuple[str, int]], dask_scheduler: Sch
 
     Returns {"found": bool, "avoid": [[worker, number], ...]} with these slots and the free ones of their hosts.
     """
-    wanted = {(worker, index) for worker, index in slow}
     table = _table(dask_scheduler)
-    held = {slot: of for slot, of in table.holders.items() if of.run_id == run_id}
-    mine = [slot for slot in held if (slot.worker, slot.index) in wanted]
+    held = [slot for slot, holder in table.holders.items() if holder.run_id == run_id]
+    mine = [slot for slot in held if (slot.worker, slot.index) in slow]
     if not mine:
         return {"found": False, "avoid": []}
     hosts = {slot.host for slot in mine}
-    free = table.free(held[mine[0]])
+    free = table.free(table.holders[mine[0]])
     elsewhere = [slot for slot in free if slot.host not in hosts and slot.gpu >= mine[0].gpu]
     avoid = [*mine, *(slot for slot in free if slot.host in hosts)]
     return {"found": len(elsewhere) >= len(mine), "avoid": [[slot.worker, slot.index] for slot in avoid]}
@@ -327,7 +325,7 @@ def find_spare(run_id: str, slow: Sequence[tuple[str, int]], dask_scheduler: Sch
 
 def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> None:
     """For run_on_scheduler: set the (slots, GPUs) that foreign workers offer, by address."""
-    _table(dask_scheduler).offers.update({worker: (int(slots), int(gpus)) for worker, (slots, gpus) in offers.items()})
+    _table(dask_scheduler).offers.update(offers)
 
 
 def release(run_id: str, dask_scheduler: Scheduler) -> None:
@@ -345,7 +343,7 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
     workers; they count 1 slot until a run has asked for their offer.
     """
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
-    table = cast(SlotTable, found) if found is not None else SlotTable(dask_scheduler)
+    table = found if isinstance(found, SlotTable) else SlotTable(dask_scheduler)
     held = Counter(slot.worker for slot in table.holders)
     workers = []
     for address, state in dask_scheduler.workers.items():
@@ -383,4 +381,4 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
 def is_busy(dask_scheduler: Scheduler) -> bool:
     """Whether a run is on the cluster, or waits for slots."""
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
-    return found is not None and bool(cast(SlotTable, found).used or cast(SlotTable, found).queue)
+    return isinstance(found, SlotTable) and bool(found.used or found.queue)

@@ -113,7 +113,7 @@ class HostCheck:
     depth: Depth
     env: Mapping[str, str]
     check: Callable[[], None]
-    on_gpus: bool = True
+    on_gpus: bool
 
     def run(self, places: Sequence[RankPlace], others: Mapping[str, tuple[str, ...]] = {}) -> Report:
         """Check the hosts of these places. `others`: hosts without a free slot, and the runs that use them.

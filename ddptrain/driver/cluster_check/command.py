@@ -43,7 +43,8 @@ def check_cluster(
             worker_group = stack.enter_context(WorkerGroup(client, run_id, signals.inbox, foreign=target.foreign))
             worker_group.subscribe()
             others, is_full = _in_use(worker_group)
-            places = [] if is_full else worker_group.reserve(_wish(config), _hooks(worker_group, cluster, target, tell))
+            free_now = SlotRequest(None, False, config.start_timeout_s, 0.0, least=1)
+            places = [] if is_full else worker_group.reserve(free_now, _hooks(worker_group, cluster, target, tell))
             check = HostCheck(worker_group, DEPTHS[depth], env, signals.check, config.gpus != 0)
             reserved = {place.slot.host for place in places}
             report = check.run(places, {host: runs for host, runs in others.items() if host not in reserved})
@@ -61,11 +62,6 @@ def _opened(config: ClusterConfig, stack: ExitStack) -> Cluster:
     stack.callback(cluster.close)
     cluster.begin()
     return cluster
-
-
-def _wish(config: ClusterConfig) -> SlotRequest:
-    """All slots that are free now."""
-    return SlotRequest(None, False, config.start_timeout_s, 0.0, least=1)
 
 
 def _in_use(worker_group: WorkerGroup) -> tuple[Mapping[str, tuple[str, ...]], bool]:

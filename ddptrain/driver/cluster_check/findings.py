@@ -52,7 +52,8 @@ def below_median(
         if median > 0 and value < limits.warning * median:
             level = Level.BAD if value < limits.bad * median else Level.WARNING
             text = f"{value:.3g} {unit}, {100 * value / median:.0f} % of the median of {len(values)} ({median:.3g})"
-            yield Finding(level, host, subject, text, hint, of_limit=value / (limits.bad * median))
+            of_limit = value / (limits.bad * median) if limits.bad else 0.0
+            yield Finding(level, host, subject, text, hint, of_limit=of_limit)
 
 
 def usual(values: Iterable[_Value]) -> _Value | None:

@@ -109,8 +109,6 @@ def _gpu(host: str, gpu: GpuFacts) -> Iterable[Finding]:
 def _versions(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Finding]:
     for name in dict.fromkeys(name for _, facts in known for name in facts.versions):
         versions = {host.host: _deciding(name, facts.versions.get(name, "")) for host, facts in known}
-        if len(set(versions.values())) < 2:
-            continue
         common = usual(versions.values())
         level = Level.BAD if name in _ESSENTIAL else Level.WARNING
         if common is None:

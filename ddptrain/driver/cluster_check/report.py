@@ -20,7 +20,8 @@ PAIR_HEADER = ("HOST", "OTHER HOST", "GB/s", "ms")
 def lines(report: Report, *, all_pairs: bool) -> list[str]:
     """The whole report as text: the table, the findings, the pairs if wanted, and the result."""
     names = host_names(report)
-    found = [plain_table([HEADER, *rows(report)])]
+    rows = [tuple(clean_line(cell) for cell in _row(report, host)) for host in report.readings.hosts]
+    found = [plain_table([HEADER, *rows])]
     if all_pairs and report.readings.pairs:
         found += ["", plain_table([PAIR_HEADER, *pair_rows(report.readings.pairs, names)])]
     if report.findings:
@@ -28,21 +29,16 @@ def lines(report: Report, *, all_pairs: bool) -> list[str]:
     return [*found, "", *(clean_line(each) for each in summary(report))]
 
 
-def rows(report: Report) -> list[tuple[str, ...]]:
-    """The cells for HEADER, a row for each host: bandwidths in GB/s, latency in ms, disk in MB/s, clock in s."""
-    return [tuple(clean_line(cell) for cell in _row(report, host)) for host in report.readings.hosts]
-
-
 def _row(report: Report, host: HostReading) -> tuple[str, ...]:
+    """The cells of a host for HEADER: bandwidths in GB/s, latency in ms, disk in MB/s, clock in s."""
     facts, clock = host.facts, host.clock
     own = [pair for pair in report.readings.pairs if host.host in (pair.first, pair.second)]
-    gflops = host.values("gemm", "gflops")
     latency_us = _middle([pair.latency_us for pair in own])
     return (
         host.name,
         result(report, host),
         _devices(host),
-        number(_middle(gflops)),
+        number(_middle(host.values("gemm", "gflops"))),
         number(_middle(host.values("copy", "gb_s"))),
         number(host.best("local", "gb_s")),
         number(_middle([pair.gb_s for pair in own])),

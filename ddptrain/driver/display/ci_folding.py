@@ -40,7 +40,7 @@ class FoldingRenderer:
         """Pass the message on; one that is shown ends the section."""
         match message:
             case messages.RedrawnLine(rank, text) if text:
-                self.log([rank], [RankLine(text, ended=False)])
+                self.log([rank], [RankLine(text)])
                 return
             case messages.DriverNotice() | messages.Closing() | messages.WorldSize():
                 self._end()

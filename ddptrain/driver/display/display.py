@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ddptrain import ci, log
@@ -139,8 +138,7 @@ class Display:
         """The log file of this rank has grown: read it soon; None: any may have."""
         if rank is not None:
             self._grown.append(rank)
-        if not self._wake.is_set():
-            self._wake.set()
+        self._wake.set()
 
     def close(
         self,
@@ -164,9 +162,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _tell(self, message: messages.Message) -> None:
@@ -195,7 +191,11 @@ class Display:
                 if (now := self._moved()) != moved:
                     moved, since_s = now, time.monotonic()
                 elif time.monotonic() - since_s > deadline_s + LATE_S:
-                    self._give_up(deadline_s)
+                    self._aborted.set()
+                    self._thread.join(2 * POLL_S)
+                    self._write_last(
+                        f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir}"
+                    )
                     return
         except BaseException:  # a second Ctrl-C: the user doesn't want to wait
             self._aborted.set()
@@ -203,11 +203,6 @@ class Display:
 
     def _moved(self) -> int:
         return self._stdout.sent_bytes + self._stderr.sent_bytes + sum(tail.offset for tail in self._tails.values())
-
-    def _give_up(self, deadline_s: float) -> None:
-        self._aborted.set()
-        self._thread.join(2 * POLL_S)
-        self._write_last(f"nobody has read the output for {deadline_s:g} s; the rest is in {self._logs_dir}")
 
     def _write_last(self, text: str) -> None:
         self._stderr.write_within(format_notice(text), _LAST_WRITE_S)

@@ -38,7 +38,6 @@ class LineAssembler:
         lines = self._cut(self._decoder.decode(b"", True))
         if self._text:
             lines.append(RankLine(self._text, ended=False))
-        self._restart()
         return lines
 
     def _cut(self, text: str) -> list[RankLine]:

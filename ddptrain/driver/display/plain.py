@@ -31,7 +31,7 @@ class PlainRenderer:
         """Write status, notices and ddptrain's log to stderr, the end-of-run summary to stdout."""
         match message:
             case messages.RedrawnLine(rank, text) if text:
-                self.log([rank], [RankLine(text, ended=False)])
+                self.log([rank], [RankLine(text)])
             case messages.DriverNotice(text, _):
                 self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
             case messages.DriverStatus(text) if text and text != self._status:

@@ -63,9 +63,6 @@ class TrackingSetup:
         if self._config.wandb.mode != "off":
             self._set_up_wandb({**environ, **config.env}, embedded=config.cluster.is_embedded)
 
-    def __repr__(self) -> str:
-        return f"Tracking({self._name!r}, wandb={self._wandb})"
-
     def go_on_from(self, checkpoint: VerifiedCheckpoint | None, series: AllSeries) -> None:
         """Sets where the next attempt continues; `series` are the metrics up to that checkpoint."""
         self._resumed_from = checkpoint.step if checkpoint else None

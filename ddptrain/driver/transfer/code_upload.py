@@ -38,9 +38,7 @@ def upload_code(
 ) -> UploadedCode:
     """Makes the project's code available to the worker of each place: in its own folder, or in a cache of the host.
 
-    Raises:
-        ClusterError: the code could not be uploaded.
-        UsageError: the code has more than `max_mb` megabytes, or lacks the file `needed`.
+    Raises ClusterError if the upload fails; UsageError if the code exceeds `max_mb`, or lacks the file `needed`.
     """
     host_of = {place.slot.worker: place.hostname for place in places}
     arguments = (str(package.folder), package.sample, inode_digest(package.folder, package.sample))

@@ -34,7 +34,7 @@ class _GrowingFile:
         if offset > self.have:
             self.advance(offset)
         fresh = data[self.have - offset :]
-        if fresh and offset <= self.have:
+        if fresh:
             self._take(fresh)
             self.have += len(fresh)
 

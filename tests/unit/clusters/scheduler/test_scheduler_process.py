@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,20 +13,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import distributed.scheduler
 import psutil
 import pytest
 from distributed import Client
 
 from ddptrain.clusters.scheduler import scheduler_process, slots
-from ddptrain.clusters.scheduler.scheduler_process import LOOKER
+from ddptrain.clusters.scheduler.scheduler_process import LOOKER, drop_the_silent
 from ddptrain.clusters.security import make_tls, own_security
 from tests.fork_server import ForkServer, ServerForks
 
 START_S = 60.0
 END_S = 60.0
 IDLE_S = 1.0
+TTL_S = 0.4
 
 
 class Started:
@@ -191,3 +195,67 @@ def test_scheduler_with_a_certificate_takes_only_those_who_have_it(
 def test_scheduler_without_options_has_any_free_port_and_no_idle_limit() -> None:
     options = scheduler_process._parser().parse_args(["--folder", "cluster"])
     assert (options.port, options.idle_timeout, options.host, options.http_route) == (0, 0.0, None, [])
+
+
+# --- Silent workers are dropped by a clock that nobody sets. ---
+
+
+class Heartbeats:
+    """Workers with the wall clock's time of their last heartbeat, as Dask notes it."""
+
+    def __init__(self, *workers: str) -> None:
+        self.workers = {address: SimpleNamespace(last_seen=1000.0) for address in workers}
+
+    async def remove_worker(self, address: str, stimulus_id: str) -> None:
+        del self.workers[address]
+
+
+async def watched(scheduler: Any, beat: Any, times: int) -> None:
+    """Watch while `beat(number)` is called every eighth of the time to live."""
+    watch = asyncio.ensure_future(drop_the_silent(scheduler, lambda: TTL_S))
+    for number in range(times):
+        beat(number)
+        await asyncio.sleep(TTL_S / 8)
+    watch.cancel()
+
+
+@pytest.fixture
+def few_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed.scheduler, "heartbeat_interval", lambda _: 0.0)
+
+
+@pytest.mark.usefixtures("few_heartbeats")
+def test_worker_without_heartbeats_is_dropped_and_the_others_stay() -> None:
+    scheduler = Heartbeats("silent", "alive")
+
+    def beat(number: int) -> None:
+        scheduler.workers["alive"].last_seen += 1.0
+
+    asyncio.run(watched(scheduler, beat, 16))
+    assert [*scheduler.workers] == ["alive"]
+
+
+@pytest.mark.usefixtures("few_heartbeats")
+def test_jump_of_the_clock_drops_nobody() -> None:
+    scheduler = Heartbeats("one", "two")
+
+    def beat(number: int) -> None:
+        for state in scheduler.workers.values():
+            state.last_seen += -3600.0 if number == 8 else 3600.0 if number == 4 else 0.01
+
+    asyncio.run(watched(scheduler, beat, 16))
+    assert [*scheduler.workers] == ["one", "two"]
+
+
+@pytest.mark.usefixtures("few_heartbeats")
+def test_time_in_which_the_scheduler_itself_stood_still_does_not_count() -> None:
+    scheduler = Heartbeats("alive")
+
+    def beat(number: int) -> None:
+        if number == 8:
+            time.sleep(2 * TTL_S)  # what workers send now is read when it is over
+        else:
+            scheduler.workers["alive"].last_seen += 1.0
+
+    asyncio.run(watched(scheduler, beat, 12))
+    assert [*scheduler.workers] == ["alive"]

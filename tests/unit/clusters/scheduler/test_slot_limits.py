@@ -52,7 +52,9 @@ def test_driver_stays_in_the_queue_as_long_as_it_asks_every_30_seconds(
 ) -> None:
     there: Any = FakeScheduler(loop, a=1)
     ask(there, "r1")
+    ask(there, "r2", in_line=True)
     for _ in range(3):
+        assert ask(there, "r3", in_line=True)["refusal"]["place"] == 2
         assert ask(there, "r2", in_line=True)["refusal"]["place"] == 1
         clock.now += 29.9
     ask(there, "r3", in_line=True)

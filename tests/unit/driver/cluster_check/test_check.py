@@ -368,3 +368,80 @@ def test_a_deep_check_measures_longer_and_more(
     assert chosen.name == depth and chosen.plan(2, gpu=gpu, only="all") == plan
     assert (chosen.facts_s, chosen.deadline_s) == limits
     assert len(chosen.plan(100, gpu=gpu).rounds) == {"quick": 7, "deep": 15}[depth]
+
+
+def test_findings_begin_with_the_bad_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring = Measuring(monkeypatch, [rank(0, error="exit code 1")])
+    monkeypatch.setattr(check, "judge_facts", lambda *_: [Finding(Level.WARNING, "a", "disk", "nearly full")])
+    found = measuring.host_check().run([place(0, "a", 0)])
+    assert [each.level for each in found.findings] == [Level.BAD, Level.WARNING]
+
+
+def test_gpus_are_measured_where_every_place_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [place(0, "a", 0), place(1, "b", 1, gpu=False)]
+    measuring = Measuring(monkeypatch, [rank(0), rank(1)])
+    measuring.host_check().run(places)
+    assert [plan.gpu for _, plan in measuring.plans] == [False]
+
+
+def test_time_of_the_second_measurement_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring = Measuring(monkeypatch, [rank(0, everyone(2.0)), rank(1)])
+    times = iter([100.0, 103.0])
+    monkeypatch.setattr(check, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    places = [place(number, name, number) for number, name in enumerate("abc")]
+    found = measuring.host_check().without_bad(report(bad("a")), places)
+    assert found.seconds == 1.25 + 3.0 and found.left_out == ("a",) and found.everyone_else == {"gb_s": 2.0}
+    assert [ranks for ranks, _ in measuring.plans] == [[0, 1]] and measuring.plans[0][1].only == "all"
+
+
+def test_all_reduce_of_all_ranks_is_reported_with_and_without_bad_hosts() -> None:
+    values = {"gb_s": 1.5, "latency_us": 60.0}
+    found = as_dict(dataclasses.replace(report(), seconds=1.256, everyone_else_error="time-out"))
+    assert (found["all_ranks"], found["all_ranks_without_bad"]) == (None, {"error": "time-out"})
+    assert found["seconds"] == 1.26
+    readings = Readings((host("a", rank(0)),), everyone=values)
+    found = as_dict(Report("quick", readings, (), 1.0, everyone_else=values))
+    assert found["all_ranks"] == found["all_ranks_without_bad"] == {**values, "error": ""}
+
+
+def test_text_names_what_was_not_measured() -> None:
+    failed = report(bad("a"), left_out=("a",), everyone_else_error="time-out")
+    assert lines(failed, all_pairs=False)[-3:] == [
+        "all-reduce of all ranks without a failed: time-out",
+        "left out: a",
+        "2 of 3 hosts ok, 1 left out, quick check in 1.2 s",
+    ]
+    busy = Report("quick", Readings((HostReading("c", (), busy=("r1", "r2")),)), (), 0.1)
+    assert lines(busy, all_pairs=False)[-2:] == [
+        "c was not checked: all of its slots are in use by r1, r2",
+        "no host was checked, quick check in 0.1 s",
+    ]
+    assert not any("failed" in line for line in lines(report(), all_pairs=False))
+
+
+def test_pairs_are_listed_with_gb_s_and_ms() -> None:
+    hosts = (host("a", rank(0, pair(1, 2.0, 1_500.0))), host("b", rank(1, ProbeLine("pair", "failed", 2))), host("c"))
+    found = Report("deep", Readings(hosts, pairs_of(hosts)), (), 1.0)
+    table = lines(found, all_pairs=True)[2].splitlines()
+    assert [row.split() for row in table] == [
+        ["HOST", "OTHER", "HOST", "GB/s", "ms"],
+        ["a", "b", "2", "1.5"],
+        ["b", "c", "-", "-"],
+    ]
+    assert len(lines(found, all_pairs=False)) == 3
+
+
+def test_row_of_a_host_has_the_middle_or_best_of_its_values() -> None:
+    copies = [ProbeLine("copy", "done", values={"gb_s": speed}) for speed in (10.0, 12.0, 30.0)]
+    local = [ProbeLine("local", "done", values={"gb_s": speed}) for speed in (4.0, 5.0)]
+    ranks = (rank(0, copies[0], local[0], gflops=7.0), rank(1, copies[1], local[1], gflops=9.0), rank(2, copies[2]))
+    found = Report("deep", Readings((host("a", *ranks), HostReading("b", ("w",), error="silent"))), (), 1.0)
+    table = lines(found, all_pairs=False)[0].splitlines()
+    assert table[1].split() == ["a", "ok", "16", "cores", "9", "12", "5", "-", "-", "1000", "+0.001"]
+    assert table[2].split() == ["b", "ok", "-", "-", "-", "-", "-", "-", "-", "-"]
+
+
+def test_too_few_slots_without_a_bad_host_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene("", {})
+    with pytest.raises(ClusterError, match="^no slots$"):
+        checked(scene, monkeypatch, check="quick").reserve(scene.reserve)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,9 +53,98 @@ def test_slots_that_runs_wait_for_are_left_to_them() -> None:
         command._in_use(group([("a", 2, 0)], "r1", "r2"))
 
 
-def test_check_takes_all_slots_that_are_free_now() -> None:
+class Stage:
+    """Everything that a check of a cluster uses; it writes down what is done, and in which order."""
+
+    bad: tuple[str, ...] = ()
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: Sequence[tuple[str, int, int]]) -> None:
+        self.done: list[Any] = []
+        self.run_ids: list[str] = []
+        self.inbox, self.check = "inbox", "check"
+        self.target = SimpleNamespace(foreign=True, name="dev", fixed=False)
+        self.group = group(workers, r1=["a"])
+        self.group.subscribe = lambda: self.done.append("subscribed")
+        self.group.reserve = self.reserve
+        cluster = SimpleNamespace(connect=lambda: self.target, worker_fault=lambda: "", last_words=lambda: "")
+        monkeypatch.setattr(command, "_opened", lambda config, stack: cluster)
+        monkeypatch.setattr(command, "connected", self.connected)
+        monkeypatch.setattr(command, "WorkerGroup", self.worker_group)
+        monkeypatch.setattr(command, "HostCheck", self.host_check)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        self.done.append("may be interrupted")
+        yield
+        self.done.append("not any more")
+
+    @contextmanager
+    def connected(self, target: Any, timeout_s: float, tell: Any) -> Iterator[str]:
+        assert target is self.target and tell is print
+        self.done.append(f"connected within {timeout_s:g} s")
+        yield "client"
+        self.done.append("disconnected")
+
+    @contextmanager
+    def worker_group(self, client: str, run_id: str, inbox: str, *, foreign: bool) -> Iterator[Any]:
+        assert (client, inbox, foreign) == ("client", "inbox", True)
+        self.run_ids.append(run_id)
+        yield self.group
+        self.done.append("released")
+
+    def reserve(self, request: SlotRequest, hooks: Any) -> list[Any]:
+        assert hooks.cluster == "dev"
+        self.done.append(request)
+        return [SimpleNamespace(slot=SimpleNamespace(host="a"))]
+
+    def host_check(self, worker_group: Any, depth: Any, env: Any, check: Any, on_gpus: bool) -> Any:
+        assert (worker_group, check) == (self.group, "check")
+        self.done.append((depth.name, env, on_gpus))
+        return self
+
+    def run(self, places: list[Any], others: dict[str, tuple[str, ...]]) -> Any:
+        self.done.append(([place.slot.host for place in places], others))
+        return self
+
+    def without_bad(self, report: Any, places: list[Any]) -> Any:
+        assert report is self
+        return f"without {self.bad} of {len(places)}"
+
+
+def test_check_takes_all_slots_that_are_free_now_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage: Any = Stage(monkeypatch, [("a", 2, 2), ("b", 2, 1)])
     config = ClusterConfig(start_timeout_s=7.0, wait_s=90.0)
-    assert command._wish(config) == SlotRequest(None, False, 7.0, 0.0, least=1)
+    found: Any = command.check_cluster(config, "deep", {"A": "1"}, print, stage, exclude_bad=True)
+    assert found is stage
+    assert stage.done == [
+        "may be interrupted",
+        "connected within 7 s",
+        "subscribed",
+        SlotRequest(None, False, 7.0, 0.0, least=1),
+        ("deep", {"A": "1"}, True),
+        (["a"], {}),  # a slot of this host was released before the reservation
+        "not any more",
+        "released",
+        "disconnected",
+    ]
+    (run_id,) = stage.run_ids
+    assert run_id.startswith("check-") and len(run_id) == 14
+
+
+def test_cluster_without_a_free_slot_is_reported_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage: Any = Stage(monkeypatch, [("a", 2, 2)])
+    command.check_cluster(ClusterConfig(gpus=0), "quick", {}, print, stage, exclude_bad=False)
+    assert stage.done[2:5] == ["subscribed", ("quick", {}, False), ([], {"a": ("r1",)})]
+
+
+@pytest.mark.parametrize(("exclude_bad", "is_left_out"), [(True, True), (False, False)])
+def test_bad_hosts_are_left_out_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, exclude_bad: bool, is_left_out: bool
+) -> None:
+    stage: Any = Stage(monkeypatch, [("a", 2, 0)])
+    stage.bad = ("a",)
+    found = command.check_cluster(ClusterConfig(), "quick", {}, print, stage, exclude_bad=exclude_bad)
+    assert found == ("without ('a',) of 1" if is_left_out else stage)
 
 
 def test_cluster_that_is_named_is_used_and_this_machine_is_checked_in_a_folder_of_its_own(

@@ -17,6 +17,20 @@ def test_value_below_its_part_of_the_median_is_named_with_the_median() -> None:
     ]
 
 
+def test_value_at_a_limit_is_on_its_good_side() -> None:
+    values = {"a": 10.0, "b": 10.0, "c": 8.0, "d": 5.0, "e": 10.0}
+    text = "5 MB/s, 50 % of the median of 5 (10)"
+    assert list(below_median(values, "disk", "MB/s", LIMITS, hint="look")) == [
+        Finding(Level.WARNING, "d", "disk", text, "look", of_limit=1.0)
+    ]
+    assert list(below_median({"a": 0.0, "b": 0.0, "c": -1.0}, "disk", "MB/s", LIMITS)) == []
+
+
+def test_value_that_is_never_bad_is_only_a_warning() -> None:
+    (found,) = below_median({"a": 10.0, "b": 10.0, "c": 1.0}, "memory", "MB", Limits(bad=0.0, warning=0.7))
+    assert (found.level, found.host, found.of_limit) == (Level.WARNING, "c", 0.0)
+
+
 def test_two_hosts_are_not_compared() -> None:
     assert list(below_median({"a": 10.0, "b": 0.1}, "disk", "MB/s", LIMITS)) == []
 

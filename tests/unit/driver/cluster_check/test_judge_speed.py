@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from ddptrain.driver.cluster_check.findings import Level
 from ddptrain.driver.cluster_check.judge_speed import judge_speed
 from ddptrain.driver.cluster_check.readings import HostReading, Readings, better_of, pairs_of
@@ -207,3 +209,154 @@ def test_slow_all_reduce_inside_a_busy_host_is_a_warning_but_that_of_gpus_is_bad
         ]
         (found,) = judge_speed(with_wait(readings(*hosts), 2, 0.6))
         assert (found.level, found.host, found.subject) == (level, "c", "all-reduce inside")
+
+
+def of_three(stage: str, name: str, value: float, *, device: str = "", usual: float = 100.0) -> list[Level]:
+    """The levels of the findings about three hosts, the last of which has measured `value`."""
+    lines = [ProbeLine(stage, "done", values={name: each}) for each in (usual, usual, value)]
+    hosts = [host(name, rank(0).__class__(0, (line,), device)) for name, line in zip("abc", lines, strict=True)]
+    return [each.level for each in judge_speed(readings(*hosts)) if each.host == "c"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "device", "warning", "bad"),
+    [
+        ("gemm", "gflops", "0", 90.0, 80.0),
+        ("gemm", "gflops", "", 50.0, 30.0),
+        ("copy", "gb_s", "0", 80.0, 50.0),
+        ("local", "gb_s", "0", 70.0, 50.0),
+        ("local", "gb_s", "", 40.0, 20.0),
+    ],
+)
+def test_slow_measurement_is_a_warning_below_one_limit_and_bad_below_another(
+    stage: str, name: str, device: str, warning: float, bad: float
+) -> None:
+    found = [of_three(stage, name, value, device=device) for value in (warning, warning - 0.1, bad, bad - 0.1)]
+    assert found == [[], [Level.WARNING], [Level.WARNING], [Level.BAD]]
+
+
+@pytest.mark.parametrize(
+    ("gb_s", "mbit", "expected"),
+    [
+        (0.125, 10_000, []),
+        (0.1249, 10_000, [Level.WARNING]),
+        (0.025, 10_000, [Level.WARNING]),
+        (0.0249, 10_000, [Level.BAD]),
+        (0.125, 200_000, []),  # one connection does not use more than 10 Gbit/s
+        (0.0125, 1_000, []),
+        (0.0124, 1_000, [Level.BAD]),
+        (0.0125, 0, []),
+        (0.0124, 0, [Level.BAD]),
+    ],
+)
+def test_speed_of_a_pair_has_limits_by_its_interfaces(gb_s: float, mbit: int, expected: list[Level]) -> None:
+    link = replace(ETH0, speed_mbit=mbit)
+    assert [each.level for each in judge_speed(measured({(0, 1): gb_s}, 2, interfaces=(link,)))] == expected
+
+
+def test_slower_interface_of_a_pair_counts() -> None:
+    slow, fast = (
+        host(name, rank(node, pair(1 - node, 0.05)), interfaces=(replace(ETH0, speed_mbit=mbit),))
+        for node, (name, mbit) in enumerate([("a", 1_000), ("b", 10_000)])
+    )
+    assert judge_speed(readings(slow, fast)) == []
+    unknown = host("a", rank(0, pair(1, 0.05)), interfaces=(replace(ETH0, speed_mbit=0),))
+    (found,) = judge_speed(readings(unknown, fast))
+    assert found.text.endswith("all-reduce: 0.05 GB/s (0.4 Gbit/s); the interfaces promise 10 Gbit/s")
+
+
+@pytest.mark.parametrize(
+    ("usual_us", "slow_us", "texts"),
+    [
+        (50.0, 2_000.0, []),
+        (50.0, 2_001.0, ["all-reduce of 8 bytes takes 2 ms, the median is 0.05 ms"]),
+        (1_000.0, 5_000.0, []),
+        (1_000.0, 5_001.0, ["all-reduce of 8 bytes takes 5 ms, the median is 1 ms"]),
+    ],
+)
+def test_pair_with_a_long_latency_is_a_warning(usual_us: float, slow_us: float, texts: list[str]) -> None:
+    hosts = (
+        host("a", rank(0, pair(1, 1.0, usual_us), pair(2, 1.0, usual_us))),
+        host("b", rank(1, pair(0, 1.0, usual_us), pair(2, 1.0, slow_us))),
+        host("c", rank(2, pair(0, 1.0, usual_us), pair(1, 1.0, slow_us))),
+    )
+    found = judge_speed(readings(*hosts))
+    assert [each.text.partition("10 Gbit/s): ")[2] for each in found] == texts
+    assert all((each.level, each.host, each.other, each.of_limit) == (Level.WARNING, "b", "c", 0.0) for each in found)
+
+
+def test_long_latency_of_two_pairs_is_not_compared() -> None:
+    hosts = (host("a", rank(0, pair(1, 1.0), pair(2, 1.0, 9_000.0))), host("b", rank(1)), host("c", rank(2)))
+    assert judge_speed(readings(*hosts)) == []
+
+
+@pytest.mark.parametrize(("gb_s", "level"), [(1.0, []), (0.99, [Level.BAD])])
+def test_pair_below_half_of_the_median_is_bad(gb_s: float, level: list[Level]) -> None:
+    speeds = {(a, b): 2.0 for a in range(4) for b in range(a + 1, 4)}
+    assert [each.level for each in judge_speed(measured({**speeds, (1, 3): gb_s}, 4))] == level
+
+
+@pytest.mark.parametrize(
+    ("gb_s", "level"), [(1.4, []), (1.39, [Level.WARNING]), (1.0, [Level.WARNING]), (0.99, [Level.BAD])]
+)
+def test_host_is_slow_if_its_pairs_are(gb_s: float, level: list[Level]) -> None:
+    found = judge_speed(measured({(0, 1): 2.0, (0, 2): gb_s, (1, 2): gb_s}, 3))
+    assert [(each.level, each.host) for each in found] == [(each, "c") for each in level]
+
+
+def test_pair_of_which_only_one_number_is_known_is_not_judged() -> None:
+    half = ProbeLine("pair", "done", 1, {"gb_s": 0.001})
+    assert judge_speed(readings(host("a", rank(0, half)), host("b", rank(1)))) == []
+
+
+def test_pair_that_failed_between_hosts_that_others_reach_is_named_as_a_pair() -> None:
+    failed = ProbeLine("pair", "failed", 1, text="time-out")
+    hosts = (
+        host("a", rank(0, failed, pair(2, 1.0))),
+        host("b", rank(1, pair(2, 1.0))),
+        host("c", rank(2, pair(0, 1.0), pair(1, 1.0))),
+    )
+    (found,) = judge_speed(readings(*hosts))
+    assert (found.level, found.subject, found.host, found.other) == (Level.BAD, "network", "a", "b")
+    assert found.text == "between a (eth0, 10 Gbit/s) and b (eth0, 10 Gbit/s): no all-reduce (time-out)"
+
+
+def test_two_hosts_that_do_not_reach_each_other_are_a_pair() -> None:
+    hosts = (host("a", rank(0, ProbeLine("pair", "failed", 1, text="time-out"))), host("b", rank(1)))
+    (found,) = judge_speed(readings(*hosts))
+    assert (found.host, found.other) == ("a", "b")
+
+
+def test_reduced_clocks_explain_a_slow_gpu() -> None:
+    def gpu(name: str, gflops: float, text: str = "") -> HostReading:
+        return host(
+            name, replace(rank(0, device="0"), lines=(ProbeLine("gemm", "done", -1, {"gflops": gflops}, text),))
+        )
+
+    slow, throttled = judge_speed(readings(gpu("a", 100.0), gpu("b", 100.0), gpu("c", 50.0, "power cap")))
+    assert slow.text == "GPU 0: 50 GFLOP/s, 50 % of the median of 3 (100); its clocks are reduced: power cap"
+    assert (throttled.level, throttled.host, throttled.subject) == (Level.BAD, "c", "throttling")
+
+
+def test_number_of_one_measurement_only_is_no_reason_to_take_its_wait() -> None:
+    first = replace(rank(0), lines=(ProbeLine("gemm", "done", values={"gflops": 2.0, WAITED: 0.1}),))
+    second = replace(rank(0), lines=(ProbeLine("gemm", "done", values={"gflops": 1.0, WAITED: 0.5}),))
+    assert better_of(first, second).lines[0].values == {"gflops": 2.0, WAITED: 0.1}
+
+
+def test_pair_is_known_from_either_of_its_hosts_and_impossible_peers_are_left_out() -> None:
+    (found,) = pairs_of((host("a", rank(0)), host("b", rank(1, pair(0, 3.0, 20.0)))))
+    assert (found.first, found.second, found.gb_s, found.latency_us, found.error) == ("a", "b", 3.0, 20.0, "")
+    failed = ProbeLine("pair", "failed", 1)
+    assert pairs_of((host("a", rank(0, pair(0, 1.0), pair(2, 1.0), pair(-1, 1.0))), host("b"))) == ()
+    (found,) = pairs_of((host("a", rank(0, failed)), host("b", rank(1, pair(0, 3.0)))))
+    assert (found.gb_s, found.error) == (3.0, "")
+    (found,) = pairs_of((host("a", rank(0, failed)), host("b")))
+    assert (found.gb_s, found.error) == (None, "it did not end")
+
+
+def test_host_is_called_by_its_name_and_by_another_address() -> None:
+    there = host("a")
+    assert there.name == "a" and host("b", error="silent").name == "b"
+    assert replace(there, host="127.0.0.1").name == replace(there, host="::1").name == "a"
+    assert replace(there, host="10.0.0.7").name == "a (10.0.0.7)"

@@ -10,7 +10,7 @@ import pytest
 
 from ddptrain.ci import CiService
 from ddptrain.driver.display import messages, open_display
-from ddptrain.driver.display.ci_folding import VISIBLE_LINES, FoldingRenderer
+from ddptrain.driver.display.ci_folding import FoldingRenderer
 from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer
@@ -36,14 +36,14 @@ class Folded:
 
 def test_short_output_is_not_folded() -> None:
     folded = Folded()
-    folded.print(VISIBLE_LINES)
+    folded.print(30)
     folded.renderer.tell(messages.Closing(("done",), {}))
-    assert folded.lines == [*(f"[rank 0] {number}" for number in range(VISIBLE_LINES)), "done"]
+    assert folded.lines == [*(f"[rank 0] {number}" for number in range(30)), "done"]
 
 
 def test_long_output_is_folded_until_a_message_of_ddptrain() -> None:
     folded = Folded()
-    folded.print(VISIBLE_LINES - 1)
+    folded.print(30 - 1)
     folded.print(3, rank=1)
     folded.renderer.tell(messages.DriverStatus("waiting"))
     folded.renderer.tell(messages.RedrawnLine(1, "50 %"))
@@ -51,13 +51,13 @@ def test_long_output_is_folded_until_a_message_of_ddptrain() -> None:
     folded.print(1)
     folded.renderer.tell(messages.Closing(("failed",), {}))
     shown = ["[rank 1] 0", START, "[rank 1] 1", "[rank 1] 2", "[rank 1] 50 %", END, "[rank 0] 0", "failed"]
-    assert folded.lines[VISIBLE_LINES - 1 :] == shown
+    assert folded.lines[30 - 1 :] == shown
 
 
 def test_each_section_of_gitlab_has_its_own_name() -> None:
     folded = Folded(CiService.GITLAB)
     for _ in range(2):
-        folded.print(VISIBLE_LINES + 1)
+        folded.print(30 + 1)
         folded.renderer.tell(messages.WorldSize(1))
     names = [line.split(":")[2].partition("[")[0] for line in folded.file.getvalue().split("\n") if "section_" in line]
     starts, ends = names[::2], [name.partition("\r")[0] for name in names[1::2]]
@@ -81,19 +81,19 @@ def test_ranks_cannot_give_commands(tmp_path: Path, mode: str) -> None:
 
 
 def test_json_and_other_places_have_no_sections(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.log").write_text("a\n" * 2 * VISIBLE_LINES)
+    (tmp_path / "rank-0.log").write_text("a\n" * 2 * 30)
     for mode, environ in (("json", {"GITHUB_ACTIONS": "true"}), ("plain", {})):
         out = io.StringIO()
         open_display(mode, tmp_path, 1, "run", out, io.StringIO(), environ).close()
-        assert len(out.getvalue().splitlines()) == 2 * VISIBLE_LINES
+        assert len(out.getvalue().splitlines()) == 2 * 30
         assert "::group::" not in out.getvalue()
 
 
 def test_as_many_lines_are_shown_after_a_message_as_before() -> None:
     folded = Folded()
     for _ in range(2):
-        folded.print(VISIBLE_LINES)
+        folded.print(30)
         folded.renderer.tell(messages.DriverNotice("a message", "info"))
-    assert START not in folded.lines and len(folded.lines) >= 2 * VISIBLE_LINES
-    folded.print(VISIBLE_LINES + 1)
+    assert START not in folded.lines and len(folded.lines) >= 2 * 30
+    folded.print(30 + 1)
     assert folded.lines[-2] == START

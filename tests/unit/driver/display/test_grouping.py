@@ -97,3 +97,24 @@ def test_every_rank_gets_all_of_its_lines_in_order(events: list[tuple[int, str, 
     for rank in range(5):
         mine = [line.text for ranks, group in shown if rank in ranks for line in group]
         assert mine == [text for printer, text, _ in events if printer == rank]
+
+
+def test_lines_that_are_shown_make_room_for_others() -> None:
+    grouper = LineGrouper(2, hold_s=10.0)
+    long = RankLine("x" * 600_000)
+    for second in range(3):
+        grouper.add(0, [long], float(second))
+        assert list(grouper.due(float(second))) == []
+        grouper.add(1, [long], float(second))
+        assert list(grouper.due(float(second))) == [([0, 1], [long])]
+    grouper.add(0, [RankLine("a" * 600_000), RankLine("b" * 448_576)], 4.0)
+    assert list(grouper.due(4.0)) == [], "a mebibyte is held"
+    grouper.add(0, [RankLine("c")], 4.0)
+    assert [len(line.text) for _, lines in grouper.due(4.0) for line in lines] == [600_000]
+
+
+def test_label_of_40_characters_is_shown_whole() -> None:
+    ranks = [*range(10, 28, 2), 300]  # "10, 12, 14, 16, 18, 20, 22, 24, 26, 300" has 39
+    assert label(ranks) == "[ranks 10, 12, 14, 16, 18, 20, 22, 24, 26, 300]"
+    assert label([*ranks[:-1], 3000]) == "[ranks 10, 12, 14, 16, 18, 20, 22, 24, 26, 3000]"
+    assert label([*ranks[:-1], 30000]) == "[10 ranks: 10, 12, 14, 16, 18, 20, 22, 24, 26, ...]"

@@ -101,3 +101,10 @@ def test_ten_megabyte_line_loses_nothing() -> None:
     assert sum(len(line.text) for line in found) == 10_000_000
     assert max(len(line.text) for line in found) == module.MAX_LINE_CHARS
     assert [line.ended for line in found].count(True) == 1
+
+
+def test_line_is_passed_on_in_pieces_of_64_kibibytes() -> None:
+    lines = LineAssembler()
+    assert lines.feed(b"x" * 65_536) == []
+    assert lines.feed(b"y") == [RankLine("x" * 65_536, ended=False)]
+    assert lines.feed(b"\n" + b"z" * 65_536 + b"\n") == [RankLine("y"), RankLine("z" * 65_536)]

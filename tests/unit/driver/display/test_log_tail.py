@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from ddptrain.driver.display.lines import RankLine
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
@@ -81,3 +84,17 @@ def test_file_is_not_kept_open_if_there_are_too_many(tmp_path: Path) -> None:
     assert tail._fd == -1
     append(path, b"two\n")
     assert [line.text for line in tail.read()] == ["two"]
+
+
+def test_file_stays_open_and_is_opened_again_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    append(path, b"one\ntwo\n")
+    tail = LogTail(path)
+    tail.end = 4
+    assert tail.read() == [RankLine("one")] and tail._fd >= 0
+    tail.end = 8
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", lambda *_: os.close(-1))  # as a network file system that has dropped the handle
+        assert tail.read() == [] and tail._fd == -1
+    assert tail.read() == [RankLine("two")]
+    tail.close()

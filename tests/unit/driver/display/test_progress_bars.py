@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ddptrain.driver.display import messages
-from ddptrain.driver.display.progress_bars import ASCII_GLYPHS, UNICODE_GLYPHS, Bars, Glyphs
+from ddptrain.driver.display.progress_bars import ASCII_GLYPHS, UNICODE_GLYPHS, Bars, Glyphs, Piece, SystemSummary
 from ddptrain.driver.display.terminal import RED, cells
 from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.protocol.worker_notices import SystemSample
 
 
 def drawn(bars: Bars, columns: int = 120, rows: int = 24) -> list[str]:
@@ -146,3 +147,198 @@ def test_control_characters_in_names_are_removed() -> None:
     bars.tell(messages.DriverStatus("one\ntwo\x1b[2J"))
     bars.tell(messages.RankProgress(0, Progress(2 * 10**9, 1300.0, 2400.0, "sam\x1b[2Jples")))
     assert not any("\x1b" in row or "\n" in row for row in drawn(bars))
+
+
+def test_colours_tell_the_rank_and_how_it_ended() -> None:
+    bars = running(4)
+    gap = Piece("  ")
+    middle = (gap, Piece("1,200/2,400"), gap, Piece("loss 2.500"), gap, Piece("1,200 samples/s"), gap)
+    drawn_bar = (Piece("#" * 17, "36"), Piece("-" * 18, "2"))
+    first = (Piece("rank 0", "36"), gap, *drawn_bar, gap, Piece("50%"), *middle)
+    assert bars.block(65.0, 100, 24)[0] == (*first, Piece("ETA 0:01", "2"))
+    for rank, (ok, stopped) in enumerate([(True, False), (False, False), (False, True)]):
+        bars.tell(messages.RankEnded(rank, ok, stopped))
+    done, failed, stopped_row, _, status = bars.block(65.0, 100, 24)
+    assert done == (*first, Piece("    done", "32"))
+    assert [failed[0], failed[2], failed[3], failed[-1]] == [
+        Piece("rank 1", "33"),
+        Piece("#" * 8, "31"),
+        Piece("-" * 27, "2"),
+        Piece("  failed", "31"),
+    ]
+    assert [stopped_row[2].colour, stopped_row[-1]] == ["35", Piece(" stopped", "2")]
+    assert status == (Piece("run-1 | 1:05 | training", "2"),)
+
+
+def test_group_is_red_once_a_rank_has_failed() -> None:
+    bars = running(17)
+    for colour, facts_colour in (("36", ""), ("31", "31")):
+        bar, facts, _ = bars.block(65.0, 100, 24)
+        assert [bar[0].colour, bar[2].colour, bar[3].colour, bar[-1]] == ["36", colour, "2", Piece("ETA 0:33", "2")]
+        assert [piece.colour for piece in facts] == [facts_colour]
+        bars.tell(messages.RankEnded(0, ok=False))
+    bars = running(3, all_ranks=True)
+    bars.tell(messages.RankEnded(2, ok=False))
+    assert [bars.block(65.0, 100, 6)[1][0].colour, bars.block(65.0, 100, 4)[0][0].colour] == ["31", "31"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (3, []),
+        (4, ["3 ranks | 17% to 50% | 3,600 samples/s in all"]),
+        (6, ["rank 0", "2 more ranks | 17% to 25% | 2,400 samples/s in all"]),
+        (7, ["rank 0", "2 more ranks | 17% to 25% | 2,400 samples/s in all"]),
+        (8, ["rank 0", "rank 1", "rank 2"]),
+    ],
+)
+def test_small_terminal_has_a_bar_for_as_many_ranks_as_fit(rows: int, expected: list[str]) -> None:
+    *shown, status = drawn(running(3), 100, rows)
+    assert [row.split("  ")[0] for row in shown] == expected and status == "run-1 | 1:05 | training"
+
+
+def test_ranks_without_progress_and_room_are_only_counted() -> None:
+    assert drawn(fresh(3, ASCII_GLYPHS), rows=4)[0] == "3 ranks | 3 waiting"
+
+
+@pytest.mark.parametrize(("rows", "count"), [(3, 1), (4, 2), (5, 2), (6, 3)])
+def test_group_takes_the_rows_that_there_are(rows: int, count: int) -> None:
+    assert len(drawn(running(17), rows=rows)) == count
+
+
+def test_bar_that_a_rank_draws_is_shown_where_all_have_room() -> None:
+    bars = running(2)
+    bars.tell(messages.RedrawnLine(1, "loading 10%"))
+    assert [row.split("  ")[0] for row in drawn(bars, rows=8)] == ["rank 0", "rank 1", "", "run-1 | 1:05 | training"]
+    assert drawn(bars, rows=8)[2] == "  loading 10%" and bars.block(0.0, 100, 8)[2][0].colour == "2"
+    assert len(drawn(bars, rows=6)) == 3
+
+
+def test_column_that_leaves_less_than_8_columns_for_the_bar_is_left_out() -> None:
+    assert drawn(running(1), 60)[0] == "rank 0  ####----  50%  loss 2.500  1,200 samples/s  ETA 0:01"
+    assert drawn(running(1), 59)[0] == f"rank 0  {'#' * 12}{'-' * 12}  50%  loss 2.500  ETA 0:01"
+
+
+def test_columns_may_shrink_with_the_size_of_the_terminal() -> None:
+    bars = running(1)
+    assert "loss 2.500" in drawn(bars, 100)[0]
+    bars.tell(messages.RankStarted(0, "node", 7))
+    assert drawn(bars, 100)[0] == f"rank 0  {'-' * 35}" + " " * 57
+    assert drawn(bars, 90)[0] == f"rank 0  {'-' * 40}"
+
+
+def test_done_rank_that_told_no_progress_has_a_full_bar() -> None:
+    bars = fresh(1, ASCII_GLYPHS)
+    assert drawn(bars)[0] == f"rank 0  {'-' * 40}  waiting"
+    bars.tell(messages.RankEnded(0, ok=True))
+    assert drawn(bars)[0] == f"rank 0  {'#' * 40}     done"
+
+
+def test_loss_of_training_comes_first_and_the_last_one_stays() -> None:
+    bars = fresh(1, ASCII_GLYPHS)
+    for values, shown in (
+        ({"loss": 3.0}, "loss 3.000"),
+        ({"loss": 3.0, "train/loss": 2.0}, "loss 2.000"),
+        ({"lr": 0.1}, "loss 2.000"),
+    ):
+        bars.tell(messages.RankMetrics(0, Metrics(0, values)))
+        assert shown in drawn(bars)[0]
+
+
+def test_total_and_loss_of_a_group_are_those_of_the_ranks_that_have_them() -> None:
+    bars = running(17)
+    bars.tell(messages.RankProgress(3, Progress(2 * 10**9, 1300.0, None, "samples")))
+    bars.tell(messages.RankStarted(4, "", 7))
+    bar, extremes, _ = drawn(bars, 120)
+    # 16 ranks have told progress, 15 of them a total; the losses are 2.5 + r without that of rank 4.
+    assert "  19,300  " in bar and "loss 10.75" in bar
+    assert extremes.startswith("slowest rank 16 on node 2%") and extremes.endswith(
+        "fastest rank 3 on node 1,300 1,001 samples/s"
+    )
+    for rank in range(17):
+        bars.tell(messages.RankEnded(rank, ok=True))
+    assert "ETA" not in drawn(bars, 120)[0]
+
+
+def test_group_of_which_one_rank_tells_progress_has_its_numbers() -> None:
+    bars = fresh(17, ASCII_GLYPHS)
+    for second in (0, 1):
+        bars.tell(messages.RankProgress(16, Progress(second * 10**9, second * 3.0, None, "steps")))
+    bar, extremes, _ = drawn(bars)
+    assert bar == f"17 ranks  {'-' * 40}  0%  3  3 steps/s"
+    assert extremes == "slowest rank 16 3 3 steps/s | fastest rank 16 3 3 steps/s | 17 waiting"
+
+
+@pytest.mark.parametrize(
+    ("done", "shown"),
+    [(7.0, "7"), (0.12345, "0.123"), (99.5, "99.5"), (100.4, "100"), (12345.0, "12,345"), (-100.5, "-100")],
+)
+def test_numbers_are_easy_to_read(done: float, shown: str) -> None:
+    bars = fresh(1, ASCII_GLYPHS)
+    bars.tell(messages.RankProgress(0, Progress(0, done, None, "steps")))
+    assert drawn(bars)[0] == f"rank 0  {'-' * 40}  {shown}  waiting"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (59.9, "0:59"),
+        (60.0, "1:00"),
+        (3599.0, "59:59"),
+        (3600.0, "1:00:00"),
+        (7265.0, "2:01:05"),
+        (1e300, "100000:00:00"),
+    ],
+)
+def test_time_is_shown_as_on_a_clock(seconds: float, shown: str) -> None:
+    ((piece,),) = Bars("", ASCII_GLYPHS).block(seconds, 80, 24)
+    assert piece.text == shown
+
+
+def test_long_unit_is_cropped() -> None:
+    bars = fresh(1, ASCII_GLYPHS)
+    for second in (0, 1):
+        bars.tell(messages.RankProgress(0, Progress(second * 10**9, second * 5.0, None, "abcde" * 10)))
+    assert f"  5 {'abcde' * 4}/s  " in drawn(bars)[0]
+
+
+# --- the use of hosts and GPUs in a few words ---
+
+
+def test_nothing_is_shown_before_the_first_sample() -> None:
+    assert SystemSummary().facts() == []
+
+
+def test_means_of_use_and_the_fullest_and_hottest() -> None:
+    summary = SystemSummary()
+    for host, percent, used in (("a", 20.0, 12e9), ("b", 40.0, 32e9)):
+        gpu = {"gpu_percent": percent * 2, "gpu_memory_bytes": used, "gpu_memory_total_bytes": 80e9}
+        use = {"cpu_percent": percent, "memory_bytes": used, "memory_total_bytes": 64e9}
+        summary.add(SystemSample(1, 0, 1, host, use, {host: {**gpu, "gpu_temperature_c": percent + 30}}))
+    assert summary.facts() == ["GPU 60 % 32/80 GB 70 °C", "CPU 30 %", "memory 32/64 GB"]
+
+
+def test_newest_sample_of_a_host_counts() -> None:
+    summary = SystemSummary()
+    for percent in (10.0, 90.0):
+        summary.add(SystemSample(1, 0, 1, "a", {"cpu_percent": percent}, {}))
+    assert summary.facts() == ["CPU 90 %"]
+
+
+def test_numbers_that_are_not_known_are_left_out() -> None:
+    summary = SystemSummary()
+    summary.add(
+        SystemSample(1, 0, 1, "a", {"memory_bytes": 5e9, "memory_total_bytes": 0.0}, {"0": {"cpu_percent": 1.0}})
+    )
+    assert summary.facts() == []
+    summary.add(SystemSample(1, 0, 1, "a", {}, {"1": {"gpu_memory_bytes": 1e9}}))
+    assert summary.facts() == ["GPU"]
+
+
+def test_fullest_memory_is_the_one_with_the_largest_part_in_use() -> None:
+    summary = SystemSummary()
+    for host, used, total in (("a", 32e9, 80e9), ("b", 9.94e9, 16e9), ("c", 10e9, 40e9)):
+        summary.add(SystemSample(1, 0, 1, host, {"memory_bytes": used, "memory_total_bytes": total}, {}))
+    assert summary.facts() == ["memory 9.9/16 GB"]
+    summary.add(SystemSample(1, 0, 1, "b", {"memory_bytes": 10e9, "memory_total_bytes": 16e9}, {}))
+    assert summary.facts() == ["memory 10/16 GB"]

@@ -26,7 +26,7 @@ def test_steady_progress_has_its_rate_and_eta() -> None:
 
 def test_rate_follows_a_change_slowly() -> None:
     pace = pace_of((0, 0), (10, 100), (11, 120), total=1000)
-    assert pace.rate is not None and 10 < pace.rate < 15
+    assert pace.rate == pytest.approx(11.81269)  # 10 + (1 - e^(-1/5)) * (20 - 10)
 
 
 def test_one_event_has_no_rate() -> None:
@@ -58,3 +58,23 @@ def test_impossible_done_is_left_out() -> None:
 def test_more_than_all_is_all() -> None:
     pace = pace_of((0, 0), (1, 300))
     assert (pace.fraction, pace.eta_s) == (1.0, 0.0)
+
+
+def test_less_than_nothing_is_nothing() -> None:
+    assert pace_of((0, -5)).fraction == 0.0
+
+
+def test_other_unit_starts_a_new_rate() -> None:
+    pace = pace_of((0, 0), (1, 10))
+    pace.update(Progress(2 * 10**9, 20.0, 100.0, "batches"))
+    assert (pace.rate, pace.unit, pace.done) == (None, "batches", 20.0)
+    pace.update(Progress(3 * 10**9, 25.0, 100.0, "batches"))
+    assert pace.rate == 5.0
+
+
+def test_progress_that_stands_still_lowers_the_rate() -> None:
+    assert pace_of((0, 0), (10, 100), (15, 100)).rate == pytest.approx(3.678794)  # 10 * e^-1
+
+
+def test_time_since_the_newest_event_counts() -> None:
+    assert pace_of((0, 0), (4, 40), (2, 40), (5, 50)).rate == pytest.approx(10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from ddptrain.driver.doctor import judge
@@ -60,16 +62,28 @@ def test_torch_must_fit_the_gpus(found: TorchFacts, gpus: int, expected: list[tu
 
 
 def test_healthy_host_has_no_bad_check() -> None:
-    checks = list(judge_host(FACTS, 2))
-    assert {check.result for check in checks} == {Result.OK}
-    assert ("disk", "50000 MB are free in /data, 300 MB/s") in [(check.subject, check.text) for check in checks]
+    assert list(judge_host(FACTS, 2)) == [
+        Check("memory", Result.OK, "60000 MB of 64000 MB are available"),
+        Check("disk", Result.OK, "50000 MB are free in /data, 300 MB/s"),
+    ]
+
+
+def test_speed_of_a_disk_may_be_unknown() -> None:
+    checks = list(judge_host(dataclasses.replace(FACTS, scratch_write_mb_s=None), 2))
+    assert checks[1] == Check("disk", Result.OK, "50000 MB are free in /data")
 
 
 def test_full_disk_is_bad() -> None:
-    import dataclasses
-
     full = dataclasses.replace(FACTS, scratch_free_mb=500)
     assert bad(list(judge_host(full, 2))) == [("disk", "500 MB of 90000 MB are free in /data")]
+
+
+def test_fault_of_memory_or_disk_stands_alone() -> None:
+    checks = list(judge_host(dataclasses.replace(FACTS, memory_free_mb=10, problems=("no file can be written",)), 2))
+    assert [(check.subject, check.result) for check in checks] == [
+        ("reading", Result.BAD),
+        ("memory", Result.WARNING),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,14 +93,26 @@ def test_full_disk_is_bad() -> None:
 def test_interfaces_of_variables_must_be_up(value: str, is_bad: bool) -> None:
     checks = list(judge_host(FACTS.with_env({"NCCL_SOCKET_IFNAME": value}), 2))
     assert bool(bad(checks)) == is_bad
+    found = Check("network", Result.OK, f"NCCL_SOCKET_IFNAME is {value}")
+    assert is_bad or checks[2:] == [found]
+
+
+def test_interfaces_that_are_missing_are_named_and_those_that_could_be_used() -> None:
+    checks = list(judge_host(FACTS.with_env({"GLOO_SOCKET_IFNAME": "ib0, eth0,=eth"}), 2))
+    text = "GLOO_SOCKET_IFNAME is ib0, eth0,=eth, but no interface ib0, =eth is up"
+    assert checks[2:] == [Check("network", Result.BAD, text, "use one of eth0, or unset it")]
+    down = dataclasses.replace(FACTS, interfaces=())
+    (check,) = list(judge_host(down.with_env({"GLOO_SOCKET_IFNAME": "ib0"}), 2))[2:]
+    assert check.hint == "use one of none, or unset it"
 
 
 @pytest.mark.parametrize(
     ("offset_s", "result", "text"),
     [
         (None, Result.SKIPPED, "not compared: no server is configured or reachable"),
-        (-1.0, Result.OK, "as that of https://s"),
+        (-3.0, Result.OK, "as that of https://s"),
         (20.0, Result.WARNING, "20 s ahead of that of https://s"),
+        (-60.0, Result.WARNING, "60 s behind that of https://s"),
         (-900.0, Result.BAD, "900 s behind that of https://s"),
     ],
 )

@@ -8,10 +8,15 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -41,9 +46,33 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-def test_server_that_refuses_is_reachable_and_has_a_clock(server: str) -> None:
-    answer = machine.ask_server(server)
-    assert answer.error == "" and answer.clock_ahead_s is not None and answer.clock_ahead_s > 700_000_000
+def test_server_that_refuses_is_reachable_and_has_a_clock(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([978307200.0 + 20.0, 978307200.0 + 22.0])  # the answer takes 2 s: it was sent in the middle of them
+    monkeypatch.setattr(machine, "time", SimpleNamespace(time=lambda: next(times)))
+    assert machine.ask_server(server) == machine.Answer(server, "", 20.5)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(113, "No route to host"), "No route to host"),
+        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), "Connection refused"),
+        (urllib.error.URLError("unknown\nthing"), "unknown"),
+        (HTTPException("odd"), "odd"),
+        (None, ""),
+    ],
+)
+def test_server_is_asked_for_its_headers_only_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, told: str
+) -> None:
+    def urlopen(request: urllib.request.Request, timeout: float) -> Any:
+        assert (request.full_url, request.get_method(), timeout) == ("https://h:1/x", "HEAD", 3.0)
+        if error is not None:
+            raise error
+        return nullcontext(SimpleNamespace(headers={}))
+
+    monkeypatch.setattr(machine.urllib.request, "urlopen", urlopen)  # type: ignore[attr-defined]
+    assert machine.ask_server("https://h:1/x") == machine.Answer("https://h:1/x", told)
 
 
 def test_server_that_is_away_is_named_without_its_password() -> None:
@@ -78,7 +107,28 @@ def test_process_that_fails_is_a_problem() -> None:
 
 
 def test_loopback_works() -> None:
-    assert machine.check_ports().result == Result.OK
+    assert machine.check_ports() == Check("ports", Result.OK, "a connection to 127.0.0.1 works")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(OSError(111, "Connection refused"), "Connection refused"), (OSError("odd"), "odd")]
+)
+def test_loopback_that_is_closed_is_told(monkeypatch: pytest.MonkeyPatch, error: OSError, told: str) -> None:
+    calls: list[Any] = []
+
+    def create_server(address: tuple[str, int]) -> Any:
+        calls.append(address)
+        return nullcontext(SimpleNamespace(getsockname=lambda: ("127.0.0.1", 4711)))
+
+    def create_connection(address: tuple[str, int], *, timeout: float) -> None:
+        calls.append((address, timeout))
+        raise error
+
+    fake = SimpleNamespace(create_server=create_server, create_connection=create_connection)
+    monkeypatch.setattr(machine, "socket", fake)
+    hint = "is the loopback interface up (ip addr), and is no firewall in the way?"
+    assert machine.check_ports() == Check("ports", Result.BAD, f"no connection to 127.0.0.1: {told}", hint)
+    assert calls == [("127.0.0.1", 0), (("127.0.0.1", 4711), 3.0)]
 
 
 def test_process_is_asked_with_its_arguments_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.resolved import resolve
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.recorder import Recorder
-from ddptrain.driver.tracking.setup import TrackingSetup
+from ddptrain.driver.tracking.setup import TrackingSetup, before
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol.events import Tracked
 from ddptrain.results.remote.local_copy import Origin
@@ -213,3 +214,14 @@ def test_variables_go_along_to_other_clusters_less_those_of_this_machine(make: M
     environ = {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "p", "WANDB_DIR": "/here", "WANDB_SERVICE": "2-1"}
     tracking, _ = make(environ, cluster={"address": "tcp://127.0.0.1:1"}, mode="rank0")
     assert tracking.env == {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "p"}
+
+
+def test_lowest_highest_and_last_value_of_each_metric_of_a_rank_are_told() -> None:
+    nan, inf = float("nan"), float("inf")
+    series: Any = {
+        ("loss", 0): SimpleNamespace(value=[nan, 3.0, 1.0, 2.0, inf]),
+        ("loss", 1): SimpleNamespace(value=[9.0]),
+        ("lr", 0): SimpleNamespace(value=[nan]),
+    }
+    assert before(series, 0) == {"loss": (1.0, 3.0, 2.0)}
+    assert before(series, 1) == {"loss": (9.0, 9.0, 9.0)}

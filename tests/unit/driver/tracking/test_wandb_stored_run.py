@@ -6,11 +6,12 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddptrain.driver.tracking import wandb_sync
+from ddptrain.driver.tracking import wandb_stored_run, wandb_sync
 from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.results.checkpoints import CheckpointPolicy
@@ -103,6 +104,27 @@ def test_only_what_waits_is_fetched_and_only_how_it_stands_goes_back(
     ]
     stored_run.refresh()
     assert not waiting(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
+
+
+def test_checkpoints_are_not_fetched_after_the_time_limit(
+    stored: tuple[RemoteFolder, WatchedFs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored_run = StoredWandbRun(stored[0], tmp_path / "borrowed")
+    stored_run.refresh()
+    (part,) = waiting(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
+    fetched: list[str] = []
+    clock = SimpleNamespace(monotonic=lambda: float(len(fetched)))
+    fetch = stored[0].fetch
+
+    def take(path: str, target: Path) -> None:
+        fetched.append(path)
+        fetch(path, target)
+
+    monkeypatch.setattr(wandb_stored_run, "time", clock)
+    monkeypatch.setattr(stored_run, "store", SimpleNamespace(fetch=take))
+    with pytest.raises(TimeoutError):
+        stored_run.fetch([part], 2.0)
+    assert sorted(fetched) == sorted([f"{TWO}/run-w2.wandb", f"{TWO}/files/b", f"{STAGING}/tmpx"])
 
 
 @pytest.fixture

@@ -378,5 +378,28 @@ def test_all_runs_are_sent_and_one_problem_is_a_failure(
     results = [SyncResult(str(number), problem=problem) for number, problem in enumerate(problems)]
     left, told = iter(results), list[SyncResult]()
     monkeypatch.setattr(wandb_sync, "sync_run", lambda view, environ, deadline: next(left))
-    assert wandb_sync.sync_runs([load_run(layout.root)] * 2, 60.0, told.append) is not any(problems)
+    assert wandb_sync.sync_runs([load_run(layout.root)] * 2, 60.0, told.append) is (problems == ["", ""])
     assert told == results
+
+
+def test_stored_run_of_which_nothing_waits_is_not_locked(monkeypatch: pytest.MonkeyPatch, layout: RunLayout) -> None:
+    monkeypatch.setattr(wandb_sync, "_waiting", lambda view: [])
+    done: list[str] = []
+    view, stored = load_run(layout.root), Stored(done)
+    found = wandb_sync._sync_stored(view, view, stored, {}, 0.0)  # type: ignore[arg-type]
+    assert (found, done) == (SyncResult("a-run"), ["refresh"])
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (SyncResult("r"), "r: nothing to send to W&B"),
+        (SyncResult("r", sent=2), "r: 2 sent to W&B"),
+        (SyncResult("r", sent=2, left_out=1), "r: 2 sent to W&B, without 1 checkpoint that the run no longer keeps"),
+        (SyncResult("r", passed_over="it is running"), "r: skipped, it is running"),
+        (SyncResult("r", sent=2, waiting=1, problem="refused"), "r: 1 of 3 W&B runs not sent: refused"),
+        (SyncResult("r", problem="damaged"), "r: not sent: damaged"),
+    ],
+)
+def test_result_of_a_run_is_one_line(result: SyncResult, expected: str) -> None:
+    assert result.summary == expected

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import os
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,3 +174,40 @@ def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory
 
 def test_a_transfer_that_hangs_does_not_keep_the_driver_alive(transfer: ArtifactTransfer) -> None:
     assert transfer._thread.daemon and transfer._thread.is_alive()
+
+
+def test_file_of_a_worker_on_another_machine_is_fetched_in_pieces(
+    transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "READ_LIMIT_BYTES", 4)
+    data, asked = b"0123456789", list[tuple[str, int, int]]()
+
+    def fetch(path: Path, offset: int, size: int) -> bytes:
+        asked.append((path.name, offset, size))
+        return data[offset : offset + size]
+
+    event = FileSaved(1, "plots/a.png", "file-0", len(data), hashlib.sha256(data).hexdigest(), "artifacts")
+    transfer.bring_file(3, event, tmp_path, fetch)
+    home = transfer.writer.layout.root / "artifacts" / "plots" / "a.png"
+    assert inbox.get(timeout=60) == ArtifactStored(3, "artifact plots/a.png", str(home))
+    assert home.read_bytes() == data and asked == [("file-0", 0, 4), ("file-0", 4, 4), ("file-0", 8, 2)]
+
+
+def test_file_that_is_shorter_than_announced_is_out_of_reach(
+    transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path
+) -> None:
+    event = FileSaved(1, "a/b", "file-0", 3, "ab", "tracking")
+    transfer.bring_file(2, event, tmp_path, lambda path, offset, size: b"12"[offset:])
+    failed = inbox.get(timeout=60)
+    assert isinstance(failed, ArtifactFailed)
+    assert (failed.rank, failed.what, failed.vital, failed.unreachable) == (2, "tracking file a/b", False, True)
+    assert str(failed.error) == f"{tmp_path / 'file-0'} has 2 bytes, not the 3 announced"
+
+
+def test_transfer_is_waited_for_until_the_deadline(transfer: ArtifactTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    stuck = SimpleNamespace(join=lambda *, timeout: limits.append(timeout), is_alive=lambda: True)
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer, "_thread", stuck)
+        assert transfer.close(7.0) is False
+    assert limits == [7.0] and transfer._closed.is_set()

@@ -131,3 +131,15 @@ def test_file_with_a_syntax_error_is_left_to_the_rank(tmp_path: Path) -> None:
     cluster = Cluster({"w1": "a"}, lacks={"w1": ["timm"]})
     check_imports(cast(Any, cluster), places({"w1": "a"}), tmp_path / "train.py", [[]])
     assert cluster.calls == [("missing_modules", ["w1"])]
+
+
+def test_lost_cluster_is_told_as_it_is(package: CodePackage) -> None:
+    cluster, lost = Cluster({"w1": "a"}), ClusterError("the scheduler is gone")
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise lost
+
+    cluster.client.run = fail
+    with pytest.raises(ClusterError) as caught:
+        upload(cluster, {"w1": "a"}, package)
+    assert caught.value is lost

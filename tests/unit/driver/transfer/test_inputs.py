@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import queue
@@ -16,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.transfer import inputs_process
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
@@ -184,3 +186,108 @@ def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begu
     assert Path(copy).is_relative_to(tmp_path / "far" / "w2")
     for name in ("list.json", "more.bin", CONTENTS):
         assert (Path(copy) / name).read_bytes() == (Path(own) / name).read_bytes()
+
+
+# --- the process itself ---
+
+
+class Ended(BaseException):
+    """The process has ended, with this status."""
+
+
+class Sent(io.StringIO):
+    """What a reader has got: only what was flushed."""
+
+    got = ""
+
+    def flush(self) -> None:
+        self.got = self.getvalue()
+
+
+@pytest.fixture
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of os and threading in the process, whose messages go to the first of these."""
+    sent = Sent()
+    calls: list[Any] = [sent]
+
+    def thread(**options: Any) -> Any:
+        calls.append(options)
+        return SimpleNamespace(start=lambda: calls.append("watches stdin"))
+
+    def leave(status: int) -> None:
+        raise Ended(status)
+
+    def opened(descriptor: int, mode: str, **options: str) -> Sent:
+        calls.append((descriptor, mode))
+        return sent
+
+    fake = SimpleNamespace(
+        dup=lambda number: 70 + number, dup2=lambda *both: calls.append(both), fdopen=opened, _exit=leave
+    )
+    monkeypatch.setattr(inputs_process, "os", fake)
+    monkeypatch.setattr(inputs_process, "threading", SimpleNamespace(Thread=thread))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [
+        (None, {"done": True}),
+        (UsageError("no such thing"), {"failed": {"message": "no such thing", "exit_code": 2}}),
+        (
+            OSError(28, "No space left on device"),
+            {
+                "failed": {
+                    "message": "the run's inputs can't be prepared: [Errno 28] No space left on device",
+                    "exit_code": 4,
+                }
+            },
+        ),
+    ],
+)
+def test_process_sends_the_lines_and_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, descriptors: list[Any], error: Exception | None, last: dict[str, Any]
+) -> None:
+    def prepare(request: Any, tell: Callable[[str], None]) -> None:
+        assert request == {"target": "m:f"}
+        tell("listing")
+        assert json.loads(descriptors[0].got) == {"tell": "listing"}, "the driver is told at once"
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(inputs_process, "prepare", prepare)
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"target": "m:f"}\nmore'))
+    with pytest.raises(Ended) as ended:
+        inputs_process.main()
+    assert ended.value.args == (0,)
+    sent, *calls = descriptors
+    assert [json.loads(line) for line in sent.got.splitlines()] == [{"tell": "listing"}, last]
+    watch = {"target": inputs_process._end_with_stdin, "daemon": True}
+    assert calls == [(71, "w"), (2, 1), watch, "watches stdin"], "what a library prints goes to stderr"
+
+
+def test_bug_of_a_workload_is_sent_with_its_traceback(monkeypatch: pytest.MonkeyPatch, descriptors: list[Any]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
+    with pytest.raises(Ended):
+        inputs_process.main()
+    failed = json.loads(descriptors[0].got)["failed"]
+    assert failed["exit_code"] == 3 and failed["message"].endswith("KeyError: 'target'\n")
+
+
+def test_function_of_a_workload_gets_parameters_folder_and_tell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[Any] = []
+    module = SimpleNamespace(fills=lambda *arguments: given.append(arguments))
+    monkeypatch.setitem(sys.modules, "a_workload", cast("Any", module))
+    inputs_process.prepare({"target": "a_workload:fills", "params": {"a": 1}, "folder": str(tmp_path)}, print)
+    assert given == [({"a": 1}, tmp_path, print)]
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_process_ends_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.StringIO("x" * 10_000)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(Ended) as ended:
+        inputs_process._end_with_stdin()
+    assert ended.value.args == (1,) and stdin.tell() == 10_000

@@ -150,3 +150,19 @@ def test_source_that_is_gone_is_an_error(tmp_path: Path) -> None:
     mirror = mirror_of(spool, tmp_path, shared=False)
     with pytest.raises(OSError, match="announced"):
         mirror.advance(10, 0)
+
+
+def test_bytes_before_a_notice_are_fetched_at_once_and_no_byte_is_taken_twice(tmp_path: Path) -> None:
+    spool = spool_in(tmp_path)
+    mirror = mirror_of(spool, tmp_path, shared=False)
+    append(spool.log, b"abcdefgh")
+    mirror.receive("log", 3, b"def")
+    assert mirror.home_log.read_bytes() == b"abcdef"
+    mirror.receive("log", 1, b"bcd")
+    mirror.receive("log", 4, b"efgh")
+    assert mirror.home_log.read_bytes() == b"abcdefgh"
+
+
+def test_log_has_grown_if_it_has_more_bytes_than_before(tmp_path: Path) -> None:
+    mirror = mirror_of(spool_in(tmp_path), tmp_path, shared=True)
+    assert [mirror.log_grew(size) for size in (0, 5, 5, 6)] == [False, True, False, True]

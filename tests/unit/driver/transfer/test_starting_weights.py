@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.driver.transfer import starting_weights
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import UsageError
@@ -107,3 +109,37 @@ def test_model_of_another_workload_is_an_error(registry: ModelRegistry, tmp_path
 def test_other_weights_are_left_as_they_are(weights: str | None, tmp_path: Path) -> None:
     given = config(tmp_path, weights)
     assert fetch_weights(given, None) == (given, None)
+
+
+def test_imports_of_the_configuration_stay(registry: ModelRegistry, tmp_path: Path) -> None:
+    given = dataclasses.replace(config(tmp_path, "model:dogs@1"), import_folders=("/a", "/b"))
+    assert fetch_weights(given, None)[0].import_folders == ("/a", "/b")
+
+
+def test_version_without_weights_is_an_error(tmp_path: Path) -> None:
+    made = ModelRegistry.open(str(tmp_path / "models"))
+    files: dict[str, Path | bytes] = {"notes/model.safetensors": b"x", "checkpoints/step-1/optimizer.bin": b"y"}
+    made.add_version("dogs", files, VersionRecord("", 0, "", "run-1", "images", 1, {}, ()))
+    with pytest.raises(UsageError, match=r"params\.weights: version 1 of dogs has no file model\.safetensors"):
+        fetch_weights(config(tmp_path, "model:dogs@1"), None)
+
+
+@pytest.mark.parametrize("lost", ["inputs/" + FILE, "config.yaml"])
+def test_run_that_has_lost_a_file_gets_its_weights_again(registry: ModelRegistry, tmp_path: Path, lost: str) -> None:
+    first, weights = fetch_weights(config(tmp_path, "model:dogs@champion"), None)
+    run = tmp_path / "run"
+    run.mkdir()
+    assert weights is not None
+    (run / "config.yaml").write_text(first.yaml_text)
+    weights.put(run / "inputs")
+    (run / lost).unlink()
+    again, fetched = fetch_weights(config(tmp_path, "model:dogs@champion"), run)
+    assert again.config.params["weights"] == "model:dogs@1" and fetched is not None
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b"{}", b'{"classes": 7}'])
+def test_damaged_list_of_images_has_no_classes(tmp_path: Path, data: bytes) -> None:
+    assert starting_weights._classes(tmp_path) == ()
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs" / "manifest.json").write_bytes(data)
+    assert starting_weights._classes(tmp_path) == ()
