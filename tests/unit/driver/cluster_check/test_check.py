@@ -443,5 +443,5 @@ def test_row_of_a_host_has_the_middle_or_best_of_its_values() -> None:
 
 def test_too_few_slots_without_a_bad_host_are_told_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene("", {})
-    with pytest.raises(ClusterError, match="^no slots$"):
+    with pytest.raises(ClusterError, match=r"^no slots$"):
         checked(scene, monkeypatch, check="quick").reserve(scene.reserve)
