@@ -7,7 +7,8 @@ import pytest
 
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.timed_activities import RankIdentity, TimedActivities
+from ddptrain.rank.rank_identity import RankIdentity
+from ddptrain.rank.steps.timed_activities import TimedActivities
 from tests import fake_time
 from tests.unit.specs import make_spec
 
