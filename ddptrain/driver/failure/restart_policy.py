@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from ddptrain.config.run_config import FailureConfig
 from ddptrain.driver.attempt.rank_state import AttemptEnd
-from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.failure.fault import LOSSES, Fault, FaultKind
 
 _LONGEST_BACKOFF_S = 60.0
 # Another attempt would end the same way.
 _FINAL = frozenset({FaultKind.REFUSED, FaultKind.RESULTS})
-_LOSSES = frozenset({FaultKind.WORKER_LOST, FaultKind.INFRASTRUCTURE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class RestartPolicy:
 
 def _lost(end: AttemptEnd) -> bool:
     """Whether a host or worker was lost or preempted, so that the training code is not the reason."""
-    return end.notice is not None or (end.fault is not None and end.fault.kind in _LOSSES)
+    return end.notice is not None or (end.fault is not None and end.fault.kind in LOSSES)
 
 
 def _named(fault: Fault, no_restart: list[str | int]) -> str:
