@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from ddptrain.clusters.security import make_tls, own_security
 from ddptrain.driver import connect, port_diagnosis
 from ddptrain.driver.connect import connected
 from ddptrain.errors import ClusterError
+from ddptrain.protocol import unix_comm
 
 SOON_S = 60.0  # for what takes ten seconds where nothing else runs; the cluster may take ten minutes to start
 
@@ -276,3 +279,27 @@ def test_scheduler_of_an_old_dask_is_told_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("ddptrain.driver.connect.Client", refuse)
     told = refused(Target("tcp://127.0.0.1:1"), timeout_s=30)
     assert "identity() got an unexpected" in told and "distributed 2025.7 or newer is needed there" in told
+
+
+def test_socket_of_a_local_cluster_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome: list[Exception | None] = [None]
+    opened: list[tuple[str, float]] = []
+    closed: list[bool] = []
+
+    def connect_plain(address: str, timeout_s: float) -> SimpleNamespace:
+        opened.append((address, timeout_s))
+        if outcome[0] is not None:
+            raise outcome[0]
+        return SimpleNamespace(close=lambda: closed.append(True))
+
+    monkeypatch.setattr(unix_comm, "connect_plain", connect_plain)
+    local = Target("unix:///run/s")
+    assert connect._why_not(local) == "" and closed == [True] and opened == [("unix:///run/s", 3.0)]
+    outcome[0] = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    assert connect._why_not(local) == "connection refused"
+    outcome[0] = OSError("Bad PATH")
+    assert connect._why_not(local) == "bad path"
+    outcome[0] = PermissionError("process 7 has it")
+    with pytest.raises(ClusterError, match=r"^unix:///run/s belongs to a cluster of another user: process 7 has it$"):
+        connect._why_not(local)
+    assert connect._why_not(Target("ucx://h:1")) == ""
