@@ -177,6 +177,7 @@ def test_ranks_of_an_evaluation_run_its_function_on_the_checkpoints_and_are_not_
     profiled = Bench(tmp_path, embedded=True, config=config).specs.build(1, places("a"), None)[0].profile
     assert profiled is not None
     specs = Bench(tmp_path, embedded=True, config=config, evaluation=plan).specs.build(1, places("a", "b"), None)
+    assert [spec.rank for spec in specs] == [0, 1]
     for rank, spec in enumerate(specs):
         assert spec.profile is None and spec.code.workload == RANK_FUNCTION
         assert spec.code.params == plan.rank_params({"epochs": 2}, {"new": f"/c/step-3@{rank}"})
