@@ -179,38 +179,33 @@ def _module_needed(config: RunConfig) -> str:
     return f"{config.workload.module or 'runpy'}:"
 
 
+@dataclass
 class _Run:
     """One run and its parts; `machine` are the resources of the embedded cluster, None for other clusters."""
 
-    def __init__(
-        self,
-        resolved: ResolvedConfig,
-        options: LaunchOptions,
-        writer: RunWriter,
-        inbox: Inbox,
-        signals: Signals,
-        machine: LocalResources | None,
-        choice: Choice | None,
-        keeping: RunUpload,
-        inputs: RunInputs,
-    ) -> None:
-        self.resolved, self.options, self.writer, self.inbox, self.signals = resolved, options, writer, inbox, signals
-        self.config: RunConfig = resolved.config
-        self.machine = machine
-        self.choice = choice
-        self.keeping = keeping
+    resolved: ResolvedConfig
+    options: LaunchOptions
+    writer: RunWriter
+    inbox: Inbox
+    signals: Signals
+    machine: LocalResources | None
+    choice: Choice | None
+    keeping: RunUpload
+    inputs: RunInputs
+
+    def __post_init__(self) -> None:
+        self.config: RunConfig = self.resolved.config
         self.warned = False  # that the run could not be uploaded completely
-        shared = options.shared
-        self.display: RunDisplay = shared.display if shared is not None else self._open_display()
-        self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
+        shared, layout = self.options.shared, self.writer.layout
+        self.display: RunDisplay = self._open_display() if shared is None else shared.display
+        self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
         self.cluster: Cluster = (
-            shared.cluster
-            if shared is not None
-            else cluster_for(self.config, machine, writer.layout.scratch_dir, self.display.notice)
+            cluster_for(self.config, self.machine, layout.scratch_dir, self.display.notice)
+            if shared is None
+            else shared.cluster
         )
-        self.inputs = inputs
-        keeping.listen(Recorder(writer, self.display).warn, self._lose)
-        writer.keep_heartbeat(self._lose)
+        self.keeping.listen(Recorder(self.writer, self.display).warn, self._lose)
+        self.writer.keep_heartbeat(self._lose)
 
     def _lose(self, error: DdptrainError) -> None:
         """End the run: its results can no longer be written, or another driver owns it."""

@@ -215,8 +215,8 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             Refusal(2, 0, 0, 0, (), {}, 0),
             "dev",
             (
-                "2 slots were asked for, 0 came within 0 s (from nowhere). Ask for fewer with --ranks, or give it more: "
-                "ddptrain cluster scale dev 2\nTraceback"
+                "2 slots were asked for, 0 came within 0 s (from nowhere). "
+                "Ask for fewer with --ranks, or give it more: ddptrain cluster scale dev 2\nTraceback"
             ),
         ),
         (
