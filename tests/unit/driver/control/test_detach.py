@@ -253,3 +253,22 @@ def test_waiting_process_that_is_gone_is_no_error(tmp_path: Path) -> None:
     ready, tell = os.pipe()
     os.close(ready)
     detach.tell_done(tell, RunLayout(tmp_path), "")
+
+
+_READS = """
+import os, sys
+line = sys.stdin.readline()
+os.close(int(sys.argv[2]))
+print(repr(line + sys.stdin.read()))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("request_line", "read"), [(b"a request\n", "'a request\\n'\n"), (b"", "''\n")])
+def test_driver_reads_its_request_and_the_end_of_stdin_if_it_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch, request_line: bytes, read: str
+) -> None:
+    driver_is(monkeypatch, _READS)
+    process, ended = detach.start_ordered(["train"], request_line, deadline_s=60.0)
+    assert ended == EndedEarly(7, read) and process.returncode == 7
+    assert (process.stdin is None) == (not request_line)
