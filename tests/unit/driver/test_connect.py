@@ -459,3 +459,28 @@ def test_session_has_the_client_the_target_and_the_news_of_the_scheduler(monkeyp
 )
 def test_length_of_a_greeting_has_a_limit(data: bytes, expected: bool) -> None:
     assert port_diagnosis.is_not_dask(data) is expected
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_limits_of_dask_are_set_and_its_messages_turned_off_before_the_first_try(
+    monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    settings: list[object] = []
+    levels: dict[str, int] = {}
+    ignored: list[object] = []
+    monkeypatch.setattr(connect, "tcp_timeout", lambda seconds: {"limit": seconds})
+    monkeypatch.setattr(connect, "dask", SimpleNamespace(config=SimpleNamespace(set=settings.append)))
+
+    def logger(name: str) -> SimpleNamespace:
+        return SimpleNamespace(setLevel=lambda level: levels.update({name: level}))
+
+    monkeypatch.setattr(connect, "logging", SimpleNamespace(getLogger=logger, CRITICAL=50))
+    monkeypatch.setattr(
+        connect.warnings, "filterwarnings", lambda action, category: ignored.append((action, category.__name__))
+    )
+    monkeypatch.setattr(connect, "_look_before_dask", lambda target: None)
+    monkeypatch.setattr(connect, "_tried", lambda target, limit_s: "client")
+    client: object = connected(Target("tcp://h:1", foreign=foreign), 9.0, print, 40.0)
+    assert client == "client" and settings == [{"limit": 40.0}]
+    assert levels == {"distributed": 50, "distributed.client": 50}
+    assert ignored == ([("ignore", "VersionMismatchWarning")] if foreign else [])

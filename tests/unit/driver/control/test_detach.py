@@ -258,7 +258,7 @@ def test_waiting_process_that_is_gone_is_no_error(tmp_path: Path) -> None:
 _READS = """
 import os, sys
 line = sys.stdin.readline()
-os.close(int(sys.argv[2]))
+os.close(int(sys.argv[3]))
 print(repr(line + sys.stdin.read()))
 sys.exit(7)
 """
