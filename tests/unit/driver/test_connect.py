@@ -384,7 +384,13 @@ def test_peer_that_never_answers_ends_the_try_two_seconds_after_dasks_own_limit(
             return answers
 
     monkeypatch.setattr(concurrent.futures, "Future", Outcome)
-    monkeypatch.setattr(connect, "Client", lambda *names, **options: (given.append((*names, options)), "client")[1])
+
+    def new_client(*names: str, **options: Any) -> str:
+        assert threading.current_thread().daemon  # it must not keep the command from ending
+        given.append((*names, options))
+        return "client"
+
+    monkeypatch.setattr(connect, "Client", new_client)
     target = Target("tcp://h:1")
     if answers:
         client: object = connect._tried(target, 5.0)

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,6 +78,11 @@ def test_request_is_sigterm_once_however_often_it_is_made(writer: RunWriter, sig
     ask(writer, "{}")  # once it is gone, what was asked before it has been done
     assert signals.taken == [signal.SIGTERM]
     assert '"event":"stop_requested","now":false,"by":"me@here"' in writer.layout.events_jsonl.read_text()
+
+
+@pytest.mark.usefixtures("signals")
+def test_thread_that_looks_for_requests_does_not_keep_the_driver_from_ending() -> None:
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "ddptrain-stop"] == [True]
 
 
 def test_request_for_now_is_ctrl_c_twice_and_never_a_third_signal(writer: RunWriter, signals: Signals) -> None:
