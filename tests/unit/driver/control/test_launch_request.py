@@ -46,7 +46,12 @@ def test_run_that_goes_together_with_its_program_is_sent_sigterm_when_that_ends(
 ) -> None:
     ended = threading.Event()
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, signum: (sent.append((pid, signum)), ended.set()))
+
+    def kill(pid: int, signum: int) -> None:
+        sent.append((pid, signum))
+        ended.set()
+
+    monkeypatch.setattr(os, "kill", kill)
     writer = threading.Thread(target=os.write, args=(stdin, LaunchRequest(None, "/f", [], together=True).to_line()))
     writer.start()
     assert read_launch_request().together
