@@ -20,6 +20,8 @@ from ddptrain.driver import attempts, connect, resume, run
 from ddptrain.driver.attempt.inbox import ResultsLost
 from ddptrain.driver.cluster_check import before_run
 from ddptrain.driver.evaluation_plan import EvaluationPlan
+from ddptrain.driver.failure import run_end as run_ends
+from ddptrain.driver.failure import summary
 from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.driver.run import LaunchOptions
 from ddptrain.driver.transfer import code_package
@@ -33,7 +35,7 @@ from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import FailureRecord, RunRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.run_writer import RunWriter
-from tests.unit.notes import Notes
+from tests.unit.notes import Notes, noted
 
 REASON = "run night has succeeded: there is nothing left to do"
 
@@ -341,7 +343,7 @@ def test_run_id_that_is_no_name_of_a_folder_is_refused_before_it_is_part_of_a_pa
 
 def test_run_to_resume_is_chosen_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(resume, "choose", lambda *given, **options: (chosen.append((*given, options)), "choice")[1])
+    monkeypatch.setattr(resume, "choose", lambda *given, **options: noted(chosen, (*given, options), "choice"))
     runs: Any = SimpleNamespace(candidates=lambda *given: given)
     resolved: Any = SimpleNamespace(config=SimpleNamespace(name="digits"))
     assert run._choice(resolved, LaunchOptions(run_id="night"), runs) is None
@@ -453,7 +455,7 @@ def test_run_of_its_own_opens_its_display_and_its_cluster(
     monkeypatch.setattr(sys, "stderr", sys.stderr if stdout is None else stdout)
     opened: list[tuple[Any, ...]] = []
     display = SimpleNamespace(notice="notice")
-    monkeypatch.setattr(run, "open_display", lambda *given, **more: (opened.append((*given, more)), display)[1])
+    monkeypatch.setattr(run, "open_display", lambda *given, **more: noted(opened, (*given, more), display))
     monkeypatch.setattr(run, "cluster_for", lambda *given: given)
     made = new_run(LaunchOptions(output="plain", **options), [], logs)
     assert opened == [("plain", "logs", 0, "r", {"stdout": stdout, "all_ranks": all_ranks, "stage": stage})]
@@ -472,7 +474,7 @@ def test_every_end_is_written_and_a_bug_is_raised_afterwards(error: BaseExceptio
         return WELL
 
     made = unfinished_run(writer=SimpleNamespace(record=RunRecord()), _train=train)
-    made._end = lambda end: (ends.append(end), end)[1]
+    made._end = lambda end: noted(ends, end, end)
     if code is None:
         with pytest.raises(KeyError):
             made.run()
@@ -507,7 +509,7 @@ def test_cluster_begins_first_and_data_are_checked_before_one_is_started_for_the
 
         return make
 
-    series = SimpleNamespace(run=lambda: (notes.append(("series",)), WELL)[1])
+    series = SimpleNamespace(run=lambda: noted(notes, ("series",), WELL))
     monkeypatch.setattr(attempts, "AttemptSeries", maker("series", series))
     monkeypatch.setattr(attempts, "RunContext", maker("context", "context"))
     monkeypatch.setattr(before_run, "CheckedSlots", maker("checked", "checked"))
@@ -663,9 +665,9 @@ def test_end_is_written_before_it_is_shown(
     notes: list[tuple[Any, ...]] = []
     named = RunEnd(RunStatus.FAILED, 1, "broken by stop")
     after = RunEnd(RunStatus.FAILED, 4, "late")
-    monkeypatch.setattr(run.run_ends, "name_stop_command", lambda end: named)
-    monkeypatch.setattr(run.summary, "summary_lines", lambda *given: ("summary", *given))
-    monkeypatch.setattr(run.summary, "evaluation_lines", lambda *given: ("evaluation", *given))
+    monkeypatch.setattr(run_ends, "name_stop_command", lambda end: named)
+    monkeypatch.setattr(summary, "summary_lines", lambda *given: ("summary", *given))
+    monkeypatch.setattr(summary, "evaluation_lines", lambda *given: ("evaluation", *given))
     flushed = iter([named if asked else BROKEN, after if late else (named if asked else BROKEN)])
     ended: list[RunView] = []
     writer = SimpleNamespace(run_id="r", layout=logs, record=RunRecord(run_id="r"))
@@ -676,8 +678,8 @@ def test_end_is_written_before_it_is_shown(
         display=SimpleNamespace(
             notice=lambda text, level: notes.append((level, text)), close=lambda *given: notes.append(given)
         ),
-        _flushed=lambda end: (notes.append(("flushed", end)), next(flushed))[1],
-        _finish=lambda end: (notes.append(("finish", end)), {"duration_s": 2.5, "end": end.cause})[1],
+        _flushed=lambda end: noted(notes, ("flushed", end), next(flushed)),
+        _finish=lambda end: noted(notes, ("finish", end), {"duration_s": 2.5, "end": end.cause}),
     )
     first = named if asked else BROKEN
     last = after if late else first

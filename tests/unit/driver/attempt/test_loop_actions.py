@@ -18,7 +18,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
 from tests.unit.driver.attempt.ranks import running
-from tests.unit.notes import Notes
+from tests.unit.notes import Notes, noted
 
 ENDED = RankExit(1, 1, 42, 0, 9, 1, 1)
 FAULT = Fault(1, FaultKind.EXCEPTION, 5, "no")
@@ -328,7 +328,7 @@ def test_step_is_taken_and_its_actions_are_done_in_their_order(bench: Bench, mon
     before, after = attempt.state, SimpleNamespace()
     steps: list[Any] = []
     done: list[Any] = []
-    monkeypatch.setattr(loop, "step", lambda *given: (steps.append(given), (after, ["a", "b"]))[1])
+    monkeypatch.setattr(loop, "step", lambda *given: noted(steps, given, (after, ["a", "b"])))
     monkeypatch.setattr(loop, "_now", lambda: "now")
     attempt._do, attempt._log_decisions = done.append, done.append
     attempt.handle("message")

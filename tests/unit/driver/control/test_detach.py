@@ -21,6 +21,7 @@ from ddptrain.driver.control import detach
 from ddptrain.driver.control.detach import Begun, EndedEarly, start_detached
 from ddptrain.errors import ClusterError
 from ddptrain.results.layout import RunLayout
+from tests.unit.notes import noted
 
 _READY = """
 import sys
@@ -151,7 +152,7 @@ def test_driver_gets_the_pipe_as_an_option_of_its_command_and_a_session_of_its_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: (started.append((command, options)), "p")[1])
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: noted(started, (command, options), "p"))
     output: Any = "output"
     process, ready = detach._start(["train", "x.yaml", "-v"], output, 7, {"A": "b"})
     os.close(ready)

@@ -12,9 +12,11 @@ from typing import Any, cast
 import pytest
 from distributed.comm.core import CommClosedError
 
+from ddptrain import log
 from ddptrain.clusters.scheduler import slots
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.attempt.inbox import WorkerLost
+from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group import worker_group as module
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
@@ -23,7 +25,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.worker import driver_calls
-from tests.unit.notes import Notes
+from tests.unit.notes import Notes, noted
 from tests.unit.specs import make_spec
 
 A, B = "tcp://a:1", "tcp://b:1"
@@ -132,7 +134,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    made = Waits(module.dask_call)
+    made = Waits(dask_call)
     monkeypatch.setattr(module, "dask_call", made)
     yield made
     assert not made.outcomes
@@ -184,7 +186,15 @@ def test_known_worker_is_not_checked_again(group: WorkerGroup, client: Client) -
 def test_refusal_first_gives_up_what_a_slow_rank_avoids_and_then_waits_for_another_number(
     group: WorkerGroup, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusal = {"asked": 3, "free": 1, "total": 2, "place": 1, "holders": (), "hosts": {}, "of_any_kind": 2}
+    refusal: dict[str, Any] = {
+        "asked": 3,
+        "free": 1,
+        "total": 2,
+        "place": 1,
+        "holders": (),
+        "hosts": {},
+        "of_any_kind": 2,
+    }
     client.answer(slots.reserve, {"refusal": refusal}, {"refusal": refusal}, {"slots": []})
     client.answer(driver_calls.describe_host, {})
     group.spares._avoided = {(A, 1)}
@@ -230,7 +240,7 @@ def test_group_hears_its_own_topics_once_an_event_of_its_own_has_come_back(
     group: WorkerGroup, client: Client, news: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpacked: list[object] = []
-    monkeypatch.setattr(module.log, "unpack", unpacked.append)
+    monkeypatch.setattr(log, "unpack", unpacked.append)
     monkeypatch.setattr(module, "_PING_S", 0.0)
     sent: list[Any] = []
 
@@ -252,7 +262,12 @@ def test_scheduler_that_echoes_nothing_within_ten_seconds_is_overloaded(
     group: WorkerGroup, client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, tries: int
 ) -> None:
     monkeypatch.setattr(module, "_PING_S", 0.0)
-    monkeypatch.setattr(client, "log_event", lambda *call: (client.calls.append(call), clock.sleep(seconds)))
+
+    def log_event(*call: object) -> None:
+        client.calls.append(call)
+        clock.sleep(seconds)
+
+    monkeypatch.setattr(client, "log_event", log_event)
     with pytest.raises(ClusterError, match="did not echo an event within 10 s"):
         group.subscribe()
     assert len(client.calls) == tries
@@ -435,7 +450,7 @@ def test_folder_that_a_worker_sees_stays_where_it_is_and_others_get_a_copy(
     (tmp_path / "manifest").write_text("text")
     client.answer(driver_calls.holds_file, {B: True}, {A: False})
     copied: list[Any] = []
-    monkeypatch.setattr(module, "copy_folder", lambda *call: (copied.append(call), "/copy")[1])
+    monkeypatch.setattr(module, "copy_folder", lambda *call: noted(copied, call, "/copy"))
     places = [place(0, B), place(1, A), place(2, B)]
     assert group.place(places, tmp_path, ["f"], "manifest", "the checkpoint") == [str(tmp_path), "/copy", str(tmp_path)]
     marker = str(tmp_path / "manifest")
