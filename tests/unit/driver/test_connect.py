@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -482,7 +483,7 @@ def test_limits_of_dask_are_set_and_its_messages_turned_off_before_the_first_try
 
     monkeypatch.setattr(connect, "logging", SimpleNamespace(getLogger=logger, CRITICAL=50))
     monkeypatch.setattr(
-        connect.warnings, "filterwarnings", lambda action, category: ignored.append((action, category.__name__))
+        warnings, "filterwarnings", lambda action, category: ignored.append((action, category.__name__))
     )
     monkeypatch.setattr(connect, "_look_before_dask", lambda target: None)
     monkeypatch.setattr(connect, "_tried", lambda target, limit_s: "client")
