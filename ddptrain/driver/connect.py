@@ -77,7 +77,7 @@ def connected(
         except MemoryError as error:  # Dask takes the first bytes of another protocol for a length
             _why_not(target)
             raise ClusterError(f"{port_diagnosis.not_a_scheduler(target.address)} ({error})") from error
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, ValueError) as error:
             reason = _why_not(target) or str(error)
         left_s = deadline - time.monotonic()
         if (target.name and reason in _NOBODY) or left_s <= 0:

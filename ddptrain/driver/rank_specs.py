@@ -75,7 +75,7 @@ class RankSpecs:
             rank=0,
             placement=placement,
             group=process_group(config, places),
-            checkpointing=checkpointing(config, ""),
+            checkpointing=checkpointing(config),
             code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
@@ -169,17 +169,10 @@ def process_group(config: RunConfig, places: Sequence[RankPlace]) -> ProcessGrou
     return ProcessGroup(backend, config.dist.timeout_s or DIST_TIMEOUTS_S[backend], places[0].slot.host)
 
 
-def checkpointing(config: RunConfig, resume_from: str) -> Checkpointing:
-    """Return the checkpoint settings of a rank that starts from the checkpoint in the folder `resume_from`."""
-    settings = config.checkpoint
-    return Checkpointing(
-        settings.every_epochs,
-        settings.every_steps,
-        settings.every_s,
-        settings.asynchronous,
-        settings.max_failures,
-        resume_from,
-    )
+def checkpointing(config: RunConfig) -> Checkpointing:
+    """Return the checkpoint settings of a rank that starts from no checkpoint."""
+    own = config.checkpoint
+    return Checkpointing(own.every_epochs, own.every_steps, own.every_s, own.asynchronous, own.max_failures)
 
 
 def supervision(config: RunConfig) -> Supervision:

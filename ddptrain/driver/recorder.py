@@ -142,8 +142,6 @@ class Recorder:
                 self.event("thread_failure", rank=rank, **_fields(event))
                 text = f"rank {rank}: thread {event.thread} has ended with {describe_thread(event)}; the rank continues"
                 self.display.notice(text, level="warning")
-            case _:
-                pass
 
     def _returned(self, rank: int, event: events.Returned) -> None:
         if rank != 0 or len(event.value) > _MOST_RETURNED:

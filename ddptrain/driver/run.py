@@ -94,6 +94,8 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
     inbox: Inbox = queue.SimpleQueue()
     runs = open_runs_dir(config.results.dir)
+    if options.run_id is not None:
+        check_run_id(options.run_id)  # before it becomes part of a path
     choice = _choice(resolved, options, runs)
     if choice is not None and choice.done is not None:
         return _already_done(choice.done, choice.reason, options)
@@ -124,8 +126,6 @@ def _choice(resolved: ResolvedConfig, options: LaunchOptions, runs: RunsDir) -> 
         return None
     from ddptrain.driver.resume import choose
 
-    if options.run_id is not None:
-        check_run_id(options.run_id)
     folder = runs.candidates(resolved.config.name, options.resume, options.run_id)
     return choose(folder, options.resume, resolved, allow_changes=options.allow_changes, run_id=options.run_id)
 
@@ -148,8 +148,6 @@ def _kept(
     config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
 ) -> Iterator[tuple[Path, RunUpload]]:
     """Yield the folder of the run, and the object that uploads it if it belongs in a store, holding its lock."""
-    if options.run_id is not None:
-        check_run_id(options.run_id)  # before it becomes part of a path
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
     with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
@@ -181,33 +179,33 @@ def _module_needed(config: RunConfig) -> str:
     return f"{config.workload.module or 'runpy'}:"
 
 
+@dataclass
 class _Run:
     """One run and its parts; `machine` are the resources of the embedded cluster, None for other clusters."""
 
-    def __init__(
-        self,
-        resolved: ResolvedConfig,
-        options: LaunchOptions,
-        writer: RunWriter,
-        inbox: Inbox,
-        signals: Signals,
-        machine: LocalResources | None,
-        choice: Choice | None,
-        keeping: RunUpload,
-        inputs: RunInputs,
-    ) -> None:
-        self.resolved, self.options, self.writer, self.inbox, self.signals = resolved, options, writer, inbox, signals
-        self.config: RunConfig = resolved.config
-        self.machine = machine
-        self.choice = choice
-        self.keeping = keeping
+    resolved: ResolvedConfig
+    options: LaunchOptions
+    writer: RunWriter
+    inbox: Inbox
+    signals: Signals
+    machine: LocalResources | None
+    choice: Choice | None
+    keeping: RunUpload
+    inputs: RunInputs
+
+    def __post_init__(self) -> None:
+        self.config: RunConfig = self.resolved.config
         self.warned = False  # that the run could not be uploaded completely
-        self.display: RunDisplay = options.shared.display if options.shared is not None else self._open_display()
-        self.log_sizes = {rank: path.stat().st_size for rank, path in writer.layout.logs().items()}
-        self.cluster: Cluster = options.shared.cluster if options.shared is not None else self._cluster()
-        self.inputs = inputs
-        keeping.listen(Recorder(writer, self.display).warn, self._lose)
-        writer.keep_heartbeat(self._lose)
+        shared, layout = self.options.shared, self.writer.layout
+        self.display: RunDisplay = self._open_display() if shared is None else shared.display
+        self.log_sizes = {rank: path.stat().st_size for rank, path in layout.logs().items()}
+        self.cluster: Cluster = (
+            cluster_for(self.config, self.machine, layout.scratch_dir, self.display.notice)
+            if shared is None
+            else shared.cluster
+        )
+        self.keeping.listen(Recorder(self.writer, self.display).warn, self._lose)
+        self.writer.keep_heartbeat(self._lose)
 
     def _lose(self, error: DdptrainError) -> None:
         """End the run: its results can no longer be written, or another driver owns it."""
@@ -223,9 +221,6 @@ class _Run:
             all_ranks=self.options.all_ranks,
             stage=STAGE if self.options.evaluation is not None else "",
         )
-
-    def _cluster(self) -> Cluster:
-        return cluster_for(self.config, self.machine, self.writer.layout.scratch_dir, self.display.notice)
 
     def run(self) -> int:
         """Train, write the end to run.json, and show it. Exceptions that are bugs are raised after that."""

@@ -14,7 +14,8 @@ from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.provider import Cluster, Tell
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.local_resources import LocalResources
+from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.driver.local_resources import LocalResources, local_resources
 from ddptrain.protocol.exec_env import without_working_directory
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ddptrain.driver.control.signals import Signals
     from ddptrain.driver.display.run_display import RunDisplay
     from ddptrain.driver.worker_group.cluster_news import ClusterNews
+
+_APPEAR_S = 5.0  # for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
 
 
 def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path, tell: Tell) -> Cluster:
@@ -40,6 +43,22 @@ def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path
     from ddptrain.clusters.backends.per_run import RunCluster
 
     return RunCluster(config.cluster, tell)
+
+
+def check_cluster(cluster: ClusterConfig, tell: Tell) -> None:
+    """For --dry-run: connect to the cluster of the run, or check the GPUs of this machine; nothing is changed.
+
+    A cluster that would be started for the run is not checked. Raises ClusterNotFound or ClusterError as the run would.
+    """
+    if cluster.is_embedded:
+        local_resources(cluster, os.environ)
+    if not cluster.is_attached:
+        return
+    target = AttachedCluster(cluster).connect()
+    from ddptrain.driver.connect import connected  # imports Dask
+
+    timeout_s = cluster.start_timeout_s if target.name else min(cluster.start_timeout_s, _APPEAR_S)
+    connected(target, timeout_s, tell).close(timeout=2.0)
 
 
 @dataclass(frozen=True, slots=True)

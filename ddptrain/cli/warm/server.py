@@ -46,7 +46,6 @@ _MODULES = (
     "ddptrain.driver.attempts",
     "ddptrain.driver.cluster_check.before_run",
     "ddptrain.driver.connect",
-    "ddptrain.driver.dry_run",
     "ddptrain.driver.resume",
     "ddptrain.driver.run",
     "ddptrain.driver.worker_group.reservation",

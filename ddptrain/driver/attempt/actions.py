@@ -11,8 +11,12 @@ from ddptrain.protocol.events import CheckpointSaved, FileSaved
 from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
 
 
+class Action:
+    """Base class of all actions."""
+
+
 @dataclass(frozen=True, slots=True)
-class SubmitRanks:
+class SubmitRanks(Action):
     """Start these ranks, which join the TCPStore at `port`; 0: the worker of rank 0, the first of them, opens it."""
 
     ranks: tuple[int, ...]
@@ -20,7 +24,7 @@ class SubmitRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRanks:
+class StopRanks(Action):
     """SIGTERM to these ranks, and SIGKILL after `grace_s`."""
 
     ranks: tuple[int, ...]
@@ -28,7 +32,7 @@ class StopRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class SendCommand:
+class SendCommand(Action):
     """Send a command to these ranks."""
 
     ranks: tuple[int, ...]
@@ -36,7 +40,7 @@ class SendCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOutput:
+class ReadOutput(Action):
     """Read a rank's files up to these sizes. Answered with its events; with OutputRead for `ended`, or an error."""
 
     rank: int
@@ -46,14 +50,14 @@ class ReadOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveOutput:
+class ReceiveOutput(Action):
     """Take the bytes of a rank's files that came with a notice. Answered as ReadOutput is."""
 
     output: OutputBytes
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRest:
+class ReadRest(Action):
     """Read what a lost rank has left in its files, if they can be reached. Answered with OutputRead for `loss`."""
 
     rank: int
@@ -61,7 +65,7 @@ class ReadRest:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchArtifact:
+class FetchArtifact(Action):
     """Store a checkpoint or a file of a rank in the run directory. Answered through the inbox."""
 
     rank: int
@@ -69,7 +73,7 @@ class FetchArtifact:
 
 
 @dataclass(frozen=True, slots=True)
-class AvoidWorker:
+class AvoidWorker(Action):
     """Reserve no slot of this worker for the next attempt; if it is `lost`, send it nothing any more."""
 
     address: str
@@ -77,26 +81,26 @@ class AvoidWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class RejectNotice:
+class RejectNotice(Action):
     """Count a notice that cannot be meant for this attempt."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class RecordFault:
+class RecordFault(Action):
     """Record and show the fault of a rank."""
 
     fault: Fault
 
 
 @dataclass(frozen=True, slots=True)
-class RecordTraining:
+class RecordTraining(Action):
     """Record that every rank has entered the workload."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecordRankEnd:
+class RecordRankEnd(Action):
     """Record that a rank's process has ended, or is lost; `stopped`: because the driver stopped it."""
 
     rank: int
@@ -105,7 +109,7 @@ class RecordRankEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordStored:
+class RecordStored(Action):
     """Record that a checkpoint or a file of a rank is in the run directory."""
 
     rank: int
@@ -114,35 +118,35 @@ class RecordStored:
 
 
 @dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(Action):
     """Show and record a warning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(Action):
     """Show and record something that goes as it should."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class ShowStatus:
+class ShowStatus(Action):
     """Show what the attempt waits for."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class RecordSystem:
+class RecordSystem(Action):
     """Record a sample of the system metrics."""
 
     sample: SystemSample
 
 
 @dataclass(frozen=True, slots=True)
-class RecordSlowRank:
+class RecordSlowRank(Action):
     """Record and show that a rank is slow, and what the system metrics show about it."""
 
     slow: SlowRank
@@ -150,30 +154,7 @@ class RecordSlowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class FindSpareSlots:
+class FindSpareSlots(Action):
     """Find free slots on other hosts for these ranks. Answered with SpareSlots."""
 
     ranks: tuple[int, ...]
-
-
-Action = (
-    SubmitRanks
-    | StopRanks
-    | SendCommand
-    | ReadOutput
-    | ReceiveOutput
-    | ReadRest
-    | FetchArtifact
-    | AvoidWorker
-    | RejectNotice
-    | RecordFault
-    | RecordTraining
-    | RecordRankEnd
-    | RecordStored
-    | Warn
-    | Announce
-    | ShowStatus
-    | RecordSystem
-    | RecordSlowRank
-    | FindSpareSlots
-)

@@ -151,22 +151,13 @@ class Attempt:
                 (self.worker_group.forget if lost else self.worker_group.avoid)(address)
             case actions.RejectNotice(reason):
                 self.worker_group.reject(reason)
-            case actions.RecordSystem() | actions.RecordSlowRank() | actions.FindSpareSlots():
-                self._do_about_slow_ranks(action)
-            case _:
-                self._record(action)
-
-    def _do_about_slow_ranks(
-        self, action: actions.RecordSystem | actions.RecordSlowRank | actions.FindSpareSlots
-    ) -> None:
-        match action:
-            case actions.RecordSystem(sample):
-                self.recorder.system(sample)
-            case actions.RecordSlowRank(slow, causes):
-                self.recorder.slow_rank(slow, causes, self.state.ranks[slow.rank].record())
             case actions.FindSpareSlots(ranks):
                 found = self.worker_group.spares.find([self._place(rank).slot for rank in ranks])
                 self.handle(inbox.SpareSlots(ranks, found))
+            case actions.RecordSystem(sample):
+                self.recorder.system(sample)
+            case _:
+                self._record(action)
 
     def _read_files(self, action: actions.ReadOutput | actions.ReceiveOutput | actions.ReadRest) -> None:
         match action:
@@ -193,6 +184,8 @@ class Attempt:
                 if refused := self.mirrors[rank].refused:
                     recorder.warn(f"rank {rank} wrote {refused} lines that are no events; they were ignored")
                 recorder.rank_ended(self.state.ranks[rank].record(), ok=ok, stopped=stopped)
+            case actions.RecordSlowRank(slow, causes):
+                recorder.slow_rank(slow, causes, self.state.ranks[slow.rank].record())
             case actions.RecordStored(rank, what, path):
                 recorder.brought_home(rank, what, path)
             case actions.Warn(text):

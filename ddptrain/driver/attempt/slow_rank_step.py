@@ -48,5 +48,4 @@ class SlowRankDraft(Draft):
         names = ", ".join(str(rank) for rank in spare.ranks)
         self.change(moving=True)
         self.do(actions.Announce(f"rank {names} moves to another host with the next call of ctx.checkpoint"))
-        alive = tuple(rank for rank, watched in enumerate(self.state.ranks) if not watched.over)
-        self.do(actions.SendCommand(alive, Command.MOVE))
+        self.do(actions.SendCommand(self.alive(), Command.MOVE))

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
-from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.failure.root_cause import find_root_cause
+from ddptrain.driver.failure.fault import Fault, find_root_cause
 from ddptrain.driver.failure.slow_causes import RankUse
 from ddptrain.driver.failure.slow_ranks import StepComparison
 from ddptrain.driver.failure.stack_collector import StackCollector
@@ -114,11 +113,12 @@ class Draft:
         self.now = now.monotonic
         self.time_ns = now.time_ns
         self.actions: list[Action] = []
+        first = state.ranks[0].spec
+        self.attempt, self.grace_s = first.attempt, first.supervision.grace_s
 
-    @property
-    def grace_s(self) -> float:
-        """The run's grace period."""
-        return self.state.ranks[0].spec.supervision.grace_s
+    def alive(self) -> tuple[int, ...]:
+        """The ranks that are not over."""
+        return tuple(rank for rank, watched in enumerate(self.state.ranks) if not watched.over)
 
     def do(self, action: Action) -> None:
         """Add an action."""

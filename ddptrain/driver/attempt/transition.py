@@ -68,7 +68,7 @@ class Transition(SlowRankDraft):
                 self._on_transfer(message)
 
     def _on_task_failed(self, failed: inbox.TaskFailed) -> None:
-        if failed.attempt == self._attempt and failed.rank < len(self.state.ranks):
+        if failed.attempt == self.attempt and failed.rank < len(self.state.ranks):
             self._give_up(failed.rank, Loss(FaultKind.INFRASTRUCTURE, failed.message))
 
     def _on_transfer(self, message: Message) -> None:
@@ -93,7 +93,7 @@ class Transition(SlowRankDraft):
 
     def _on_notice(self, notice: Notice) -> None:
         rank = notice.rank
-        if notice.attempt != self._attempt:
+        if notice.attempt != self.attempt:
             return  # of an earlier attempt
         if rank >= len(self.state.ranks):
             self.do(actions.RejectNotice(f"{notice.kind}: there is no rank {rank}"))
@@ -206,9 +206,8 @@ class Transition(SlowRankDraft):
                 text = f"rank {rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 self.do(actions.Warn(text))
         elif self.state.notice is not None and ended.status == -signal.SIGTERM:
-            self._stop(
-                grace_periods.at_once_s(self.state.ranks[0].spec)
-            )  # it never saves: there is nothing to wait for
+            # It never saves: there is nothing to wait for.
+            self._stop(grace_periods.at_once_s(self.state.ranks[0].spec))
         elif watched.fault is None and not self.state.stopping:
             fault = failure_fault.from_exit(ended)
             self.change_rank(rank, fault=fault)
@@ -284,7 +283,7 @@ class Transition(SlowRankDraft):
             return
         text = f"{notice}: the ranks finish their step and save, within {self.grace_s:g} s (again to stop them)"
         self.do(actions.Announce(text))
-        self.do(actions.SendCommand(self._alive(), Command.PREEMPT))
+        self.do(actions.SendCommand(self.alive(), Command.PREEMPT))
         self.change(preempt_until=self.now + grace_periods.preempt_s(first))
 
     def _on_tick(self, tick: inbox.Tick) -> None:
@@ -319,7 +318,7 @@ class Transition(SlowRankDraft):
         state = self.state
         parts = (state.ranks, state.activities, state.watchdog, self.now)
         self.change(inquiry=state.inquiry.begin(hang, *parts, for_wait=for_wait))
-        self.do(actions.SendCommand(self._alive(), Command.STACKS))
+        self.do(actions.SendCommand(self.alive(), Command.STACKS))
 
     def conclude_inquiry(self) -> None:
         """End the attempt if the stacks show which rank is missing."""
@@ -373,13 +372,6 @@ class Transition(SlowRankDraft):
 
     def _is_due(self, until: float | None) -> bool:
         return until is not None and self.now >= until
-
-    @property
-    def _attempt(self) -> int:
-        return self.state.ranks[0].spec.attempt
-
-    def _alive(self) -> tuple[int, ...]:
-        return tuple(rank for rank, watched in enumerate(self.state.ranks) if not watched.over)
 
 
 def _earlier(before: float | None, until: float) -> float:

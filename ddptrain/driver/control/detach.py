@@ -44,8 +44,8 @@ class Begun:
     host: str
     log: str
     reason: str
-    log_from: int = 0
-    done: bool = False
+    log_from: int
+    done: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def tell_begun(ready: int, layout: RunLayout, reason: str) -> None:
 
     Raises ResultsError if the log can't be written.
     """
-    _tell(ready, _begun(layout, reason, _print_into(layout.driver_log)))
+    _tell(ready, _begun(layout, reason, _print_into(layout.driver_log), done=False))
 
 
 def tell_done(ready: int, layout: RunLayout, reason: str) -> None:
@@ -181,16 +181,13 @@ def tell_done(ready: int, layout: RunLayout, reason: str) -> None:
     _tell(ready, _begun(layout, reason, log_from, done=True))
 
 
-def _begun(layout: RunLayout, reason: str, log_from: int = 0, *, done: bool = False) -> Begun:
+def _begun(layout: RunLayout, reason: str, log_from: int, *, done: bool) -> Begun:
     log = layout.shown_path(layout.driver_log)
     return Begun(layout.root.name, layout.where, os.getpid(), socket.gethostname(), log, reason, log_from, done)
 
 
 def _tell(ready: int, begun: Begun) -> None:
-    with (
-        suppress(OSError),
-        os.fdopen(ready, "wb") as pipe,
-    ):  # the waiting process may be gone
+    with suppress(OSError), os.fdopen(ready, "wb") as pipe:  # the waiting process may be gone
         pipe.write(json.dumps(dataclasses.asdict(begun)).encode())
 
 

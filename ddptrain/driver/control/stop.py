@@ -151,7 +151,7 @@ def stop_run(
             raise ClusterError(_not_in_time(target.desk, driver, within_s, now=now))
         time.sleep(target.look_every_s)
     with suppress(OSError):  # the run may have ended by itself without reading the request
-        target.desk.stop_json.unlink(missing_ok=True)
+        target.desk.stop_json.unlink()
     return view
 
 

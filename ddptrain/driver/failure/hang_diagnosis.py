@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks
-from ddptrain.driver.failure.root_cause import returned_early
+from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks, returned_early
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
@@ -96,15 +95,12 @@ def waits_in(frames: Sequence[str]) -> str:
 def users_frame(frames: Sequence[str]) -> str:
     """The innermost frame of the user's code as "train.py:41 in load"; of any code if there is none of the user's."""
     matches = [match for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
-    chosen = next((match for match in matches if not _is_library(match["file"])), matches[0] if matches else None)
+    own = [match for match in matches if not _NOT_THE_USERS.search(match["file"])]
+    chosen = next(iter(own or matches), None)
     if chosen is None:
         return ""
     name = chosen["file"].rpartition("/")[2]
     return f"{name}:{chosen['line']} in {chosen['function']}"
-
-
-def _is_library(file: str) -> bool:
-    return _NOT_THE_USERS.search(file) is not None
 
 
 def judge(

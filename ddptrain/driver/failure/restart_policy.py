@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from ddptrain.config.run_config import FailureConfig
 from ddptrain.driver.attempt.rank_state import AttemptEnd
-from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.failure.fault import LOSSES, Fault, FaultKind
 
 _LONGEST_BACKOFF_S = 60.0
 # Another attempt would end the same way.
 _FINAL = frozenset({FaultKind.REFUSED, FaultKind.RESULTS})
-_LOSSES = frozenset({FaultKind.WORKER_LOST, FaultKind.INFRASTRUCTURE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class RestartPolicy:
     def __init__(self, settings: FailureConfig) -> None:
         self.settings = settings
         self._restarts = self._losses = 0
-        self._before: tuple[Fault, int | None] | None = None
+        self._before: tuple[str, str, int | None] | None = None  # line, traceback and step of the last failure
 
     def after(self, end: AttemptEnd, step: int | None, *, scheduler_is_there: bool) -> Restart | NoRestart:
         """What follows an attempt; `step` is the last one that the failed rank logged."""
@@ -50,7 +49,7 @@ class RestartPolicy:
         if end.fault is not None and not lost:
             if reason := self._useless(end.fault, step):
                 return NoRestart(reason)
-            self._before = (end.fault, step)
+            self._before = (end.fault.line, end.fault.traceback, step)
         return self._again(lost)
 
     def _exhausted(self, lost: bool) -> bool:
@@ -62,10 +61,7 @@ class RestartPolicy:
             return "a restart would fail in the same way"
         if named := _named(fault, self.settings.no_restart):
             return f"failure.no_restart names {named}"
-        if self._before is None:
-            return ""
-        before, step_before = self._before
-        same = (fault.line, fault.traceback, step) == (before.line, before.traceback, step_before)
+        same = (fault.line, fault.traceback, step) == self._before
         return "the same failure at the same step twice in a row is a mistake in the code" if same else ""
 
     def _again(self, lost: bool) -> Restart:
@@ -80,7 +76,7 @@ class RestartPolicy:
 
 def _lost(end: AttemptEnd) -> bool:
     """Whether a host or worker was lost or preempted, so that the training code is not the reason."""
-    return end.notice is not None or (end.fault is not None and end.fault.kind in _LOSSES)
+    return end.notice is not None or (end.fault is not None and end.fault.kind in LOSSES)
 
 
 def _named(fault: Fault, no_restart: list[str | int]) -> str:

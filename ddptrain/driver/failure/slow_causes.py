@@ -30,7 +30,7 @@ class RankUse(NamedTuple):
 def causes(slow: int, uses: Sequence[RankUse]) -> list[str]:
     """What may be the reason why the rank `slow` is slow, as text; `uses` are those of all ranks."""
     use = uses[slow]
-    return [*_of_gpu(use.rank, [each.rank for each in uses]), *_of_cpu(use, uses), *_of_host(use)]
+    return [*_of_gpu(use.rank, [each.rank for each in uses]), *_of_cpu(use, uses), *_of_host(use.host)]
 
 
 def _of_gpu(rank: Use, every: Sequence[Use]) -> list[str]:
@@ -71,15 +71,11 @@ def _other_cores(use: RankUse, every: Sequence[RankUse]) -> float:
     return max(0.0, use.host.get("cores", 0.0) * use.host.get("cpu_percent", 0.0) - ranks) / 100
 
 
-def _of_host(use: RankUse) -> list[str]:
-    found = []
-    if _is_full(use.host, "memory"):
-        found.append(f"the memory of its host is {_share(use.host, 'memory'):.0%} full")
-    if _is_full(use.host, "shm"):
-        found.append(f"shared memory (/dev/shm) of its host is {_share(use.host, 'shm'):.0%} full")
-    if _is_full(use.host, "disk"):
-        found.append(f"the disk of its host is {_share(use.host, 'disk'):.0%} full")
-    if (waited := use.host.get("iowait_percent", 0.0)) >= _IOWAIT_PERCENT:
+def _of_host(host: Use) -> list[str]:
+    parts = {"memory": "the memory", "shm": "shared memory (/dev/shm)", "disk": "the disk"}
+    full = [name for name in parts if _is_full(host, name)]
+    found = [f"{parts[name]} of its host is {_share(host, name):.0%} full" for name in full]
+    if (waited := host.get("iowait_percent", 0.0)) >= _IOWAIT_PERCENT:
         found.append(f"the cores of its host wait for disks {waited:.0f} % of the time")
     return found
 

@@ -12,6 +12,7 @@ A round is complete when each rank has sent at least one window of about a secon
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,11 +59,6 @@ class SlowRank:
     waited_s: float
     median_s: float
 
-    @property
-    def factor(self) -> float:
-        """How many times the median its own time is."""
-        return self.own_s / self.median_s if self.median_s else float("inf")
-
 
 class StepComparison(NamedTuple):
     """What is known of the steps of all ranks; a named tuple, because each window replaces it.
@@ -106,28 +102,17 @@ def slow_ranks(rounds: Sequence[Round], factor: float) -> list[SlowRank]:
     if len(rounds) < MIN_ROUNDS or _steps(rounds) < MIN_STEPS:
         return []
     found = []
-    medians = [_median(one) for one in rounds]
+    medians = [median_low(window.own_s for window in one) for one in rounds]
     for rank in range(len(rounds[0])):
         windows = [one[rank] for one in rounds]
-        total = windows[0]
-        for window in windows[1:]:
-            total = total.plus(window)
+        total = functools.reduce(Window.plus, windows)
         median_s = sum(middle * window.steps for middle, window in zip(medians, windows, strict=True)) / total.steps
         slow = SlowRank(rank, total.steps, total.own_s, total.waited_s, median_s)
-        is_often = sum(_is_over(window, middle, factor) for window, middle in zip(windows, medians, strict=True))
-        step_s = slow.own_s + slow.waited_s
-        matters = slow.own_s - median_s >= LEAST_SHARE * step_s
+        is_often = sum(window.own_s > factor * middle for window, middle in zip(windows, medians, strict=True))
+        matters = slow.own_s - median_s >= LEAST_SHARE * (slow.own_s + slow.waited_s)
         if slow.own_s > factor * median_s and is_often >= MOST_ROUNDS * len(rounds) and matters:
             found.append(slow)
     return found
-
-
-def _is_over(window: Window, median_s: float, factor: float) -> bool:
-    return window.own_s > factor * median_s
-
-
-def _median(one: Round) -> float:
-    return median_low(window.own_s for window in one)
 
 
 def _steps(rounds: Sequence[Round]) -> int:

@@ -51,8 +51,6 @@ class WorkerHeartbeat:
     def _silent(self, running: Sequence[tuple[RankState, Activity]], now: float) -> Iterator[tuple[RankState, Loss]]:
         """Workers that have sent nothing for too long: a cut network closes no connection."""
         silent = [rank for rank, activity in running if now - activity.notice_at > self.lost_after_s]
-        if not silent:
-            return
         alone = len(silent) < len(running) or len({rank.place.slot.host for rank, _ in running}) == 1
         for rank in silent:
             host = f"host {rank.place.host}" if alone else "the cluster"

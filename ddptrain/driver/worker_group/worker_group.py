@@ -275,9 +275,8 @@ class WorkerGroup:
         """Whether this is a worker of the group that is not known to be lost."""
         return worker in self._workers
 
-    def stop(self, specs: Iterable[RankSpec], grace_s: float) -> None:
+    def stop(self, specs: Sequence[RankSpec], grace_s: float) -> None:
         """Send these ranks SIGTERM, and SIGKILL after `grace_s`. Does not wait."""
-        specs = list(specs)
         _log.info("stopping ranks: SIGTERM, then SIGKILL", ranks=[spec.rank for spec in specs], grace_s=grace_s)
         self._order(driver_calls.stop_ranks, [spec.key for spec in specs], grace_s)
 
@@ -290,9 +289,8 @@ class WorkerGroup:
             run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
             dask_call.send(self.client, run)
 
-    def tell(self, specs: Iterable[RankSpec], command: Command) -> None:
+    def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
         """Send these ranks a command. Does not wait."""
-        specs = list(specs)
         _log.info("command to ranks", command=str(command), ranks=[spec.rank for spec in specs])
         self._order(driver_calls.send_command, [spec.key for spec in specs], str(command))
 
@@ -349,21 +347,17 @@ class WorkerGroup:
             return  # the scheduler has released everything
         with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks; the next calls must run
             self._news.remove(self.run_id)  # the run's own topic is removed as a whole with its slots
-        with contextlib.suppress(Exception):  # as above
-            self._release_futures()
+        self.end_attempt()
         with contextlib.suppress(Exception):  # as above
             asked = self.client.run_on_scheduler(slots.release, self.run_id, asynchronous=True)
             dask_call.wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
 
     def end_attempt(self) -> None:
         """Release the tasks of an attempt, which ends whatever still runs. The slots stay for the next attempt."""
-        with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks
-            self._release_futures()
-
-    def _release_futures(self) -> None:
         futures = list({future.key: future for future in self.futures.values()}.values())
         self.futures.clear()
-        self.client.cancel(futures, force=True)
+        with contextlib.suppress(Exception):  # Dask raises any type while a connection breaks
+            self.client.cancel(futures, force=True)
 
     def place(
         self, places: Iterable[RankPlace], folder: Path, files: Sequence[str], manifest: str, what: str

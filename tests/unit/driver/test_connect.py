@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import errno
 import socket
 import ssl
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +22,7 @@ from ddptrain.clusters.security import make_tls, own_security
 from ddptrain.driver import connect, port_diagnosis
 from ddptrain.driver.connect import connected
 from ddptrain.errors import ClusterError
+from ddptrain.protocol import unix_comm
 
 SOON_S = 60.0  # for what takes ten seconds where nothing else runs; the cluster may take ten minutes to start
 
@@ -188,9 +194,10 @@ def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
 ) -> None:
     """Dask takes the first bytes for a length, and allocates them."""
     monkeypatch.setattr("ddptrain.driver.port_diagnosis._GREETING_S", 0.01)
+    monkeypatch.setattr(connect, "_SILENT_S", 60.0)  # a busy machine is slow to read it
 
     def late(connection: socket.socket) -> None:
-        time.sleep(0.5)
+        time.sleep(0.1)
         connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
     with server(late) as port:
@@ -276,3 +283,211 @@ def test_scheduler_of_an_old_dask_is_told_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("ddptrain.driver.connect.Client", refuse)
     told = refused(Target("tcp://127.0.0.1:1"), timeout_s=30)
     assert "identity() got an unexpected" in told and "distributed 2025.7 or newer is needed there" in told
+
+
+def test_socket_of_a_local_cluster_that_cannot_be_opened_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome: list[Exception | None] = [None]
+    opened: list[tuple[str, float]] = []
+    closed: list[bool] = []
+
+    def connect_plain(address: str, timeout_s: float) -> SimpleNamespace:
+        opened.append((address, timeout_s))
+        if outcome[0] is not None:
+            raise outcome[0]
+        return SimpleNamespace(close=lambda: closed.append(True))
+
+    monkeypatch.setattr(unix_comm, "connect_plain", connect_plain)
+    local = Target("unix:///run/s")
+    assert connect._why_not(local) == "" and closed == [True] and opened == [("unix:///run/s", 3.0)]
+    outcome[0] = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    assert connect._why_not(local) == "connection refused"
+    outcome[0] = OSError("Bad PATH")
+    assert connect._why_not(local) == "bad path"
+    outcome[0] = PermissionError("process 7 has it")
+    with pytest.raises(ClusterError, match=r"^unix:///run/s belongs to a cluster of another user: process 7 has it$"):
+        connect._why_not(local)
+    assert connect._why_not(Target("ucx://h:1")) == ""
+
+
+class Clock:
+    """The module's time, which passes only in sleep()."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "timeout_s", "reason", "limits", "told"),
+    [
+        ("dev", 300.0, "busy", [3.0, 6.0, 12.0, 6.0], "the cluster dev does not answer at tcp://h:1: busy"),
+        ("dev", 5.0, "busy", [3.0, 1.0], "the cluster dev does not answer at tcp://h:1: busy"),
+        ("dev", 300.0, port_diagnosis.SILENT, [3.0, 6.0, 12.0, 6.0], "does not answer at tcp://h:1: something"),
+        ("dev", 300.0, "connection refused", [3.0], "does not answer at tcp://h:1: connection refused"),
+        ("", 40.0, "busy", [3.0, 6.0, 12.0, 16.0], "answers at tcp://h:1 within 40 s: busy; is a firewall in the way?"),
+        ("", 3.95, "busy", [3.0, 0.1], "answers at tcp://h:1 within 3.95 s: busy"),
+        (
+            "",
+            5.0,
+            "no such file or directory",
+            [3.0, 1.0],
+            "within 5 s: no such file or directory; is it up, and the port right?",
+        ),
+        ("", 600.0, port_diagnosis.SILENT, [3.0, 6.0], "answers at tcp://h:1 within 10 s: something accepts"),
+    ],
+)
+def test_each_try_may_take_twice_as_long_until_the_limit_of_its_kind_of_cluster(
+    monkeypatch: pytest.MonkeyPatch, name: str, timeout_s: float, reason: str, limits: list[float], told: str
+) -> None:
+    clock = Clock()
+    tries: list[float] = []
+    waits: list[str] = []
+
+    def tried(_: Target, limit_s: float) -> None:
+        tries.append(round(limit_s, 3))
+        clock.sleep(limit_s)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(connect, "time", clock)
+    monkeypatch.setattr(connect, "_look_before_dask", lambda target: None)
+    monkeypatch.setattr(connect, "_tried", tried)
+    monkeypatch.setattr(connect, "_why_not", lambda target: reason)
+    with pytest.raises(ClusterError) as raised:
+        connected(Target("tcp://h:1", name=name), timeout_s, waits.append)
+    assert tries == limits and told in str(raised.value)
+    assert waits == [f"waiting for the Dask scheduler at tcp://h:1: {reason}"] * (len(limits) - 1)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_peer_that_never_answers_ends_the_try_two_seconds_after_dasks_own_limit(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    given: list[Any] = []
+    limits: list[float | None] = []
+
+    class Outcome(concurrent.futures.Future[Any]):
+        """A result that comes too late, if at all."""
+
+        def result(self, timeout: float | None = None) -> Any:
+            limits.append(timeout)
+            if timeout is not None:
+                if answers:
+                    super().result(60.0)
+                raise concurrent.futures.TimeoutError
+            return super().result(60.0)
+
+        def done(self) -> bool:
+            return answers
+
+    monkeypatch.setattr(concurrent.futures, "Future", Outcome)
+
+    def new_client(*names: str, **options: Any) -> str:
+        assert threading.current_thread().daemon  # it must not keep the command from ending
+        given.append((*names, options))
+        return "client"
+
+    monkeypatch.setattr(connect, "Client", new_client)
+    target = Target("tcp://h:1")
+    if answers:
+        client: object = connect._tried(target, 5.0)
+        assert client == "client" and limits == [7.0, None]
+    else:
+        with pytest.raises(TimeoutError, match="something accepts the connection there, and says nothing"):
+            connect._tried(target, 5.0)
+        assert limits == [7.0]
+        while not given:
+            time.sleep(0.001)
+    options = {"timeout": 5.0, "security": target.security, "set_as_default": False, "name": "ddptrain"}
+    assert given == [("tcp://h:1", options)]
+
+
+@pytest.mark.parametrize(
+    ("target", "looked_at"),
+    [
+        (Target("tcp://h:7"), [("greeting", "tcp://h:7", "h", 7)]),
+        (Target("tls://h:7"), [("tls", "tls://h:7")]),
+        (Target("unix:///s"), []),
+        (Target("tcp://h:7", name="dev"), []),
+        (Target("tcp://h:7", foreign=False), []),
+    ],
+)
+def test_only_addresses_of_the_user_are_looked_at_before_dask_connects(
+    monkeypatch: pytest.MonkeyPatch, target: Target, looked_at: list[Any]
+) -> None:
+    seen: list[Any] = []
+
+    def check(address: str, host: str, port: int) -> None:
+        seen.append(("greeting", address, host, port))
+        raise OSError("Dask's own attempt follows")
+
+    monkeypatch.setattr(port_diagnosis, "check_greeting", check)
+    monkeypatch.setattr(connect, "_why_not", lambda target: seen.append(("tls", target.address)))
+    connect._look_before_dask(target)
+    assert seen == looked_at
+
+
+def test_session_has_the_client_the_target_and_the_news_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    closed: list[bool] = []
+
+    @contextlib.contextmanager
+    def client(*arguments: Any) -> Iterator[str]:
+        given.extend(arguments)
+        yield "client"
+        closed.append(True)
+
+    monkeypatch.setattr(connect, "connected", client)
+    cluster: Any = SimpleNamespace(connect=lambda: "target")
+    config: Any = SimpleNamespace(
+        cluster=SimpleNamespace(start_timeout_s=9.0), failure=SimpleNamespace(lost_after_s=40.0)
+    )
+    with connect.open_session(cluster, config, print) as session:
+        assert (session.client, session.target, session.news._client) == ("client", "target", "client")  # type: ignore[comparison-overlap]
+        assert given == ["target", 9.0, print, 40.0] and closed == []
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ((1 << 16).to_bytes(8, "little"), False),
+        (((1 << 16) + 1).to_bytes(8, "little"), True),
+        ((1).to_bytes(8, "little") + b"x", True),  # complete, without the names
+        ((2).to_bytes(8, "little") + b"x", False),
+        (b"\0\0\0\x01", True),
+        (b"\0\0\x01", False),
+        (GREETING.replace(b"compression", b"confessions"), False),  # one of the names is enough
+    ],
+)
+def test_length_of_a_greeting_has_a_limit(data: bytes, expected: bool) -> None:
+    assert port_diagnosis.is_not_dask(data) is expected
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_limits_of_dask_are_set_and_its_messages_turned_off_before_the_first_try(
+    monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    settings: list[object] = []
+    levels: dict[str, int] = {}
+    ignored: list[object] = []
+    monkeypatch.setattr(connect, "tcp_timeout", lambda seconds: {"limit": seconds})
+    monkeypatch.setattr(connect, "dask", SimpleNamespace(config=SimpleNamespace(set=settings.append)))
+
+    def logger(name: str) -> SimpleNamespace:
+        return SimpleNamespace(setLevel=lambda level: levels.update({name: level}))
+
+    monkeypatch.setattr(connect, "logging", SimpleNamespace(getLogger=logger, CRITICAL=50))
+    monkeypatch.setattr(
+        warnings, "filterwarnings", lambda action, category: ignored.append((action, category.__name__))
+    )
+    monkeypatch.setattr(connect, "_look_before_dask", lambda target: None)
+    monkeypatch.setattr(connect, "_tried", lambda target, limit_s: "client")
+    client: object = connected(Target("tcp://h:1", foreign=foreign), 9.0, print, 40.0)
+    assert client == "client" and settings == [{"limit": 40.0}]
+    assert levels == {"distributed": 50, "distributed.client": 50}
+    assert ignored == ([("ignore", "VersionMismatchWarning")] if foreign else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -79,3 +80,25 @@ def test_limit_on_the_size_of_files_is_a_warning(monkeypatch: pytest.MonkeyPatch
     assert local_resources.resource_warnings(LocalResources(1, ()), 8) == [
         "files may have at most 102,400 bytes (ulimit -f): larger logs and checkpoints fail; raise the limit"
     ]
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"gpus": 1}, LocalResources(1, ("0",))),
+        ({"ranks": 4}, LocalResources(4, ("0", "1", "2", "3"))),
+        ({"ranks": {"min": 1, "max": 3}}, LocalResources(3, ("0", "1", "2"))),
+        ({"ranks": {"min": 1, "max": 9}}, LocalResources(4, ("0", "1", "2", "3"))),
+        ({"ranks": {"min": 1, "max": 9}, "gpus": 0}, LocalResources(9, ())),
+    ],
+)
+def test_ranks_and_gpus_of_a_setting(settings: dict[str, Any], expected: LocalResources) -> None:
+    assert local_resources.local_resources(ClusterConfig.model_validate(settings), {}) == expected
+
+
+def test_one_core_is_no_plural(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_resources, "default_slots", lambda gpus: 2 if gpus == () else 99)
+    expected = "3 ranks share 1 core: their start and each step take longer; --ranks 2 may be faster"
+    assert local_resources.crowding(LocalResources(3, ()), 1) == expected
+    assert local_resources.resource_warnings(LocalResources(3, ()), 1)[0] == expected

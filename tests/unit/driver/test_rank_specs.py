@@ -79,8 +79,8 @@ def test_checkpoint_settings_and_failure_policy_are_those_of_the_configuration()
         checkpoint={"every_steps": 7, "asynchronous": False, "max_failures": 2},
         failure={"grace_s": 4, "max_restarts": 3, "hang_timeout_s": 8, "lost_after_s": 40},
     ).config
-    assert rank_specs.checkpointing(config, "/from") == Checkpointing(
-        config.checkpoint.every_epochs, 7, None, asynchronous=False, max_failures=2, resume_from="/from"
+    assert rank_specs.checkpointing(config) == Checkpointing(
+        config.checkpoint.every_epochs, 7, None, asynchronous=False, max_failures=2
     )
     assert rank_specs.supervision(config) == Supervision(4.0, 2.0, 3, measure_steps=True, system_every_s=5.0)
 
@@ -177,6 +177,7 @@ def test_ranks_of_an_evaluation_run_its_function_on_the_checkpoints_and_are_not_
     profiled = Bench(tmp_path, embedded=True, config=config).specs.build(1, places("a"), None)[0].profile
     assert profiled is not None
     specs = Bench(tmp_path, embedded=True, config=config, evaluation=plan).specs.build(1, places("a", "b"), None)
+    assert [spec.rank for spec in specs] == [0, 1]
     for rank, spec in enumerate(specs):
         assert spec.profile is None and spec.code.workload == RANK_FUNCTION
         assert spec.code.params == plan.rank_params({"epochs": 2}, {"new": f"/c/step-3@{rank}"})

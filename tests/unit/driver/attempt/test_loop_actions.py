@@ -13,12 +13,12 @@ import pytest
 from ddptrain.driver.attempt import actions, inbox, loop
 from ddptrain.driver.attempt.loop import Attempt
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
-from ddptrain.driver.failure.slow_ranks import SlowRank
+from ddptrain.driver.failure.slow_ranks import SlowPolicy, SlowRank
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
 from tests.unit.driver.attempt.ranks import running
-from tests.unit.notes import Notes
+from tests.unit.notes import Notes, noted
 
 ENDED = RankExit(1, 1, 42, 0, 9, 1, 1)
 FAULT = Fault(1, FaultKind.EXCEPTION, 5, "no")
@@ -300,3 +300,87 @@ def test_loss_of_a_worker_comes_with_its_reason(bench: Bench, clock: Clock) -> N
     attempt.worker_fault = lambda: "killed"
     attempt._take_one()
     assert bench.handled == [inbox.WorkerLost("tcp://h1", reason="killed")] and bench.notes == []
+
+
+@pytest.mark.parametrize(("left", "takes"), [(4, 4), (99, 6)])
+def test_attempt_ends_when_its_ranks_have_and_checkpoints_on_their_way_have_ten_minutes(
+    bench: Bench, clock: Clock, left: int, takes: int
+) -> None:
+    attempt: Any = bench.attempt
+    attempt.state = SimpleNamespace(over=False, transfers=1, end=lambda: "end")
+    order: list[str] = []
+
+    def take() -> None:
+        order.append("take")
+        count = order.count("take")
+        attempt.state.over, attempt.state.transfers = count >= 2, int(count < left)
+        clock.now += 150.0 if count > 2 else 0.0
+
+    attempt._take_one, attempt._tick = take, lambda: order.append("tick")
+    end: object = attempt.run()
+    assert end == "end" and bench.handled == [inbox.Begin()] and bench.notes == [("recorder.flush",)]
+    assert order == ["take", "tick", "take", "tick", *["take"] * (takes - 2)]
+
+
+def test_step_is_taken_and_its_actions_are_done_in_their_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt: Any = bench.attempt
+    del attempt.handle
+    before, after = attempt.state, SimpleNamespace()
+    steps: list[Any] = []
+    done: list[Any] = []
+    monkeypatch.setattr(loop, "step", lambda *given: noted(steps, given, (after, ["a", "b"])))
+    monkeypatch.setattr(loop, "_now", lambda: "now")
+    attempt._do, attempt._log_decisions = done.append, done.append
+    attempt.handle("message")
+    assert steps == [(before, "message", "now")] and attempt.state is after and done == [before, "a", "b"]
+
+
+def test_new_deadlines_and_inquiries_are_logged(bench: Bench, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+    monkeypatch.setattr(loop, "_log", SimpleNamespace(info=lambda text, **fields: logged.append((text, fields))))
+
+    def state(settle: float | None = None, stop: float | None = None, *, under_way: bool = False) -> Any:
+        inquiry = SimpleNamespace(under_way=under_way, signs="signs")
+        return SimpleNamespace(settle_until=settle, preempt_until=7.0, stop_until=stop, inquiry=inquiry)
+
+    attempt: Any = bench.attempt
+    attempt.state = state(101.5, 103.0, under_way=True)
+    attempt._log_decisions(state(101.0, 103.0))
+    assert logged == [
+        ("deadline set", {"deadline": "settle", "in_s": 1.5}),
+        ("asking all ranks for their stacks", {"signs_of_life": "signs"}),
+    ]
+    attempt._log_decisions(attempt.state)
+    attempt.state = state(under_way=False)
+    attempt._log_decisions(state(101.0, 103.0, under_way=True))
+    assert len(logged) == 2
+
+
+@pytest.mark.parametrize(("action", "replaces"), [("replace", True), ("warn", False), ("off", False)])
+def test_attempt_starts_from_the_limits_that_it_is_given(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, replaces: bool
+) -> None:
+    notes: list[tuple[Any, ...]] = []
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(loop, "LogMirror", lambda *given, **options: made.append((*given, options)))
+    group: Any = Notes(notes, "group")
+    one = running(1)
+    place = dataclasses.replace(one.place, scratch=tmp_path, shared=False)
+    ranks = [(one.spec, place, Path("log"))] * 40
+    watchdog: Any = "watchdog"
+    rest: Any = ("recorder", "inbox", "fault", watchdog, 30.0, 60.0, SlowPolicy(action, 2.0))
+    attempt = Attempt(group, ranks, "transfer", *rest)  # type: ignore[arg-type]
+    parts: list[object] = [attempt.transfer, attempt.recorder, attempt.inbox, attempt.worker_fault]
+    assert parts == ["transfer", "recorder", "inbox", "fault"]
+    state = attempt.state
+    assert state.watchdog is watchdog and state.replaces is replaces and len(state.ranks) == 40
+    assert (state.steps is None) == (action == "off") and state.ranks[0].submitted_at == 0.0
+    heartbeat = state.presence
+    assert (heartbeat.start_timeout_s, heartbeat.lost_after_s, heartbeat.looked_at) == (30.0, 60.0, 100.0)
+    assert attempt._tick_s == pytest.approx(0.02) and attempt._looked_at == 0.0
+    (spool, log, options) = made[0]
+    assert spool.log.is_relative_to(tmp_path / "r-1" / "attempt-1" / "rank-1") and log == Path("log")
+    assert options["shared"] is False
+    options["fetch"](Path("x"), 1, 2)
+    assert notes == [("group.fetch", "tcp://h1", Path("x"), 1, 2)]
+    assert Attempt(group, ranks * 100, "transfer", *rest)._tick_s == 1.0  # type: ignore[arg-type]

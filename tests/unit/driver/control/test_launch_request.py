@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from ddptrain.driver.control import launch_request
 from ddptrain.driver.control.launch_request import LaunchRequest, read_launch_request
 from ddptrain.errors import UsageError
 
@@ -35,3 +39,41 @@ def test_anything_else_is_refused(stdin: int, line: bytes) -> None:
     os.write(stdin, line)
     with pytest.raises(UsageError, match=r"--ordered is for ddptrain\.launch"):
         read_launch_request()
+
+
+def test_run_that_goes_together_with_its_program_is_sent_sigterm_when_that_ends(
+    stdin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    sent: list[tuple[int, int]] = []
+
+    def kill(pid: int, signum: int) -> None:
+        sent.append((pid, signum))
+        ended.set()
+
+    monkeypatch.setattr(os, "kill", kill)
+    writer = threading.Thread(target=os.write, args=(stdin, LaunchRequest(None, "/f", [], together=True).to_line()))
+    writer.start()
+    assert read_launch_request().together
+    writer.join()
+    (watching,) = [thread for thread in threading.enumerate() if thread.name == "ddptrain-program"]
+    assert watching.daemon and sent == []
+    os.write(stdin, b"noise")  # does not matter
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stdin)  # closes the only write end of the pipe
+    os.close(null)
+    watching.join(60)
+    assert ended.is_set() and sent == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_request_may_come_in_pieces_and_ends_with_its_line_or_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [b"a", b"b\n", b"c", b""]
+    asked: list[tuple[int, int]] = []
+
+    def read(descriptor: int, size: int) -> Any:
+        asked.append((descriptor, size))
+        return blocks.pop(0)
+
+    monkeypatch.setattr(os, "read", read)
+    assert (launch_request._line(), launch_request._line()) == (b"ab\n", b"c")
+    assert asked == [(0, 65536)] * 4

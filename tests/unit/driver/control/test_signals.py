@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
-from ddptrain.driver.control.signals import ThreadSignals, signals_to
+from ddptrain.driver.control import signals as signals_module
+from ddptrain.driver.control.signals import Signals, ThreadSignals, signals_to
 from ddptrain.errors import Interrupted
 
 
@@ -69,3 +71,69 @@ def test_signals_of_a_thread_reach_its_run_alone_and_end_its_waits() -> None:
         pytest.fail("a signal that was received before ends the block")
     assert signals.taken == [signal.SIGTERM]
     assert inbox.get_nowait() == SignalReceived(signal.SIGTERM)
+
+
+def test_third_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    signals = Signals(queue.SimpleQueue())
+    assert (signals.asked, signals.taken) == (False, [])
+    signals.take(signal.SIGTERM, None)
+    signals.take(signal.SIGINT, None)
+    assert ended == []
+    signals.take(signal.SIGTERM, None)
+    assert ended == [143] and signals.taken == [15, 2, 15]
+
+
+def test_wait_is_interrupted_once_and_only_within_its_block() -> None:
+    signals = Signals(queue.SimpleQueue())
+    with signals.interrupting():
+        with pytest.raises(Interrupted):
+            signals.take(signal.SIGINT, None)
+        signals.take(signal.SIGINT, None)
+    late = Signals(queue.SimpleQueue())
+    with late.interrupting():
+        pass
+    late.take(signal.SIGINT, None)
+    with pytest.raises(Interrupted) as first:
+        signals.check()
+    assert first.value.signum == signal.SIGINT
+
+
+def test_pause_ends_with_an_earlier_signal_or_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(signals_module, "time", SimpleNamespace(sleep=slept.append))
+    signals = Signals(queue.SimpleQueue())
+    signals.pause(2.5)
+    signals.take(signal.SIGTERM, None)
+    with pytest.raises(Interrupted):
+        signals.pause(2.5)
+    assert slept == [2.5]
+
+
+@pytest.mark.parametrize("taken", [[], [signal.SIGTERM, signal.SIGINT]])
+def test_signal_that_an_outer_block_has_received_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch, taken: list[int]
+) -> None:
+    sent: list[tuple[int, int]] = []
+    with signals_to(queue.SimpleQueue()) as outer:
+        outer.taken += taken
+        monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append((pid, signum)))
+        with signals_to(queue.SimpleQueue()) as inner:
+            assert inner is not outer and inner.taken == []
+    assert sent == [(os.getpid(), signum) for signum in taken[:1]]
+
+
+def test_signal_of_another_thread_is_sent_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append((pid, signum)))
+    Signals(queue.SimpleQueue()).send(signal.SIGINT)
+    assert sent == [(os.getpid(), signal.SIGINT)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_of_three_signals_is_handled(signum: int) -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    with signals_to(inbox):
+        os.kill(os.getpid(), signum)
+        assert inbox.get(timeout=60) == SignalReceived(signum)

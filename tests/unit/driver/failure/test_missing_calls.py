@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,8 @@ CASES = [
     ([SAVING, ended(1, checkpoint=1), at(2, LOADING)], ""),
     ([MEAN, at(1, waits="mean", mean=3, checkpoint=2), at(2, LOADING, mean=2)], ""),
     ([MEAN, at(1, waits="checkpoint", mean=2, checkpoint=2), at(2, LOADING, mean=2)], ""),  # both are on their way
+    ([SAVING, replace(at(1, BACKWARD, 8), over=True)], ""),  # why it has ended is known
+    ([replace(SAVING, over=True), at(1, BACKWARD, 8)], ""),
     # Nothing is known of the other.
     ([SAVING, RankReport(1, 1.0)], ""),
     ([SAVING, RankReport(1, 1.0, events.Stacks(1, BACKWARD, None))], ""),

@@ -49,7 +49,6 @@ def test_report_has_the_times_of_the_rank_and_the_median() -> None:
     assert slow.rank == 2
     assert slow.own_s == pytest.approx(0.4)
     assert slow.median_s == pytest.approx(0.2)
-    assert slow.factor == pytest.approx(2.0)
     assert slow.waited_s == pytest.approx(0.01)
     assert slow.steps >= 20
 

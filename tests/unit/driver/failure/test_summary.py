@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ddptrain.driver.failure.run_end import RunEnd
-from ddptrain.driver.failure.summary import summary_lines
-from ddptrain.results.run_record import AttemptRecord, RunStatus
+from ddptrain.driver.failure.summary import evaluation_lines, last_event, past_run_event, summary_lines
+from ddptrain.errors import ExitCode
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.run_record import AttemptRecord, BestRecord, FailureRecord, RunRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 
@@ -51,3 +57,80 @@ def test_time_of_all_parts_is_told_and_that_of_the_last(tmp_path: Path) -> None:
         writer.update(earlier_s=100.0)
         told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 130.25)
     assert told[0] == "run r succeeded after 130.2 s (30.2 s since it was resumed)"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.123456, "0.1235"),
+        (-12.3456, "-12.35"),
+        (999.96, "1000"),
+        (1000.0, "1,000"),
+        (-1234567.8, "-1,234,568"),
+        (2, "2"),
+    ],
+)
+def test_last_metrics_have_four_digits_or_all_before_the_point(tmp_path: Path, value: float, text: str) -> None:
+    record = RunRecord(
+        last_metrics={"loss": value, "acc": 0.5, "gone": None}, best=BestRecord("acc", "max", 0.98765, 7)
+    )
+    writer: Any = SimpleNamespace(record=record, layout=RunLayout(tmp_path / "r"), run_id="r")
+    told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
+    assert told[1:3] == [f"  last    acc 0.5, loss {text}", "  best    acc 0.9877 at step 7"]
+
+
+def test_time_of_a_run_without_attempts_is_not_told(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
+        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
+    assert told == ["run r succeeded after 1.0 s", f"  results {tmp_path / 'r'}"]
+
+
+@pytest.mark.parametrize(("ranks", "on"), [(0, ""), (2, " on 2 ranks")])
+def test_evaluation_ends_with_one_line(tmp_path: Path, ranks: int, on: str) -> None:
+    with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=ranks) as writer:
+        told = evaluation_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.26)
+    assert told == [f"evaluation succeeded after 1.3 s{on}"]
+
+
+def test_last_event_has_the_end_and_where_the_time_went_which_run_json_has_too(tmp_path: Path) -> None:
+    failure = FailureRecord(1, "h1", "exception", "ValueError", "no", "trace", "log")
+    with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
+        writer.update(best=BestRecord("acc", "max", 0.5, 7), result=[1])
+        event = last_event(writer, RunEnd(RunStatus.FAILED, ExitCode.HANG, "why", failure), 12.34567)
+        assert event["time_use_s"] == dict(writer.record.time_use_s) and event["goodput"] == writer.record.goodput
+        assert event.keys() >= {"time_use_s", "goodput"} and len(event["time_use_s"]) > 2
+    del event["time_use_s"], event["goodput"]
+    assert event == {
+        "event": "run_finished",
+        "run_id": "r",
+        "run_dir": str(tmp_path / "r"),
+        "status": "failed",
+        "exit_code": 5,
+        "duration_s": 12.346,
+        "last_metrics": {},
+        "best": {"metric": "acc", "mode": "max", "value": 0.5, "step": 7},
+        "result": [1],
+        "failure": dataclasses.asdict(failure),
+    }
+    assert type(event["exit_code"]) is int
+
+
+@pytest.mark.parametrize(("exit_code", "expected"), [(None, 0), (75, 75)])
+def test_run_that_ended_earlier_has_the_same_last_event(tmp_path: Path, exit_code: int | None, expected: int) -> None:
+    record = RunRecord(run_id="r", status="preempted", exit_code=exit_code, duration_s=2.0, goodput=0.5)
+    assert past_run_event(RunView(RunLayout(tmp_path / "r"), record)) == {
+        "event": "run_finished",
+        "run_id": "r",
+        "run_dir": str(tmp_path / "r"),
+        "status": "preempted",
+        "exit_code": expected,
+        "duration_s": 2.0,
+        "time_use_s": {},
+        "goodput": 0.5,
+        "last_metrics": {},
+        "best": None,
+        "result": None,
+        "failure": None,
+    }
+    unknown = RunView(RunLayout(tmp_path / "r"), RunRecord(run_id="r", status="failed"))
+    assert past_run_event(unknown)["duration_s"] == 0.0

@@ -48,6 +48,13 @@ def test_worker_that_says_nothing_is_given_up_after_lost_after_s(case: Case) -> 
     assert all(loss.kind is FaultKind.WORKER_LOST and loss.text.startswith(case.words) for _, loss in lost)
 
 
+def test_host_on_which_all_ranks_run_is_named() -> None:
+    ranks = [running(rank, "h0") for rank in (0, 1)]
+    lost = list(presence().lost_ranks(ranks, [Activity(notice_at=139.0)] * 2, 200.0))
+    text = "nothing was heard from host h0 for 60 s: is it down, or the network to it?"
+    assert [loss for _, loss in lost] == [Loss(FaultKind.WORKER_LOST, text)] * 2
+
+
 @pytest.mark.parametrize(("now", "slept_s"), [(391.0, 200.0), (194.1, 3.1), (194.0, 0.0), (191.2, 0.0)])
 def test_time_in_which_the_driver_slept_is_measured(now: float, slept_s: float) -> None:
     looked, slept = presence(looked_at=191.0).looked(now, connected=True)

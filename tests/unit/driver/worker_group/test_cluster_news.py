@@ -32,6 +32,7 @@ def test_each_group_gets_each_message_until_it_leaves() -> None:
     client.handler((0.0, 1))
     news.remove("a")
     client.handler((0.0, 2))
+    assert client.calls == ["subscribe all"]
     news.remove("b")
     news.remove("b")
     assert seen == [("a", 1), ("b", 1), ("b", 2)]

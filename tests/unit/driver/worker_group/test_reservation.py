@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Refusal
+from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.worker_group import reservation
-from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
+from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks, request_for
 from ddptrain.errors import ClusterError
 
 WISH = SlotRequest(4, False, start_timeout_s=20.0, wait_s=60.0)
@@ -134,3 +136,111 @@ def test_after_the_time_to_gather_slots_the_least_number_suffices(clock: Clock, 
     assert queue.wait(refusal(free, 4)) == 4
     clock.now = 1010.0
     assert queue.wait(refusal(free, 4)) == asked_next
+
+
+@pytest.mark.parametrize(
+    ("cluster", "of_machine", "expected"),
+    [
+        ({}, 3, SlotRequest(3, False, 20.0, 60.0)),
+        ({"gpus": 2}, 2, SlotRequest(2, False, 20.0, 60.0)),  # this machine has shared its GPUs out already
+        ({}, None, SlotRequest(None, False, 20.0, 60.0)),
+        ({"ranks": 3}, None, SlotRequest(3, False, 20.0, 60.0)),
+        ({"gpus": 2}, None, SlotRequest(2, True, 20.0, 60.0)),
+        ({"gpus": 1}, None, SlotRequest(1, True, 20.0, 60.0)),
+        ({"gpus": 0}, None, SlotRequest(None, False, 20.0, 60.0)),
+        ({"ranks": 3, "gpus": 4}, None, SlotRequest(3, True, 20.0, 60.0)),
+        ({"ranks": {"min": 2, "max": 4}}, None, SlotRequest(4, False, 20.0, 60.0, 2, 7.0)),
+    ],
+)
+def test_slots_are_requested_as_the_configuration_says(
+    cluster: dict[str, Any], of_machine: int | None, expected: SlotRequest
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "workload": "petnames",
+            "cluster": {"start_timeout_s": 20.0, "wait_s": 60.0, **cluster},
+            "failure": {"rejoin_wait_s": 7.0, "max_restarts": 1},
+        }
+    )
+    assert request_for(config, of_machine) == expected
+
+
+def test_wait_is_shown_after_a_second_and_asks_less_often_after_five(clock: Clock) -> None:
+    queue, shown = waiting()
+    clock.now = 1001.0
+    queue.wait(refusal(1, 4))
+    assert shown == [] and clock.now == pytest.approx(1001.01)
+    queue.wait(refusal(1, 4))
+    assert len(shown) == 1
+    clock.now = 1004.99
+    queue.wait(refusal(1, 4))
+    assert clock.now == pytest.approx(1005.0)
+    clock.now = 1005.0
+    queue.wait(refusal(1, 4))
+    assert clock.now == pytest.approx(1005.2)
+
+
+def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_other_limits(clock: Clock) -> None:
+    queue, _ = waiting(replace(WISH, least=2, wait_s=5.0, start_timeout_s=5.0, gather_s=10.0))
+    clock.now = 1009.9
+    assert queue.wait(refusal(1, 1)) == 4
+    clock.now = 1010.0
+    with pytest.raises(ClusterError, match=r"^4 slots were asked for, 1 came within 10 s"):
+        queue.wait(refusal(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("wish", "refused", "cluster", "text"),
+    [
+        (
+            replace(WISH, gpus_only=True, start_timeout_s=0.0),
+            Refusal(1, 0, 0, 0, (), {}, 3),
+            "",
+            (
+                "1 slot with a GPU was asked for, 0 came within 0 s (from nowhere). "
+                "Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
+            ),
+        ),
+        (
+            replace(WISH, gpus_only=True, start_timeout_s=0.0),
+            Refusal(4, 3, 3, 0, (), {"a": 2, "b": 1}, 5),
+            "",
+            (
+                "4 slots with a GPU were asked for, 3 came within 0 s (2 on a, 1 on b). "
+                "Ask for fewer with --ranks, or start more workers\nTraceback"
+            ),
+        ),
+        (
+            replace(WISH, start_timeout_s=0.0),
+            Refusal(2, 0, 0, 0, (), {}, 0),
+            "dev",
+            (
+                "2 slots were asked for, 0 came within 0 s (from nowhere). "
+                "Ask for fewer with --ranks, or give it more: ddptrain cluster scale dev 2\nTraceback"
+            ),
+        ),
+        (
+            replace(WISH, wait_s=0.0),
+            Refusal(2, 2, 4, 0, ("r-8", "r-9"), {}, 4),
+            "",
+            (
+                "2 slots were asked for, 2 of 4 are free after 0 s, held by r-8, r-9, and others wait for them. "
+                "Wait in line with cluster.wait_s, or ask for fewer with --ranks"
+            ),
+        ),
+    ],
+)
+def test_error_says_what_is_missing_and_what_to_do(
+    wish: SlotRequest, refused: Refusal, cluster: str, text: str
+) -> None:
+    queue, _ = waiting(wish, cluster=cluster)
+    with pytest.raises(ClusterError) as raised:
+        queue.wait(refused)
+    assert str(raised.value) == text
+
+
+def test_wait_that_was_in_line_advises_a_longer_one(clock: Clock) -> None:
+    queue, _ = waiting()
+    clock.now = 1060.0
+    with pytest.raises(ClusterError, match=r"held by r-9\. Wait longer with cluster\.wait_s, or ask"):
+        queue.wait(refusal(1, 4))

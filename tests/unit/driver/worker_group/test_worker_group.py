@@ -13,11 +13,9 @@ from dask.highlevelgraph import HighLevelGraph
 
 from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
-from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
-from ddptrain.file_ops import sha256
 from ddptrain.protocol import worker_notices
 from ddptrain.worker.rank_task import run_ranks
 from tests.unit.specs import make_spec
@@ -231,28 +229,3 @@ def test_end_of_a_task_of_an_earlier_attempt_is_no_message(worker_group: WorkerG
     worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
     earlier.end("cancelled")
     assert inbox.empty()
-
-
-def test_folder_is_copied_in_blocks_and_an_empty_file_as_well(client: FakeClient, tmp_path: Path) -> None:
-    folder = tmp_path / "step-5"
-    folder.mkdir()
-    (folder / "a").write_bytes(b"x" * (8 << 20) + b"yz")
-    (folder / "empty").write_bytes(b"")
-    target = copy_folder(cast("Any", client), "r-1", "tcp://h0:1", folder, ["a", "empty"])
-    copy = f"brought-{sha256(str(folder).encode()).hexdigest()[:8]}-step-5"
-    assert target == f"/remote/{copy}"
-    assert [(path, offset, len(data)) for path, offset, data in client.written] == [
-        (f"{copy}/a", 0, 8 << 20),
-        (f"{copy}/a", 8 << 20, 2),
-        (f"{copy}/empty", 0, 0),
-    ]
-
-
-def test_folders_of_one_name_get_copies_of_their_own(client: FakeClient, tmp_path: Path) -> None:
-    targets = set()
-    for parent in ("candidate", "champion"):
-        folder = tmp_path / parent / "step-5"
-        folder.mkdir(parents=True)
-        (folder / "a").write_bytes(parent.encode())
-        targets.add(copy_folder(cast("Any", client), "r-1", "tcp://h0:1", folder, ["a"]))
-    assert len(targets) == 2
