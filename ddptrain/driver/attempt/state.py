@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
-from ddptrain.driver.failure.fault import Fault, find_root_cause
+from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver.failure.root_cause import find_root_cause
 from ddptrain.driver.failure.slow_causes import RankUse
 from ddptrain.driver.failure.slow_ranks import StepComparison
 from ddptrain.driver.failure.stack_collector import StackCollector
