@@ -198,7 +198,7 @@ class Run:
         """
         from ddptrain.results.run_store import NeededFiles
         from ddptrain.results.show.live_table import LiveTable, in_notebook
-        from ddptrain.results.show.tail import LogCursor
+        from ddptrain.results.show.log_follower import LogCursor
 
         every_s = _STORE_LOOK_S if self._is_stored else 1.0
         live = in_notebook()

@@ -89,7 +89,7 @@ def logs(
 ) -> None:
     """Print the logs of the ranks."""
     from ddptrain.results.run_store import NeededFiles
-    from ddptrain.results.show.tail import follow_logs, show_logs
+    from ddptrain.results.show.log_follower import follow_logs, show_logs
 
     runs, name = place_of(ctx, runs_dir, run)
     view = runs.find(name, NeededFiles.LOGS, rank)

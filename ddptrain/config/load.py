@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ddptrain.config import function_source as config_params
+from ddptrain.config import function_signature as config_params
 from ddptrain.config import plugin_names
 from ddptrain.config.config_file import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
 from ddptrain.config.params_check import check_params

@@ -1,6 +1,6 @@
 """Checks params against what a function takes: the same check before the run, and in the rank that calls the function.
 
-The driver reads the parameters from the source (config/function_source.py), the rank from the imported function
+The driver reads the parameters from the source (config/function_signature.py), the rank from the imported function
 (rank/entrypoint.py). Both get a model of the parameters here.
 """
 

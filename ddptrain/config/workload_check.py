@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddptrain.config.config_file import MAX_NEIGHBOURS, python_files
-from ddptrain.config.function_source import syntax_error, syntax_error_of_file
+from ddptrain.config.function_signature import syntax_error, syntax_error_of_file
 from ddptrain.config.load import place_in_file
 from ddptrain.config.plugin_names import of_file, workload_target
 from ddptrain.config.resolved import ResolvedConfig

@@ -21,7 +21,7 @@ from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
-from ddptrain.driver.transfer.artifacts import ArtifactTransfer
+from ddptrain.driver.transfer.artifact_collector import ArtifactTransfer
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup

@@ -24,11 +24,10 @@ from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import open_display
+from ddptrain.driver.display import open_display, run_summary
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
-from ddptrain.driver.failure import summary
 from ddptrain.driver.local_resources import LocalResources, local_resources, resource_warnings
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.session import SharedRun, cluster_for
@@ -135,7 +134,7 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
     if options.ready_fd is not None:
         tell_done(options.ready_fd, view.layout, reason)
     if options.output == "json":
-        print(json.dumps(summary.past_run_event(view)), flush=True)
+        print(json.dumps(run_summary.past_run_event(view)), flush=True)
     elif options.shared is None:
         print(f"ddptrain: {reason}", file=sys.stderr, flush=True)
     if options.ended is not None:
@@ -361,7 +360,7 @@ class _Run:
             display.notice(f"run {self.writer.run_id} {run_end.status}: {run_end.cause}", level="error")
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         plan = self.options.evaluation
-        lines = summary.summary_lines if plan is None else summary.evaluation_lines
+        lines = run_summary.summary_lines if plan is None else run_summary.evaluation_lines
         display.close(sizes, lines(self.writer, run_end, duration_s), last_event)
         if self.options.ended is not None:
             self.options.ended(RunView(self.writer.layout, self.writer.record))
@@ -370,7 +369,7 @@ class _Run:
     def _finish(self, run_end: run_ends.RunEnd) -> dict[str, Any]:
         """Write the end of the run; return the last event."""
         self.writer.finish(run_end.status, run_end.exit_code, run_end.failure)
-        last_event = summary.last_event(self.writer, run_end, self.writer.record.duration_s or 0.0)
+        last_event = run_summary.last_event(self.writer, run_end, self.writer.record.duration_s or 0.0)
         self.writer.event(last_event)
         return last_event
 

@@ -12,7 +12,7 @@ from ddptrain.reports.rank_results import RankResult, rank_results
 from ddptrain.reports.report import RunReport
 from ddptrain.reports.source_line import SourceLine, line_of_failure
 from ddptrain.results.lookup import RunView
-from ddptrain.results.show.tail import show_logs
+from ddptrain.results.show.log_follower import show_logs
 
 TAIL_LINES = 30
 MOST_RANKS = 4  # whose last lines are shown

@@ -19,7 +19,7 @@ from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
 from ddptrain.worker import environment, spool, stack_reports
 from ddptrain.worker.environment import HostResources, RankResources
 from ddptrain.worker.oom import MemoryWatch
-from ddptrain.worker.process_monitor import ProcessMonitor
+from ddptrain.worker.process_activity import ProcessMonitor
 from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.system.gpu_metrics import gpu_percent
 from ddptrain.worker.system.sampler import SampledRank

@@ -71,7 +71,7 @@ def _written(
     import time
 
     from ddptrain.file_ops import write_atomic
-    from ddptrain.reports.html.page import html_page
+    from ddptrain.reports.html.page_content import html_page
     from ddptrain.reports.html.subjects import find_subjects
     from ddptrain.results.errors import naming
 

@@ -19,7 +19,7 @@ from ddptrain.driver.attempt.transition import step
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.recorder import Recorder
-from ddptrain.driver.transfer.artifacts import ArtifactTransfer, Source
+from ddptrain.driver.transfer.artifact_collector import ArtifactTransfer, Source
 from ddptrain.driver.transfer.log_mirror import LogMirror
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup

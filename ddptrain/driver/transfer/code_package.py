@@ -18,7 +18,7 @@ from typing import Any
 
 import pathspec
 
-from ddptrain.config.function_source import find_source
+from ddptrain.config.function_signature import find_source
 from ddptrain.config.plugin_names import workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError

@@ -20,7 +20,7 @@ from ddptrain.results.tracker_records import tracker_outputs
 from ddptrain.text_tables import clean, duration, number
 
 if TYPE_CHECKING:
-    from ddptrain.reports.html.page import Page
+    from ddptrain.reports.html.page_content import Page
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("chart.js", "curves.js", "sweep.js", "page.js")

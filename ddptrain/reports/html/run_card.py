@@ -25,8 +25,8 @@ from ddptrain.reports.source_line import is_installed
 from ddptrain.results.layout import files_below
 from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.run_record import FailureRecord
+from ddptrain.results.show.log_follower import final_text
 from ddptrain.results.show.render import size
-from ddptrain.results.show.tail import final_text
 from ddptrain.results.timing.time_use import TimeUse, time_use_of
 
 _FRAME = re.compile(r'^[ |+]*File "(?P<file>[^"\n]{1,1000})", line (?P<line>\d{1,9})(?:, in (?P<name>[^\n]{1,300}))?')

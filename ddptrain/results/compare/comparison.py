@@ -15,7 +15,7 @@ from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.select.fields import best_value
 from ddptrain.results.show.curves import Curve, Panel, Plot
-from ddptrain.tracking.wandb.rows import goal_of
+from ddptrain.tracking.metric_goals import goal_of
 
 _MOST_PANELS = 6  # if no metric is a loss
 Values = tuple[float | None, ...]  # one for each run

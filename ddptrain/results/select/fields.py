@@ -12,7 +12,7 @@ from ddptrain.results.lookup import RunView, moment
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.recorded_config import params_of
-from ddptrain.tracking.wandb.rows import goal_of
+from ddptrain.tracking.metric_goals import goal_of
 
 PARAMS = "params."
 

@@ -14,8 +14,8 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import MetricsReader
 from ddptrain.results.select.recorded_config import params_of
+from ddptrain.results.show.log_follower import final_text
 from ddptrain.results.show.notebook import run_table_html
-from ddptrain.results.show.tail import final_text
 from ddptrain.sanitize import sanitized
 from ddptrain.text_tables import clean_line
 

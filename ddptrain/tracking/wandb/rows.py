@@ -11,19 +11,6 @@ from typing import Any
 STEP = "step"
 EPOCH = "epoch"
 ATTEMPT = "attempt"  # after a restart W&B keeps both rows of a repeated step; the higher attempt counts
-_LOWER_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse")
-_HIGHER_IS_BETTER = ("accuracy", "acc", "top1", "top5", "f1", "auc", "precision", "recall", "score")
-
-
-def goal_of(name: str, metric: str = "", mode: str = "min") -> str:
-    """Whether the best value is "min" or "max", "" if unknown; `metric` and `mode` are the checkpoint section's."""
-    if name == metric:
-        return mode
-    last = name.lower().rpartition("/")[2]
-    words = last.replace("-", "_").split("_")
-    if any(word in words or last.endswith(word) for word in _LOWER_IS_BETTER):
-        return "min"
-    return "max" if any(word in words for word in _HIGHER_IS_BETTER) else ""
 
 
 class BestValues:

@@ -19,10 +19,11 @@ from typing import Any
 import wandb
 
 from ddptrain.tracking import items
+from ddptrain.tracking.metric_goals import goal_of
 from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb import media, wandb_run
 from ddptrain.tracking.wandb.rank_run import RankRun
-from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, RowFilter, WandbRow, goal_of
+from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, RowFilter, WandbRow
 from ddptrain.tracking.wandb.run_parts import SENDING
 from ddptrain.tracking.wandb.wandb_artifacts import CheckpointArtifacts
 

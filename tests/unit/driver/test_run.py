@@ -19,9 +19,9 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.driver import attempts, connect, resume, run
 from ddptrain.driver.attempt.inbox import ResultsLost
 from ddptrain.driver.cluster_check import before_run
+from ddptrain.driver.display import run_summary
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
-from ddptrain.driver.failure import summary
 from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.driver.run import LaunchOptions
 from ddptrain.driver.transfer import code_package
@@ -666,8 +666,8 @@ def test_end_is_written_before_it_is_shown(
     named = RunEnd(RunStatus.FAILED, 1, "broken by stop")
     after = RunEnd(RunStatus.FAILED, 4, "late")
     monkeypatch.setattr(run_ends, "name_stop_command", lambda end: named)
-    monkeypatch.setattr(summary, "summary_lines", lambda *given: ("summary", *given))
-    monkeypatch.setattr(summary, "evaluation_lines", lambda *given: ("evaluation", *given))
+    monkeypatch.setattr(run_summary, "summary_lines", lambda *given: ("summary", *given))
+    monkeypatch.setattr(run_summary, "evaluation_lines", lambda *given: ("evaluation", *given))
     flushed = iter([named if asked else BROKEN, after if late else (named if asked else BROKEN)])
     ended: list[RunView] = []
     writer = SimpleNamespace(run_id="r", layout=logs, record=RunRecord(run_id="r"))

@@ -13,7 +13,7 @@ import pytest
 from markupsafe import Markup
 
 from ddptrain.reports.html import render
-from ddptrain.reports.html.page import html_page
+from ddptrain.reports.html.page_content import html_page
 from ddptrain.reports.html.render import long_text, page_json, safe_text
 from ddptrain.reports.html.subjects import Subjects
 from ddptrain.results.lookup import load_run

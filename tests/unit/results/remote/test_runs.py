@@ -17,7 +17,7 @@ from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, fetch_config, open_runs_dir, split_run
 from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.show.tail import follow_logs
+from ddptrain.results.show.log_follower import follow_logs
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Listed, StoreError, StoreForbidden
 from tests import fake_time

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from ddptrain.tracking.wandb.rows import BestValues, RowFilter, WandbRow, goal_of
+from ddptrain.tracking.wandb.rows import BestValues, RowFilter, WandbRow
 
 
 def test_every_tenth_step_goes_and_every_value_of_an_epochs_end() -> None:
@@ -80,26 +78,6 @@ def test_metric_called_step_is_not_overwritten() -> None:
     row = WandbRow(3)
     row.add({"step": 99.0}, None, 0.0)
     assert row.as_logged("", 1)["step"] == 99.0
-
-
-@pytest.mark.parametrize(
-    ("name", "goal"),
-    [
-        ("train/loss", "min"),
-        ("val_loss", "min"),
-        ("val/accuracy", "max"),
-        ("val/top5", "max"),
-        ("train/learning_rate", ""),
-        ("samples_per_s", ""),
-        ("glossary", ""),
-    ],
-)
-def test_best_is_known_from_the_name(name: str, goal: str) -> None:
-    assert goal_of(name) == goal
-
-
-def test_checkpoints_metric_is_best_as_the_configuration_says() -> None:
-    assert goal_of("val/loss", "val/loss", "max") == "max"
 
 
 def test_best_values_go_on_from_those_before() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ddptrain.driver.display.run_summary import evaluation_lines, last_event, past_run_event, summary_lines
 from ddptrain.driver.failure.run_end import RunEnd
-from ddptrain.driver.failure.summary import evaluation_lines, last_event, past_run_event, summary_lines
 from ddptrain.errors import ExitCode
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView

@@ -13,8 +13,8 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunRecord
-from ddptrain.results.show import tail
-from ddptrain.results.show.tail import LogCursor, final_text, follow_logs, show_logs
+from ddptrain.results.show import log_follower
+from ddptrain.results.show.log_follower import LogCursor, final_text, follow_logs, show_logs
 
 
 def view_of(root: Path, world_size: int = 1, **logs: bytes) -> RunView:
@@ -154,9 +154,9 @@ def test_state_of_a_run_is_read_every_few_seconds_and_kept_in_between(
         view.is_running = next(answers)
         return view
 
-    monkeypatch.setattr(tail, "load_run", load)
-    monkeypatch.setattr(tail, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watch = tail._StatusWatch(RunLayout(tmp_path))
+    monkeypatch.setattr(log_follower, "load_run", load)
+    monkeypatch.setattr(log_follower, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = log_follower._StatusWatch(RunLayout(tmp_path))
     seen = []
     for now[0] in (100.0, 100.4, 100.5, 100.9, 101.0, 101.4):
         seen.append(watch())

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
-from ddptrain.driver.transfer import artifacts
-from ddptrain.driver.transfer.artifacts import ArtifactTransfer, Source
+from ddptrain.driver.transfer import artifact_collector
+from ddptrain.driver.transfer.artifact_collector import ArtifactTransfer, Source
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, FileSaved
 from ddptrain.results import checkpoints
 from ddptrain.results.checkpoints import CheckpointPolicy
@@ -33,7 +33,7 @@ def inbox() -> Inbox:
 
 @pytest.fixture
 def transfer(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[ArtifactTransfer]:
-    monkeypatch.setattr(artifacts, "_MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(artifact_collector, "_MAX_PAUSE_S", 0.05)
     made = ArtifactTransfer(writer, CheckpointPolicy(), inbox, max_failures=3)
     yield made
     assert made.close(60)
@@ -100,7 +100,7 @@ def test_after_a_checkpoint_was_given_up_the_next_ones_are_tried_once(
 def test_run_that_ends_with_an_error_does_not_wait_for_other_tries(
     writer: RunWriter, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "_MAX_PAUSE_S", 1e6)
+    monkeypatch.setattr(artifact_collector, "_MAX_PAUSE_S", 1e6)
     FullDisk(monkeypatch, "_publish", 100)
     transfer = ArtifactTransfer(writer, CheckpointPolicy(), inbox)
     transfer._failures = 3
@@ -179,7 +179,7 @@ def test_a_transfer_that_hangs_does_not_keep_the_driver_alive(transfer: Artifact
 def test_file_of_a_worker_on_another_machine_is_fetched_in_pieces(
     transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "READ_LIMIT_BYTES", 4)
+    monkeypatch.setattr(artifact_collector, "READ_LIMIT_BYTES", 4)
     data, asked = b"0123456789", list[tuple[str, int, int]]()
 
     def fetch(path: Path, offset: int, size: int) -> bytes:
