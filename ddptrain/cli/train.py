@@ -77,7 +77,7 @@ def start(
     if dry_run:
         from ddptrain.config.tls_check import check_tls
         from ddptrain.config.workload_check import check_workload
-        from ddptrain.driver.session import check_cluster
+        from ddptrain.driver.cluster_session import check_cluster
 
         check_workload(resolved)
         check_tls(resolved)

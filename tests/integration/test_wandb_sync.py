@@ -23,7 +23,7 @@ from ddptrain.results.ownership import run_lock
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb import transaction_log
-from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, waiting
+from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, waiting
 from tests.conftest import Cli
 from tests.integration.wandb_backend import Backend, wandb_backend
 

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from ddptrain.clusters import security
 from ddptrain.clusters.resolve import Target
-from ddptrain.clusters.scheduler.idle import IdleWatch
+from ddptrain.clusters.scheduler.idle_time import IdleWatch
 from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE, write_ended
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE

@@ -14,7 +14,7 @@ import time
 from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends import saturn
 from ddptrain.clusters.resolve import of_deployment
-from ddptrain.clusters.scheduler.idle import IdleWatch
+from ddptrain.clusters.scheduler.idle_time import IdleWatch
 from ddptrain.clusters.scheduler.scheduler_process import write_ended
 from ddptrain.errors import DdptrainError
 

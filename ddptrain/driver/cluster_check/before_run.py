@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
-from ddptrain.driver.cluster_check.check import DEPTHS, HostCheck, Report
+from ddptrain.driver.cluster_check.check import HostCheck, Report
 from ddptrain.driver.cluster_check.findings import Level
+from ddptrain.driver.cluster_check.probe_plan import DEPTHS
 from ddptrain.driver.cluster_check.report import as_dict, finding_line, host_names
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.worker_group.rank_place import RankPlace

@@ -18,7 +18,8 @@ from ddptrain.clusters.provider import Cluster, Tell
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.driver.cluster_check.check import DEPTHS, HostCheck, Report
+from ddptrain.driver.cluster_check.check import HostCheck, Report
+from ddptrain.driver.cluster_check.probe_plan import DEPTHS
 from ddptrain.driver.connect import connected
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.local_resources import local_resources

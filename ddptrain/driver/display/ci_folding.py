@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ddptrain.ci import CiService, fold_end, fold_start
 from ddptrain.driver.display import messages
-from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 
 VISIBLE_LINES = 30  # of ranks, after each message of ddptrain; further lines are folded

@@ -22,7 +22,7 @@ from ddptrain.driver.display import messages, terminal
 from ddptrain.driver.display.ci_folding import FoldingRenderer
 from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
 from ddptrain.driver.display.jsonl import JsonRenderer
-from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.live import LiveRenderer
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 from ddptrain.driver.display.output_stream import Stream

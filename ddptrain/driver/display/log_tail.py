@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddptrain.driver.display.lines import LineAssembler, RankLine
+from ddptrain.driver.display.line_assembler import LineAssembler, RankLine
 from ddptrain.file_ops import open_regular
 
 READ_BYTES = 64 * 1024  # per read; small, because each short line becomes an object

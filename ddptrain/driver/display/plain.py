@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddptrain.driver.display import messages
 from ddptrain.driver.display.grouping import label
-from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.terminal import coloured, harmless, rank_colour
 

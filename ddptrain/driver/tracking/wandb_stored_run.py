@@ -13,7 +13,7 @@ from ddptrain.results.remote import restore
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.tracking.wandb import transaction_log
-from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, LINKS, STATE_FILES, RunPart
+from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, LINKS, STATE_FILES, RunPart
 
 _STAGED = f"{RECORDED}/data/artifacts/staging"
 

@@ -34,7 +34,9 @@ from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
 from ddptrain.tracking.wandb import transaction_log
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, access_to
-from ddptrain.tracking.wandb.run_parts import (
+from ddptrain.tracking.wandb.sync_command import sync_environment, sync_logs
+from ddptrain.tracking.wandb.transaction_log import LoggedFile, SeparateRun
+from ddptrain.tracking.wandb.wandb_folders import (
     CHECKPOINT_TYPE,
     LINKS,
     SYNC_STATE,
@@ -44,8 +46,6 @@ from ddptrain.tracking.wandb.run_parts import (
     links_in,
     waiting,
 )
-from ddptrain.tracking.wandb.sync_command import sync_environment, sync_logs
-from ddptrain.tracking.wandb.transaction_log import LoggedFile, SeparateRun
 
 _LOCK = ".sync.lock"
 _STAGED = "/artifacts/staging/"  # below wandb's data folder: its copies of the files of artifacts

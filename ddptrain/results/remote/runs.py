@@ -32,7 +32,7 @@ from ddptrain.results.secure_files import write_file
 from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
 from ddptrain.storage.store import Listed
-from ddptrain.tracking.wandb.run_parts import LINKS
+from ddptrain.tracking.wandb.wandb_folders import LINKS
 
 AUTO = "auto"
 _VERSIONS = ".fetched.json"  # of a reader's copy: path -> the version of the file that was downloaded

@@ -21,7 +21,7 @@ from ddptrain.results.system.use import use_lines
 from ddptrain.results.timing.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, duration, number, plain_table
-from ddptrain.tracking.wandb.run_parts import waiting
+from ddptrain.tracking.wandb.wandb_folders import waiting
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,7 +17,7 @@ import wandb
 
 from ddptrain.file_ops import hash_file, publish
 from ddptrain.tracking import items
-from ddptrain.tracking.wandb.run_parts import entries
+from ddptrain.tracking.wandb.wandb_folders import entries
 
 _MAX_SAMPLES = 1 << 16  # of a tensor, for a histogram: training needs the processor
 _BINS = 64

@@ -24,8 +24,8 @@ from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb import media, wandb_run
 from ddptrain.tracking.wandb.rank_run import RankRun
 from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, RowFilter, WandbRow
-from ddptrain.tracking.wandb.run_parts import SENDING
 from ddptrain.tracking.wandb.wandb_artifacts import CheckpointArtifacts
+from ddptrain.tracking.wandb.wandb_folders import SENDING
 
 _GATHER_S = 0.5  # a row waits this long for more values of its step
 _DISK_CHECK_S = 10.0

@@ -14,7 +14,7 @@ from ddptrain.tracking import items
 from ddptrain.tracking.temp_files import link_or_copy
 from ddptrain.tracking.wandb import internals
 from ddptrain.tracking.wandb.media import artifact_name
-from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, checkpoint_folder
+from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, checkpoint_folder
 
 _MAX_REASON = 300  # characters of the server's error message
 

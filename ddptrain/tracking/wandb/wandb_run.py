@@ -19,8 +19,8 @@ import wandb
 
 from ddptrain.redact import hide_credentials
 from ddptrain.tracking.wandb import internals
-from ddptrain.tracking.wandb.run_parts import OPEN, SENT, UNSENT
 from ddptrain.tracking.wandb.wandb_artifacts import Uploads
+from ddptrain.tracking.wandb.wandb_folders import OPEN, SENT, UNSENT
 
 FLUSH_S = 0.25  # wandb writes rows to its log file this often; rows in the file survive if the rank is killed
 _KEY = "WANDB_API_KEY"
@@ -88,7 +88,7 @@ def open_run(options: RunOptions, uploads: Uploads) -> wandb.Run:
 
 
 def _mark(run: wandb.Run, text: str = "") -> None:
-    """Records whether the server has everything of an online run; see run_parts.py."""
+    """Records whether the server has everything of an online run; see wandb_folders.py."""
     with contextlib.suppress(OSError):
         if not run.offline:
             (Path(str(run.settings.sync_dir)) / UNSENT).write_text(text)

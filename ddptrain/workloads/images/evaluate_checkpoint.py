@@ -12,12 +12,12 @@ from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.data.held_out import evaluated_only, evaluated_params
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.evaluate import check_bad_on_all_ranks
-from ddptrain.workloads.images.evaluate import evaluate as evaluate_model
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
 from ddptrain.workloads.images.model.saved_classifier import SavedConfig, load_classifier
 from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.validation import check_bad_on_all_ranks
+from ddptrain.workloads.images.validation import evaluate as evaluate_model
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext

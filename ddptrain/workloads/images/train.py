@@ -19,7 +19,6 @@ from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.data_shards import EpochProgress, plan_epoch
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.evaluate import check_bad_on_all_ranks, evaluate, share_buffers
 from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
@@ -36,6 +35,7 @@ from ddptrain.workloads.images.predictions import (
     table_file,
 )
 from ddptrain.workloads.images.training_metrics import Meter
+from ddptrain.workloads.images.validation import check_bad_on_all_ranks, evaluate, share_buffers
 
 # Newer versions of torch warn about the old name.
 _SYNC_BUFFERS = (

@@ -47,7 +47,7 @@ def test_what_follows_the_script_is_its_own(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_options_become_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.driver.session.check_cluster", lambda cluster, tell: None)
+    monkeypatch.setattr("ddptrain.driver.cluster_session.check_cluster", lambda cluster, tell: None)
     options = ["--ranks", "3", "--cluster", "tcp://h:1", "--runs-dir", "elsewhere", "--set", "failure.max_restarts=2"]
     config = resolved(capsys, *options, "My Script.py")
     cluster, failure, results = config["cluster"], config["failure"], config["results"]

@@ -19,11 +19,11 @@ from ddptrain.errors import UsageError
 from ddptrain.rank.saved_checkpoint import SavedCheckpoint
 from ddptrain.workloads.images import evaluate_checkpoint
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.evaluate import evaluate as evaluate_model
-from ddptrain.workloads.images.evaluate import share_buffers
 from ddptrain.workloads.images.loader.bad_images import TooManyBadImages
 from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
+from ddptrain.workloads.images.validation import evaluate as evaluate_model
+from ddptrain.workloads.images.validation import share_buffers
 from ddptrain.workloads.petnames import evaluate as names_evaluation
 from ddptrain.workloads.petnames import train as names_training
 from ddptrain.workloads.petnames.alphabet import STOP_ID

@@ -14,8 +14,8 @@ from functools import partial
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import TrainingFailed
+from ddptrain.workloads.images.loader.decode_client import AHEAD, DecodeProcess
 from ddptrain.workloads.images.loader.decode_process import DecodeSetup
-from ddptrain.workloads.images.loader.decode_worker import AHEAD, DecodeProcess
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult, Pipeline
 
 _MOST_DEATHS_IN_A_ROW = 3  # deaths in a row of the same process without a result

@@ -21,6 +21,7 @@ from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader import batcher
 from ddptrain.workloads.images.loader.bad_images import BadImages
 from ddptrain.workloads.images.loader.batcher import Batch, Batcher, BatchStream
+from ddptrain.workloads.images.loader.decode_client import AHEAD
 from ddptrain.workloads.images.loader.decode_pool import (
     DecodePool,
     ProcessDecodePool,
@@ -28,7 +29,6 @@ from ddptrain.workloads.images.loader.decode_pool import (
     shared_memory,
 )
 from ddptrain.workloads.images.loader.decode_process import DecodeSetup
-from ddptrain.workloads.images.loader.decode_worker import AHEAD
 from ddptrain.workloads.images.params import CacheParams, ImagesParams
 
 _MOST_PIXEL_BYTES = 1 << 30  # of all slots, unless a single batch needs more

@@ -15,9 +15,10 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.cluster_check import check
 from ddptrain.driver.cluster_check.before_run import CheckedSlots
-from ddptrain.driver.cluster_check.check import DEPTHS, HostCheck, Report, hosts_to_leave_out, plan_again
+from ddptrain.driver.cluster_check.check import HostCheck, Report, hosts_to_leave_out
 from ddptrain.driver.cluster_check.facts import Answer
 from ddptrain.driver.cluster_check.findings import Finding, Level
+from ddptrain.driver.cluster_check.probe_plan import DEPTHS, plan_again
 from ddptrain.driver.cluster_check.readings import HostReading, RankReading, Readings, pairs_of
 from ddptrain.driver.cluster_check.report import as_dict, lines, result
 from ddptrain.driver.worker_group.rank_place import RankPlace

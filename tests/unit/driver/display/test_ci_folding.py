@@ -11,7 +11,7 @@ import pytest
 from ddptrain.ci import CiService
 from ddptrain.driver.display import messages, open_display
 from ddptrain.driver.display.ci_folding import FoldingRenderer
-from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer
 

@@ -13,7 +13,7 @@ import pytest
 
 from ddptrain.driver.display import Display, messages, open_display, terminal
 from ddptrain.driver.display import display as display_display
-from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 

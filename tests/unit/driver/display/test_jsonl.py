@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.driver.display import jsonl, messages
 from ddptrain.driver.display.jsonl import JsonRenderer
-from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 
 

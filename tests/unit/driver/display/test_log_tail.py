@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.display.lines import RankLine
+from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 
 

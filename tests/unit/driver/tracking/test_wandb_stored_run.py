@@ -25,7 +25,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.tracker_records import wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.tracking.wandb import transaction_log
-from ddptrain.tracking.wandb.run_parts import CHECKPOINT_TYPE, OPEN, SENT, waiting
+from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, OPEN, SENT, waiting
 from tests.unit.results.conftest import Stage, stage, writer
 from tests.unit.results.stores import WatchedFs, watched_store
 

@@ -25,9 +25,9 @@ from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.tracker_records import RECORDED
 from ddptrain.tracking.wandb import transaction_log
-from ddptrain.tracking.wandb.run_parts import RunPart, parts_in
 from ddptrain.tracking.wandb.sync_command import SyncOutput
 from ddptrain.tracking.wandb.transaction_log import LoggedFile, SeparateRun
+from ddptrain.tracking.wandb.wandb_folders import RunPart, parts_in
 
 
 @pytest.fixture

@@ -26,9 +26,9 @@ from ddptrain.tracking.wandb import transaction_log, wandb_run
 from ddptrain.tracking.wandb.internals import parse_record
 from ddptrain.tracking.wandb.media import shared_image_copies
 from ddptrain.tracking.wandb.rank_run import RankRun
-from ddptrain.tracking.wandb.run_parts import parts_below
 from ddptrain.tracking.wandb.tracker import WandbTracker, WentOffline
 from ddptrain.tracking.wandb.wandb_artifacts import CheckpointArtifacts, Uploads
+from ddptrain.tracking.wandb.wandb_folders import parts_below
 from ddptrain.tracking.wandb.wandb_run import RunOptions, settings_for
 
 CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain.workloads.images.loader import decode_pool, decode_worker
+from ddptrain.workloads.images.loader import decode_client, decode_pool
 from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessDecodePool, ThreadDecodePool
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from tests.integration.images_on_s3 import draw_folder
@@ -73,7 +73,7 @@ def test_pool_of_threads_takes_as_many_requests_as_it_has_room_for(monkeypatch: 
     setup: Any = SimpleNamespace(readers=2, pixels_fd=fd, size=8, augment=False, reader=lambda: None)
     pool = ThreadDecodePool(setup, 3, lambda results: None)
     os.close(fd)
-    requests: list[Any] = [*range(2 + decode_worker.AHEAD * 3)]
+    requests: list[Any] = [*range(2 + decode_client.AHEAD * 3)]
     assert all(pool.put(request) for request in requests)
     late: Any = "late"
     assert not pool.put(late)
@@ -87,8 +87,8 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has decode processes do something when they meet an image with the mark."""
 
     def hook(what: str) -> None:
-        begin, _, rest = decode_worker._PROGRAM.rpartition("; ")
-        monkeypatch.setattr(decode_worker, "_PROGRAM", f"{begin}\nexec({HOOK + what!r})\n{rest}")
+        begin, _, rest = decode_client._PROGRAM.rpartition("; ")
+        monkeypatch.setattr(decode_client, "_PROGRAM", f"{begin}\nexec({HOOK + what!r})\n{rest}")
 
     return hook
 
@@ -158,7 +158,7 @@ def test_image_that_ends_every_process_is_a_bad_one(images: Path, hooked: Callab
 
 
 def test_processes_that_only_die_end_the_training(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_worker, "_PROGRAM", "import sys; sys.exit(7)")
+    monkeypatch.setattr(decode_client, "_PROGRAM", "import sys; sys.exit(7)")
     told: Told = []
     with feeder(images, told=told, loader_workers=1) as fed:
         with pytest.raises(
@@ -173,7 +173,7 @@ def test_process_that_does_not_answer_any_more_is_ended_before_another_one_write
 ) -> None:
     hooked(HALF_DEAD)
     monkeypatch.setenv("ONCE", str(tmp_path / "once"))
-    monkeypatch.setattr(decode_worker, "_END_S", 0.1)
+    monkeypatch.setattr(decode_client, "_END_S", 0.1)
     with feeder(images) as fed:
         expected = seen(fed.train(1))
     mark(images / manifest_of(images).keys[manifest_of(images).train[4]])
@@ -197,7 +197,7 @@ def test_process_that_can_not_be_replaced_ends_the_training(images: Path, monkey
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with feeder(images, loader_workers=1) as fed:
-        monkeypatch.setattr(decode_worker, "_start", refuse)
+        monkeypatch.setattr(decode_client, "_start", refuse)
         os.kill(pool_of(fed).pids[0], signal.SIGKILL)
         with pytest.raises(
             DecodeProcessLost, match=r"SIGKILL.*no other one can be started \(.*Cannot allocate memory\)"

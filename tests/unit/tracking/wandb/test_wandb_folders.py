@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.tracking.wandb.run_parts import (
+from ddptrain.tracking.wandb.wandb_folders import (
     OPEN,
     SENT,
     UNSENT,

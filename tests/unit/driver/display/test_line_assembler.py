@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.driver.display import lines as module
-from ddptrain.driver.display.lines import LineAssembler, RankLine
+from ddptrain.driver.display import line_assembler as module
+from ddptrain.driver.display.line_assembler import LineAssembler, RankLine
 
 
 def assemble(*chunks: bytes) -> list[RankLine]:

@@ -18,8 +18,8 @@ from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.backends.per_run import RunCluster
 from ddptrain.clusters.cluster_records import ClusterRecord
 from ddptrain.config.load import load_mapping
-from ddptrain.driver import session
-from ddptrain.driver.session import SharedCluster, cluster_for
+from ddptrain.driver import cluster_session
+from ddptrain.driver.cluster_session import SharedCluster, cluster_for
 from ddptrain.host_identity import HostId
 from tests.unit.notes import Notes
 
@@ -33,7 +33,7 @@ def test_embedded_cluster_gets_the_resources_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, workload: str, taken: bool
 ) -> None:
     """The processes of a built-in workload import nothing from the folder that the user is in."""
-    monkeypatch.setattr(session, "without_working_directory", lambda environ: {"safe": "1"})
+    monkeypatch.setattr(cluster_session, "without_working_directory", lambda environ: {"safe": "1"})
     monkeypatch.setattr(os, "environ", {"PYTHONPATH": "."})
     seen: list[Any] = []
     monkeypatch.setattr(EmbeddedCluster, "__init__", lambda self, *arguments: seen.extend(arguments))

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from ddptrain.clusters.resolve import Target
-from ddptrain.clusters.scheduler import idle
+from ddptrain.clusters.scheduler import idle_time
 
 
-class Watch(idle.IdleWatch):
+class Watch(idle_time.IdleWatch):
     """Its scheduler answers with the next of `answers`, each after so many seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: list[tuple[float, bool]]) -> None:
         self.now, self.answers = 0.0, answers
-        monkeypatch.setattr(idle, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(idle_time, "time", SimpleNamespace(monotonic=lambda: self.now))
         super().__init__(Target("tcp://127.0.0.1:1", None), timeout_s=6.0)
 
     def _is_used(self) -> bool:
@@ -35,7 +35,7 @@ def test_one_answer_that_is_late_does_not_end_a_cluster_with_a_run_on_it(monkeyp
 
 @pytest.mark.parametrize(("timeout_s", "pause_s"), [(0.0, 5.0), (8.0, 2.0), (20.0, 5.0), (3600.0, 5.0)])
 def test_cluster_is_looked_at_four_times_in_its_idle_time(timeout_s: float, pause_s: float) -> None:
-    watch = idle.IdleWatch(Target("tcp://127.0.0.1:1", None), timeout_s)
+    watch = idle_time.IdleWatch(Target("tcp://127.0.0.1:1", None), timeout_s)
     assert watch.pause_s == pause_s
     assert timeout_s or not watch.is_over()
 
@@ -58,7 +58,7 @@ def test_error_other_than_silence_counts_as_used_and_is_told_once(
     async def ask() -> bool:
         raise error
 
-    watch = idle.IdleWatch(Target("tcp://s", None), 60.0)
+    watch = idle_time.IdleWatch(Target("tcp://s", None), 60.0)
     monkeypatch.setattr(watch, "_ask", ask)
     assert [watch._is_used(), watch._is_used()] == [used, used]
     watch._target = Target("tcp://t", None)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ddptrain.driver.cluster_check.check import rounds
+from ddptrain.driver.cluster_check.probe_plan import rounds
 
 
 @pytest.mark.parametrize("hosts", range(2, 12))

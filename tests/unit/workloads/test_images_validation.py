@@ -13,8 +13,7 @@ import torch
 
 from ddptrain.storage.store import Location, NotFound
 from ddptrain.storage.synthetic import SHAPES, SyntheticImages
-from ddptrain.workloads.images import evaluate
-from ddptrain.workloads.images.evaluate import _sums
+from ddptrain.workloads.images import validation
 from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.predictions import (
     COLUMNS,
@@ -25,6 +24,7 @@ from ddptrain.workloads.images.predictions import (
     example_words,
     table_file,
 )
+from ddptrain.workloads.images.validation import _sums
 
 CONFIG = describe("small_cnn", 8, ["cat", "dog"], outputs=[2, 0], output_names=["n0 dog", "n1 car", "n2 cat"])
 
@@ -96,8 +96,8 @@ def test_unreadable_images_of_all_ranks_are_counted_with_the_reasons_that_are_kn
 
     monkeypatch.setattr(torch.distributed, "all_reduce", other_rank)
     checked: list[Any] = []
-    monkeypatch.setattr(evaluate, "check_bad", lambda *given: checked.extend(given))
+    monkeypatch.setattr(validation, "check_bad", lambda *given: checked.extend(given))
     manifest: Any = SimpleNamespace(keys="abcd", train=[0, 1, 2], val=[3], name=lambda index: "abcd"[index])
     loader: Any = SimpleNamespace(bad_index=[1], bad=[("b", "truncated")])
-    evaluate.check_bad_on_all_ranks(loader, manifest, 0.25, torch.device("cpu"))
+    validation.check_bad_on_all_ranks(loader, manifest, 0.25, torch.device("cpu"))
     assert checked == [2, 4, 0.25, {"b": "truncated", "d": "see the logs of the other ranks"}]
