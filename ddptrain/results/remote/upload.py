@@ -206,7 +206,7 @@ class StoreUpload:
     def _pass(self, flushing: bool) -> bool:
         """Upload what is due, or everything when flushing, the record last. Returns whether the store is complete."""
         # Files go before a checkpoint, so that a driver that continues from the checkpoint has the logs up to it.
-        least_s = 0.0 if flushing or not self._checkpoints.is_synced else _FILE_EVERY_S
+        least_s = _FILE_EVERY_S if self._checkpoints.is_synced else 0.0
         for path in self._files():
             self._send_file(path, least_s, flushing)
         self._checkpoints.sync(before_upload=self._send_new_attempt)

@@ -241,17 +241,17 @@ class Batcher:
 
     def _request_row(self, pending: _PendingBatch, row: int) -> None:
         """Requests the image of a row. A known bad image is replaced in training, and left out in validation."""
-        if pending.shown[row] not in self._bad.reasons:
-            request = _RowRequest(pending, row, self._free.pop())
-            pending.slots[row] = request.slot
-            self._unsent.append(request)
-        elif pending.stream.seed is None:
+        is_bad = pending.shown[row] in self._bad.reasons
+        if is_bad and pending.stream.seed is None:
             pending.bad.add(row)
             pending.unanswered.remove(row)
-        else:
-            request = _RowRequest(pending, row, self._free.pop())
-            pending.slots[row] = request.slot
+            return
+        request = _RowRequest(pending, row, self._free.pop())
+        pending.slots[row] = request.slot
+        if is_bad:
             self._request_replacement(request)
+        else:
+            self._unsent.append(request)
 
     def _request_replacement(self, request: _RowRequest) -> None:
         """Requests a replacement from the same class. Raises TooManyBadImages if there is none."""

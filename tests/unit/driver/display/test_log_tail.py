@@ -98,3 +98,18 @@ def test_file_stays_open_and_is_opened_again_after_an_error(tmp_path: Path, monk
         assert tail.read() == [] and tail._fd == -1
     assert tail.read() == [RankLine("two")]
     tail.close()
+
+
+def test_closed_tail_holds_no_file_open(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    append(tail.path, b"one\n")
+    tail.read()
+    assert str(tail.path) in open_files()
+    tail.close()
+    assert str(tail.path) not in open_files()
+
+
+def open_files() -> set[str]:
+    """The files that this process holds open."""
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if link.is_symlink()}

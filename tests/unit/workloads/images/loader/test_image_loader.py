@@ -98,6 +98,17 @@ def test_every_image_comes_once_with_its_label_and_pixels(drawn: Path) -> None:
             assert pixels == decode_eval((drawn / manifest.keys[index]).read_bytes(), SIZE).tobytes()
 
 
+def test_loader_prepares_the_validation_after_an_epoch_and_then_the_next_epoch_until_the_last(drawn: Path) -> None:
+    with feeder(drawn, epochs=2) as fed:
+        names = []
+        for epoch in (1, 2):
+            training = fed._training(epoch, (), 0)
+            fed._epoch = epoch
+            followers = [fed._predict_next(stream) for stream in (training, fed._validation())]
+            names.append([follower and follower.name for follower in followers])
+    assert names == [[("validate",), ("train", 2, (), 0)], [("validate",), None]]
+
+
 def test_pixels_hang_on_seed_epoch_and_image_alone(drawn: Path) -> None:
     with feeder(drawn) as fed:
         first, second = seen(fed.train(1)), seen(fed.train(2))
