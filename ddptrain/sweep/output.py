@@ -14,7 +14,7 @@ from typing import Any
 
 from ddptrain import ci, text_tables
 from ddptrain.config.wording import counted
-from ddptrain.driver.display import messages, terminal
+from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.display import Display
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.live import LiveRenderer
@@ -35,9 +35,9 @@ class TrialRows:
         self.status = ""
         self._record, self._running, self._eta = record, running, eta
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Take the status."""
-        if isinstance(message, messages.DriverStatus):
+        if isinstance(message, output_api.DriverStatus):
             self.status = message.text
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
@@ -60,7 +60,7 @@ def open_sweep_display(mode: str, rows: TrialRows, folder: Path) -> Display:
     out = Stream(sys.stdout, aborted.is_set, guard)
     err = Stream(sys.stderr, aborted.is_set, ci.guard(environ))
     colour = terminal.wants_colour(out.is_terminal, environ)
-    renderer: messages.Renderer
+    renderer: output_api.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
         case "json":
             renderer = JsonRenderer(out, err)

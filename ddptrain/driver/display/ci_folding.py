@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from ddptrain.ci import CiService, fold_end, fold_start
-from ddptrain.driver.display import messages
+from ddptrain.driver.display import output_api
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 
@@ -21,7 +21,7 @@ class FoldingRenderer:
     redraw_every_s = 1.0
     shows_numbers = False
 
-    def __init__(self, renderer: messages.Renderer, stdout: Stream, service: CiService) -> None:
+    def __init__(self, renderer: output_api.Renderer, stdout: Stream, service: CiService) -> None:
         self._renderer, self._stdout, self._service = renderer, stdout, service
         self._shown = 0  # lines since the last message of ddptrain
         self._open = ""
@@ -36,13 +36,13 @@ class FoldingRenderer:
             self._renderer.log(ranks, folded)
         self._shown += len(lines)
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Pass the message on; one that is shown ends the section."""
         match message:
-            case messages.RedrawnLine(rank, text) if text:
+            case output_api.RedrawnLine(rank, text) if text:
                 self.log([rank], [RankLine(text)])
                 return
-            case messages.DriverNotice() | messages.Closing() | messages.WorldSize():
+            case output_api.DriverNotice() | output_api.Closing() | output_api.WorldSize():
                 self._end()
             case _:
                 pass

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from ddptrain import ci, log
-from ddptrain.driver.display import messages, terminal
+from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.ci_folding import FoldingRenderer
 from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
 from ddptrain.driver.display.jsonl import JsonRenderer
@@ -43,7 +43,7 @@ _ALL_LOGS_S = 2.0
 @dataclass(frozen=True, slots=True)
 class _Close:
     final_sizes: Mapping[int, int]
-    message: messages.Closing
+    message: output_api.Closing
     deadline_s: float
 
 
@@ -52,7 +52,7 @@ class Display:
 
     def __init__(
         self,
-        renderer: messages.Renderer,
+        renderer: output_api.Renderer,
         stdout: Stream,
         stderr: Stream,
         logs_dir: Path,
@@ -66,7 +66,7 @@ class Display:
         self._groups_ranks = groups_ranks
         self._grouper: LineGrouper | None = None
         self._tails: Mapping[int, LogTail] = {}
-        self._inbox: deque[messages.Message] = deque()
+        self._inbox: deque[output_api.Message] = deque()
         self._grown: deque[int] = deque()  # ranks whose logs have grown
         self._unread: set[int] = set()  # ranks of which more can be read or shown
         self._all_read_s = 0.0
@@ -95,44 +95,44 @@ class Display:
             or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0), keep_open=not is_large)
             for rank in range(world_size)
         }
-        self._tell(messages.WorldSize(world_size))
+        self._tell(output_api.WorldSize(world_size))
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """The rank's process runs."""
-        self._tell(messages.RankStarted(rank, host, pid))
+        self._tell(output_api.RankStarted(rank, host, pid))
 
     def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
         """The rank's process has ended: `ok`, because it was stopped, or by a failure of its own."""
-        self._tell(messages.RankEnded(rank, ok, stopped))
+        self._tell(output_api.RankEnded(rank, ok, stopped))
 
     def metrics(self, rank: int, event: Metrics) -> None:
         """The rank logged metrics."""
         if self._renderer.shows_numbers:
-            self._tell_if_room(messages.RankMetrics(rank, event))
+            self._tell_if_room(output_api.RankMetrics(rank, event))
 
     def progress(self, rank: int, event: Progress) -> None:
         """The rank reported progress."""
         if self._renderer.shows_numbers:
-            self._tell_if_room(messages.RankProgress(rank, event))
+            self._tell_if_room(output_api.RankProgress(rank, event))
 
     def checkpoint(self, rank: int, event: CheckpointSaved) -> None:
         """Do nothing: checkpoints are not shown."""
 
     def status(self, text: str) -> None:
         """Show what the driver waits for."""
-        self._tell(messages.DriverStatus(text))
+        self._tell(output_api.DriverStatus(text))
 
     def notice(self, text: str, level: str = "info") -> None:
         """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
-        self._tell(messages.DriverNotice(text, level))
+        self._tell(output_api.DriverNotice(text, level))
 
     def event(self, obj: Mapping[str, Any]) -> None:
         """Write an object for readers of JSON lines; the other outputs ignore it."""
-        self._tell(messages.RawEvent(obj))
+        self._tell(output_api.RawEvent(obj))
 
     def system(self, sample: SystemSample) -> None:
         """The use of a host and its ranks was measured."""
-        self._tell_if_room(messages.SystemUse(sample))
+        self._tell_if_room(output_api.SystemUse(sample))
 
     def log_grew(self, rank: int | None = None) -> None:
         """The log file of this rank has grown: read it soon; None: any may have."""
@@ -152,7 +152,7 @@ class Display:
         Stops, and says so on stderr, once nothing could be read or written for `deadline_s` seconds.
         """
         if self._close is None:
-            message = messages.Closing(tuple(summary), last_event or {})
+            message = output_api.Closing(tuple(summary), last_event or {})
             self._close = _Close(final_sizes or {}, message, deadline_s)
             self._wake.set()
             self._join(deadline_s)
@@ -165,12 +165,12 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, message: messages.Message) -> None:
+    def _tell(self, message: output_api.Message) -> None:
         if not self.broken:
             self._inbox.append(message)
             self.log_grew()
 
-    def _tell_if_room(self, message: messages.Message) -> None:
+    def _tell_if_room(self, message: output_api.Message) -> None:
         if self.broken:
             return
         if len(self._inbox) < MAX_WAITING:
@@ -179,7 +179,7 @@ class Display:
             self._dropped += 1
 
     def _log_line(self, text: str) -> None:
-        self._tell_if_room(messages.LogLine(text))
+        self._tell_if_room(output_api.LogLine(text))
         self.log_grew()
 
     def _join(self, deadline_s: float) -> None:
@@ -260,13 +260,13 @@ class Display:
         if count:
             self._dropped_told += count
             text = f"{count} metrics were not shown: the output was not read"
-            self._renderer.tell(messages.DriverNotice(text, "warning"))
+            self._renderer.tell(output_api.DriverNotice(text, "warning"))
 
-    def _renderer_tell(self, message: messages.Message) -> None:
+    def _renderer_tell(self, message: output_api.Message) -> None:
         """Pass a message on; lines that are held back come before a notice, such as that of a failure."""
-        if isinstance(message, messages.DriverNotice | messages.Closing | messages.WorldSize):
+        if isinstance(message, output_api.DriverNotice | output_api.Closing | output_api.WorldSize):
             self._show(self._grouper.flush() if self._grouper is not None else ())
-        if isinstance(message, messages.WorldSize):
+        if isinstance(message, output_api.WorldSize):
             is_group = self._groups_ranks and message.world_size >= MIN_RANKS
             self._grouper = LineGrouper(message.world_size) if is_group else None
         self._renderer.tell(message)
@@ -294,7 +294,7 @@ class Display:
                 self._unread.add(rank)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
             if state is not None and (self._grouper is None or rank == 0):  # one progress bar stands for all
-                self._renderer.tell(messages.RedrawnLine(rank, state))
+                self._renderer.tell(output_api.RedrawnLine(rank, state))
         return longest
 
     def _logs_to_read(self) -> Iterable[int]:
@@ -323,10 +323,10 @@ class Display:
     def _finish_log(self, rank: int, tail: LogTail) -> None:
         if lines := tail.finish():
             self._show_lines(rank, lines)
-        self._renderer.tell(messages.RedrawnLine(rank, ""))
+        self._renderer.tell(output_api.RedrawnLine(rank, ""))
         if not tail.drained:
             text = f"{tail.path} has {tail.offset} of {tail.end} bytes: the rest did not arrive in time"
-            self._renderer_tell(messages.DriverNotice(text, "warning"))
+            self._renderer_tell(output_api.DriverNotice(text, "warning"))
 
 
 def open_display(
@@ -354,7 +354,7 @@ def open_display(
     out = Stream(stdout or sys.stdout, aborted.is_set, guard)
     err = Stream(stderr or sys.stderr, aborted.is_set, ci.guard(environ))
     colour = terminal.wants_colour(out.is_terminal, environ)
-    renderer: messages.Renderer
+    renderer: output_api.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
         case "json":
             renderer = JsonRenderer(out, err, stage)

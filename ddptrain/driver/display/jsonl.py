@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddptrain.driver.display import messages
+from ddptrain.driver.display import output_api
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.protocol.events import Progress
@@ -39,20 +39,20 @@ class JsonRenderer:
             rows = [f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines]
             self._stdout.write("".join(rows))
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Write the message as an object; progress at most once a second and rank."""
         match message:
-            case messages.RedrawnLine(rank, text) if text:
+            case output_api.RedrawnLine(rank, text) if text:
                 self.log([rank], [RankLine(text, ended=False)])
-            case messages.RankProgress(rank, event):
+            case output_api.RankProgress(rank, event):
                 self._progress[rank] = event
-            case messages.LogLine(text):
+            case output_api.LogLine(text):
                 self._stderr.write(f"{text}\n")
-            case messages.Closing(_, last_event):
+            case output_api.Closing(_, last_event):
                 self._write_progress(math.inf)
                 if last_event:
                     self._write(last_event)
-            case messages.RawEvent(fields):
+            case output_api.RawEvent(fields):
                 self._write(fields)
             case _:
                 self._write_other(message)
@@ -62,21 +62,21 @@ class JsonRenderer:
         if self._progress:
             self._write_progress(now_s)
 
-    def _write_other(self, message: messages.Message) -> None:
+    def _write_other(self, message: output_api.Message) -> None:
         now = round(time.time(), 3)
         match message:
-            case messages.RankMetrics(rank, event):
+            case output_api.RankMetrics(rank, event):
                 self._write(
                     {"event": "metrics", "rank": rank, "time_s": event.time_ns / 1e9, "step": event.step}
                     | {"epoch": event.epoch, "values": dict(event.values)}
                 )
-            case messages.RankStarted(rank, host, pid):
+            case output_api.RankStarted(rank, host, pid):
                 self._write({"event": "rank_started", "rank": rank, "time_s": now, "host": host, "pid": pid})
-            case messages.RankEnded(rank, ok, _):
+            case output_api.RankEnded(rank, ok, _):
                 self._write({"event": "rank_ended", "rank": rank, "time_s": now, "ok": ok})
-            case messages.DriverNotice(text, level):
+            case output_api.DriverNotice(text, level):
                 self._write({"event": "notice", "time_s": now, "level": level, "message": text})
-            case messages.DriverStatus(text) if text:
+            case output_api.DriverStatus(text) if text:
                 self._write({"event": "status", "time_s": now, "message": text})
             case _:
                 pass

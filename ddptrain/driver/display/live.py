@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ddptrain.driver.display import messages, progress_bars, terminal
+from ddptrain.driver.display import output_api, progress_bars, terminal
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import format_lines, format_notice, format_own
@@ -20,7 +20,7 @@ class LiveRows(Protocol):
 
     status: str
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Take a message in."""
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[progress_bars.Row]:
@@ -64,17 +64,17 @@ class LiveRenderer:
         """Print the lines above the bars, with the next frame."""
         self._above.append(format_lines(ranks, lines, self._colour, on_terminal=True))
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Take a message in; notices and ddptrain's log are printed above the bars, the summary below them."""
         self._bars.tell(message)
         match message:
-            case messages.DriverNotice(text, level):
+            case output_api.DriverNotice(text, level):
                 self._print_above(format_notice(text), NOTICE_COLOURS.get(level, ""))
-            case messages.LogLine(text) if self._stderr.is_terminal:
+            case output_api.LogLine(text) if self._stderr.is_terminal:
                 self._print_above(text, terminal.DIM)
-            case messages.LogLine(text):  # `2> file`
+            case output_api.LogLine(text):  # `2> file`
                 self._stderr.write(f"{text}\n")
-            case messages.Closing(summary, _):
+            case output_api.Closing(summary, _):
                 self._bars.status = ""
                 self.refresh(time.monotonic())
                 self._stdout.write(format_own(summary, self._colour))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddptrain.driver.display import messages
+from ddptrain.driver.display import output_api
 from ddptrain.driver.display.grouping import label
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
@@ -27,19 +27,19 @@ class PlainRenderer:
         """Write the lines with the prefix of their ranks; a piece of a long line is a line of its own."""
         self._stdout.write(format_lines(ranks, lines, self._colour, self._on_terminal))
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Write status, notices and ddptrain's log to stderr, the end-of-run summary to stdout."""
         match message:
-            case messages.RedrawnLine(rank, text) if text:
+            case output_api.RedrawnLine(rank, text) if text:
                 self.log([rank], [RankLine(text)])
-            case messages.DriverNotice(text, _):
+            case output_api.DriverNotice(text, _):
                 self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
-            case messages.DriverStatus(text) if text and text != self._status:
+            case output_api.DriverStatus(text) if text and text != self._status:
                 self._status = text
                 self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
-            case messages.LogLine(text):
+            case output_api.LogLine(text):
                 self._stderr.write(f"{text}\n")
-            case messages.Closing(summary, _):
+            case output_api.Closing(summary, _):
                 self._stdout.write(format_own(summary, self._colour))
             case _:
                 pass  # progress and metrics: for a live display and for JSON

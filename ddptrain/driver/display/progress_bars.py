@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ddptrain.driver.display import messages, terminal
+from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.grouping import MIN_RANKS
 from ddptrain.protocol.events import Progress
 from ddptrain.protocol.worker_notices import SystemSample
@@ -100,17 +100,17 @@ class RankBar:
     redrawn: str = ""
     pace: Pace = field(default_factory=Pace)
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Take in a message about this rank; its next start clears what the last attempt has left."""
         match message:
-            case messages.RankStarted(_, host, _):
+            case output_api.RankStarted(_, host, _):
                 self.host, self.state, self.loss = terminal.harmless(host, False), "running", None
                 self.redrawn, self.pace = "", Pace()
-            case messages.RankEnded(_, ok, stopped):
+            case output_api.RankEnded(_, ok, stopped):
                 self.state = "done" if ok else "stopped" if stopped else "failed"
-            case messages.RankMetrics(_, event):
+            case output_api.RankMetrics(_, event):
                 self.loss = event.values.get("train/loss", event.values.get("loss", self.loss))
-            case messages.RankProgress(_, event):
+            case output_api.RankProgress(_, event):
                 self.pace.update(event)
 
     @property
@@ -184,19 +184,21 @@ class Bars:
         self._fitted_to = 0
         self._use = SystemSummary()
 
-    def tell(self, message: messages.Message) -> None:
+    def tell(self, message: output_api.Message) -> None:
         """Take a message in."""
         match message:
-            case messages.SystemUse(sample):
+            case output_api.SystemUse(sample):
                 self._use.add(sample)
-            case messages.DriverStatus(text):
+            case output_api.DriverStatus(text):
                 self.status = terminal.harmless(" ".join(text.split()), False)
-            case messages.WorldSize(world_size):
+            case output_api.WorldSize(world_size):
                 for rank in range(world_size):
                     self._rank(rank)
-            case messages.RedrawnLine(rank, text):
+            case output_api.RedrawnLine(rank, text):
                 self._rank(rank).redrawn = text
-            case messages.RankStarted() | messages.RankEnded() | messages.RankMetrics() | messages.RankProgress():
+            case (
+                output_api.RankStarted() | output_api.RankEnded() | output_api.RankMetrics() | output_api.RankProgress()
+            ):
                 self._rank(message.rank).tell(message)
             case _:
                 pass

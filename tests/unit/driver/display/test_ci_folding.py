@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.ci import CiService
-from ddptrain.driver.display import messages, open_display
+from ddptrain.driver.display import open_display, output_api
 from ddptrain.driver.display.ci_folding import FoldingRenderer
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
@@ -37,7 +37,7 @@ class Folded:
 def test_short_output_is_not_folded() -> None:
     folded = Folded()
     folded.print(30)
-    folded.renderer.tell(messages.Closing(("done",), {}))
+    folded.renderer.tell(output_api.Closing(("done",), {}))
     assert folded.lines == [*(f"[rank 0] {number}" for number in range(30)), "done"]
 
 
@@ -45,11 +45,11 @@ def test_long_output_is_folded_until_a_message_of_ddptrain() -> None:
     folded = Folded()
     folded.print(30 - 1)
     folded.print(3, rank=1)
-    folded.renderer.tell(messages.DriverStatus("waiting"))
-    folded.renderer.tell(messages.RedrawnLine(1, "50 %"))
-    folded.renderer.tell(messages.DriverNotice("rank 1 failed", "error"))
+    folded.renderer.tell(output_api.DriverStatus("waiting"))
+    folded.renderer.tell(output_api.RedrawnLine(1, "50 %"))
+    folded.renderer.tell(output_api.DriverNotice("rank 1 failed", "error"))
     folded.print(1)
-    folded.renderer.tell(messages.Closing(("failed",), {}))
+    folded.renderer.tell(output_api.Closing(("failed",), {}))
     shown = ["[rank 1] 0", START, "[rank 1] 1", "[rank 1] 2", "[rank 1] 50 %", END, "[rank 0] 0", "failed"]
     assert folded.lines[30 - 1 :] == shown
 
@@ -58,7 +58,7 @@ def test_each_section_of_gitlab_has_its_own_name() -> None:
     folded = Folded(CiService.GITLAB)
     for _ in range(2):
         folded.print(30 + 1)
-        folded.renderer.tell(messages.WorldSize(1))
+        folded.renderer.tell(output_api.WorldSize(1))
     names = [line.split(":")[2].partition("[")[0] for line in folded.file.getvalue().split("\n") if "section_" in line]
     starts, ends = names[::2], [name.partition("\r")[0] for name in names[1::2]]
     assert starts == ends
@@ -93,7 +93,7 @@ def test_as_many_lines_are_shown_after_a_message_as_before() -> None:
     folded = Folded()
     for _ in range(2):
         folded.print(30)
-        folded.renderer.tell(messages.DriverNotice("a message", "info"))
+        folded.renderer.tell(output_api.DriverNotice("a message", "info"))
     assert START not in folded.lines and len(folded.lines) >= 2 * 30
     folded.print(30 + 1)
     assert folded.lines[-2] == START

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.display import Display, messages, open_display, terminal
+from ddptrain.driver.display import Display, open_display, output_api, terminal
 from ddptrain.driver.display import display as display_display
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.protocol.events import Metrics, Progress
@@ -91,17 +91,17 @@ def test_each_event_of_a_run_becomes_a_message_of_its_own(idle: Idle) -> None:
     display.system(sample)
     display._log_line("a line")
     assert idle.delivered() == [
-        messages.RankStarted(1, "node", 7),
-        messages.RankEnded(1, False, True),
-        messages.RankEnded(2, True, False),
-        messages.RankMetrics(1, Metrics(1, {})),
-        messages.RankProgress(1, Progress(1, 2.0, 3.0, "steps")),
-        messages.DriverStatus("waiting"),
-        messages.DriverNotice("saved", "info"),
-        messages.DriverNotice("lost", "error"),
-        messages.RawEvent({"a": 1}),
-        messages.SystemUse(sample),
-        messages.LogLine("a line"),
+        output_api.RankStarted(1, "node", 7),
+        output_api.RankEnded(1, False, True),
+        output_api.RankEnded(2, True, False),
+        output_api.RankMetrics(1, Metrics(1, {})),
+        output_api.RankProgress(1, Progress(1, 2.0, 3.0, "steps")),
+        output_api.DriverStatus("waiting"),
+        output_api.DriverNotice("saved", "info"),
+        output_api.DriverNotice("lost", "error"),
+        output_api.RawEvent({"a": 1}),
+        output_api.SystemUse(sample),
+        output_api.LogLine("a line"),
     ]
     assert idle.delivered() == [] and display._wake.is_set()
 
@@ -121,12 +121,14 @@ def test_numbers_beyond_the_limit_are_counted_once_and_messages_are_kept(
         idle.display.metrics(0, Metrics(1, {}))
     idle.display.status("kept")
     *kept, status, notice = idle.delivered()
-    assert (len(kept), status) == (2, messages.DriverStatus("kept"))
-    assert notice == messages.DriverNotice("3 metrics were not shown: the output was not read", "warning")
+    assert (len(kept), status) == (2, output_api.DriverStatus("kept"))
+    assert notice == output_api.DriverNotice("3 metrics were not shown: the output was not read", "warning")
     assert idle.delivered() == []
     for _ in range(3):
         idle.display.metrics(0, Metrics(1, {}))
-    assert idle.delivered()[-1] == messages.DriverNotice("1 metrics were not shown: the output was not read", "warning")
+    assert idle.delivered()[-1] == output_api.DriverNotice(
+        "1 metrics were not shown: the output was not read", "warning"
+    )
 
 
 def test_broken_display_takes_nothing(idle: Idle) -> None:
@@ -146,7 +148,7 @@ def test_logs_are_followed_from_where_they_were_and_stay_open_unless_there_are_m
     idle.display.expect(2, {1: 7})
     first, second = idle.display._tails.values()
     assert (first.path.name, first.offset, second.path.name, second.offset) == ("rank-0.log", 0, "rank-1.log", 7)
-    assert idle.delivered() == [messages.WorldSize(2)]
+    assert idle.delivered() == [output_api.WorldSize(2)]
     idle.display.expect(64)
     assert idle.display._tails[1] is second and len(idle.display._tails) == 64
     assert idle.display._tails[63]._keep_open
@@ -169,7 +171,7 @@ def test_of_many_logs_those_are_read_that_grew_or_are_not_at_their_end(idle: Idl
     clock.now += 0.1
     assert display._logs_to_read() is display._tails
     assert list(display._logs_to_read()) == []
-    display._close = display_display._Close({}, messages.Closing((), {}), 1.0)
+    display._close = display_display._Close({}, output_api.Closing((), {}), 1.0)
     assert display._logs_to_read() is display._tails
 
 
@@ -209,7 +211,7 @@ def test_bar_of_rank_0_stands_for_the_bars_of_a_group(tmp_path: Path, clock: Sim
         clock.now += 1.0
         idle.renderer.told.clear()
         idle.display._read_logs()
-        assert idle.renderer.told == [messages.RedrawnLine(rank, "5%") for rank in ranks]
+        assert idle.renderer.told == [output_api.RedrawnLine(rank, "5%") for rank in ranks]
         assert {0, 1} <= idle.display._unread
 
 
@@ -219,9 +221,9 @@ def test_lines_of_a_group_are_held_back_until_they_are_due(tmp_path: Path, clock
     idle.display._deliver()
     idle.display._show_lines(3, [RankLine("one")])
     assert idle.renderer.logged == []
-    idle.display._renderer_tell(messages.DriverStatus("s"))
+    idle.display._renderer_tell(output_api.DriverStatus("s"))
     assert idle.renderer.logged == []
-    idle.display._renderer_tell(messages.DriverNotice("failed"))
+    idle.display._renderer_tell(output_api.DriverNotice("failed"))
     assert idle.renderer.logged == [([3], ["one"])]
 
 
@@ -238,8 +240,8 @@ def test_last_line_and_what_is_missing_of_a_log_are_told(idle: Idle, tmp_path: P
         idle.display._finish_log(rank, tail)
     assert idle.renderer.logged == [([0], ["last"])]
     text = f"{tmp_path / 'rank-0.log'} has 4 of 10 bytes: the rest did not arrive in time"
-    missing = messages.DriverNotice(text, "warning")
-    assert idle.renderer.told == [messages.RedrawnLine(0, ""), missing, messages.RedrawnLine(1, "")]
+    missing = output_api.DriverNotice(text, "warning")
+    assert idle.renderer.told == [output_api.RedrawnLine(0, ""), missing, output_api.RedrawnLine(1, "")]
     idle.display._tails[0].offset = 10
     assert idle.display._is_drained()
     idle.display.status("more")
@@ -251,7 +253,7 @@ def test_pause_is_short_once_the_display_is_closed(idle: Idle, clock: SimpleName
     idle.display._wake = SimpleNamespace(wait=waits.append, clear=lambda: waits.append(-1.0))  # type: ignore[assignment]
     idle.display._pause()
     assert (clock.slept, waits) == ([0.02], [0.1, -1.0])
-    idle.display._close = display_display._Close({}, messages.Closing((), {}), 1.0)
+    idle.display._close = display_display._Close({}, output_api.Closing((), {}), 1.0)
     idle.display._pause()
     assert (clock.slept, waits[2:]) == ([0.02], [0.02, -1.0])
 
@@ -306,13 +308,13 @@ def test_summary_goes_to_stderr_where_stdout_is_broken(idle: Idle, broken: str, 
     idle.out.broken = broken
     idle.display.close({0: 3}, ["one", "two"], {"a": 1})
     assert idle.err.last == last
-    close = display_display._Close({0: 3}, messages.Closing(("one", "two"), {"a": 1}), 10.0)
+    close = display_display._Close({0: 3}, output_api.Closing(("one", "two"), {"a": 1}), 10.0)
     assert idle.display._close == close and idle.display._wake.is_set()
 
 
 @pytest.mark.parametrize("aborted", [True, False])
 def test_end_is_told_unless_the_output_was_given_up(idle: Idle, aborted: bool) -> None:
-    message = messages.Closing(("end",), {})
+    message = output_api.Closing(("end",), {})
     idle.display._finish()
     assert idle.renderer.told == []
     idle.display._close = display_display._Close({}, message, 1.0)
@@ -339,7 +341,7 @@ def test_late_logs_are_waited_for_until_nothing_comes_for_the_deadline(
 
     monkeypatch.setattr(idle.display, "_pause", pause)
     idle.display.expect(1)
-    idle.display._close = display_display._Close({0: 100}, messages.Closing((), {}), 5.0)
+    idle.display._close = display_display._Close({0: 100}, output_api.Closing((), {}), 5.0)
     idle.display._follow()
     assert pauses == [1003.0, 1006.0, 1008.0, 1008.1]  # the last bytes were read at 1003: 5 s are over after 1008
     assert idle.renderer.logged == [([0], ["one"]), ([0], ["two"])]

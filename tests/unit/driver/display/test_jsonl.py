@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.display import jsonl, messages
+from ddptrain.driver.display import jsonl, output_api
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.protocol.events import Metrics, Progress
@@ -51,7 +51,7 @@ METRICS = Metrics(2_500_000_000, {"loss": math.nan, "acc": 0.5}, 3, 1.5)
     ("message", "objects"),
     [
         (
-            messages.RankMetrics(2, METRICS),
+            output_api.RankMetrics(2, METRICS),
             [
                 {
                     "event": "metrics",
@@ -64,31 +64,34 @@ METRICS = Metrics(2_500_000_000, {"loss": math.nan, "acc": 0.5}, 3, 1.5)
             ],
         ),
         (
-            messages.RankStarted(2, "h", 77),
+            output_api.RankStarted(2, "h", 77),
             [{"event": "rank_started", "rank": 2, "time_s": 12.346, "host": "h", "pid": 77}],
         ),
-        (messages.RankEnded(2, False, True), [{"event": "rank_ended", "rank": 2, "time_s": 12.346, "ok": False}]),
         (
-            messages.DriverNotice("careful", "warning"),
+            output_api.RankEnded(2, False, True),
+            [{"event": "rank_ended", "rank": 2, "time_s": 12.346, "ok": False}],
+        ),
+        (
+            output_api.DriverNotice("careful", "warning"),
             [{"event": "notice", "time_s": 12.346, "level": "warning", "message": "careful"}],
         ),
-        (messages.DriverStatus("training"), [{"event": "status", "time_s": 12.346, "message": "training"}]),
-        (messages.DriverStatus(""), []),
+        (output_api.DriverStatus("training"), [{"event": "status", "time_s": 12.346, "message": "training"}]),
+        (output_api.DriverStatus(""), []),
         (
-            messages.RedrawnLine(2, "50%"),
+            output_api.RedrawnLine(2, "50%"),
             [{"event": "log", "rank": 2, "time_s": 12.346, "line": "50%", "partial": True}],
         ),
-        (messages.RedrawnLine(2, ""), []),
-        (messages.WorldSize(4), []),
+        (output_api.RedrawnLine(2, ""), []),
+        (output_api.WorldSize(4), []),
         (
-            messages.RawEvent({"event": "x", "deep": {1: [math.inf, (1.0, -math.inf)]}}),
+            output_api.RawEvent({"event": "x", "deep": {1: [math.inf, (1.0, -math.inf)]}}),
             [{"event": "x", "deep": {"1": [None, [1.0, None]]}}],
         ),
-        (messages.Closing(("lines",), {"event": "end"}), [{"event": "end"}]),
-        (messages.Closing(("lines",), {}), []),
+        (output_api.Closing(("lines",), {"event": "end"}), [{"event": "end"}]),
+        (output_api.Closing(("lines",), {}), []),
     ],
 )
-def test_message_is_an_object(message: messages.Message, objects: list[dict[str, Any]]) -> None:
+def test_message_is_an_object(message: output_api.Message, objects: list[dict[str, Any]]) -> None:
     bench, staged = Bench(), Bench("evaluate")
     bench.renderer.tell(message)
     staged.renderer.tell(message)
@@ -99,7 +102,7 @@ def test_message_is_an_object(message: messages.Message, objects: list[dict[str,
 
 def test_own_log_goes_to_stderr() -> None:
     bench = Bench()
-    bench.renderer.tell(messages.LogLine("decided"))
+    bench.renderer.tell(output_api.LogLine("decided"))
     assert (bench.out.text, bench.err.text) == ("", "decided\n")
 
 
@@ -114,8 +117,8 @@ def test_each_line_of_each_rank_is_an_object() -> None:
     ]
 
 
-def progress(done: float) -> messages.RankProgress:
-    return messages.RankProgress(1, Progress(3_500_000_000, done, 100.0, "samples"))
+def progress(done: float) -> output_api.RankProgress:
+    return output_api.RankProgress(1, Progress(3_500_000_000, done, 100.0, "samples"))
 
 
 def test_progress_is_written_at_most_once_a_second_and_its_last_state_always() -> None:
@@ -128,7 +131,7 @@ def test_progress_is_written_at_most_once_a_second_and_its_last_state_always() -
         bench.renderer.refresh(now_s)  # each state is written once
         assert bench.objects == []
     bench.renderer.tell(progress(5.0))
-    bench.renderer.tell(messages.Closing((), {"event": "end"}))
+    bench.renderer.tell(output_api.Closing((), {"event": "end"}))
     assert bench.objects == [{**expected, "done": 5.0}, {"event": "end"}]
 
 
