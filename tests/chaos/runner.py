@@ -207,8 +207,9 @@ class _CaseRun:
         """Faults from outside: of the driver after a random time, of a rank as soon as it exists."""
         if self.kind.fault.startswith("driver_"):
             name = {"kill": "SIGKILL", "term": "SIGTERM", "int": "SIGINT"}[self.kind.fault[len("driver_") :]]
-            longest_s = 1.0 if self.cluster else 3.0
-            time.sleep(random.Random(self.case.reproduction).uniform(0.3, longest_s))
+            # On a cluster that is up the ranks train after 0.3 s, and a run of the stub has ended after 0.6 s.
+            earliest_s, latest_s = (0.15, 0.35) if self.cluster else (0.3, 3.0)
+            time.sleep(random.Random(self.case.reproduction).uniform(earliest_s, latest_s))
             self._fire(command.popen.pid, signal.Signals[name])
             return
         name = f"ddptrain-rank{self.kind.victim}"
