@@ -1,4 +1,4 @@
-"""Functions of `time` that a test replaces for its own thread only."""
+"""Fakes of `time`: single functions for the thread of a test only, and a clock that passes only in sleep()."""
 
 from __future__ import annotations
 
@@ -22,3 +22,16 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, fake: Callable[..., Any]
         return (fake if threading.get_ident() == owner else real)(*args)
 
     monkeypatch.setattr(time, name, called)
+
+
+class Clock:
+    """Stands for the module `time` in another module: its seconds pass only in sleep()."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds

@@ -1,4 +1,4 @@
-"""What failed on which rank, and which of several faults is the root cause: never that of a victim."""
+"""What failed on which rank: the kinds of faults, made of failure events, exits of ranks and failed trackers."""
 
 from __future__ import annotations
 

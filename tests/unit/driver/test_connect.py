@@ -23,6 +23,7 @@ from ddptrain.driver import connect, port_diagnosis
 from ddptrain.driver.connect import connected
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import unix_comm
+from tests.fake_time import Clock
 
 SOON_S = 60.0  # for what takes ten seconds where nothing else runs; the cluster may take ten minutes to start
 
@@ -307,19 +308,6 @@ def test_socket_of_a_local_cluster_that_cannot_be_opened_says_why(monkeypatch: p
     with pytest.raises(ClusterError, match=r"^unix:///run/s belongs to a cluster of another user: process 7 has it$"):
         connect._why_not(local)
     assert connect._why_not(Target("ucx://h:1")) == ""
-
-
-class Clock:
-    """The module's time, which passes only in sleep()."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.mark.parametrize(

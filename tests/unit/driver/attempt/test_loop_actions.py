@@ -17,6 +17,7 @@ from ddptrain.driver.failure.slow_ranks import SlowPolicy, SlowRank
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
+from tests import fake_time
 from tests.unit.driver.attempt.ranks import running
 from tests.unit.notes import Notes, noted
 
@@ -209,18 +210,9 @@ def test_checkpoints_and_files_are_brought_from_the_place_of_the_rank(bench: Ben
 # --- time ---
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
+class Clock(fake_time.Clock):
     def time_ns(self) -> int:
         return 5
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture

@@ -13,26 +13,14 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.worker_group import reservation
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks, request_for
 from ddptrain.errors import ClusterError
+from tests.fake_time import Clock
 
 WISH = SlotRequest(4, False, start_timeout_s=20.0, wait_s=60.0)
 
 
-class Clock:
-    """The module's time, which passes only when it sleeps or is told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+    made = Clock(1000.0)
     monkeypatch.setattr(reservation, "time", made)
     return made
 

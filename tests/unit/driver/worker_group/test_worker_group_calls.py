@@ -25,6 +25,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.worker import driver_calls
+from tests.fake_time import Clock
 from tests.unit.notes import Notes, noted
 from tests.unit.specs import make_spec
 
@@ -73,19 +74,6 @@ class Client:
         layers = [graph.layers[key] for key in keys]
         self.calls.append(("get", [layer.annotations.get("resources") for layer in layers], sync))
         return [Notes([], "future", key=key, done=lambda: False, status="pending") for key in keys]
-
-
-class Clock:
-    """The module's time, which passes only in sleep()."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Waits:

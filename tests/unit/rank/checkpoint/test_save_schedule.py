@@ -11,6 +11,7 @@ import pytest
 
 from ddptrain.rank.checkpoint import coordination
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveInterval, SaveSchedule
+from tests.fake_time import Clock
 from tests.unit.specs import make_spec
 
 
@@ -36,17 +37,6 @@ class Store:
     def _check(self) -> None:
         if self.broken:
             raise self.broken
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture

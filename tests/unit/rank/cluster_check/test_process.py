@@ -14,6 +14,7 @@ import torch
 from ddptrain.protocol.cluster_check import WAITED, ProbeLine, ProbePlan
 from ddptrain.rank.cluster_check import process
 from ddptrain.rank.cluster_check.process import Probe
+from tests.fake_time import Clock
 
 
 class Store:
@@ -36,25 +37,12 @@ class Store:
         return all(key in self.values for key in keys)
 
 
-class Clock:
-    """Seconds that pass only in sleep."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 class Bench:
     """A rank on a machine of its own: `groups` that it has measured in, and the lines that it has written."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
-        self.store, self.clock = Store(), Clock()
+        self.store, self.clock = Store(), Clock(0.0)
         self.lines: list[ProbeLine] = []
         self.groups: list[tuple[Any, ...]] = []
         self.broken: set[str] = set()
