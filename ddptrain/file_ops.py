@@ -1,4 +1,6 @@
-"""Atomic writes, appends, file locks and SHA-256: no other module calls os.replace, flock or hashlib.sha256.
+"""Atomic writes, appends, file locks, temporary folders and SHA-256.
+
+No other module calls os.replace, flock or hashlib.sha256.
 
 The functions raise OSError. `results/secure_files.py` adds the ownership checks that run directories need.
 """
@@ -10,9 +12,11 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CREATE = os.O_RDWR | os.O_CREAT
 APPEND = CREATE | os.O_APPEND
+_LOCK = ".lock"
 
 
 # --- Opening regular files ---
@@ -131,6 +136,52 @@ def wait_for_lock(descriptor: int, *, shared: bool = False) -> None:
 def unlock(descriptor: int) -> None:
     """Release the lock of an open file."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+# --- Temporary folders that do not outlive a killed process ---
+
+
+@contextmanager
+def temp_folder(prefix: str) -> Iterator[Path]:
+    """Yield a folder of make_temp_folder(), and delete it afterwards. Raises OSError."""
+    folder, lock = make_temp_folder(prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def make_temp_folder(prefix: str, parent: str | Path = "") -> tuple[Path, int]:
+    """Make a private folder in `parent` (default: the temporary folder), and delete those of killed processes there.
+
+    Also return the descriptor of the lock that shows that the folder is in use: the end of this process releases it.
+    Raises OSError.
+    """
+    parent = Path(parent or tempfile.gettempdir())
+    for old in parent.glob(f"{prefix}*/{_LOCK}"):
+        with suppress(OSError):  # it belongs to another user, or its file system has no locks
+            _remove_abandoned(old)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        lock = open_regular(folder / _LOCK, CREATE)
+        with suppress(OSError):  # without locks the folder is never considered abandoned
+            wait_for_lock(lock)
+        if folder.exists():
+            return folder, lock
+        os.close(lock)  # another process took the lock first, and deleted the folder
+
+
+def _remove_abandoned(lock_path: Path) -> None:
+    folder = lock_path.parent
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+        return
+    lock = open_regular(lock_path, os.O_RDWR)
+    try:
+        if try_lock(lock):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 # --- SHA-256 ---

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -35,8 +36,10 @@ ALLOWED_SKIPS = re.compile(
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     os.environ[leaks.MARK] = uuid.uuid4().hex
+    if not hasattr(config, "workerinput"):  # the test processes inherit the environment of this one
+        _use_own_temp_folder(config)
     # Hundreds of processes import ddptrain: without cached bytecode each compiles it again, for 0.2 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # pytest keeps the test files that it has rewritten: 10 s of CPU time in each process.
@@ -50,6 +53,26 @@ def pytest_configure() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def _use_own_temp_folder(config: pytest.Config) -> None:
+    """Have all processes put their temporary files into one folder, which is deleted at the end of the suite.
+
+    Killed processes and test servers leave files behind. pytest's own folders, which have longer paths, stay where they
+    are: a socket's path may have 107 bytes.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.TemporaryDirectory(prefix="ddptest-", ignore_cleanup_errors=True)
+    os.chmod(folder.name, 0o755)  # other users may go through it, as through /tmp
+    before = os.environ.get("TMPDIR")
+
+    def delete() -> None:
+        folder.cleanup()
+        tempfile.tempdir = None
+        os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
+
+    os.environ["TMPDIR"], tempfile.tempdir = folder.name, None
+    config.add_cleanup(delete)
 
 
 @pytest.hookimpl(wrapper=True)

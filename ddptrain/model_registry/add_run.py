@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import temp_folder
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry
@@ -68,8 +68,8 @@ def _whole(checkpoint: Path, names: tuple[str, ...]) -> Iterator[tuple[Path, tup
     if not is_sharded_checkpoint(checkpoint):
         yield checkpoint, names
         return
-    with TemporaryDirectory(prefix="ddptrain-") as scratch:
-        made = consolidate(checkpoint, Path(scratch) / checkpoint.name, max_file_bytes=sys.maxsize)
+    with temp_folder("ddptrain-consolidate-") as scratch:
+        made = consolidate(checkpoint, scratch / checkpoint.name, max_file_bytes=sys.maxsize)
         yield made.folder, made.files
 
 

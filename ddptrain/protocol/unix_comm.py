@@ -21,6 +21,7 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +38,7 @@ _HOST = "127.0.0.1"  # the host of these addresses, for processes that use IP (g
 _FOLDER = "ddptrain-sockets-"
 _SCHEDULER = "scheduler"
 _BACKLOG = 1024
+_START_S = 60.0  # in which a scheduler has created its socket
 _MOST_PATH_BYTES = 60  # of the folder that holds ours: the kernel takes 107 bytes for the whole path
 _numbers = itertools.count(1)
 
@@ -46,10 +48,12 @@ def make_socket_dir() -> Path:
     parent = Path(tempfile.gettempdir())
     if ":" in str(parent) or len(os.fsencode(parent)) > _MOST_PATH_BYTES:
         parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder of our own in it
-    for scheduler in parent.glob(f"{_FOLDER}*/{_SCHEDULER}"):
+    for folder in parent.glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError):
-            if scheduler.parent.lstat().st_uid == os.geteuid():
-                remove_dead_socket_dir(f"{PREFIX}{scheduler}")
+            status = folder.lstat()
+            is_new = time.time() - status.st_mtime < _START_S and not (folder / _SCHEDULER).exists()
+            if status.st_uid == os.geteuid() and not is_new:
+                remove_dead_socket_dir(f"{PREFIX}{folder / _SCHEDULER}")
     return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent))
 
 

@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddptrain import log
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.file_ops import make_temp_folder
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import environment
@@ -119,7 +119,7 @@ def _scratch(folder: str, *, owned: bool) -> Path:
         Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         if owned:
             return Path(folder)
-    return Path(tempfile.mkdtemp(prefix="ddptrain-worker-", dir=folder or None))
+    return make_temp_folder("ddptrain-worker-", folder)[0]
 
 
 def _clean_up(servers: _RankServers) -> None:

@@ -1,10 +1,11 @@
-"""Atomic writes, appends, locks and hashes; and that no other module has its own."""
+"""Atomic writes, appends, locks, temporary folders and hashes; and that no other module has its own."""
 
 from __future__ import annotations
 
 import ast
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -136,3 +137,59 @@ def test_device_or_fifo_is_never_replaced(tmp_path: Path) -> None:
             file_ops.write_atomic(path, b"x")
     assert stat.S_ISFIFO(fifo.stat().st_mode) and link.is_symlink()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["fifo", "link"]
+
+
+def test_temp_folder_is_private_and_deleted_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ops.tempfile, "tempdir", str(tmp_path))
+    with file_ops.temp_folder("sync-") as folder:
+        (folder / "sub").mkdir()
+        assert folder.parent == tmp_path and folder.name.startswith("sync-")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert os.listdir(tmp_path) == []
+
+
+def test_next_temp_folder_deletes_those_of_killed_processes(tmp_path: Path) -> None:
+    """And no other one: not those in use, of another kind, without a lock file, or behind a link."""
+    in_use, lock = file_ops.make_temp_folder("worker-", tmp_path)
+    killed, released = file_ops.make_temp_folder("worker-", tmp_path)
+    other, released_too = file_ops.make_temp_folder("sync-", tmp_path)
+    elsewhere, released_elsewhere = file_ops.make_temp_folder("target-", tmp_path)
+    (tmp_path / "worker-link").symlink_to(elsewhere)
+    (tmp_path / "worker-without").mkdir()
+    (killed / "checkpoint").mkdir()
+    for descriptor in (released, released_too, released_elsewhere):
+        os.close(descriptor)
+    made, lock_too = file_ops.make_temp_folder("worker-", tmp_path)
+    names = {"worker-link", "worker-without", other.name, elsewhere.name, in_use.name, made.name}
+    assert set(os.listdir(tmp_path)) == names and (elsewhere / ".lock").exists()
+    for descriptor in (lock, lock_too):
+        os.close(descriptor)
+
+
+def test_temp_folder_that_was_deleted_before_its_lock_was_taken_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+
+    def another_process_is_first(descriptor: int) -> None:
+        waits.append(descriptor)
+        if len(waits) == 1:
+            (folder,) = tmp_path.iterdir()
+            shutil.rmtree(folder)
+
+    monkeypatch.setattr(file_ops, "wait_for_lock", another_process_is_first)
+    folder, lock = file_ops.make_temp_folder("worker-", tmp_path)
+    assert len(waits) == 2 and list(tmp_path.iterdir()) == [folder]
+    os.close(lock)
+
+
+def test_temp_folder_is_made_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(file_ops, "wait_for_lock", no_locks)
+    monkeypatch.setattr(file_ops, "try_lock", no_locks)
+    made = [file_ops.make_temp_folder("worker-", tmp_path) for _ in range(2)]
+    assert {folder for folder, _ in made} == set(tmp_path.iterdir())
+    for _, lock in made:
+        os.close(lock)

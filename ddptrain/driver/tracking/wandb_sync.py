@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shlex
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from pathlib import Path
 from ddptrain.config.wording import counted
 from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.errors import RunLocked, UsageError
+from ddptrain.file_ops import temp_folder
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
@@ -102,8 +102,8 @@ def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> Sync
     """Sends what the server lacks of a run, until `deadline` (monotonic). Raises UsageError if there is no API key."""
     if view.layout.is_original:
         return _result(view, lambda: _sync_local(view, environ, deadline))
-    with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as folder:
-        stored = StoredWandbRun(RemoteFolder.open(view.layout.where), Path(folder) / "run")
+    with temp_folder("ddptrain-sync-") as folder:
+        stored = StoredWandbRun(RemoteFolder.open(view.layout.where), folder / "run")
         local_view = RunView(stored.layout, view.record)
         return _result(local_view, lambda: _sync_stored(view, local_view, stored, environ, deadline))
 
@@ -223,7 +223,7 @@ def _send(
     if left_s <= 0:
         return "the time limit (--timeout) was over before it began", {}
     known = wandb_parts(view.layout, view.record)
-    with tempfile.TemporaryDirectory(prefix="ddptrain-sync-") as scratch:
+    with temp_folder("ddptrain-sync-") as scratch:
         prepared: dict[RunPart, tuple[Path, int]] = {}
         problem = ""
         for number, part in enumerate(parts):
@@ -232,12 +232,12 @@ def _send(
                 continue
             family = [each for each in known if each.target == part.target]
             try:
-                prepared[part] = _prepare(part, family, view, Path(scratch) / str(number))
+                prepared[part] = _prepare(part, family, view, scratch / str(number))
             except _NotSent as error:
                 problem = problem or str(error)
         if not prepared:
             return problem, {}
-        cwd = Path(scratch) / "cwd"
+        cwd = scratch / "cwd"
         cwd.mkdir()
         output = sync_logs([log for log, _ in prepared.values()], env, cwd, left_s)
         for part, (log, _) in prepared.items():

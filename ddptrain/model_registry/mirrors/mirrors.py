@@ -22,6 +22,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import MirrorSettings
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
+from ddptrain.file_ops import temp_folder
 from ddptrain.log import Log
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.protocol.exec_env import without_working_directory
@@ -93,8 +94,8 @@ class ModelMirrors:
         requests = [dataclasses.replace(base, mirror=each.name, options=each.options) for each in self.mirrors]
         deadline = time.monotonic() + self.timeout_s
         try:
-            with tempfile.TemporaryDirectory(prefix="ddptrain-mirror-", ignore_cleanup_errors=True) as scratch:
-                results = self._run(requests, scratch, lambda: time.monotonic() > deadline or should_stop())
+            with temp_folder("ddptrain-mirror-") as scratch:
+                results = self._run(requests, str(scratch), lambda: time.monotonic() > deadline or should_stop())
         except OSError as error:  # a full disk
             results = [
                 MirrorResult(each.mirror, problem=f"it could not be started: {one_line(error)}") for each in requests

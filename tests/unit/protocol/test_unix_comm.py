@@ -8,6 +8,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ def test_folder_goes_with_a_scheduler_that_was_killed_and_stays_with_one_that_li
 
 def test_next_cluster_deletes_the_folder_of_a_scheduler_that_was_killed(folder: Path) -> None:
     """And nothing else: neither that of a scheduler that listens, nor one that has not begun to."""
-    killed, begins = unix_comm.make_socket_dir(), unix_comm.make_socket_dir()
+    killed, killed_early, begins = [unix_comm.make_socket_dir() for _ in range(3)]
+    os.utime(killed_early, (time.time() - 61,) * 2)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(unix_comm.scheduler_path(killed))
 
@@ -133,7 +135,7 @@ def test_next_cluster_deletes_the_folder_of_a_scheduler_that_was_killed(folder: 
             return await asked(unix_comm.scheduler_path(folder))
 
     assert asyncio.run(while_another_listens()) == "heard"
-    assert not killed.exists() and begins.exists()
+    assert not killed.exists() and not killed_early.exists() and begins.exists()
     unix_comm.remove_socket_dir(f"unix://{begins}/scheduler")
 
 

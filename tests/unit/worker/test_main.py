@@ -184,7 +184,12 @@ def test_removed_run_ends_its_ranks_and_deletes_its_files(dask: DaskBench) -> No
         assert not (scratch / "removed").exists()
         assert kept.said("ours")
         kept.remove("ours")
-        assert sorted(path.name for path in scratch.iterdir()) == ["dask-scratch-space", "rank-server.log", "token"]
+        assert sorted(path.name for path in scratch.iterdir()) == [
+            ".lock",
+            "dask-scratch-space",
+            "rank-server.log",
+            "token",
+        ]
 
 
 def test_slot_is_used_again_only_when_its_last_rank_has_ended(dask: DaskBench) -> None:
