@@ -51,6 +51,23 @@ def text_or_empty(path: Path) -> str:
         return ""
 
 
+def entries(folder: Path) -> list[Path]:
+    """Return the content of a folder; [] if it is not a folder or can't be read (Path.glob would raise)."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def is_utf8(name: str) -> bool:
+    """Return whether the name of a file can be encoded: names of local files may be arbitrary bytes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def why_not_private(folder: Path, status: os.stat_result) -> str:
     """Return why other users may have access to a folder, or that it is a symbolic link; "" if it is private.
 
