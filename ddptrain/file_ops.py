@@ -56,6 +56,37 @@ def text_or_empty(path: Path) -> str:
         return ""
 
 
+def entries(folder: Path) -> list[Path]:
+    """Return the content of a folder; [] if it is not a folder or can't be read (Path.glob would raise)."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def is_utf8(name: str) -> bool:
+    """Return whether the name of a file can be encoded: names of local files may be arbitrary bytes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def why_not_private(folder: Path, status: os.stat_result) -> str:
+    """Return why other users may have access to a folder, or that it is a symbolic link; "" if it is private.
+
+    status: of the open folder, or lstat() of its path.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not mode & 0o077:
+        return ""
+    return (
+        f"{folder} is a folder of user {status.st_uid} with mode {mode:04o}, but it must belong to user "
+        f"{os.geteuid()} with mode 0700: remove it"
+    )
+
+
 # --- Writing ---
 
 

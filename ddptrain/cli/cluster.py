@@ -235,10 +235,8 @@ def down(
                 _tell(_nothing_to_end(each, [other.name for other in cluster_records.every()]))
             except DdptrainError as error:
                 failed[each] = error
-    if json:
-        print_json({"ended": ended, "failed": {each: str(error) for each, error in failed.items()}})
-    for each in ended if not json else ():
-        write([f"cluster {each} is down"])
+    data = {"ended": ended, "failed": {each: str(error) for each, error in failed.items()}}
+    print_result(data, (f"cluster {each} is down" for each in ended), as_json=json)
     if not names:
         say("no clusters")
     _raise_all(list(failed.values()))

@@ -31,18 +31,18 @@ def say(text: str) -> None:
         print(ci.guard(os.environ)(sanitized(text)), file=sys.stderr, flush=True)
 
 
-def print_json(data: object) -> None:
-    """Print data as indented JSON on stdout; a number that is not finite is null."""
+def print_json(data: object, indent: int | None = 2) -> None:
+    """Print data as JSON on stdout, in one line without `indent`; a number that is not finite is null."""
     import json
 
     from ddptrain.results.run_record import as_json_data
 
-    write([json.dumps(as_json_data(data), indent=2, allow_nan=False)], is_json=True)
+    write([json.dumps(as_json_data(data), indent=indent, allow_nan=False)], is_json=True)
 
 
-def print_result(data: object, lines: Iterable[str], *, as_json: bool) -> None:
+def print_result(data: object, lines: Iterable[str], *, as_json: bool, indent: int | None = 2) -> None:
     """Print the data as JSON, or the lines."""
     if as_json:
-        print_json(data)
+        print_json(data, indent)
     else:
         write(lines)

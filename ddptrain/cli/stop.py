@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli.options import JsonOption, VerboseOption
-from ddptrain.cli.printing import say, write
+from ddptrain.cli.printing import print_result, say
 
 if TYPE_CHECKING:
     from ddptrain.driver.control.stop import StopTarget
@@ -32,8 +32,6 @@ def stop(
     It works in any shell, and on any host, that sees the run's directory; a run in an object store is stopped
     on its driver's host.
     """
-    import json
-
     from ddptrain.driver.control.stop import is_active, stop_run
     from ddptrain.text_tables import clean_line
 
@@ -43,14 +41,11 @@ def stop(
     was_active = is_active(target.look())
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
     fields = {"run_id": ended.run_id, "status": str(ended.status), "exit_code": ended.record.exit_code}
-    line = json.dumps(fields) if as_json else clean_line(_words(ended, was_active=was_active))
-    write([line], is_json=as_json)
+    print_result(fields, [clean_line(_words(ended, was_active=was_active))], as_json=as_json, indent=None)
 
 
 def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
     """Stop a sweep, if this is the name of one; return whether it is."""
-    import json
-
     from ddptrain.sweep.stop import find_target, stop_sweep
 
     target = find_target(runs_dir, name)
@@ -60,7 +55,7 @@ def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
     fields = {"sweep_id": record.sweep_id, "status": record.status, "exit_code": record.exit_code}
     hint = "; continue with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
     ended = f"{'' if was_running else 'is not running, it has ended: '}{record.status} (exit code {record.exit_code})"
-    write([json.dumps(fields) if as_json else f"sweep {target.name} {ended}{hint}"], is_json=as_json)
+    print_result(fields, [f"sweep {target.name} {ended}{hint}"], as_json=as_json, indent=None)
     return True
 
 

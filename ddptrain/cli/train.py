@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli import options as opt
-from ddptrain.cli.printing import say, write
+from ddptrain.cli.printing import print_json, say, write
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
@@ -101,7 +101,6 @@ def start(
 def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     """Start the same command as a detached process; print its run id, and how to follow and stop it."""
     import dataclasses
-    import json
     import shlex
 
     from ddptrain.driver.control.detach import EndedEarly, start_detached
@@ -113,7 +112,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
         say(begun.output.rstrip("\n"))
         return begun.exit_code
     if as_json:
-        write([json.dumps({"event": "run_detached", **dataclasses.asdict(begun)})], is_json=True)
+        print_json({"event": "run_detached", **dataclasses.asdict(begun)}, indent=None)
         return 0
     run = begun.run_id if runs_dir == "runs" else shlex.quote(begun.run_dir)
     lines = [

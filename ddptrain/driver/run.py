@@ -214,7 +214,6 @@ class _Run:
         return open_display(
             self.options.output,
             self.writer.layout.logs_dir,
-            0,
             self.writer.run_id,
             stdout=sys.stderr if self.options.to_stderr else None,
             all_ranks=self.options.all_ranks,

@@ -10,12 +10,11 @@ import contextlib
 import os
 import shutil
 import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from ddptrain.errors import ClusterError
-from ddptrain.file_ops import wait_for_lock
+from ddptrain.file_ops import wait_for_lock, why_not_private
 
 LOG_FILE = "log"  # the output of the server
 _SOCKET = "socket"
@@ -87,7 +86,8 @@ def _lock(path: Path) -> int:
         except OSError as error:
             raise ClusterError(f"{path} is not a usable folder: {error.strerror}; remove it") from error
         try:
-            _check_private(path, os.fstat(fd))
+            if problem := why_not_private(path, os.fstat(fd)):
+                raise ClusterError(problem)
             wait_for_lock(fd)
             if _is_at(path, fd):
                 return fd
@@ -103,14 +103,6 @@ def _is_at(path: Path, fd: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
         return False
-
-
-def _check_private(path: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ClusterError(
-            f"{path} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}, but it must belong "
-            f"to user {os.getuid()} with mode 0700: remove it"
-        )
 
 
 def _new_socket() -> socket.socket:

@@ -18,7 +18,6 @@ import itertools
 import os
 import shutil
 import socket
-import stat
 import struct
 import tempfile
 import time
@@ -31,6 +30,8 @@ from distributed.comm.registry import Backend, backends
 from distributed.comm.tcp import MAX_BUFFER_SIZE, TCP
 from tornado.iostream import IOStream
 from tornado.netutil import add_accept_handler
+
+from ddptrain.file_ops import why_not_private
 
 SCHEME = "unix"
 PREFIX = f"{SCHEME}://"
@@ -143,7 +144,8 @@ class UnixListener(BaseListener):
 
     async def start(self) -> None:
         """Listen. Raises OSError if the folder is missing, or other users have access to it."""
-        _check_folder(self.path.parent)
+        if problem := why_not_private(self.path.parent, self.path.parent.lstat()):
+            raise PermissionError(problem)
         self.path.unlink(missing_ok=True)
         listening = socket.socket(socket.AF_UNIX)
         try:
@@ -233,15 +235,6 @@ class _UnixSocket(socket.socket):
 
 def _stream(connection: socket.socket) -> IOStream:
     return IOStream(_UnixSocket(fileno=connection.detach()), max_buffer_size=MAX_BUFFER_SIZE)
-
-
-def _check_folder(folder: Path) -> None:
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(
-            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, but it belongs to user {status.st_uid} "
-            f"with mode {stat.S_IMODE(status.st_mode):04o}"
-        )
 
 
 def _check_peer(connection: socket.socket) -> None:

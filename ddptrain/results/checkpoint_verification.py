@@ -14,6 +14,7 @@ from typing import Any
 from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import MANIFEST, RunLayout, step_of
+from ddptrain.results.metrics import is_number
 from ddptrain.results.secure_files import read_bytes
 
 
@@ -137,7 +138,7 @@ def _is_count(value: object) -> bool:
 
 def _is_finite(value: object) -> bool:
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return is_number(value) and math.isfinite(value)
     except OverflowError:
         return False
 

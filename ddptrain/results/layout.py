@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
 from ddptrain.config.wording import shorten
+from ddptrain.file_ops import entries
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.remote.local_copy import origin_of, where_of
 
@@ -98,7 +99,7 @@ class RunLayout:
     def logs(self) -> dict[int, Path]:
         """Return the existing logs by rank, in the order of ranks."""
         elsewhere = {self.root / path for path in self._elsewhere("logs/")}
-        found = ((_LOG_NAME.fullmatch(path.name), path) for path in {*_entries(self.logs_dir), *elsewhere})
+        found = ((_LOG_NAME.fullmatch(path.name), path) for path in {*entries(self.logs_dir), *elsewhere})
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def artifacts(self) -> dict[str, int]:
@@ -127,13 +128,6 @@ def files_below(folder: Path) -> Iterator[tuple[Path, int]]:
                 state = path.lstat()
                 if stat.S_ISREG(state.st_mode):
                     yield path, state.st_size
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def new_run_id(name: str, now: datetime | None = None) -> str:

@@ -97,6 +97,12 @@ def moment(text: str | None) -> datetime | None:
     return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
+def time_text(text: str | None) -> str:
+    """Return a time of run.json as people write it, to the second; "" for none, and for other text."""
+    parsed = moment(text)
+    return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else ""
+
+
 def list_runs(runs_dir: Path) -> list[RunView]:
     """Return every run of the folder, newest first; none if there is no folder. Raises UsageError."""
     try:

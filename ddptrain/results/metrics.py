@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ddptrain.file_ops import open_regular
 from ddptrain.results.errors import naming
@@ -91,7 +91,7 @@ def _parse(raw: bytes) -> MetricLine | None:
     values = {
         name: _number(value)
         for name, value in fields.items()
-        if name not in _POSITION and (value is None or _is_number(value))
+        if name not in _POSITION and (value is None or is_number(value))
     }
     return MetricLine(
         _number(fields.get("time_s")) or 0.0,
@@ -103,13 +103,14 @@ def _parse(raw: bytes) -> MetricLine | None:
     )
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of JSON is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _number(value: Any) -> float | None:
     try:
-        number = float(value) if _is_number(value) else math.nan
+        number = float(value) if is_number(value) else math.nan
     except OverflowError:
         return None
     return number if math.isfinite(number) else None

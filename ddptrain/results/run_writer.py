@@ -222,14 +222,11 @@ class RunWriter:
             if self.loss is None:
                 self._events.append({"time_s": time.time(), **kept})
 
-    def metrics(self, event: Metrics, rank: int) -> None:
-        """Append one line to metrics.jsonl; run.json follows a second or more later, or with the next call."""
-        with self._mutex:
-            self.add_metrics([event], rank)
-            self.flush()
-
     def add_metrics(self, logged: Iterable[Metrics], rank: int) -> None:
-        """Append lines to metrics.jsonl with the next flush(); run.json never has metrics that are not in the file."""
+        """Append lines to metrics.jsonl with the next flush(); run.json follows a second or more later.
+
+        It never has metrics that are not in the file.
+        """
         attempt = self._record.attempts[-1].attempt if self._record.attempts else 1
         with self._mutex:
             for event in logged:

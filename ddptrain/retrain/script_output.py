@@ -11,6 +11,7 @@ from ddptrain.config.run_config import ScriptWorkload
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import sha256
+from ddptrain.results.metrics import is_number
 
 _METRICS_BYTES = 1 << 20
 
@@ -45,9 +46,7 @@ def read_metrics(path: Path) -> dict[str, float]:
         raise UsageError(
             f'{path} is not JSON ({shorten(str(error))}); write an object such as {{"val/loss": 2.1}}'
         ) from None
-    numbers = isinstance(raw, dict) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) for value in raw.values()
-    )
+    numbers = isinstance(raw, dict) and all(map(is_number, raw.values()))
     if not numbers:
         raise UsageError(f'{path} must have names and numbers, such as {{"val/loss": 2.1}}, not {shorten(repr(raw))}')
     return {str(name): float(value) for name, value in raw.items()}

@@ -181,14 +181,13 @@ class Start:
             except WriteConflict:  # another process with overlap: allow was faster
                 continue
 
-    def new_record(self, status: RetrainStatus = RetrainStatus.RUNNING) -> RetrainRecord:
+    def new_record(self) -> RetrainRecord:
         """Return a record of this start, without a number."""
         return RetrainRecord(
             number=0,
             model=self.settings.model,
             started_at=utc_now(),
             config=self.digest,
-            status=status,
             slot=self.options.slot,
             forced=self.options.force,
             user=user_name(),

@@ -21,7 +21,7 @@ from ddptrain.schedule.times import Schedule, parse_schedule
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An installed schedule.
+    """A schedule: an installed one, or, without model, target and added_at, one that is only to be checked.
 
     config, workdir, files: absolute paths. target: systemd, cron, kubernetes, github or gitlab. added_at: ISO 8601 in
     UTC. namespace: of Kubernetes. system: whether it is a unit of the system. models_dir: the registry, if it is not
@@ -48,16 +48,16 @@ class Entry:
         return parse_schedule(self.at, self.zone)
 
     @property
-    def added(self) -> datetime:
-        """When it was installed."""
-        return datetime.fromisoformat(self.added_at)
+    def added(self) -> datetime | None:
+        """When it was installed; None if it is not."""
+        return datetime.fromisoformat(self.added_at) if self.added_at else None
 
     @classmethod
     def from_json(cls, data: bytes, path: Path) -> Self:
         """Read the file; fields of newer versions are ignored. Raises UsageError."""
         try:
             entry = cast(Self, decode_known_fields(cls, json.loads(data)))
-            _ = entry.schedule, entry.added
+            _ = entry.schedule, datetime.fromisoformat(entry.added_at)
         except (ValueError, AttributeError, TypeError, RecursionError, UsageError) as error:
             raise UsageError(f"{path} is damaged ({error}): delete it, and add the schedule again") from None
         return entry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -123,38 +123,6 @@ def _why_late(slot: datetime, records: Sequence[RetrainRecord], succeeded: datet
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """A model that should be retrained on a schedule. name: of the installed schedule, or the configuration.
-
-    since: when the schedule was installed; None if it is not known. secrets_file: the file with secret variables.
-    models_dir: the registry; "" for the one of the configuration.
-    """
-
-    name: str
-    config: Path
-    workdir: Path
-    schedule: Schedule
-    jitter_s: int = 0
-    since: datetime | None = None
-    secrets_file: Path | None = None
-    models_dir: str = ""
-
-    @classmethod
-    def of(cls, entry: Entry) -> Watched:
-        """Return what an installed schedule watches."""
-        return cls(
-            name=entry.name,
-            config=Path(entry.config),
-            workdir=Path(entry.workdir),
-            schedule=entry.schedule,
-            jitter_s=entry.jitter_s,
-            since=entry.added,
-            secrets_file=env_file(entry.name),
-            models_dir=entry.models_dir,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """What was found of one model. problem: why it could not be looked at, in one line; then `judgement` is None.
 
@@ -177,47 +145,47 @@ class Finding:
         return self.judgement is not None and self.judgement.state is State.LATE
 
 
-def look(watched: Watched, grace: timedelta, *, notify: bool = False, with_missed: bool = False) -> Finding:
+def look(entry: Entry, grace: timedelta, *, notify: bool = False, with_missed: bool = False) -> Finding:
     """Look at one model. notify: whether users are told that it is late, once until the next success. Raises nothing.
 
     with_missed: whether `missed` is filled in, which reads more records.
     """
     try:
-        with _as_scheduled(watched):
-            return _look(watched, grace, notify=notify, with_missed=with_missed)
+        with _as_scheduled(entry):
+            return _look(entry, grace, notify=notify, with_missed=with_missed)
     except DdptrainError as error:
-        _log.warning("schedule not checked", schedule=watched.name, reason=str(error))
-        return Finding(watched.name, problem=str(error).replace("\n", "; "), next=watched.schedule.next(_now()))
+        _log.warning("schedule not checked", schedule=entry.name, reason=str(error))
+        return Finding(entry.name, problem=str(error).replace("\n", "; "), next=entry.schedule.next(_now()))
 
 
-def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool) -> Finding:
-    resolved = load_config(watched.config)
+def _look(entry: Entry, grace: timedelta, *, notify: bool, with_missed: bool) -> Finding:
+    resolved = load_config(entry.config)
     config = resolved.config
     if config.retrain is None:
-        raise UsageError(f"{watched.config}: retrain: is missing, so it can't have a schedule")
+        raise UsageError(f"{entry.config}: retrain: is missing, so it can't have a schedule")
     model = config.retrain.model
-    place = watched.models_dir or config.models.dir
-    registry = ModelReader.open(place if is_url(place) else str(watched.workdir / Path(place).expanduser()))
+    place = entry.models_dir or config.models.dir
+    registry = ModelReader.open(place if is_url(place) else os.path.join(entry.workdir, Path(place).expanduser()))
     retrainings = RetrainRecords(registry.folder, model)
     records = retrainings.newest(_READ_FOR_MISSED if with_missed else _READ_RECORDS)
-    now, allowed = _now(), timedelta(seconds=watched.jitter_s) + grace
-    judgement = judge(watched.schedule, records, now, allowed=allowed, since=watched.since)
+    now, allowed = _now(), timedelta(seconds=entry.jitter_s) + grace
+    judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added)
     if judgement.state is State.LATE and is_being_retrained(registry.folder, model):
-        judgement = judge(watched.schedule, records, now, allowed=allowed, since=watched.since, is_running=True)
+        judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added, is_running=True)
     missed: Sequence[datetime] = ()
-    if with_missed and watched.since is not None:
+    if with_missed and entry.added is not None:
         slots = [str(skip.get("slot", "")) for skip in retrainings.skips()]
-        missed = missed_times(watched.schedule, records, slots, now, allowed=allowed, since=watched.since)
+        missed = missed_times(entry.schedule, records, slots, now, allowed=allowed, since=entry.added)
     notified: list[str] = []
     warnings: list[str] = []
     if notify and judgement.state is State.LATE:
-        notified, warnings = _tell_once(watched, resolved, retrainings, judgement, registry)
+        notified, warnings = _tell_once(entry, resolved, retrainings, judgement, registry)
     return Finding(
-        name=watched.name,
+        name=entry.name,
         model=model,
         judgement=judgement,
         last=records[0] if records else None,
-        next=watched.schedule.next(now),
+        next=entry.schedule.next(now),
         missed=tuple(missed),
         told=tuple(notified),
         warnings=tuple(warnings),
@@ -225,7 +193,7 @@ def _look(watched: Watched, grace: timedelta, *, notify: bool, with_missed: bool
 
 
 def _tell_once(
-    watched: Watched, resolved: ResolvedConfig, retrainings: RetrainRecords, judgement: Judgement, registry: ModelReader
+    entry: Entry, resolved: ResolvedConfig, retrainings: RetrainRecords, judgement: Judgement, registry: ModelReader
 ) -> tuple[list[str], list[str]]:
     """Tell users that the model is late, unless they know it; return who was told, and what was not delivered."""
     config = resolved.config
@@ -245,8 +213,8 @@ def _tell_once(
         reason=judgement.reason,
         champion=registry.state(config.retrain.model).version_of("champion"),
         host=socket.gethostname(),
-        folder=str(watched.workdir),
-        config=str(watched.config),
+        folder=entry.workdir,
+        config=entry.config,
         runs_dir=config.results.dir,
         models_dir=config.models.dir,
     )
@@ -258,14 +226,14 @@ def _tell_once(
 
 
 @contextmanager
-def _as_scheduled(watched: Watched) -> Iterator[None]:
+def _as_scheduled(entry: Entry) -> Iterator[None]:
     """Enter the folder in which the schedule runs, with its secret variables, for the block. Raises UsageError."""
     before, folder = dict(os.environ), os.getcwd()
-    added: Mapping[str, str] = read_env_file(watched.secrets_file) if watched.secrets_file else {}
+    added = read_env_file(env_file(entry.name)) if entry.added else {}
     try:
-        os.chdir(watched.workdir)
+        os.chdir(entry.workdir)
     except OSError as error:
-        raise UsageError(f"cannot enter the folder {watched.workdir}: {error.strerror}") from None
+        raise UsageError(f"cannot enter the folder {entry.workdir}: {error.strerror}") from None
     try:
         os.environ.update({name: value for name, value in added.items() if name not in before})
         yield

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ddptrain import ci, text_tables
+from ddptrain import text_tables
 from ddptrain.config.wording import counted
 from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.display import Display
-from ddptrain.driver.display.jsonl import JsonRenderer
-from ddptrain.driver.display.live import LiveRenderer
-from ddptrain.driver.display.output_stream import Stream
-from ddptrain.driver.display.plain import PlainRenderer
 from ddptrain.driver.display.progress_bars import Piece, Row
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
 from ddptrain.sweep.trial import Trial
@@ -50,26 +40,6 @@ class TrialRows:
         parts = [text_tables.duration(elapsed_s), ended_words(self._record) + more, best, self._eta(), self.status]
         last = " · ".join(part for part in parts if part)
         return [(Piece(terminal.cropped(text, columns)),) for text in [*shown, last]]
-
-
-def open_sweep_display(mode: str, rows: TrialRows, folder: Path) -> Display:
-    """Start the display of a sweep; mode is "auto", "live", "plain" or "json". Raises UsageError."""
-    environ = os.environ
-    aborted = threading.Event()
-    guard = ci.json_guard(environ) if mode == "json" else ci.guard(environ)
-    out = Stream(sys.stdout, aborted.is_set, guard)
-    err = Stream(sys.stderr, aborted.is_set, ci.guard(environ))
-    colour = terminal.wants_colour(out.is_terminal, environ)
-    renderer: output_api.Renderer
-    match terminal.choose_mode(mode, out.is_terminal, environ):
-        case "json":
-            renderer = JsonRenderer(out, err)
-        case "plain":
-            renderer = PlainRenderer(out, err, colour)
-        case _:
-            size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, err, size, colour, "", bars=rows)
-    return Display(renderer, out, err, folder, aborted).start()
 
 
 def trial_event(kind: str, record: TrialRecord) -> dict[str, Any]:

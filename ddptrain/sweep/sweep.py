@@ -18,7 +18,7 @@ from ddptrain.config.wording import counted
 from ddptrain.driver.attempt.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.cluster_session import Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
-from ddptrain.driver.display import Display
+from ddptrain.driver.display import Display, open_display
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
 from ddptrain.log import Log
@@ -121,7 +121,7 @@ class Sweep:
         self._began_s = time.monotonic()
         self._saved_s = 0.0
         rows = output.TrialRows(self.record, lambda: list(self.running.values()), self._eta)
-        self.display: Display = output.open_sweep_display(options.output, rows, home.folder)
+        self.display: Display = open_display(options.output, home.folder, "", bars=rows)
         home.listen(lambda text: self.display.notice(text, level="warning"), lambda lost: inbox.put(ResultsLost(lost)))
 
     def run(self) -> int:

@@ -24,7 +24,7 @@ from ddptrain.tracking.items import Image, Item, Numbers, Table
 from ddptrain.tracking.protocol import Facts, State
 
 FOLDER = "tensorboard"
-_VERSION = "brain.Event:2"  # of the file format
+FILE_VERSION = "brain.Event:2"  # of the file format
 _MAX_ROWS = 100  # of a table, which TensorBoard shows as text
 _CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # number of channels by the color type of a PNG
 
@@ -48,11 +48,11 @@ class TensorBoardTracker:
         name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version=_VERSION))
+        self._write(Event(wall_time=time.time(), file_version=FILE_VERSION))
         self._purge = facts.resumed
         self._resumed_from = facts.resumed_from
         if not facts.resumed:
-            self._add(time.time(), 0, [_text("config", _as_markdown(facts.config))])
+            self._add(time.time(), 0, [text_value("config", _as_markdown(facts.config))])
         facts.found({"folder": f"tracking/{below}"})
 
     def log(self, item: Item) -> None:
@@ -66,7 +66,7 @@ class TensorBoardTracker:
             case Image():
                 self._add(item.time_ns / 1e9, self._step(item.step, None, item.name), [_image(item)])
             case Table():
-                text = _text(item.name, _rows(item))
+                text = text_value(item.name, _rows(item))
                 self._add(item.time_ns / 1e9, self._step(item.step, None, item.name), [text])
             case _:
                 pass
@@ -107,7 +107,8 @@ def _image(image: Image) -> Any:
     return Summary.Value(tag=image.name, image=made)
 
 
-def _text(tag: str, text: str) -> Any:
+def text_value(tag: str, text: str) -> Any:
+    """Returns what TensorBoard shows as Markdown."""
     tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", "backslashreplace")])
     tensor.tensor_shape.dim.add(size=1)
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))

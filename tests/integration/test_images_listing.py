@@ -129,7 +129,6 @@ def test_a_listing_gets_over_errors_resets_and_answers_that_break_off(bucket: Im
     proxy.inject(Fault("status", status=500, first=1), Fault("reset", first=1), Fault("truncate", first=2))
     found = list_images(Location(bucket.url, bucket.signed_options(proxy.url)))
     assert sorted(item.key for images in found.by_class.values() for item in images) == list(bucket.keys)
-    assert found.n_images == len(bucket.keys)
     assert proxy.counts()["faults"] == 4
 
 

@@ -19,8 +19,8 @@ from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
-from ddptrain.schedule.monitor import State, Watched, look
-from ddptrain.schedule.times import parse_schedule
+from ddptrain.schedule.entries import Entry
+from ddptrain.schedule.monitor import State, look
 from tests.integration.s3server import s3_server
 from tests.integration.seaweed import seaweed
 
@@ -111,7 +111,8 @@ def test_schedule_check_sees_retrainings_in_a_store(url: str, tmp_path: Path) ->
         f'workload: petnames\nretrain: {{model: petnames}}\nmodels: {{dir: "{url}"}}\n'
         "notify: {urls: ['json://127.0.0.1:9/']}\n"
     )
-    watched = Watched("petnames", tmp_path / "nightly.yaml", tmp_path, parse_schedule("every 1m"))
+    config = str(tmp_path / "nightly.yaml")
+    watched = Entry("petnames", "", config, str(tmp_path), "every 1m", "UTC", target="", added_at="")
     registry = ModelRegistry.open(url)
     records = RetrainRecords(registry.folder, "petnames")
 

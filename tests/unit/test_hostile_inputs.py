@@ -232,7 +232,8 @@ def test_event_of_a_rank_gone_wrong_is_written_or_refused(folder: Path, event: A
         (staged / "model.safetensors").write_bytes(b"w")
         with suppress(ResultsError):
             if isinstance(decoded, events.Metrics):
-                writer.metrics(decoded, 0)
+                writer.add_metrics([decoded], 0)
+                writer.flush()
             elif isinstance(decoded, events.CheckpointSaved):
                 writer.adopt_checkpoint(0, decoded, staged, CheckpointPolicy())
             elif isinstance(decoded, events.FileSaved):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
-from ddptrain.cli.printing import say, write
+from ddptrain.cli.printing import print_result, say
 
 
 def generate(
@@ -25,17 +25,13 @@ def generate(
 ) -> None:
     """Make new pet names with a trained run, one per line; none of them is in the run's own list."""
     import dataclasses
-    import json
 
     from ddptrain.config.wording import counted
     from ddptrain.workloads.petnames.generate import generate_names
 
     run_dir, source = open_trained(run, runs_dir, models_dir, "petnames")
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
-    if as_json:
-        write([json.dumps({**source, **dataclasses.asdict(made)})], is_json=True)
-    else:
-        write(made.names)
+    print_result({**source, **dataclasses.asdict(made)}, made.names, as_json=as_json, indent=None)
     dropped, were = made.dropped_known, "was" if made.dropped_known == 1 else "were"
     remarks = [
         f"the seed was {made.seed}" if seed is None else "",

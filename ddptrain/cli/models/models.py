@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddptrain.cli.options import JsonOption
-from ddptrain.cli.printing import print_result, say
+from ddptrain.cli.printing import print_json, print_result, say, write
 
 if TYPE_CHECKING:
     from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
@@ -361,13 +361,15 @@ def _registry(ctx: typer.Context, models_dir: str | None) -> ModelRegistry:
 
 
 def _report(registry: ModelRegistry, model: str, change: Change | None, unchanged: str, *, as_json: bool) -> None:
-    text = unchanged
-    if change is not None:
-        aliases = ", ".join(f"{alias} {version}" for alias, version in sorted(change.aliases.items()))
+    if as_json:
+        aliases = dict(registry.state(model).aliases)
+        print_json({"change": change.as_dict() if change else None, "aliases": aliases})
+    elif change is None:
+        write([unchanged])
+    else:
+        shown = ", ".join(f"{alias} {version}" for alias, version in sorted(change.aliases.items())) or "none"
         what = f"{change.action} {change.alias}".strip()
-        text = f"{model}: version {change.version} {what}; aliases: {aliases or 'none'}"
-    now = dict(registry.state(model).aliases) if as_json else {}
-    print_result({"change": change.as_dict() if change else None, "aliases": now}, [text], as_json=as_json)
+        write([f"{model}: version {change.version} {what}; aliases: {shown}"])
 
 
 def _row(record: VersionRecord, state: ModelState) -> tuple[str, ...]:

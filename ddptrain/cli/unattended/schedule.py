@@ -14,7 +14,7 @@ from ddptrain.schedule.target_name import TargetName
 
 if TYPE_CHECKING:
     from ddptrain.schedule.entries import Entry
-    from ddptrain.schedule.monitor import Finding, Watched
+    from ddptrain.schedule.monitor import Finding
 
 app = typer.Typer(name="schedule", help="Retrain at given times: add, list, check, remove.", no_args_is_help=True)
 
@@ -95,12 +95,12 @@ def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
     from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import ExitCode
     from ddptrain.schedule.entries import Entries
-    from ddptrain.schedule.monitor import Watched, look
+    from ddptrain.schedule.monitor import look
     from ddptrain.text_tables import clean_table
 
     entries, problems = Entries().readable()
     grace = timedelta(seconds=duration_s(_GRACE))
-    found = [(entry, look(Watched.of(entry), grace, with_missed=True)) for entry in entries]
+    found = [(entry, look(entry, grace, with_missed=True)) for entry in entries]
     if json:
         print_json([_listed(entry, finding) for entry, finding in found])
     elif found:
@@ -150,9 +150,9 @@ def check(
     from ddptrain.schedule.monitor import look
 
     allowed = timedelta(seconds=parsed("--grace", grace, duration_s))
-    watched, problems = _watched(configs or [], at, timezone)
+    entries, problems = _to_check(configs or [], at, timezone)
     with Entries().locked("check", wait=False) as alone:  # two checks at a time would tell it twice
-        found = [look(each, allowed, notify=notify and alone) for each in watched]
+        found = [look(each, allowed, notify=notify and alone) for each in entries]
     if json:
         print_json([_checked(finding) for finding in found])
     elif not quiet:
@@ -167,15 +167,14 @@ def check(
     return ExitCode.CLUSTER if problems else ExitCode.SUCCEEDED
 
 
-def _watched(configs: list[str], at: str, timezone: str) -> tuple[list[Watched], list[str]]:
-    """The models to check: all installed schedules, those of the configurations, or the configurations at a time.
+def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], list[str]]:
+    """The schedules to check: all installed schedules, those of the configurations, or the configurations at a time.
 
     Also returns a line for each installed schedule that can't be read.
     """
     from ddptrain.config.config_file import find_config
     from ddptrain.errors import UsageError
-    from ddptrain.schedule.entries import Entries
-    from ddptrain.schedule.monitor import Watched
+    from ddptrain.schedule.entries import Entries, Entry
     from ddptrain.schedule.times import host_zone, parse_schedule
 
     paths = [find_config(config).absolute() for config in configs]
@@ -183,14 +182,15 @@ def _watched(configs: list[str], at: str, timezone: str) -> tuple[list[Watched],
         if not paths:
             raise UsageError("--at needs a CONFIG: installed schedules have times of their own")
         schedule = parse_schedule(at, timezone or host_zone())
-        return [Watched(path.stem, path, Path.cwd(), schedule) for path in paths], []
+        common = (str(Path.cwd()), schedule.text, schedule.zone, "", "")
+        return [Entry(path.stem, "", str(path), *common) for path in paths], []
     if timezone:
         raise UsageError("--timezone is for --at: installed schedules have time zones of their own")
     entries, problems = Entries().readable()
     known = {entry.config for entry in entries}
     if unknown := [path for path in paths if str(path) not in known]:
         raise UsageError(f"no schedule of {unknown[0]} is installed here: give --at, as in --at 'Mon 03:00'")
-    return [Watched.of(entry) for entry in entries if not paths or entry.config in map(str, paths)], problems
+    return [entry for entry in entries if not paths or entry.config in map(str, paths)], problems
 
 
 def _after(name: str, target: TargetName, following: datetime, *, installed: bool) -> list[str]:

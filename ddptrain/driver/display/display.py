@@ -23,7 +23,7 @@ from ddptrain.driver.display.ci_folding import FoldingRenderer
 from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.line_assembler import RankLine
-from ddptrain.driver.display.live import LiveRenderer
+from ddptrain.driver.display.live import LiveRenderer, LiveRows
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
@@ -332,7 +332,6 @@ class Display:
 def open_display(
     mode: str,
     logs_dir: Path,
-    world_size: int,
     run_id: str,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
@@ -340,13 +339,14 @@ def open_display(
     *,
     all_ranks: bool = False,
     stage: str = "",
+    bars: LiveRows | None = None,
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    `world_size` is 0 while it is not known: `expect` tells it later. "live" without a terminal is "plain". From 17
-    ranks on, ranks are shown as a group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "".
-    In a CI job, "plain" folds long output of ranks. Raises UsageError for an unknown mode, and for an unknown value of
-    DDPTRAIN_CI.
+    `expect` tells it the number of ranks. "live" without a terminal is "plain". From 17 ranks on, ranks are shown as a
+    group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "". In a CI job, "plain" folds long
+    output of ranks. `bars` are shown instead of those of the ranks. Raises UsageError for an unknown mode, and for an
+    unknown value of DDPTRAIN_CI.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
@@ -364,9 +364,6 @@ def open_display(
                 renderer = FoldingRenderer(renderer, out, service)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks)
+            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, bars=bars)
     groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
-    display = Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks)
-    if world_size:
-        display.expect(world_size)
-    return display.start()
+    return Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks).start()

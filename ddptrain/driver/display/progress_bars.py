@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.grouping import MIN_RANKS
 from ddptrain.protocol.events import Progress
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.results.system.use import SystemSummary
 
 MIN_BAR, MAX_BAR, GAP = 8, 40, 2  # terminal columns
 LEFT = ("name", "host")  # columns before the bar; all others come after it
@@ -125,49 +125,6 @@ class RankBar:
         state = "" if self.pace.eta_s is None else f"ETA {_clock(self.pace.eta_s)}"
         state = state if self.state == "running" else self.state
         return {"name": f"rank {self.rank}", "host": self.host} | _columns(self.pace, self.loss, state)
-
-
-class SystemSummary:
-    """The use of all hosts and GPUs of a run in a few words; it keeps the newest sample of each host and rank."""
-
-    def __init__(self) -> None:
-        self._hosts: dict[str, Mapping[str, float]] = {}
-        self._ranks: dict[str, Mapping[str, float]] = {}
-
-    def add(self, sample: SystemSample) -> None:
-        """Take a sample in."""
-        self._hosts[sample.host] = sample.use
-        self._ranks |= sample.ranks
-
-    def facts(self) -> list[str]:
-        """As "GPU 93 % 61/80 GB 71 °C", "CPU 45 %", "memory 12/64 GB": means of use, and the fullest and hottest."""
-        found = []
-        gpus = [use for use in self._ranks.values() if "gpu_memory_bytes" in use]
-        if gpus:
-            percent = [use["gpu_percent"] for use in gpus if "gpu_percent" in use]
-            heat = [use["gpu_temperature_c"] for use in gpus if "gpu_temperature_c" in use]
-            words = ["GPU"] + ([f"{sum(percent) / len(percent):.0f} %"] if percent else [])
-            words += [_fullest(gpus, "gpu_memory")] + ([f"{max(heat):.0f} °C"] if heat else [])
-            found.append(" ".join(filter(None, words)))
-        hosts = [*self._hosts.values()]
-        if busy := [use["cpu_percent"] for use in hosts if "cpu_percent" in use]:
-            found.append(f"CPU {sum(busy) / len(busy):.0f} %")
-        if memory := _fullest(hosts, "memory"):
-            found.append(f"memory {memory}")
-        return found
-
-
-def _fullest(uses: list[Mapping[str, float]], name: str) -> str:
-    """Used and total gigabytes of the fullest one; "" if none is known."""
-    known = [(use[f"{name}_bytes"], use[f"{name}_total_bytes"]) for use in uses if use.get(f"{name}_total_bytes")]
-    if not known:
-        return ""
-    used, total = max(known, key=lambda pair: pair[0] / pair[1])
-    return f"{_gigabytes(used)}/{_gigabytes(total)} GB"
-
-
-def _gigabytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.0f}" if size_bytes >= 10e9 else f"{size_bytes / 1e9:.1f}"
 
 
 class Bars:

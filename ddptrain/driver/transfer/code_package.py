@@ -22,7 +22,7 @@ from ddptrain.config.function_signature import find_source
 from ddptrain.config.plugin_names import workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
-from ddptrain.file_ops import sha256
+from ddptrain.file_ops import is_utf8, sha256
 from ddptrain.protocol.code_digest import content_hash, hash_line, kind_of, link_target
 from ddptrain.secret_rules import is_secret_file
 
@@ -205,7 +205,7 @@ def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
     rules = pathspec.PathSpec.from_lines("gitignore", [*_LEFT_OUT, *_user_rules(folder)])
     excluded = tuple(f"{name}/" for name in _excluded_folders(folder, besides))
     for name in _list_files(folder):
-        if name.startswith(excluded) or _is_ignored(name, rules) or not _is_utf8(name):
+        if name.startswith(excluded) or _is_ignored(name, rules) or not is_utf8(name):
             continue
         try:
             status = os.lstat(f"{folder}/{name}")
@@ -230,15 +230,6 @@ def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
     for other in (path.resolve() for path in besides):
         found = [run.parent for run in other.glob("*/run.json")] if real.is_relative_to(other) else [other]
         yield from (str(path.relative_to(real)) for path in found if path != real and path.is_relative_to(real))
-
-
-def _is_utf8(name: str) -> bool:
-    """Whether the name can be sent in a message."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _stays_inside(folder: Path, name: str) -> bool:

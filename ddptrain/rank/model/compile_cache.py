@@ -22,7 +22,7 @@ import platformdirs
 import torch
 
 from ddptrain import log
-from ddptrain.file_ops import CREATE, open_regular, publish, sha256, try_lock, wait_for_lock
+from ddptrain.file_ops import CREATE, open_regular, publish, sha256, try_lock, wait_for_lock, why_not_private
 from ddptrain.protocol.rank_spec import Code, RankSpec
 
 LIMIT_BYTES = 2_000_000_000
@@ -143,12 +143,8 @@ def _processor() -> str:
 
 def require_private(folder: Path) -> None:
     """Raises OSError if another user could write to the folder, or replace it or one of the folders above it."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise PermissionError(
-            f"{folder} is a folder of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}, but it must "
-            f"belong to user {os.geteuid()} with mode 0700: remove it"
-        )
+    if problem := why_not_private(folder, folder.lstat()):
+        raise PermissionError(problem)
     for above in folder.resolve().parents:
         status = above.stat()
         # A group with the number of the user is the user's own: with it, many systems have the umask 002.

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.markdown_text import is_plain_link
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.run_record import EnvironmentValue, RunStatus
 from ddptrain.results.tracker_records import tracker_outputs
 from ddptrain.text_tables import clean, duration, number
@@ -117,15 +117,10 @@ def _environment() -> Environment:
         "short_number": _short_number,
         "sorted_items": lambda items: sorted(items.items())[:_MOST_ROWS],
         "status_class": lambda status: status if status in _STATES else "",
-        "time": _time,
+        "time": time_text,
         "variables": _variables,
     }
     return environment
-
-
-def _time(text: str | None) -> str:
-    parsed = moment(text)
-    return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else ""
 
 
 def _short_number(value: object) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import valid_run_id
+from ddptrain.results.metrics import is_number
 from ddptrain.results.secure_files import read_bytes
 
 SWEEP_JSON = "sweep.json"
@@ -154,14 +155,14 @@ def _param(value: Any) -> float | str | None:
 
 
 def _text(value: Any, most: int = _CHARACTERS) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_number(value):
         return f"{value:g}"
     return value[:most] if isinstance(value, str) else ""
 
 
 def _number(value: Any) -> float | None:
     try:
-        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        number = float(value) if is_number(value) else math.nan
     except OverflowError:
         return None
     return number if math.isfinite(number) else None

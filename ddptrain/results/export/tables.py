@@ -14,7 +14,7 @@ from ddptrain.optional_packages import install_command
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable, output_file
 from ddptrain.results.lookup import RunView
-from ddptrain.results.metrics import MetricsReader, counting
+from ddptrain.results.metrics import MetricsReader, counting, is_number
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import FIELDS, PARAMS, RunFields
 from ddptrain.results.select.recorded_config import params_of
@@ -148,7 +148,7 @@ def _arrow_type(values: Sequence[Any]) -> Any:
     known = [value for value in values if value is not None]
     if known and all(isinstance(value, bool) for value in known):
         return pa.bool_()
-    if not known or not all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+    if not known or not all(map(is_number, known)):
         return pa.string()
     if not all(-_LARGEST_WHOLE < value < _LARGEST_WHOLE or isinstance(value, float) for value in known):
         return pa.string()

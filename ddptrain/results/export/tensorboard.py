@@ -20,7 +20,6 @@ from ddptrain.results.system.system_file import HOST_PREFIX, read_system, system
 
 _FILE = "events.out.tfevents.0000000000.ddptrain"  # always the same: a second export replaces the first one
 _LARGEST_STEP = 1 << 62
-_VERSION = "brain.Event:2"
 Point = tuple[float, int, float]  # time, step, value
 
 
@@ -73,10 +72,12 @@ def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+    from ddptrain.tracking.tensorboard import FILE_VERSION, text_value
+
     began = moment(view.record.started_at)
     began_s = began.timestamp() if began is not None else 0.0
-    yield Event(wall_time=began_s, file_version=_VERSION)
-    yield Event(wall_time=began_s, summary=Summary(value=[_text("params", _as_table(params_of(view)))]))
+    yield Event(wall_time=began_s, file_version=FILE_VERSION)
+    yield Event(wall_time=began_s, summary=Summary(value=[text_value("params", _as_table(params_of(view)))]))
     for metric in sorted({name for name, _ in series}):
         for time_s, step, value in points(series, metric):
             summary = Summary(value=[Summary.Value(tag=encodable(metric), simple_value=_as_float32(value))])
@@ -110,14 +111,3 @@ def _as_float32(value: float) -> float:
 def _as_table(params: Mapping[str, Any]) -> str:
     rows = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in flat(params)]
     return "\n".join(["| parameter | value |", "| --- | --- |", *rows])
-
-
-def _text(tag: str, text: str) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
-
-    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", "backslashreplace")])
-    tensor.tensor_shape.dim.add(size=1)
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    return Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
+from ddptrain.results.metrics import is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,16 +281,12 @@ def _holds(sign: str, left: Any, right: Any) -> bool:
         return _contains(right, left) == (sign == "in")
     if sign in ("==", "!="):
         return _equal(left, right) == (sign == "==")
-    comparable = (_is_number(left) and _is_number(right)) or (isinstance(left, str) and isinstance(right, str))
+    comparable = (is_number(left) and is_number(right)) or (isinstance(left, str) and isinstance(right, str))
     return comparable and _ORDER[sign](left, right)
 
 
 def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _equal(left: Any, right: Any) -> bool:

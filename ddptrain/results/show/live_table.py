@@ -12,7 +12,7 @@ from typing import Any
 
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import RunView
-from ddptrain.results.metrics import MetricsReader
+from ddptrain.results.metrics import MetricsReader, is_number
 from ddptrain.results.select.recorded_config import params_of
 from ddptrain.results.show.log_follower import final_text
 from ddptrain.results.show.notebook import run_table_html
@@ -89,4 +89,4 @@ class LiveTable:
 def _epochs_of(view: RunView) -> float | None:
     """The number of epochs, if the workload has a parameter of that name."""
     epochs = params_of(view).get("epochs")
-    return epochs if isinstance(epochs, int | float) and not isinstance(epochs, bool) and epochs > 0 else None
+    return epochs if is_number(epochs) and epochs > 0 else None

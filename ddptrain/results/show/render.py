@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ddptrain.config.wording import counted, shorten
 from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.layout import TRACKING, RunLayout
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunStatus
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import RunFields
@@ -68,7 +68,7 @@ def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
 def _row(view: RunView) -> tuple[str, ...]:
     record = view.record
     ranks = str(record.world_size or "-")
-    started, took = _time(record.started_at), duration(view.duration_s)
+    started, took = time_text(record.started_at) or "-", duration(view.duration_s)
     return (view.run_id, view.shown_status, started, took, ranks, _result(view))
 
 
@@ -105,8 +105,8 @@ def sections(view: RunView) -> list[Section]:
         ("tags", " ".join(view.annotations.tags)),
         ("note", view.annotations.note),
         ("workload", record.workload),
-        ("started", _time(record.started_at)),
-        ("ended", _time(record.ended_at) if record.ended_at else ""),
+        ("started", time_text(record.started_at) or "-"),
+        ("ended", (time_text(record.ended_at) or "-") if record.ended_at else ""),
         ("duration", _duration(view)),
         ("ranks", str(record.world_size or "")),
         ("driver", record.driver.words if record.driver.host else ""),
@@ -230,11 +230,6 @@ def size(size_bytes: int) -> str:
         value /= _KIB
         units.pop(0)
     return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def _time(text: str) -> str:
-    parsed = moment(text)
-    return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
 
 
 def print_table(table: Sequence[Sequence[str]], console: Console) -> None:

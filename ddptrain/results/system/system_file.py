@@ -12,7 +12,7 @@ from ddptrain.file_ops import open_regular
 from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.errors import naming
-from ddptrain.results.metrics import AllSeries, Series
+from ddptrain.results.metrics import AllSeries, Series, is_number
 from ddptrain.results.secure_files import JsonLines
 
 PREFIX = "system/"
@@ -100,7 +100,7 @@ def _parse(raw: bytes) -> SystemLine | None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST  # false for NaN
+    return is_number(value) and abs(value) < _LARGEST  # false for NaN
 
 
 def system_series(lines: list[SystemLine]) -> AllSeries:

@@ -76,7 +76,7 @@ def clean_up(registry: ModelRegistry, model: str, keep: KeepConfig, runs_dir: st
     return CleanUpReport(versions, runs)
 
 
-def prune_versions(registry: ModelRegistry, model: str, keep: int, *, dry_run: bool = False) -> VersionsReport:
+def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsReport:
     """Delete all but the newest `keep` versions of a model.
 
     Versions with an alias (champion, previous, or a user's) and pinned versions stay as well, also if they get it at
@@ -90,13 +90,11 @@ def prune_versions(registry: ModelRegistry, model: str, keep: int, *, dry_run: b
     removed = []
     for record in [record for record in versions if record.version not in kept]:
         try:
-            if not dry_run:
-                registry.remove(model, record.version, reason=f"{keep} newer versions")
+            registry.remove(model, record.version, reason=f"{keep} newer versions")
             removed.append(record)
         except UsageError:  # another process has just pinned or promoted it, or given it an alias
             kept[record.version] = "in use"
-    if not dry_run:
-        registry.delete_leftovers(model)
+    registry.delete_leftovers(model)
     numbers = tuple(record.version for record in removed)
     return VersionsReport(numbers, kept, sum(record.size_bytes for record in removed))
 

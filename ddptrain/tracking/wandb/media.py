@@ -15,9 +15,8 @@ import numpy as np
 import PIL.Image  # noqa: F401  # wandb would import it later, maybe while the process forks
 import wandb
 
-from ddptrain.file_ops import hash_file, publish
+from ddptrain.file_ops import entries, hash_file, publish
 from ddptrain.tracking import items
-from ddptrain.tracking.wandb.wandb_folders import entries
 
 _MAX_SAMPLES = 1 << 16  # of a tensor, for a histogram: training needs the processor
 _BINS = 64

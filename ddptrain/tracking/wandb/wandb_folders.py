@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddptrain.file_ops import entries
+
 LINKS = "links.json"  # beside the parts: URLs of the runs that were sent by `results sync`, by their ids
 UNSENT = "unsent"  # a file in the folder of an online run; its text is OPEN, SENT or ""
 OPEN = "open"  # the run has not ended, or was killed
@@ -84,14 +86,6 @@ def parts_below(folder: Path) -> list[RunPart]:
 def parts_in(folder: Path) -> list[RunPart]:
     """The parts in `folder`, oldest first; none if it cannot be read. Looks into no other subfolder."""
     return _parts(entries(folder))
-
-
-def entries(folder: Path) -> list[Path]:
-    """The content of a folder; [] if it is not a folder or cannot be read (Path.glob would raise)."""
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _parts(folders: Sequence[Path]) -> list[RunPart]:

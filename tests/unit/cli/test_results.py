@@ -30,7 +30,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with RunWriter.create(Path("runs"), "pets-1", "pets", "", "petnames", world_size=2) as writer:
         for step in (1, 2, 3):
             for rank in (0, 1):
-                writer.metrics(Metrics(0, {"train/loss": 3 / step + rank}, step), rank)
+                writer.add_metrics([Metrics(0, {"train/loss": 3 / step + rank}, step)], rank)
         (writer.layout.artifacts_dir / "names.json").write_text("[]")
         for rank in (0, 1):
             writer.layout.log(rank).write_bytes(f"hello from {rank}\nbye".encode())

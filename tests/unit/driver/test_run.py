@@ -458,7 +458,7 @@ def test_run_of_its_own_opens_its_display_and_its_cluster(
     monkeypatch.setattr(run, "open_display", lambda *given, **more: noted(opened, (*given, more), display))
     monkeypatch.setattr(run, "cluster_for", lambda *given: given)
     made = new_run(LaunchOptions(output="plain", **options), [], logs)
-    assert opened == [("plain", "logs", 0, "r", {"stdout": stdout, "all_ranks": all_ranks, "stage": stage})]
+    assert opened == [("plain", "logs", "r", {"stdout": stdout, "all_ranks": all_ranks, "stage": stage})]
     assert made.display is display and made.cluster == ("config", "machine", "scratch", "notice")
 
 

@@ -84,7 +84,7 @@ def test_listener_refuses_a_folder_that_is_open_to_others(folder: Path, mode: in
         await listener(str(folder / "s"), []).start()
 
     with pytest.raises(
-        PermissionError, match=f"with mode 0700, but it belongs to user {os.geteuid()} with mode 0{mode:o}"
+        PermissionError, match=f"with mode 0{mode:o}, but it must belong to user {os.geteuid()} with mode 0700"
     ):
         asyncio.run(start())
 

@@ -41,6 +41,11 @@ from tests import fake_time
 from tests.unit.results.conftest import Stage
 
 
+def log(writer: RunWriter, event: Metrics, rank: int) -> None:
+    writer.add_metrics([event], rank)
+    writer.flush()
+
+
 def read(writer: RunWriter) -> dict[str, Any]:
     record: dict[str, Any] = json.loads(writer.layout.run_json.read_text())
     return record
@@ -157,7 +162,7 @@ def test_a_driver_whose_run_was_taken_over_writes_nothing_more(tmp_path: Path, m
         assert lost.wait(30)
         before = {path: path.read_bytes() for path in writer.layout.root.glob("*.json*")}
         writer.event({"event": "late"})
-        writer.metrics(Metrics(0, {"loss": 1.0}, 1, None), 0)
+        log(writer, Metrics(0, {"loss": 1.0}, 1, None), 0)
         writer.finish(RunStatus.FAILED, 6)
         assert isinstance(writer.loss, RunLocked)
     assert {path: path.read_bytes() for path in before} == before
@@ -286,14 +291,14 @@ def test_events_are_appended_and_stamped(writer: RunWriter) -> None:
 
 
 def test_metrics_are_lines_with_their_position(writer: RunWriter) -> None:
-    writer.metrics(Metrics(2_500_000_000, {"train/loss": 1.5, "acc": math.nan}, 7, 0.5), 1)
+    log(writer, Metrics(2_500_000_000, {"train/loss": 1.5, "acc": math.nan}, 7, 0.5), 1)
     line = json.loads(writer.layout.metrics_jsonl.read_text())
     assert line == {"time_s": 2.5, "step": 7, "epoch": 0.5, "rank": 1, "attempt": 1, "train/loss": 1.5, "acc": None}
 
 
 def test_a_metric_called_epoch_is_the_position_only_where_none_is_given(writer: RunWriter) -> None:
-    writer.metrics(Metrics(0, {"epoch": 3.0, "rank": 9.0}), 1)
-    writer.metrics(Metrics(0, {"epoch": 3.0}, epoch=4.0), 1)
+    log(writer, Metrics(0, {"epoch": 3.0, "rank": 9.0}), 1)
+    log(writer, Metrics(0, {"epoch": 3.0}, epoch=4.0), 1)
     first, second = (json.loads(line) for line in writer.layout.metrics_jsonl.read_text().splitlines())
     assert (first["epoch"], first["rank"], second["epoch"]) == (3.0, 1, 4.0)
 
@@ -303,33 +308,33 @@ def test_last_metrics_of_a_resumed_run_are_those_that_count(writer: RunWriter, s
     writer.go_on_from(None, policy)
     writer.update(attempts=(writer.next_attempt(None, 2),))
     for step in (1, 2, 3):
-        writer.metrics(Metrics(0, {"loss": float(step)}, step), 0)
+        log(writer, Metrics(0, {"loss": float(step)}, step), 0)
         if step == 2:
-            writer.metrics(Metrics(0, {"val/loss": 20.0}, step), 1)
+            log(writer, Metrics(0, {"val/loss": 20.0}, step), 1)
             writer.adopt_checkpoint(0, *stage(step), policy)
-    writer.metrics(Metrics(0, {"val/loss": 30.0}, 3), 1)
+    log(writer, Metrics(0, {"val/loss": 30.0}, 3), 1)
     checkpoint = newest_verified(writer.layout, pytest.fail)
     series = writer.go_on_from(checkpoint, policy)
     assert {key: one.value for key, one in series.items()} == {("loss", 0): [1.0, 2.0], ("val/loss", 1): [20.0]}
     assert writer.record.last_metrics == {"loss": 2.0, "val/loss": 20.0}
     writer.update(attempts=(*writer.record.attempts, writer.next_attempt(checkpoint, 2)))
     assert (writer.record.attempts[1].attempt, writer.record.attempts[1].resumed_from) == (2, 2)
-    writer.metrics(Metrics(0, {"loss": 2.5}, 3), 0)
+    log(writer, Metrics(0, {"loss": 2.5}, 3), 0)
     attempts = [json.loads(line)["attempt"] for line in writer.layout.metrics_jsonl.read_text().splitlines()]
     assert attempts == [1, 1, 1, 1, 1, 2]
 
 
 def test_last_metrics_are_the_means_of_the_ranks_that_log_them(writer: RunWriter) -> None:
     for rank, value in ((1, 10.0), (0, 1.0), (1, 11.0), (0, 2.0), (1, 12.0)):
-        writer.metrics(Metrics(0, {"train/loss": value}), rank)
-    writer.metrics(Metrics(0, {"only": 5.0}), 3)
+        log(writer, Metrics(0, {"train/loss": value}), rank)
+    log(writer, Metrics(0, {"only": 5.0}), 3)
     writer.finish(RunStatus.SUCCEEDED, 0)
     assert read(writer)["last_metrics"] == {"train/loss": 7.0, "only": 5.0}
 
 
 def test_last_metrics_are_what_the_checkpoint_of_the_newest_step_says(writer: RunWriter, stage: Stage) -> None:
     for rank, value in ((0, 1.0), (1, 3.0)):
-        writer.metrics(Metrics(0, {"train/loss": value, "lr": 0.1}, step=9), rank)
+        log(writer, Metrics(0, {"train/loss": value, "lr": 0.1}, step=9), rank)
     event, source = stage(9, {"train/loss": 1.5, "val/loss": 2.5})
     writer.adopt_checkpoint(0, event, source, CheckpointPolicy())
     assert read(writer)["last_metrics"] == {"train/loss": 1.5, "val/loss": 2.5, "lr": 0.1}
@@ -384,10 +389,10 @@ def test_run_json_follows_the_metrics_at_most_once_a_second(writer: RunWriter, m
     now = time.monotonic()
     fake_time.replace(monkeypatch, "monotonic", lambda: now)
     writer.update()
-    writer.metrics(Metrics(0, {"a": 1.0}), 0)
+    log(writer, Metrics(0, {"a": 1.0}), 0)
     assert read(writer)["last_metrics"] == {}
     now += 1.0
-    writer.metrics(Metrics(0, {"a": 2.0}), 0)
+    log(writer, Metrics(0, {"a": 2.0}), 0)
     assert read(writer)["last_metrics"] == {"a": 2.0}
 
 
@@ -452,7 +457,7 @@ def test_changes_that_are_not_committed_are_kept_until_they_are_committed(
 
 def test_metrics_that_wait_are_written_with_flush_and_before_run_json(writer: RunWriter) -> None:
     path = writer.layout.metrics_jsonl
-    writer.metrics(Metrics(0, {"loss": 1.0}, 1), 0)
+    log(writer, Metrics(0, {"loss": 1.0}, 1), 0)
     writer.add_metrics([Metrics(0, {"loss": 2.0}, 2)], 0)
     assert len(path.read_text().splitlines()) == 1
     writer.flush()
@@ -575,7 +580,7 @@ def test_slow_writes_of_run_json_take_two_percent_of_the_time(
     seen = []
     for by_s in (24.0, 0.4, 0.2):
         now[0] += by_s
-        writer.metrics(Metrics(0, {"a": by_s}), 0)
+        log(writer, Metrics(0, {"a": by_s}), 0)
         seen.append(read(writer)["last_metrics"].get("a"))
     assert seen == [None, None, 0.2]
 

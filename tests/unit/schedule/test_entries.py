@@ -54,7 +54,8 @@ def test_fields_of_newer_versions_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"at": "never"}, {"zone": "Nowhere"}, {"added_at": "today"}, {"jitter_s": "1"}, {"name": None}]
+    "change",
+    [{"at": "never"}, {"zone": "Nowhere"}, {"added_at": "today"}, {"added_at": ""}, {"jitter_s": "1"}, {"name": None}],
 )
 def test_damaged_file_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     (tmp_path / "petnames.json").write_text(json.dumps({**dataclasses.asdict(ENTRY), **change}))

@@ -20,15 +20,14 @@ from ddptrain.results.remote.lease import LOCK
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
 from ddptrain.schedule import monitor
-from ddptrain.schedule.monitor import Finding, State, Watched, look
-from ddptrain.schedule.times import parse_schedule
+from ddptrain.schedule.entries import Entry
+from ddptrain.schedule.monitor import Finding, State, look
 
 CONFIG = """
 workload: petnames
 retrain: {model: petnames}
 notify: {urls: ["env:SLACK_URL"]}
 """
-HOURLY = parse_schedule("hourly")
 NOW = datetime(2026, 11, 22, 12, 30, tzinfo=UTC)
 GRACE = timedelta(minutes=10)
 
@@ -56,19 +55,19 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
 
 @pytest.fixture
-def watched(tmp_path: Path, sent: Sent) -> Watched:
+def watched(tmp_path: Path, sent: Sent) -> Entry:
     work = tmp_path / "work"
     work.mkdir()
     (work / "nightly.yaml").write_text(CONFIG)
-    return Watched("petnames", work / "nightly.yaml", work, HOURLY)
+    return Entry("petnames", "", str(work / "nightly.yaml"), str(work), "hourly", "UTC", target="", added_at="")
 
 
-def add(work: Path, **fields: Any) -> None:
-    records = RetrainRecords(ModelRegistry.open(str(work / "models")).folder, "petnames")
+def add(work: Path | str, **fields: Any) -> None:
+    records = RetrainRecords(ModelRegistry.open(f"{work}/models").folder, "petnames")
     records.create(RetrainRecord(number=0, model="petnames", run_id="", **fields))
 
 
-def succeeded_at(work: Path, time: str) -> None:
+def succeeded_at(work: Path | str, time: str) -> None:
     add(work, started_at=f"2026-11-22T{time}:00.000Z", ended_at=f"2026-11-22T{time}:30.000Z", status="promoted")
 
 
@@ -77,28 +76,28 @@ def state_of(finding: Finding) -> State:
     return finding.judgement.state
 
 
-def test_model_without_a_retraining_is_late(watched: Watched) -> None:
+def test_model_without_a_retraining_is_late(watched: Entry) -> None:
     finding = look(watched, GRACE)
     assert (state_of(finding), finding.model, finding.last) == (State.LATE, "petnames", None)
     assert finding.next == datetime(2026, 11, 22, 13, tzinfo=UTC)
 
 
-def test_success_since_the_scheduled_time_is_found(watched: Watched) -> None:
+def test_success_since_the_scheduled_time_is_found(watched: Entry) -> None:
     succeeded_at(watched.workdir, "12:01")
     assert state_of(look(watched, GRACE)) is State.OK
 
 
-def test_grace_and_jitter_are_added(watched: Watched) -> None:
+def test_grace_and_jitter_are_added(watched: Entry) -> None:
     succeeded_at(watched.workdir, "11:30")
     assert state_of(look(watched, timedelta(minutes=29))) is State.LATE
     assert state_of(look(watched, timedelta(minutes=31))) is State.OK
     assert state_of(look(dataclasses.replace(watched, jitter_s=120), timedelta(minutes=29))) is State.OK
 
 
-def test_model_with_a_held_lock_is_running(watched: Watched) -> None:
+def test_model_with_a_held_lock_is_running(watched: Entry) -> None:
     add(watched.workdir, started_at="2026-11-22T12:00:01.000Z")
     assert state_of(look(watched, GRACE)) is State.LATE
-    held = run_lock.take(watched.workdir / "models" / "petnames" / "retrainings" / LOCK)
+    held = run_lock.take(Path(watched.workdir) / "models" / "petnames" / "retrainings" / LOCK)
     try:
         assert state_of(look(watched, GRACE)) is State.RUNNING
     finally:
@@ -107,7 +106,7 @@ def test_model_with_a_held_lock_is_running(watched: Watched) -> None:
 
 
 def test_users_are_told_once_until_the_next_success(
-    watched: Watched, sent: Sent, monkeypatch: pytest.MonkeyPatch
+    watched: Entry, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     succeeded_at(watched.workdir, "09:01")
     assert look(watched, GRACE, notify=True).told == ("env:SLACK_URL",)
@@ -123,7 +122,7 @@ def test_users_are_told_once_until_the_next_success(
     assert len(sent.messages) == 2
 
 
-def test_message_that_nobody_got_is_sent_again(watched: Watched, sent: Sent) -> None:
+def test_message_that_nobody_got_is_sent_again(watched: Entry, sent: Sent) -> None:
     sent.problem = "the server does not answer"
     finding = look(watched, GRACE, notify=True)
     assert finding.told == ()
@@ -133,62 +132,67 @@ def test_message_that_nobody_got_is_sent_again(watched: Watched, sent: Sent) -> 
 
 
 @pytest.mark.parametrize("notify", ["on: [failed]\n  urls: [json://x]", "urls: []"])
-def test_nobody_is_told_who_does_not_want_it(watched: Watched, sent: Sent, notify: str) -> None:
-    watched.config.write_text(f"workload: petnames\nretrain: {{model: petnames}}\nnotify:\n  {notify}\n")
+def test_nobody_is_told_who_does_not_want_it(watched: Entry, sent: Sent, notify: str) -> None:
+    Path(watched.config).write_text(f"workload: petnames\nretrain: {{model: petnames}}\nnotify:\n  {notify}\n")
     assert state_of(look(watched, GRACE, notify=True)) is State.LATE
     assert sent.messages == []
 
 
-def test_secret_variables_are_set_for_the_message_only(
-    watched: Watched, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SLACK_URL", raising=False)
-    file = tmp_path / "petnames.env"
+def installed_with_secrets(watched: Entry, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Entry:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    (folder / "ddptrain").mkdir()
+    file = folder / "ddptrain" / "petnames.env"
     file.write_text("SLACK_URL=json://here\n")
     file.chmod(0o600)
+    return dataclasses.replace(watched, added_at="2026-11-22T08:30:00.000Z")
+
+
+def test_secret_variables_are_set_for_the_message_only(
+    watched: Entry, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLACK_URL", raising=False)
+    installed = installed_with_secrets(watched, tmp_path, monkeypatch)
     folder = Path.cwd()
-    look(dataclasses.replace(watched, secrets_file=file), GRACE, notify=True)
+    look(installed, GRACE, notify=True)
     assert sent.variables == ["json://here"]
     assert "SLACK_URL" not in os.environ
     assert Path.cwd() == folder
 
 
 def test_variable_of_the_environment_wins(
-    watched: Watched, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watched: Entry, sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLACK_URL", "json://there")
-    file = tmp_path / "petnames.env"
-    file.write_text("SLACK_URL=json://here\n")
-    file.chmod(0o600)
-    look(dataclasses.replace(watched, secrets_file=file), GRACE, notify=True)
+    installed = installed_with_secrets(watched, tmp_path, monkeypatch)
+    look(installed, GRACE, notify=True)
     assert (sent.variables, os.environ["SLACK_URL"]) == (["json://there"], "json://there")
 
 
-def test_registry_of_the_environment_is_used(watched: Watched, tmp_path: Path) -> None:
+def test_registry_of_the_environment_is_used(watched: Entry, tmp_path: Path) -> None:
     succeeded_at(tmp_path, "12:01")
     assert state_of(look(dataclasses.replace(watched, models_dir=str(tmp_path / "models")), GRACE)) is State.OK
 
 
-def break_config(watched: Watched) -> None:
-    watched.config.write_text("workload: petnames\nretrain: {}\n")
+def break_config(watched: Entry) -> None:
+    Path(watched.config).write_text("workload: petnames\nretrain: {}\n")
 
 
-def remove_config(watched: Watched) -> None:
-    watched.config.unlink()
+def remove_config(watched: Entry) -> None:
+    Path(watched.config).unlink()
 
 
-def remove_folder(watched: Watched) -> None:
-    watched.config.unlink()
-    watched.workdir.rmdir()
+def remove_folder(watched: Entry) -> None:
+    Path(watched.config).unlink()
+    Path(watched.workdir).rmdir()
 
 
-def damage_record(watched: Watched) -> None:
+def damage_record(watched: Entry) -> None:
     succeeded_at(watched.workdir, "12:01")
-    (watched.workdir / "models" / "petnames" / "retrainings" / "000001.json").write_text("{")
+    (Path(watched.workdir) / "models" / "petnames" / "retrainings" / "000001.json").write_text("{")
 
 
-def drop_section(watched: Watched) -> None:
-    watched.config.write_text("workload: petnames\n")
+def drop_section(watched: Entry) -> None:
+    Path(watched.config).write_text("workload: petnames\n")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def drop_section(watched: Watched) -> None:
         (drop_section, "retrain: is missing"),
     ],
 )
-def test_problem_is_one_line(watched: Watched, harm: Any, message: str) -> None:
+def test_problem_is_one_line(watched: Entry, harm: Any, message: str) -> None:
     harm(watched)
     finding = look(watched, GRACE)
     assert finding.judgement is None
@@ -210,8 +214,8 @@ def test_problem_is_one_line(watched: Watched, harm: Any, message: str) -> None:
     assert not finding.is_late
 
 
-def test_missed_times_are_counted_since_the_installation(watched: Watched) -> None:
+def test_missed_times_are_counted_since_the_installation(watched: Entry) -> None:
     succeeded_at(watched.workdir, "10:01")
-    installed = dataclasses.replace(watched, since=datetime(2026, 11, 22, 8, 30, tzinfo=UTC))
+    installed = dataclasses.replace(watched, added_at="2026-11-22T08:30:00.000Z")
     missed = look(installed, GRACE, with_missed=True).missed
     assert missed == tuple(datetime(2026, 11, 22, hour, tzinfo=UTC) for hour in (9, 11, 12))

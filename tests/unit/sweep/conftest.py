@@ -34,7 +34,8 @@ class StubRun:
 
     def log(self, step: int, **values: float) -> None:
         event = Metrics(time.time_ns(), values, step)
-        self._writer.metrics(event, 0)
+        self._writer.add_metrics([event], 0)
+        self._writer.flush()
         self._display.metrics(0, event)
 
 

@@ -14,6 +14,7 @@ from typing import Self
 
 from ddptrain.config.wording import counted, nearest, shorten
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
 from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect, is_split_folder
@@ -58,11 +59,6 @@ class SourceListing:
             elif not inside:
                 _add(found, item, item.key)
         return found
-
-    @property
-    def n_images(self) -> int:
-        """Number of images in class folders."""
-        return sum(len(images) for images in self.by_class.values())
 
     @property
     def ignored(self) -> str:
@@ -293,7 +289,7 @@ def _unknown(name: str, classes: Sequence[str]) -> str:
 def _add(found: SourceListing, item: Listed, path: str) -> None:
     """Adds a file; `path` is its key relative to the folder of the class folders."""
     parts = path.split("/")
-    if any(part.startswith(".") for part in parts) or not _is_text(item.key):
+    if any(part.startswith(".") for part in parts) or not is_utf8(item.key):
         found.n_hidden += 1
         return
     if len(parts) > 1:
@@ -304,15 +300,6 @@ def _add(found: SourceListing, item: Listed, path: str) -> None:
         found.n_stray += 1
     else:
         found.by_class.setdefault(parts[0], []).append(item)
-
-
-def _is_text(key: str) -> bool:
-    """Whether a key can be encoded: names of local files may be arbitrary bytes."""
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check(found: SourceListing, location: Location) -> None:

@@ -23,7 +23,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         config = f"name: pets\nparams: {{layers: {name[-1]}}}\n"
         with RunWriter.create(Path("runs"), name, "pets", config, "petnames", world_size=1) as writer:
             for step in (1, 2, 3):
-                writer.metrics(Metrics(step * 10**9, {"val/loss": factor * 4 / step, "samples": step * 10}, step), 0)
+                values = {"val/loss": factor * 4 / step, "samples": step * 10}
+                writer.add_metrics([Metrics(step * 10**9, values, step)], 0)
             writer.finish(RunStatus.SUCCEEDED, 0)
     return tmp_path / "runs"
 

@@ -77,7 +77,8 @@ def writer(tmp_path: Path) -> Iterator[RunWriter]:
 
 @pytest.fixture
 def display(writer: RunWriter) -> Iterator[Display]:
-    with open_display("plain", writer.layout.logs_dir, _RANKS, "many", stdout=io.StringIO()) as opened:
+    with open_display("plain", writer.layout.logs_dir, "many", stdout=io.StringIO()) as opened:
+        opened.expect(_RANKS)
         yield opened
 
 

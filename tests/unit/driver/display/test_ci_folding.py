@@ -70,7 +70,8 @@ def test_ranks_cannot_give_commands(tmp_path: Path, mode: str) -> None:
     text = "::error::a ##[error]b\rc::error::\r::stop-commands::x"
     (tmp_path / "rank-0.log").write_text(f"{text}\n{text}")
     out, err = io.StringIO(), io.StringIO()
-    with open_display(mode, tmp_path, 1, "run", out, err, {"GITHUB_ACTIONS": "true"}) as display:
+    with open_display(mode, tmp_path, "run", out, err, {"GITHUB_ACTIONS": "true"}) as display:
+        display.expect(1)
         display.notice("a\n::error::name\r::error::b ##[error]c")
         display.close({0: 2 * len(text) + 1}, ["##[error]", "last\n::error::x"], {"event": "end", "x": "##[error]"})
     for line in (out.getvalue() + err.getvalue()).replace("\r", "\n").splitlines():
@@ -84,7 +85,9 @@ def test_json_and_other_places_have_no_sections(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").write_text("a\n" * 2 * 30)
     for mode, environ in (("json", {"GITHUB_ACTIONS": "true"}), ("plain", {})):
         out = io.StringIO()
-        open_display(mode, tmp_path, 1, "run", out, io.StringIO(), environ).close()
+        display = open_display(mode, tmp_path, "run", out, io.StringIO(), environ)
+        display.expect(1)
+        display.close()
         assert len(out.getvalue().splitlines()) == 2 * 30
         assert "::group::" not in out.getvalue()
 

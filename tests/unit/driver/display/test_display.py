@@ -42,7 +42,8 @@ class Shown:
         self._paths = folder / "out", folder / "err"
         self._files = [path.open("w", encoding="utf-8") for path in self._paths]
         files = self._files[0], self._files[1]
-        self.display = open_display(mode, self.logs, ranks, "run-1", *files, environ, all_ranks=all_ranks)
+        self.display = open_display(mode, self.logs, "run-1", *files, environ, all_ranks=all_ranks)
+        self.display.expect(ranks)
 
     def print(self, rank: int, data: bytes) -> None:
         with (self.logs / f"rank-{rank}.log").open("ab") as log:
@@ -116,7 +117,8 @@ def test_plain_keeps_its_own_words_to_stderr(tmp_path: Path) -> None:
 def test_json_objects_of_a_stage_have_its_name(tmp_path: Path) -> None:
     out, err = io.StringIO(), io.StringIO()
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
-    with open_display("json", tmp_path, 1, "run-1", stdout=out, stderr=err, environ={}, stage="evaluate") as display:
+    with open_display("json", tmp_path, "run-1", stdout=out, stderr=err, environ={}, stage="evaluate") as display:
+        display.expect(1)
         display.notice("begun")
         display.close(last_event={"event": "run_finished"})
     found = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -225,7 +227,7 @@ def test_exception_passes_and_logs_are_shown_all_the_same(tmp_path: Path) -> Non
 
 def test_unknown_mode_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        open_display("fancy", tmp_path, 1, "run-1")
+        open_display("fancy", tmp_path, "run-1")
 
 
 def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path: Path) -> None:
@@ -233,7 +235,8 @@ def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path
     os.close(reader)
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
     with os.fdopen(writer, "w") as out, (tmp_path / "err").open("w") as err:
-        display = open_display("plain", tmp_path, 1, "run-1", out, err, {})
+        display = open_display("plain", tmp_path, "run-1", out, err, {})
+        display.expect(1)
         wait_until(lambda: display.broken, "the broken pipe")
         for _ in range(10):
             display.notice("unseen")
@@ -251,7 +254,8 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
     reader, out = stuck_pipe()
     (tmp_path / "rank-0.log").write_bytes(b"one\n" * 100_000)
     with out, (tmp_path / "err").open("w") as err:
-        display = open_display("json", tmp_path, 1, "run-1", out, err, {})
+        display = open_display("json", tmp_path, "run-1", out, err, {})
+        display.expect(1)
         time.sleep(0.05)
         started_s = time.monotonic()
         for _ in range(1000):
@@ -269,7 +273,8 @@ def test_numbers_dropped_for_a_stuck_reader_are_counted(tmp_path: Path, monkeypa
     reader, out = stuck_pipe()
     (tmp_path / "rank-0.log").write_bytes(b"one\n")
     with out:
-        display = open_display("json", tmp_path, 1, "run-1", out, out, {})
+        display = open_display("json", tmp_path, "run-1", out, out, {})
+        display.expect(1)
         wait_until(lambda: display._tails[0].offset, "the thread that is stuck with the log line")
         for _ in range(60):
             display.metrics(0, Metrics(0, {"loss": 1.0}))
@@ -300,7 +305,8 @@ HEAD = """
 import sys
 from pathlib import Path
 from ddptrain.driver.display import open_display
-display = open_display("plain", Path(sys.argv[1]), 1, "run-1")
+display = open_display("plain", Path(sys.argv[1]), "run-1")
+display.expect(1)
 display.close(summary=["end"])
 print("later")
 """
@@ -333,9 +339,13 @@ from pathlib import Path
 from ddptrain.driver.display import open_display
 def peak_kb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-open_display("plain", Path(sys.argv[1]) / "none", 1, "run-1").close()
+display = open_display("plain", Path(sys.argv[1]) / "none", "run-1")
+display.expect(1)
+display.close()
 before = peak_kb()
-open_display("plain", Path(sys.argv[1]), 2, "run-1").close()
+display = open_display("plain", Path(sys.argv[1]), "run-1")
+display.expect(2)
+display.close()
 print(peak_kb() - before, file=sys.stderr)
 """
 
@@ -402,7 +412,8 @@ def test_lines_that_are_held_back_come_before_the_notice_of_a_failure(tmp_path: 
     with path.open("w") as file:
         logs = tmp_path / "logs"
         logs.mkdir()
-        display = open_display("plain", logs, 17, "run-1", file, file, {})
+        display = open_display("plain", logs, "run-1", file, file, {})
+        display.expect(17)
         (logs / "rank-3.log").write_text("one\ntwo\n")
         (logs / "rank-4.log").write_text("three\n")
         display.log_grew()

@@ -360,7 +360,7 @@ def test_late_logs_are_waited_for_until_nothing_comes_for_the_deadline(
 def test_renderer_fits_the_mode(
     tmp_path: Path, mode: str, environ: dict[str, str], kind: str, redraw_every_s: float
 ) -> None:
-    with open_display(mode, tmp_path, 0, "r", io.StringIO(), io.StringIO(), environ) as display:
+    with open_display(mode, tmp_path, "r", io.StringIO(), io.StringIO(), environ) as display:
         assert type(display._renderer).__name__ == kind and display._renderer.redraw_every_s == redraw_every_s
         assert display._groups_ranks is (mode != "json") and display._tails == {}
         assert display._renderer.shows_numbers is (mode == "json")
@@ -376,7 +376,7 @@ def test_live_display_draws_on_a_terminal_of_its_size(tmp_path: Path, monkeypatc
     monkeypatch.setattr(terminal, "choose_mode", lambda mode, is_terminal, environ: "live")
     monkeypatch.setattr(display_display, "LiveRenderer", live)
     environ = {"COLUMNS": "33", "LINES": "11"}
-    with open_display("auto", tmp_path, 0, "r", io.StringIO(), io.StringIO(), environ, all_ranks=True) as display:
+    with open_display("auto", tmp_path, "r", io.StringIO(), io.StringIO(), environ, all_ranks=True) as display:
         assert not display._groups_ranks
     (((_, _, size, colour, run_id), options),) = made
-    assert (size(), colour, run_id, options) == ((33, 11), False, "r", {"all_ranks": True})
+    assert (size(), colour, run_id, options) == ((33, 11), False, "r", {"all_ranks": True, "bars": None})

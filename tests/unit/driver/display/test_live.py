@@ -67,7 +67,9 @@ def terminal() -> Iterator[Terminal]:
 
 
 def live(terminal: Terminal, logs: Path, ranks: int = 2, **environ: str) -> Display:
-    return open_display("auto", logs, ranks, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ})
+    display = open_display("auto", logs, "run-1", terminal.file, terminal.file, {"TERM": "xterm", **environ})
+    display.expect(ranks)
+    return display
 
 
 def train(display: Display) -> None:
@@ -154,7 +156,8 @@ def test_terminal_that_goes_away_silences_the_display(tmp_path: Path) -> None:
     master, slave = pty.openpty()
     os.close(master)
     with os.fdopen(slave, "w") as file, (tmp_path / "err").open("w") as err:
-        display = open_display("live", tmp_path, 1, "run-1", file, err, {})
+        display = open_display("live", tmp_path, "run-1", file, err, {})
+        display.expect(1)
         display.close(summary=["end"])
         assert display.broken
     assert (tmp_path / "err").read_text().endswith("end\n")
@@ -168,7 +171,8 @@ from ddptrain.log import Log, to_stderr
 from ddptrain.protocol.events import Metrics, Progress
 logs = Path(sys.argv[1])
 ranks = int(sys.argv[2])
-display = open_display("auto", logs, ranks, "run-1", all_ranks="--all-ranks" in sys.argv)
+display = open_display("auto", logs, "run-1", all_ranks="--all-ranks" in sys.argv)
+display.expect(ranks)
 to_stderr({"DDPTRAIN_LOG": "debug"})
 display.status("training")
 for rank in range(ranks):
