@@ -25,6 +25,7 @@ _CAUSE = re.compile(
     r"\[Errno -?\d+\] ([^'\"()<>\\]+)|(timed out|certificate verify failed[^'\"()]*|Remote end closed[^'\"()]*)"
     r"|\((\d{3}), b?['\"]([^'\"]+)['\"]\)"  # an answer of an SMTP server
 )
+_NO_TIME_LEFT = re.compile(r"^Service '.*' did not finish within ")
 
 
 def main() -> None:
@@ -98,6 +99,7 @@ def problem_of(result: apprise.AppriseResult, timeout_s: float) -> str:
         return f"no answer within {timeout_s:g} s"
     logs = [entry for each in result.results for entry in each.logs()]
     problems = [entry.message for entry in logs if entry.level in ("WARNING", "ERROR")]
+    problems = [text for text in problems if not _NO_TIME_LEFT.search(text)] or problems  # of a repetition
     causes = [found for entry in logs if entry.level == "DEBUG" and (found := _CAUSE.search(entry.message))]
     cause = " ".join(filter(None, causes[-1].groups())).strip() if causes else ""
     last = problems[-1].rstrip(".") if problems else ""

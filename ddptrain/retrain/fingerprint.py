@@ -133,7 +133,8 @@ def _list_source(source: _Source, known: Mapping[str, DataFile]) -> dict[str, Da
     location = Location.of(source.place, source.options, source.field)
     is_local = location.protocol == "file"
     if is_local and not Path(location.url).exists():
-        raise UsageError(f"{source.field} is {hide_credentials(source.place)}, which does not exist")
+        path = "" if source.place == location.url else f" ({location.words})"
+        raise UsageError(f"{source.field} is {hide_credentials(source.place)}, which does not exist{path}")
     if is_local and Path(location.url).is_file():
         status = Path(location.url).stat()
         file = Listed(Path(location.url).name, status.st_size, f"{status.st_mtime_ns:x}-{status.st_ino:x}")

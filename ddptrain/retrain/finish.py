@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _log = Log(__name__)
 _KEPT_LISTINGS = 50
+_LOOKED_AT = 50  # earlier retrainings
 _SUCCESSES = [status for status in RetrainStatus if status.is_success]
 _TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
 _TOLD_ONCE = (RetrainStatus.FAILED, RetrainStatus.REJECTED)
@@ -36,12 +37,15 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
     """Record the end, tell the users, and clean up. Problems are shown as warnings.
 
     After a training the record stays open until the users are told: if this process is killed, the next start does it.
+    Users are told also if nothing can be recorded, as on a full disk.
     """
+    record = start.record or start.new_record()
+    is_told = False
     try:
-        record = start.record or start.new_record()
         if end.status not in _TRAINED:
             record = _write(start, _ended(record, end))
         if not start.is_done(Stage.NOTIFY):
+            is_told = True
             notified = _notify(start, record, end, duration_s)
             record = _write(start, replace(record, told=(*record.told, *notified)))
         if end.status in _TRAINED:
@@ -50,6 +54,8 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
             _write(start, _ended(replace(record, stage=Stage.CLEAN_UP), end))
     except DdptrainError as error:
         start.out.notice(f"the end of the retraining is not recorded: {one_line(error)}", level="warning")
+        if not (is_told or start.is_done(Stage.NOTIFY)):
+            _notify(start, record, end, duration_s)
     text = f"{end.status}: {end.reason}"
     problems = start.heartbeat.log(text) if end.status in _TO_BE_CONTINUED else start.heartbeat.end(end.exit_code, text)
     for problem in problems:
@@ -87,17 +93,22 @@ def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) ->
 def _earlier_states(start: Start, record: RetrainRecord) -> list[str]:
     """The statuses before this one, oldest first, and "late" where users were told so.
 
-    A failure whose message nobody got is left out, so that it is told again.
+    A failure whose message nobody got is left out, so that it is told again. A registry that cannot be read tells
+    nothing: better one message too many.
     """
     on = start.resolved.config.notify.on
     states: list[str] = []
-    for each in reversed(start.earlier):
+    earlier, late_told = start.earlier, ""
+    with suppress(DdptrainError):
+        earlier = earlier or start.records.newest(_LOOKED_AT)  # none were read by a start that did not get the model
+        late_told = start.records.late_told()
+    for each in reversed(earlier):
         if each.number == record.number:
             continue
         if each.status not in _TOLD_ONCE or each.status not in on or each.status in each.told:
             states.append(each.status)
-    succeeded = [each.ended_at or "" for each in start.earlier if each.status in _SUCCESSES]
-    return [*states, *(["late"] if start.records.late_told() > max(succeeded, default="") else [])]
+    succeeded = [each.ended_at or "" for each in earlier if each.status in _SUCCESSES]
+    return [*states, *(["late"] if late_told > max(succeeded, default="") else [])]
 
 
 def _report(start: Start, record: RetrainRecord, end: End, event: str, duration_s: float) -> RetrainReport:

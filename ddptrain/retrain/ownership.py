@@ -19,6 +19,7 @@ from pathlib import Path
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
 from ddptrain.model_registry.own_folder import OwnFolder
+from ddptrain.results.errors import ResultsError
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.lease import LOCK, StoreLock, claim_from
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -43,7 +44,10 @@ class _FolderLock:
             self._store.make_parent(self._key)
         except OSError as error:
             raise StoreError(f"cannot write into {self._path.parent}: {error.strerror}; see models.dir") from error
-        self._descriptor = run_lock.take(self._path)
+        try:
+            self._descriptor = run_lock.take(self._path)
+        except ResultsError as error:
+            raise ResultsError(str(error).replace("--runs-dir", "--models-dir")) from error
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
         """Nobody can take a file lock away."""

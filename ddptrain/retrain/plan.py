@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -31,22 +31,38 @@ class Choice:
     abandoned: RetrainRecord | None = None
 
 
-def choose(newest: Sequence[RetrainRecord], config: str, slot: str, *, force: bool) -> Choice:
+def choose(
+    newest: Sequence[RetrainRecord], config: str, slot: str, now: str, *, force: bool, live: Collection[int] = ()
+) -> Choice:
     """Choose between skipping, continuing and beginning.
 
     newest: earlier retrainings, newest first. config: the digest of the configuration. slot: the scheduled time, or "".
+    now: the time as in a slot; later slots of `newest` are of a clock that was wrong, and do not count.
     force begins a new retraining, unless one with the same configuration was interrupted.
+    live: the numbers of those that other processes work on (`overlap: allow`).
     """
-    last = next((record for record in newest if record.status != RetrainStatus.ABANDONED), None)
-    if last is not None and is_resumable(last):
+    newest = [record for record in newest if _had_model(record)]
+    last = to_continue(record for record in newest if record.number not in live)
+    if last is not None:
         if last.config == config:
             return Choice(continued=last)
         return Choice(abandoned=last)
-    done = max((record.slot for record in newest if record.slot), default="")
+    done = max((record.slot for record in newest if record.slot and record.slot <= max(now, slot)), default="")
     if slot and done >= slot and not force:
         record = next(record for record in newest if record.slot == done)
         return Choice(skip=f"the scheduled time {slot} is done: retraining {record.number} of {done} {record.status}")
     return Choice()
+
+
+def to_continue(newest: Iterable[RetrainRecord]) -> RetrainRecord | None:
+    """Return the retraining that the next start continues, None if there is none."""
+    last = next((each for each in newest if _had_model(each) and each.status != RetrainStatus.ABANDONED), None)
+    return last if last is not None and is_resumable(last) else None
+
+
+def _had_model(record: RetrainRecord) -> bool:
+    """Return whether the start got the lock of the model; one that waited for it in vain did nothing."""
+    return bool(record.config or record.run_id)
 
 
 def is_resumable(record: RetrainRecord) -> bool:

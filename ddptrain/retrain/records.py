@@ -208,7 +208,8 @@ class RetrainRecords:
 
     def late_told(self) -> str:
         """Return when users were told last that the model is late, "" for never. A later success ends this state."""
-        return (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
+        told = (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
+        return told if told <= utc_now() else ""  # later than now: the clock was wrong
 
     def record_late(self) -> None:
         """Record that users were told just now that the model is late."""

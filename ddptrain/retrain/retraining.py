@@ -10,7 +10,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -40,6 +40,11 @@ _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
 _PROGRESS_EVERY_S = 30.0
 _SIGHUP_CODE = 129
+_ENDED: Mapping[str, str] = {
+    RetrainStatus.RUNNING: "was killed",
+    RetrainStatus.FAILED: "had failed",
+    RetrainStatus.DEADLINE: "had reached its deadline",
+}
 _SIGNALLED = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED, _SIGHUP_CODE})
 
 
@@ -107,7 +112,8 @@ class Retraining:
         start, options = self.start, self.start.options
         start.digest = config_digest(start.resolved)
         start.earlier = start.records.newest(_LOOKED_AT)
-        choice = plan.choose(start.earlier, start.digest, options.slot, force=options.force)
+        live = self._trained_by_others() if start.settings.overlap == "allow" else ()
+        choice = plan.choose(start.earlier, start.digest, options.slot, utc_now(), force=options.force, live=live)
         if choice.skip:
             return self._skip(choice.skip)
         if choice.abandoned is not None:
@@ -129,13 +135,23 @@ class Retraining:
             decide(start)
         return outcome(start)
 
+    def _trained_by_others(self) -> list[int]:
+        """The retrainings whose run has a living driver."""
+        runs = open_runs_dir(self.start.resolved.config.results.dir)
+        found = []
+        for record in self.start.earlier:
+            with suppress(DdptrainError):  # its run may not have begun
+                if record.is_running and record.run_id and runs.find(record.run_id).is_running:
+                    found.append(record.number)
+        return found
+
     def _lock_text(self, continued: RetrainRecord | None) -> str:
         model = f"model {self.start.settings.model} in {self.start.registry.where}"
         if continued is None:
             return model
         after = f"after the stage {continued.stage}" if continued.stage else "from its beginning"
-        ended = "killed" if continued.is_running else continued.status
-        return f"{model}; continuing retraining {continued.number} {after} (it was {ended})"
+        ended = _ENDED.get(continued.status, f"was {continued.status}")
+        return f"{model}; continuing retraining {continued.number} {after} (it {ended})"
 
     def _abandon(self, record: RetrainRecord) -> None:
         text = f"retraining {record.number} is given up: workload, params, code or versions have changed since"
@@ -225,7 +241,7 @@ def check_data(start: Start) -> End | None:
     text = _describe(start, listing, changes, known=before is not None, has_sources=has_sources)
     start.out.stage(Stage.CHECK_DATA, text, difference=changes, files=len(listing.files), size_bytes=listing.size_bytes)
     data = listing.digest
-    if not start.options.force and start.record is None:
+    if not start.options.force and (start.record is None or not start.record.run_id):
         moment = datetime.now(UTC)
         if same := plan.unchanged(start.earlier, champion, start.digest, data, start.settings, moment):
             return _unchanged(start, data, listing, same)
@@ -266,7 +282,11 @@ def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> En
     if start.options.dry_run:
         return would(f"train nothing: {reason}")
     last = start.earlier[0]
-    if last.status == RetrainStatus.UNCHANGED and (last.config, last.data) == (start.digest, data):
+    if (
+        start.record is None
+        and last.status == RetrainStatus.UNCHANGED
+        and (last.config, last.data) == (start.digest, data)
+    ):
         start.resume(last.number)
     else:
         start.begin(data, listing, start.champion(), with_run=False)

@@ -169,10 +169,10 @@ class Start:
             "n_files": len(listing.files),
             "size_bytes": listing.size_bytes,
         }
-        if self.record is not None:
-            self.update(**about)
-            return
         run_id = new_run_id(self.resolved.config.name) if with_run else ""
+        if self.record is not None:  # it has no run if it ended before its data were checked
+            self.update(run_id=self.record.run_id or run_id, champion=champion, **about)
+            return
         record = replace(self.new_record(), champion=champion, run_id=run_id, **about)
         while self.record is None:
             self.raise_if_signalled()

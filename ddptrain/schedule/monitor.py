@@ -69,7 +69,8 @@ def judge(
     It is late if no retraining has succeeded since the latest scheduled time that is `allowed` ago, and none runs.
     """
     slot = schedule.latest(now - allowed)
-    succeeded = max((end for record in records if record.status in _SUCCESSES and (end := ended(record))), default=None)
+    ends = [end for record in records if record.status in _SUCCESSES and (end := ended(record))]
+    succeeded = max((end for end in ends if end <= now + allowed), default=None)  # a later one is of a wrong clock
     if succeeded is not None and succeeded >= slot:
         return Judgement(State.OK, slot, f"last success {succeeded:%Y-%m-%d %H:%M} UTC", succeeded)
     if since is not None and slot <= since:

@@ -75,7 +75,8 @@ def add(
     target_name = as_ or installing.default_target()
     target = installing.make_target(target_name, options)
     delay_s = parsed("--jitter", jitter, duration_s) if jitter else 0.0
-    job = make_job(load_config(config), schedule, name, delay_s, os.environ)
+    resolved = load_config(config)
+    job = make_job(resolved, schedule, name, delay_s, os.environ)
     parts = target.parts(job, output.absolute() if output else None)
     if problem := target.problem(parts):
         raise UsageError(problem)
@@ -85,7 +86,9 @@ def add(
         write(line for part in parts for line in [f"# --- {part.path or part.name}", *part.text.splitlines(), ""])
         done = installing.install(job, target_name, target, parts, options, Entries()) if install else []
     next_time = schedule.next(datetime.now(UTC))
-    for line in [*done, *target.notes(job), *_after(job.name, target_name, next_time, installed=install)]:
+    notify = resolved.config.notify
+    tells = bool(notify.urls) and "late" in notify.on
+    for line in [*done, *target.notes(job), *_after(job.name, target_name, next_time, installed=install, tells=tells)]:
         say(line)
 
 
@@ -193,12 +196,13 @@ def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], 
     return [entry for entry in entries if not paths or entry.config in map(str, paths)], problems
 
 
-def _after(name: str, target: TargetName, following: datetime, *, installed: bool) -> list[str]:
-    """What comes next, in lines."""
+def _after(name: str, target: TargetName, following: datetime, *, installed: bool, tells: bool) -> list[str]:
+    """What comes next, in lines. tells: whether the configuration says who is told that the model is late."""
     next_time = f"next time: {following:{_MINUTE}} UTC"
     if installed:
         shown = f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"
-        return [next_time, shown, "ddptrain schedule check --quiet, each minute from cron, tells when it is late"]
+        check = "ddptrain schedule check --quiet, each minute from cron, tells when it is late"
+        return [next_time, shown, check if tells else f"{check}, once notify.urls says whom (notify.on: late)"]
     return [next_time, f"nothing is installed: --install does it with {target}"]
 
 

@@ -15,8 +15,8 @@ from ddptrain.results.prune.policy import PrunePolicy
 from ddptrain.results.prune.prune import PruneReport, prune
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.show.render import size
-from ddptrain.retrain.plan import is_resumable
-from ddptrain.retrain.records import RetrainRecords, RetrainStatus
+from ddptrain.retrain.plan import to_continue
+from ddptrain.retrain.records import RetrainRecords
 
 _LOOKED_AT = 50  # retrainings of each model
 
@@ -128,9 +128,9 @@ def protected_runs(registry: ModelReader) -> dict[str, str]:
             if roles:
                 reasons[record.run_id] = f"{', '.join(roles)} of {model}"
         newest = RetrainRecords(registry.folder, model).newest(_LOOKED_AT)
-        last = next((each for each in newest if each.status != RetrainStatus.ABANDONED), None)
+        continued = to_continue(newest)
         for each in newest:
             # With `overlap: allow` several are running. Of the others, only the last one is continued.
-            if each.run_id and (each.is_running or (each is last and is_resumable(each))):
+            if each.run_id and (each.is_running or each is continued):
                 reasons.setdefault(each.run_id, f"retraining {each.number} of {model} is not finished")
     return reasons

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ddptrain.errors import ClusterError, UsageError
+from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.schedule.job import Job
 from ddptrain.schedule.targets import target
 from ddptrain.schedule.targets.target import Part, Target
@@ -58,8 +58,12 @@ class Cron(Target):
 
 
 def _script(job: Job) -> str:
-    """The script: environment, secrets, log. Its output is the end of the log if it failed; cron mails that."""
+    """The script: environment, secrets, log. Its output is the end of the log if it failed; cron mails that.
+
+    A retraining at its deadline has not failed: the next start continues.
+    """
     env_file, log = shlex.quote(str(job.env_file)), shlex.quote(str(job.log_file))
+    end = '"exit code $code; the end of $log:"'
     lines = [
         "#!/bin/sh",
         f"# {job.title}. `ddptrain schedule remove {job.name}` deletes it.",
@@ -70,9 +74,10 @@ def _script(job: Job) -> str:
         'mkdir -p "$(dirname "$log")"',
         f'if [ "$(stat -c %s "$log" 2>/dev/null || echo 0)" -gt {_LOG_BYTES} ]; then mv -f "$log" "$log.1"; fi',
         *([target.sleep_line(job)] if job.jitter_s else []),
+        "date '+--- %F %T %z' >>\"$log\"",
         f'{shlex.join(job.command)} >>"$log" 2>&1',
         "code=$?",
-        'if [ "$code" -ne 0 ]; then echo "exit code $code; the end of $log:"; tail -n 20 "$log"; fi',
+        f'if [ "$code" -ne 0 ] && [ "$code" -ne {int(ExitCode.DEADLINE)} ]; then echo {end}; tail -n 20 "$log"; fi',
         'exit "$code"',
     ]
     return "\n".join([*lines, ""])

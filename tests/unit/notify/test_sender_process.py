@@ -73,6 +73,13 @@ def result(status: apprise.AppriseResultStatus, *logs: tuple[str, str]) -> appri
             "Connection error (535 5.7.8 Bad credentials)",
         ),
         ([("WARNING", "Connection error"), ("DEBUG", "Socket Exception: timed out")], "Connection error (timed out)"),
+        (
+            [
+                ("WARNING", "Failed to send: Internal server error., error=500."),
+                ("ERROR", "Service 'JSON' did not finish within 0.000s."),  # there was no time to repeat it
+            ],
+            "Failed to send: Internal server error., error=500",
+        ),
         ([("DEBUG", "[Errno -2] Name or service not known")], "Name or service not known"),
         ([], ""),
     ],

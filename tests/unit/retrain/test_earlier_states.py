@@ -57,3 +57,12 @@ def test_alarm_is_no_retraining(tmp_path: Path) -> None:
     records.record_late()
     assert records.late_told().endswith("Z")
     assert records.numbers() == [] and records.newest(5) == []
+
+
+def test_alarm_of_a_clock_that_was_wrong_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = RetrainRecords(ModelRegistry.open(str(tmp_path)).folder, "petnames")
+    monkeypatch.setattr(records_module, "utc_now", lambda: "2031-01-01T03:00:00.000Z")
+    records.record_late()
+    assert records.late_told() == "2031-01-01T03:00:00.000Z"
+    monkeypatch.setattr(records_module, "utc_now", lambda: "2026-11-22T05:00:00.000Z")
+    assert records.late_told() == ""

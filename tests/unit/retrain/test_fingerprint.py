@@ -120,6 +120,8 @@ def test_built_in_data_have_no_listing(tmp_path: Path) -> None:
 def test_source_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data.sources.0 is .*nothing, which does not exist"):
         list_data(resolved(tmp_path, data={"sources": [str(tmp_path / "nothing")]}))
+    with pytest.raises(UsageError, match=rf"data.sources.0 is nothing, which does not exist \({Path.cwd()}/nothing\)"):
+        list_data(resolved(tmp_path, data={"sources": ["nothing"]}))
 
 
 def listing(*paths: str, noun: str = "image", content: str = "x") -> DataListing:

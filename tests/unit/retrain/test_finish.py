@@ -1,4 +1,4 @@
-"""The stages in the report of a retraining."""
+"""The message at the end of a retraining, and the stages in its report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any, cast
 
 import pytest
 
+from ddptrain.config.sections.retraining import NotifyConfig
 from ddptrain.errors import ExitCode
-from ddptrain.retrain.finish import _stages
-from ddptrain.retrain.records import RetrainStatus, Stage
-from ddptrain.retrain.start import End, Start
+from ddptrain.notify.heartbeat import Heartbeat
+from ddptrain.notify.messages import Message
+from ddptrain.notify.sender import Delivery
+from ddptrain.retrain import finish
+from ddptrain.retrain.finish import _stages, conclude
+from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
+from ddptrain.retrain.start import End, StageOutput, Start
+from ddptrain.storage.store import StoreError
 
 
 def reported(
@@ -54,3 +60,36 @@ def test_only_the_first_stage_that_was_not_reached_has_failed(status: RetrainSta
         *("skipped", "skipped", "skipped"),
         *("done", "skipped"),
     ]
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_failure_that_cannot_be_recorded_is_told(
+    readable: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: object) -> Any:
+        raise StoreError("models can't be written: No space left on device")
+
+    def sent(message: Message, urls: list[str], **options: object) -> list[Delivery]:
+        titles.append(message.title)
+        return [Delivery("json")]
+
+    titles: list[str] = []
+    monkeypatch.setattr(finish, "send", sent)
+    notify = NotifyConfig.model_validate({"urls": ["json://127.0.0.1"]})
+    config = SimpleNamespace(notify=notify, results=SimpleNamespace(dir="runs"), models=SimpleNamespace(dir="models"))
+    records = SimpleNamespace(create=refuse, newest=lambda count: [] if readable else refuse(), late_told=lambda: "")
+    start = SimpleNamespace(
+        resolved=SimpleNamespace(config=config, secrets=(), path="names.yaml"),
+        settings=SimpleNamespace(model="names"),
+        records=records,
+        record=None,
+        new_record=lambda: RetrainRecord(0, "names", "2026-11-22T03:00:00.000Z"),
+        earlier=[],
+        out=StageOutput(as_json=False),
+        heartbeat=Heartbeat(None),
+        champion=refuse,
+        is_done=lambda stage: False,
+    )
+    conclude(cast(Start, start), End(RetrainStatus.FAILED, ExitCode.CLUSTER, "the disk is full"), 1.0)
+    assert titles == ["names: retraining failed: the disk is full"]
+    assert "the end of the retraining is not recorded: models can't be written" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from ddptrain.errors import RunLocked
 from ddptrain.model_registry.own_folder import OwnFolder
+from ddptrain.results.errors import ResultsError
 from ddptrain.retrain import ownership
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -124,6 +126,17 @@ def test_registry_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "models").mkdir()
     monkeypatch.setattr("ddptrain.results.secure_files._is_our_id", lambda uid, path: False)
     with pytest.raises(StoreError, match=r"models: the folder belongs to another user"):
+        owner_in(tmp_path)._take("skip", 0.0, silent)
+
+
+def test_registry_that_cannot_be_written_is_not_called_a_folder_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("ddptrain.results.secure_files.file_ops.open_regular", refuse)
+    with pytest.raises(ResultsError, match=r"cannot write .*run.lock: Read-only file system; .* with --models-dir$"):
         owner_in(tmp_path)._take("skip", 0.0, silent)
 
 

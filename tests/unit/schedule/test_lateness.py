@@ -47,6 +47,8 @@ YESTERDAY = record(1, "2026-11-21T03:00", "2026-11-21T03:30", "promoted")
         ("2026-11-22T03:10", [record(2, "2026-11-22T03:00", "2026-11-22T03:05", "deadline"), YESTERDAY], State.LATE),
         ("2026-11-22T03:10", [record(2, "2026-11-22T03:00", None, "running"), YESTERDAY], State.LATE),  # killed
         ("2026-11-22T09:00", [], State.LATE),
+        ("2026-11-22T03:10", [record(2, "2031-01-01T03:00", "2031-01-01T03:05", "promoted")], State.LATE),  # its clock
+        ("2026-11-22T03:10", [record(2, "2026-11-22T03:00", "2026-11-22T03:11", "promoted")], State.OK),  # a minute off
         # A failure after a success for the same time does no harm.
         (
             "2026-11-22T09:00",

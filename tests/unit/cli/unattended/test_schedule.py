@@ -87,6 +87,13 @@ def test_installed_schedule_is_listed_and_removed(place: Path) -> None:
     assert "there is no schedule petnames" in refused("remove", "petnames")
 
 
+@pytest.mark.parametrize(("notify", "tells"), [("", False), ("notify: {urls: ['env:SLACK_URL']}\n", True)])
+def test_installation_says_if_nobody_is_told_of_lateness(place: Path, notify: str, tells: bool) -> None:
+    (place / "nightly.yaml").write_text("workload: petnames\nretrain: {model: petnames}\n" + notify)
+    *_, last = install().output.splitlines()
+    assert last.startswith("ddptrain schedule check --quiet") and ("notify.urls" in last) is not tells
+
+
 def test_same_schedule_is_replaced_and_another_one_is_refused(place: Path) -> None:
     install()
     install()
