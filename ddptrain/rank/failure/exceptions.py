@@ -14,9 +14,11 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
+from multiprocessing import connection
 
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
+from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.rank.failure.tracebacks import clipped, user_traceback
 
 # Parts of the messages of gloo, NCCL, the store and sockets in a rank that has lost its peer.
@@ -55,7 +57,8 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     text, trace = _text(error), user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
-    failed = _event(type(error).__qualname__, str(error), trace, phase)
+    message = _with_note(message_of(error), _ended_loader_workers(error))
+    failed = _event(type(error).__qualname__, message, trace, phase)
     return dataclasses.replace(
         failed,
         lost_peer=lost_peer(error),
@@ -85,7 +88,36 @@ def handled_error() -> Exception | None:
 
 def _text(error: BaseException) -> str:
     """The argument of the exception if it is a text (str() of a KeyError would put it in quotes), else its str()."""
-    return str(error.args[0]) if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+    return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
+
+
+def message_of(error: BaseException) -> str:
+    """str() of a user's exception, which may raise one itself."""
+    try:
+        return str(error)
+    except Exception:  # any user's code
+        return "<exception str() failed>"  # as in Python's tracebacks
+
+
+def _with_note(message: str, note: str) -> str:
+    """The message with a note in parentheses at the end of its first line, which may be the only one that is shown."""
+    first, line_end, rest = message.partition("\n")
+    return f"{first} ({note}){line_end}{rest}" if note else message
+
+
+def _ended_loader_workers(error: BaseException) -> str:
+    """How DataLoader workers have ended whose batch the rank was waiting for; "" if the error has another reason.
+
+    If a worker ends while its batch is on the way, the rank gets only a broken connection or a missing socket.
+    """
+    if not (isinstance(error, OSError | EOFError) or "(pid(s)" in message_of(error)):
+        return ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_try_get_data"]
+    workers = {w.sentinel: w for frame in frames for w in getattr(frame.f_locals.get("self"), "_workers", ())}
+    for sentinel in connection.wait(workers, timeout=1.0):  # it may be about to end
+        workers[sentinel].join(0.2)
+    ended = [(number, worker.exitcode) for number, worker in enumerate(workers.values()) if worker.exitcode is not None]
+    return ", ".join(f"DataLoader worker process {number}: {describe_status(status)}" for number, status in ended)
 
 
 def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
@@ -95,8 +127,7 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
     message = trace[last[-1].end() :].strip() if last else ""
     frames = _WRAPPER.split(outer, maxsplit=1)[0]
     waiting = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
-    first, line_end, rest = message.partition("\n")
-    return f"{first} (in {wrapped['where']}){line_end}{rest}", _LOADER_FRAMES.sub("", trace) + waiting
+    return _with_note(message, f"in {wrapped['where']}"), _LOADER_FRAMES.sub("", trace) + waiting
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
@@ -149,5 +180,5 @@ def _is_from_torch(error: BaseException) -> bool:
 
 
 def _contains(error: BaseException, messages: Iterable[str]) -> bool:
-    text = str(error).lower()
+    text = message_of(error).lower()
     return any(message in text for message in messages)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch._utils import ExceptionWrapper
@@ -162,3 +164,62 @@ def test_import_error_that_names_the_interpreter_gets_no_note() -> None:
     for error in (ModuleNotFoundError(f"no module 'x' for {sys.executable}"), ImportError("no name")):
         exceptions.add_search_path(error)
         assert not hasattr(error, "__notes__")
+
+
+class Unreadable(Exception):
+    """Its text cannot be read."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_exception_whose_text_cannot_be_read_is_reported_as_itself() -> None:
+    told = exceptions.failure(Unreadable(), "train")
+    assert (told.type, told.message) == ("Unreadable", "<exception str() failed>")
+
+
+class Iterator:
+    """torch's iterator over a DataLoader with two workers, whose second one has ended with a status."""
+
+    def __init__(self, *statuses: int | None) -> None:
+        self.pipes = [os.pipe() for _ in statuses]
+        self._workers: list[Any] = []
+        for status, (reading, writing) in zip(statuses, self.pipes, strict=True):
+            if status is not None:
+                os.close(writing)
+            self._workers.append(SimpleNamespace(sentinel=reading, exitcode=status, join=lambda timeout: None))
+
+    def _try_get_data(self, error: Exception) -> None:
+        raise error
+
+    def close(self) -> None:
+        for worker, pipe in zip(self._workers, self.pipes, strict=True):
+            for fd in pipe if worker.exitcode is None else pipe[:1]:
+                os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("error", "statuses", "message"),
+    [
+        (
+            FileNotFoundError(2, "No such file or directory"),
+            (None, 4),
+            "[Errno 2] No such file or directory (DataLoader worker process 1: exit code 4)",
+        ),
+        (
+            RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly"),
+            (-9, None),
+            "DataLoader worker (pid(s) 77) exited unexpectedly (DataLoader worker process 0: killed by SIGKILL)",
+        ),
+        (RuntimeError("size mismatch"), (-9, None), "size mismatch"),
+        (EOFError(), (), ""),
+    ],
+)
+def test_end_of_a_dataloader_worker_is_named(error: Exception, statuses: tuple[int | None, ...], message: str) -> None:
+    iterator = Iterator(*statuses)
+    try:
+        iterator._try_get_data(error)
+    except Exception as raised:
+        told = exceptions.failure(raised, "train")
+    iterator.close()
+    assert (told.type, told.message) == (type(error).__qualname__, message)
