@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing import connection
 
-from ddptrain.errors import CheckpointNotWritten
+from ddptrain.errors import CheckpointNotWritten, one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.rank.failure.tracebacks import clipped, user_traceback
@@ -57,12 +57,12 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     text, trace = _text(error), user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
-    message = _with_note(message_of(error), _ended_loader_workers(error))
-    failed = _event(type(error).__qualname__, message, trace, phase)
+    note = _ended_loader_workers(error) or _earlier(error, phase)
+    failed = _event(type(error).__qualname__, _with_note(message_of(error), note), trace, phase)
     return dataclasses.replace(
         failed,
         lost_peer=lost_peer(error),
-        timed_out=_is_from_torch(error) and _contains(error, _TIME_OUT_MESSAGES),
+        timed_out=any(_is_from_torch(each) and _contains(each, _TIME_OUT_MESSAGES) for each in _chain(error)),
         unwritable=isinstance(error, CheckpointNotWritten),
     )
 
@@ -97,6 +97,17 @@ def message_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # any user's code
         return "<exception str() failed>"  # as in Python's tracebacks
+
+
+def _earlier(error: BaseException, phase: str) -> str:
+    """The exception that this one follows from, as a note; "" if there is none, or if the message contains it."""
+    *_, first = _chain(error)
+    text = one_line(message_of(first))
+    message = message_of(error)
+    of_signal = message.startswith("DataLoader worker (pid ")  # torch raises it at any place, also in a handler
+    if first is error or phase != "train" or of_signal or (text and text in message):
+        return ""
+    return clipped(f"after {type(first).__qualname__}" + (f": {text}" if text else ""), 300)
 
 
 def _with_note(message: str, note: str) -> str:
@@ -167,8 +178,18 @@ def add_search_path(error: BaseException) -> None:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
-    return _is_from_torch(error) and _contains(error, _LOST_PEER_MESSAGES)
+    """Whether the error only says that another rank is gone, or follows from such an error."""
+    return any(_is_from_torch(each) and _contains(each, _LOST_PEER_MESSAGES) for each in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that its traceback shows above it: its causes, and what was handled when it was raised."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
 
 
 def _is_from_torch(error: BaseException) -> bool:

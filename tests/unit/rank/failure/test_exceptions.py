@@ -223,3 +223,63 @@ def test_end_of_a_dataloader_worker_is_named(error: Exception, statuses: tuple[i
         told = exceptions.failure(raised, "train")
     iterator.close()
     assert (told.type, told.message) == (type(error).__qualname__, message)
+
+
+def chained(first: BaseException, second: BaseException, *, explicit: bool = False) -> BaseException:
+    """`second`, raised while `first` is handled."""
+    try:
+        try:
+            raise first
+        except BaseException as error:
+            if explicit:
+                raise second from error
+            raise second  # noqa: B904
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize(
+    ("first", "lost", "timed_out"),
+    [
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), True, False),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), False, True),
+        (ValueError("sample 4711"), False, False),
+    ],
+)
+def test_error_that_follows_from_a_lost_peer_is_a_victims(
+    first: BaseException, lost: bool, timed_out: bool, explicit: bool
+) -> None:
+    told = exceptions.failure(chained(first, KeyError("step 3 failed"), explicit=explicit), "train")
+    assert (told.type, told.lost_peer, told.timed_out) == ("KeyError", lost, timed_out)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            FileNotFoundError("no file x"),
+            RuntimeError("no data\nmore"),
+            "no data (after FileNotFoundError: no file x)\nmore",
+        ),
+        (ValueError(), RuntimeError("failed"), "failed (after ValueError)"),
+        (ValueError("bad label"), RuntimeError("step 3: bad label"), "step 3: bad label"),
+        (EOFError("x"), RuntimeError("DataLoader worker (pid 7) is killed"), "DataLoader worker (pid 7) is killed"),
+        (ValueError("x" * 400), RuntimeError("failed"), None),
+    ],
+)
+def test_error_that_was_handled_is_named_unless_the_message_has_it(
+    first: BaseException, second: BaseException, message: str | None
+) -> None:
+    told = exceptions.failure(chained(first, second), "train").message
+    assert told == message if message is not None else len(told) < 400
+    assert "after" not in exceptions.failure(chained(first, second), "setup").message
+
+
+def test_error_whose_context_is_hidden_and_one_that_is_its_own_cause_stand_alone() -> None:
+    error = chained(RuntimeError("connection closed by peer"), ValueError("bad label"))
+    error.__suppress_context__ = True
+    told = exceptions.failure(error, "train")
+    assert (told.message, told.lost_peer) == ("bad label", False)
+    error.__cause__ = error
+    assert exceptions.failure(error, "train").message == "bad label"
