@@ -48,6 +48,8 @@ _FROM_LOADER = re.compile(
     r"Caught (?P<type>\w+) in (?P<where>[^\n]+)\.\nOriginal (?P<trace>Traceback \(most recent call last\):\n.*)",
     re.DOTALL,
 )
+_FROM_SPAWN = re.compile(r"\s*-- (?P<where>Process \d+) terminated with the following error:\n(?P<trace>.*)", re.DOTALL)
+_END_OF_FRAMES = re.compile(r"^  [^\n]*\n(?=\S)", re.MULTILINE)
 _WRAPPER = re.compile(r"^[\w.]+: [\"']?Caught \w+ in ", re.MULTILINE)
 _LOADER_FRAMES = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|pin_memory)\.py", line .*\n(    .*\n)*')
 
@@ -57,6 +59,8 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     text, trace = _text(error), user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
+    if (spawned := _FROM_SPAWN.match(text)) is not None:
+        return _event(*_from_spawn(spawned), trace, phase)
     note = _ended_loader_workers(error) or _earlier(error, phase)
     failed = _event(type(error).__qualname__, _with_note(message_of(error), note), trace, phase)
     return dataclasses.replace(
@@ -101,7 +105,7 @@ def message_of(error: BaseException) -> str:
 
 def _earlier(error: BaseException, phase: str) -> str:
     """The exception that this one follows from, as a note; "" if there is none, or if the message contains it."""
-    *_, first = _chain(error)
+    *_, first = [each for each in _chain(error) if "RemoteTraceback" not in type(each).__name__]  # text of `error`
     text = one_line(message_of(first))
     message = message_of(error)
     of_signal = message.startswith("DataLoader worker (pid ")  # torch raises it at any place, also in a handler
@@ -139,6 +143,14 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
     frames = _WRAPPER.split(outer, maxsplit=1)[0]
     waiting = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
     return _with_note(message, f"in {wrapped['where']}"), _LOADER_FRAMES.sub("", trace) + waiting
+
+
+def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
+    """Type and message of the exception in a process of torch.multiprocessing.spawn, from its traceback."""
+    *_, end = [0, *(found.end() for found in _END_OF_FRAMES.finditer(spawned["trace"]))]
+    last, line_end, rest = spawned["trace"][end:].strip().partition("\n")
+    kind, _, first = last.partition(": ")
+    return kind.rpartition(".")[2], _with_note(f"{first}{line_end}{rest}", f"in {spawned['where']} of mp.spawn")
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:

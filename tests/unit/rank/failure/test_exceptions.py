@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch._utils import ExceptionWrapper
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
@@ -282,4 +284,26 @@ def test_error_whose_context_is_hidden_and_one_that_is_its_own_cause_stand_alone
     told = exceptions.failure(error, "train")
     assert (told.message, told.lost_peer) == ("bad label", False)
     error.__cause__ = error
+    assert exceptions.failure(error, "train").message == "bad label"
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "message"),
+    [
+        ("ValueError: no label", "ValueError", "no label (in Process 1 of mp.spawn)"),
+        ("mine.data.Broken: no label\nsecond: line", "Broken", "no label (in Process 1 of mp.spawn)\nsecond: line"),
+        ("AssertionError", "AssertionError", " (in Process 1 of mp.spawn)"),
+    ],
+)
+def test_exception_in_a_spawned_process_is_reported_as_itself(end: str, kind: str, message: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "a.py", line 6, in main\n    fail()\n    ^^^^^^\n{end}\n'
+    text = f"\n\n-- Process 1 terminated with the following error:\n{trace}"
+    told = exceptions.failure(ProcessRaisedException(text, 1, 77), "train")
+    assert (told.type, told.message) == (kind, message)
+    assert "Process 1 terminated" in told.traceback and "a.py" in told.traceback
+
+
+def test_traceback_of_another_process_is_no_earlier_error() -> None:
+    error = ValueError("bad label")
+    error.__cause__ = RemoteTraceback("Traceback of the pool's process")
     assert exceptions.failure(error, "train").message == "bad label"
