@@ -20,7 +20,7 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_byt
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.model.optimizer_calls import OptimizerCalls
-from ddptrain.rank.plain_numbers import numbers, optional, whole
+from ddptrain.rank.plain_numbers import number, numbers, optional, whole
 from ddptrain.rank.profiling.profiled_steps import ProfiledSteps
 from ddptrain.rank.trackers import RankTrackers
 
@@ -137,7 +137,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
         """Report this rank's progress in `unit`. Cheap enough for every step: at most 10 events per second are sent."""
-        self._emitter.progress(done, total, unit)
+        self._emitter.progress(number("done", done), optional("total", total), unit)
         if self._profiler is not None and unit == "steps":
             self._report_step(int(done))
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from ddptrain.config.wording import shorten
 
 
 def number(name: object, value: Any) -> float:
     """The number that `value` is, or has as its only element. Raises TypeError, which names the argument."""
     if type(value) in (float, int):  # the fast path of nearly all calls
         return value  # type: ignore[no-any-return]
-    item = value.item() if hasattr(value, "item") else value
+    item = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
     if isinstance(item, bool) or not isinstance(item, int | float):
-        raise TypeError(f"ctx.log and metrics take numbers: {name!r} is {value!r} ({type(value).__name__})")
+        text = shorten(repr(value), 300)
+        raise TypeError(f"ctx.log, ctx.progress and metrics take numbers: {name!r} is {text} ({type(value).__name__})")
     return item
 
 
@@ -29,6 +33,6 @@ def optional(name: str, value: Any) -> float | None:
 def whole(name: str, value: Any) -> int | None:
     """The value as a whole number, or None. Raises TypeError."""
     given = optional(name, value)
-    if given is not None and int(given) != given:
+    if given is not None and given % 1 != 0:
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     return None if given is None else int(given)

@@ -49,6 +49,7 @@ class RankLifecycle:
         self.spec = spec
         self.emitter = emitter
         self.orders = orders
+        self._pid = os.getpid()
         self.phase = "setup"
         self.finished = False
         self.failed = False
@@ -201,10 +202,12 @@ class RankLifecycle:
         try:
             try:
                 code()
-            except SystemExit as stop:
-                if exceptions.exit_code(stop) == 0:
+            except BaseException as error:
+                self._end_forked_child(error)
+                if isinstance(error, SystemExit) and exceptions.exit_code(error) == 0:
                     self._close()
                 raise
+            self._end_forked_child(None)
             self._close()
         except PreemptedExit:
             self.preempted = True
@@ -220,6 +223,16 @@ class RankLifecycle:
             self._complete_saves()
             raise
         self._finish()
+
+    def _end_forked_child(self, error: BaseException | None) -> None:
+        """End this process if the user's code has forked it: the process group and all else are its parent's."""
+        if os.getpid() == self._pid:
+            return
+        if isinstance(error, SystemExit):
+            os._exit(exceptions.exit_code(error))
+        if error is not None:
+            _print_to_log(user_traceback(error))
+        os._exit(int(error is not None))
 
     def _close(self) -> None:
         """Complete the checkpoint that is being written, after the workload has returned.
@@ -289,7 +302,7 @@ class RankLifecycle:
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             return
         if not isinstance(stop.code, int):
-            print(stop.code, file=sys.stderr)  # as Python does
+            _print_to_log(f"{stop.code}\n")  # as Python does
         failure = exceptions.bad_exit(stop, self.phase)
         recorded = self._recorded()
         self._fail(dataclasses.replace(recorded, exit_code=code) if recorded is not None else failure)
@@ -297,7 +310,7 @@ class RankLifecycle:
     def _report_failure(self, error: BaseException) -> None:
         exceptions.add_search_path(error)
         trace = user_traceback(error)
-        print(trace if self.spec.code.full_traceback else shortened(trace), end="", file=sys.stderr)
+        _print_to_log(trace if self.spec.code.full_traceback else shortened(trace))
         failure, recorded = exceptions.failure(error, self.phase), self._recorded()
         if recorded is not None and one_line(recorded.message) not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
@@ -306,8 +319,7 @@ class RankLifecycle:
     def _report_handled(self) -> None:
         """Report an exception that a long clean-up keeps in the user's code: it may be why other ranks have failed."""
         if self._state() == "crashed" and (failure := exceptions.handled(self.phase)) is not None:
-            print("ddptrain: the rank is told to stop while it handles an exception:", file=sys.stderr)
-            print(failure.traceback, end="", file=sys.stderr, flush=True)
+            _print_to_log(f"ddptrain: the rank is told to stop while it handles an exception:\n{failure.traceback}")
             self.emitter.emit(failure)
 
     def _recorded(self) -> events.Failure | None:
@@ -319,3 +331,8 @@ class RankLifecycle:
     def _fail(self, failure: events.Failure) -> None:
         self.failed = True
         self.emitter.emit(failure)
+
+
+def _print_to_log(text: str) -> None:
+    with contextlib.suppress(Exception):  # the user's code may have closed or replaced the stream
+        print(text, end="", file=sys.stderr, flush=True)

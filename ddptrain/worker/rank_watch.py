@@ -141,7 +141,7 @@ class RankWatch:
         if report["status"] == -signal.SIGKILL and self._memory is not None:
             reason = self._memory.explain_kill()
         elif report["status"] == -signal.SIGABRT:
-            timed_out = stack_reports.timed_out(self.spool)
+            reason, timed_out = stack_reports.cpp_exception(self.spool), stack_reports.timed_out(self.spool)
         elif report["status"] > 0:
             reason = self.spool.why_unwritable()
         sizes = self.spool.sizes()

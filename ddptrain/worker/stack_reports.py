@@ -28,6 +28,7 @@ _DUMP_S = 2.0  # for faulthandler to write stacks
 _DUMP_QUIET_S = 0.15  # the dump is complete if it has not grown for this long
 _POLL_S = 0.05
 _TAIL_BYTES = 256 << 10
+_LONGEST_REASON = 1_000  # characters
 _STATES = {
     psutil.STATUS_STOPPED: "stopped",
     psutil.STATUS_TRACING_STOP: "stopped",
@@ -39,6 +40,7 @@ _EXPLANATIONS = {
     "busy": "Python did not run, so these stacks were written by C code; the main thread comes last",
 }
 _DUMPED_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_CPP_EXCEPTION = re.compile(rb"terminate called after throwing an instance of '([^'\n]*)'\n  what\(\):  ([^\n]*)")
 _NCCL_TIMED_OUT = b"Watchdog caught collective operation timeout"
 
 
@@ -107,6 +109,12 @@ def report_error_file(spool: RankSpool, status: int) -> None:
 def timed_out(spool: RankSpool) -> bool:
     """Whether NCCL's watchdog has aborted the rank because of a collective time-out, according to the rank's log."""
     return _NCCL_TIMED_OUT in _tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES))
+
+
+def cpp_exception(spool: RankSpool) -> str:
+    """Type and first line of the C++ exception that has aborted the rank, according to its log; "" if there is none."""
+    found = _CPP_EXCEPTION.findall(_tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES)))
+    return b": ".join(found[-1]).decode("utf-8", "replace")[:_LONGEST_REASON] if found else ""
 
 
 def _announce_file(spool: RankSpool, path: str, staged: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
     from ddptrain.results.run_record import FailureRecord, RunRecord
 
+_MOST_FIGURES = 20  # of the last metrics; run.json and `ddptrain results show` have all
 _RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
 
 
@@ -67,7 +68,8 @@ def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list
     text = [f"run {writer.run_id} {run_end.status} after {duration_s:.1f} s{resumed}{ranks}"]
     figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
-        text.append(f"  last    {', '.join(figures)}")
+        more = f", and {len(figures) - _MOST_FIGURES:,} more" if len(figures) > _MOST_FIGURES else ""
+        text.append(f"  last    {', '.join(figures[:_MOST_FIGURES])}{more}")
     if record.best is not None:
         text.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
     spent = time_use(record, read_events(writer.layout.events_jsonl), duration_s).line()

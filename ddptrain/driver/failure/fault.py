@@ -74,8 +74,7 @@ class Fault:
     @property
     def line(self) -> str:
         """The fault in one line, without its rank."""
-        first = one_line(self.message)
-        text = f"{self.type}: {first}" if self.type and self.type != "SystemExit" else first
+        text = one_line(self.message) if self.type in ("", "SystemExit") else _one_line(self.type, self.message)
         return text + _PHASES.get(self.phase, "") + _interface_hint(text)
 
     def record(self, host: str, log: str) -> FailureRecord:
@@ -138,8 +137,13 @@ def add_thread_failure(fault: Fault, ended: events.ThreadFailure | None) -> Faul
 
 def describe_thread(ended: events.ThreadFailure) -> str:
     """The exception that ended a thread, in one line."""
-    first_line = one_line(ended.message)
-    return f"{ended.type}: {first_line}" if first_line else ended.type
+    return _one_line(ended.type, ended.message)
+
+
+def _one_line(kind: str, message: str) -> str:
+    """An exception as Python names it in the last line of a traceback: without a colon if it has no message."""
+    first_line = one_line(message)
+    return f"{kind}: {first_line}" if first_line else kind
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

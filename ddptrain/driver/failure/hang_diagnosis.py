@@ -18,6 +18,11 @@ _WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD = "_engine_run_backward"
 _SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
 _WRAPPERS = frozenset({"wrapper", "wait"})
+# What a process that exits waits for, by the frame of Python that joins them; atexit functions have neither frame.
+_EXIT_WAITS = {
+    "threading.py _shutdown": "a thread that it has started and that is no daemon",
+    "util.py _exit_function": "a process that it has started with multiprocessing",
+}
 _STATES = {
     "stopped": "its process is stopped (SIGSTOP)",
     "uninterruptible": "its process waits in the kernel, for example for a file system that is gone",
@@ -67,6 +72,8 @@ class RankReport:
             return "its place in the code is not known" if not self.over else ""
         if self.stacks.state in _STATES:
             return _STATES[self.stacks.state]
+        if self.finished and (exits := _exit_wait(self.stacks.main)):
+            return f"it waits for {exits} to end"
         where = users_frame(self.stacks.main)
         busy = ", in compiled code that does not let Python run" if self.stacks.state == "busy" else ""
         return f"it is in {where}{busy}" if where else busy.lstrip(", ")
@@ -102,6 +109,13 @@ def users_frame(frames: Sequence[str]) -> str:
         return ""
     name = chosen["file"].rpartition("/")[2]
     return f"{name}:{chosen['line']} in {chosen['function']}"
+
+
+def _exit_wait(frames: Sequence[str]) -> str:
+    """What a process that has done its work waits for before it can exit; "" if that is nothing known."""
+    matches = [match for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
+    names = {f"{match['file'].rpartition('/')[2]} {match['function']}" for match in matches}
+    return next((text for frame, text in _EXIT_WAITS.items() if frame in names), "")
 
 
 def judge(

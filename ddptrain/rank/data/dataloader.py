@@ -123,9 +123,11 @@ def make_loader(
     drop_last: bool,
     **more: Any,
 ) -> RankLoader:
-    """The loader of ctx.loader; `more` are arguments of DataLoader. Raises TypeError for data without a length."""
+    """The loader of ctx.loader; `more` are arguments of DataLoader. Raises TypeError for other data, or a sampler."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise TypeError(f"ctx.loader needs data that has a length, not {dataset!r}: use torch's DataLoader for it")
+    if own := more.keys() & {"sampler", "batch_sampler"}:
+        raise TypeError(f"ctx.loader has a sampler of its own: leave {min(own)} out, or use torch's DataLoader")
     sampler = RankSampler(dataset, rank, world_size, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     defaults: dict[str, Any] = {
         "pin_memory": device.type == "cuda",

@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from multiprocessing import connection
 
-from ddptrain.errors import CheckpointNotWritten
+from ddptrain.errors import CheckpointNotWritten, one_line
 from ddptrain.protocol import events
+from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.rank.failure.tracebacks import clipped, user_traceback
 
 # Parts of the messages of gloo, NCCL, the store and sockets in a rank that has lost its peer.
@@ -46,6 +48,8 @@ _FROM_LOADER = re.compile(
     r"Caught (?P<type>\w+) in (?P<where>[^\n]+)\.\nOriginal (?P<trace>Traceback \(most recent call last\):\n.*)",
     re.DOTALL,
 )
+_FROM_SPAWN = re.compile(r"\s*-- (?P<where>Process \d+) terminated with the following error:\n(?P<trace>.*)", re.DOTALL)
+_END_OF_FRAMES = re.compile(r"^  [^\n]*\n(?=\S)", re.MULTILINE)
 _WRAPPER = re.compile(r"^[\w.]+: [\"']?Caught \w+ in ", re.MULTILINE)
 _LOADER_FRAMES = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|pin_memory)\.py", line .*\n(    .*\n)*')
 
@@ -55,11 +59,14 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     text, trace = _text(error), user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
-    failed = _event(type(error).__qualname__, str(error), trace, phase)
+    if (spawned := _FROM_SPAWN.match(text)) is not None:
+        return _event(*_from_spawn(spawned), trace, phase)
+    note = _ended_loader_workers(error) or _earlier(error, phase)
+    failed = _event(type(error).__qualname__, _with_note(message_of(error), note), trace, phase)
     return dataclasses.replace(
         failed,
         lost_peer=lost_peer(error),
-        timed_out=_is_from_torch(error) and _contains(error, _TIME_OUT_MESSAGES),
+        timed_out=any(_is_from_torch(each) and _contains(each, _TIME_OUT_MESSAGES) for each in _chain(error)),
         unwritable=isinstance(error, CheckpointNotWritten),
     )
 
@@ -85,7 +92,47 @@ def handled_error() -> Exception | None:
 
 def _text(error: BaseException) -> str:
     """The argument of the exception if it is a text (str() of a KeyError would put it in quotes), else its str()."""
-    return str(error.args[0]) if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+    return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
+
+
+def message_of(error: BaseException) -> str:
+    """str() of a user's exception, which may raise one itself."""
+    try:
+        return str(error)
+    except Exception:  # any user's code
+        return "<exception str() failed>"  # as in Python's tracebacks
+
+
+def _earlier(error: BaseException, phase: str) -> str:
+    """The exception that this one follows from, as a note; "" if there is none, or if the message contains it."""
+    *_, first = [each for each in _chain(error) if "RemoteTraceback" not in type(each).__name__]  # text of `error`
+    text = one_line(message_of(first))
+    message = message_of(error)
+    of_signal = message.startswith("DataLoader worker (pid ")  # torch raises it at any place, also in a handler
+    if first is error or phase != "train" or of_signal or (text and text in message):
+        return ""
+    return clipped(f"after {type(first).__qualname__}" + (f": {text}" if text else ""), 300)
+
+
+def _with_note(message: str, note: str) -> str:
+    """The message with a note in parentheses at the end of its first line, which may be the only one that is shown."""
+    first, line_end, rest = message.partition("\n")
+    return f"{first} ({note}){line_end}{rest}" if note else message
+
+
+def _ended_loader_workers(error: BaseException) -> str:
+    """How DataLoader workers have ended whose batch the rank was waiting for; "" if the error has another reason.
+
+    If a worker ends while its batch is on the way, the rank gets only a broken connection or a missing socket.
+    """
+    if not (isinstance(error, OSError | EOFError) or "(pid(s)" in message_of(error)):
+        return ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_try_get_data"]
+    workers = {w.sentinel: w for frame in frames for w in getattr(frame.f_locals.get("self"), "_workers", ())}
+    for sentinel in connection.wait(workers, timeout=1.0):  # it may be about to end
+        workers[sentinel].join(0.2)
+    ended = [(number, worker.exitcode) for number, worker in enumerate(workers.values()) if worker.exitcode is not None]
+    return ", ".join(f"DataLoader worker process {number}: {describe_status(status)}" for number, status in ended)
 
 
 def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
@@ -95,8 +142,15 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
     message = trace[last[-1].end() :].strip() if last else ""
     frames = _WRAPPER.split(outer, maxsplit=1)[0]
     waiting = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
-    first, line_end, rest = message.partition("\n")
-    return f"{first} (in {wrapped['where']}){line_end}{rest}", _LOADER_FRAMES.sub("", trace) + waiting
+    return _with_note(message, f"in {wrapped['where']}"), _LOADER_FRAMES.sub("", trace) + waiting
+
+
+def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
+    """Type and message of the exception in a process of torch.multiprocessing.spawn, from its traceback."""
+    *_, end = [0, *(found.end() for found in _END_OF_FRAMES.finditer(spawned["trace"]))]
+    last, line_end, rest = spawned["trace"][end:].strip().partition("\n")
+    kind, _, first = last.partition(": ")
+    return kind.rpartition(".")[2], _with_note(f"{first}{line_end}{rest}", f"in {spawned['where']} of mp.spawn")
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
@@ -136,8 +190,18 @@ def add_search_path(error: BaseException) -> None:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
-    return _is_from_torch(error) and _contains(error, _LOST_PEER_MESSAGES)
+    """Whether the error only says that another rank is gone, or follows from such an error."""
+    return any(_is_from_torch(each) and _contains(each, _LOST_PEER_MESSAGES) for each in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that its traceback shows above it: its causes, and what was handled when it was raised."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
 
 
 def _is_from_torch(error: BaseException) -> bool:
@@ -149,5 +213,5 @@ def _is_from_torch(error: BaseException) -> bool:
 
 
 def _contains(error: BaseException, messages: Iterable[str]) -> bool:
-    text = str(error).lower()
+    text = message_of(error).lower()
     return any(message in text for message in messages)

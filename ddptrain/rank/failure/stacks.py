@@ -23,7 +23,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.failure.exceptions import handled_error
+from ddptrain.rank.failure.exceptions import handled_error, message_of
 from ddptrain.rank.failure.tracebacks import clipped
 
 _MAX_FRAMES = 200
@@ -61,7 +61,9 @@ class StackReporter:
         calls, wait = self._collective_calls.counts, self._collective_calls.wait
         where = (wait.name, wait.step) if wait is not None else ("", None)
         error = handled_error()
-        handles = clipped(one_line(f"{type(error).__qualname__}: {error}"), 300) if error is not None else ""
+        handles = (
+            clipped(one_line(f"{type(error).__qualname__}: {message_of(error)}"), 300) if error is not None else ""
+        )
         return events.Stacks(time.time_ns(), _innermost_first(main), _sequence(), "", calls, *where, handles)
 
 
@@ -106,7 +108,7 @@ def report_thread_failures(emitter: Emitter) -> None:
         if error is not None and not isinstance(error, SystemExit):
             name = ended.thread.name if ended.thread is not None else ""
             trace = clipped("".join(traceback.format_exception(error)), 100_000)
-            message = clipped(str(error), 4_000)
+            message = clipped(message_of(error), 4_000)
             emitter.emit(events.ThreadFailure(time.time_ns(), name, type(error).__qualname__, message, trace))
         print_error(ended)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -69,6 +70,14 @@ def test_progress_is_sent_rarely_but_its_end_is_always_sent(rank: Rank) -> None:
     assert told[0] == 1
     assert told[-1] == 1000
     assert len(told) < 500
+
+
+def test_progress_takes_numbers_of_numpy_and_torch_and_nothing_else(rank: Rank) -> None:
+    rank.context.progress(np.int64(3), torch.tensor(3))  # type: ignore[arg-type]
+    (event,) = rank.events()
+    assert isinstance(event, events.Progress) and (event.done, event.total) == (3, 3)
+    with pytest.raises(TypeError, match="'done' is '3'"):
+        rank.context.progress("3")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("data", [b"hello", "hello"])

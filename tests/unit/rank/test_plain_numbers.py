@@ -18,10 +18,18 @@ def test_number_is_read_from_values_with_one_element(value: object, expected: fl
     assert type(number("x", value)) is type(expected)
 
 
-@pytest.mark.parametrize("value", [True, "1", None, [1.0], torch.tensor(True)])
+@pytest.mark.parametrize(
+    "value", [True, "1", None, [1.0], torch.tensor(True), torch.zeros(2), torch.zeros(0), np.zeros(3)]
+)
 def test_other_values_are_refused_with_their_name(value: object) -> None:
     with pytest.raises(TypeError, match="'loss'"):
         number("loss", value)
+
+
+def test_long_value_is_shortened_in_the_message() -> None:
+    with pytest.raises(TypeError) as raised:
+        number("loss", [0.5] * 10_000)
+    assert len(str(raised.value)) < 400 and str(raised.value).endswith("... (list)")
 
 
 def test_mapping_is_converted_with_text_names() -> None:
@@ -32,4 +40,7 @@ def test_step_must_be_whole_and_may_be_missing() -> None:
     assert (whole("step", 7.0), whole("step", torch.tensor(8)), whole("step", None)) == (7, 8, None)
     with pytest.raises(TypeError, match=r"step must be a whole number, not 7\.5"):
         whole("step", 7.5)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(TypeError, match="step must be a whole number"):
+            whole("step", value)
     assert (optional("epoch", 1.5), optional("epoch", None)) == (1.5, None)

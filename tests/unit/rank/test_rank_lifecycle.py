@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -140,3 +142,40 @@ def test_a_rank_that_is_told_to_stop_in_its_clean_up_reports_why_it_cleans_up(
     assert "while it handles an exception:\nTraceback" in capfd.readouterr().err
     bench.rank._report_handled()  # it has failed: there is nothing to add
     assert len(bench.path.read_bytes().splitlines()) == 3
+
+
+class Ended(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (SystemExit(), 0), (SystemExit(3), 3), (ValueError("bad"), 1)])
+def test_child_that_the_code_has_forked_ends_without_touching_the_rank(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
+) -> None:
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    def code_of_the_user() -> None:
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(os, "_exit", end)
+    bench = make()
+    monkeypatch.setattr(bench.rank, "_complete_saves", lambda: None)
+    assert bench.run(code_of_the_user) == []
+    assert isinstance(bench.error, Ended) and bench.error.args == (code,)
+
+
+@pytest.mark.parametrize("error", [ValueError("sample 4711"), SystemExit("no file")])
+def test_failure_is_reported_if_the_code_has_closed_stderr(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    (event,) = make().run(fail)
+    assert isinstance(event, events.Failure) and event.type == type(error).__name__

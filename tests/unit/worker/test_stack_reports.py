@@ -116,6 +116,15 @@ def test_message_of_nccls_watchdog_in_the_log_is_recognized(spool: RankSpool) ->
     assert stack_reports.timed_out(spool)
 
 
+def test_cpp_exception_that_aborted_the_rank_is_found_in_the_log(spool: RankSpool) -> None:
+    assert stack_reports.cpp_exception(spool) == ""
+    text = "step 3\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    spool.log.write_text(f"{text}  what():  op.preamble.length <= op.nbytes. 1000 vs 4\nFatal Python error: Aborted\n")
+    assert stack_reports.cpp_exception(spool) == "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 1000 vs 4"
+    spool.log.write_text(f"{text}  what():  {'x' * 2_000}\n")
+    assert len(stack_reports.cpp_exception(spool)) == 1_000
+
+
 def test_cpu_time_includes_children_in_the_process_group() -> None:
     code = """
 import subprocess, sys, time

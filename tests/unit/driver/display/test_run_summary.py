@@ -79,6 +79,14 @@ def test_last_metrics_have_four_digits_or_all_before_the_point(tmp_path: Path, v
     assert told[1:3] == [f"  last    acc 0.5, loss {text}", "  best    acc 0.9877 at step 7"]
 
 
+def test_twenty_of_many_metrics_are_told(tmp_path: Path) -> None:
+    writer: Any = SimpleNamespace(layout=RunLayout(tmp_path / "r"), run_id="r")
+    for count, more in ((20, ""), (1_500, ", and 1,480 more")):
+        writer.record = RunRecord(last_metrics={f"k{number:04}": 1.0 for number in range(count)})
+        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
+        assert told[1].endswith(f", k0019 1{more}")
+
+
 def test_time_of_a_run_without_attempts_is_not_told(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
         told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)

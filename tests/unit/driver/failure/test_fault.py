@@ -62,6 +62,11 @@ def test_line_is_one_line_with_the_type_and_the_phase() -> None:
     assert failure_fault.from_failure(2, failure).line == "ValueError: boom (before the process group was up)"
 
 
+def test_exception_without_a_message_is_its_type_alone() -> None:
+    failure = events.Failure(1, "AssertionError", "", "", phase="train")
+    assert failure_fault.from_failure(2, failure).line == "AssertionError"
+
+
 def test_a_checkpoint_that_cannot_be_written_is_no_failure_of_the_code() -> None:
     failure = events.Failure(1, "CheckpointNotWritten", "No space left on device", "", unwritable=True)
     found = failure_fault.from_failure(0, failure)

@@ -187,6 +187,25 @@ def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
     assert "after the end of its work" in fault.message
 
 
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        (
+            ("/py/threading.py:1590 _shutdown",),
+            "it waits for a thread that it has started and that is no daemon to end",
+        ),
+        (
+            ("/py/multiprocessing/popen_fork.py:27 poll", "/py/multiprocessing/util.py:357 _exit_function"),
+            "it waits for a process that it has started with multiprocessing to end",
+        ),
+        (("/me/train.py:7 clean_up", "/ddptrain/rank/rank_process.py:98 _run_exit_handlers"), "train.py:7 in clean_up"),
+    ],
+)
+def test_rank_that_cannot_exit_says_what_it_waits_for(frames: tuple[str, ...], text: str) -> None:
+    found = find_missing_rank([report(0, frames, finished=True)], 30.0, 1)
+    assert f"after the end of its work, {text}" in found.message or f"it is in {text}" in found.message
+
+
 def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
     ended = events.ThreadFailure(1, "reader", "ValueError", "bad shard\nmore", "Traceback ...")
     fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0, 5)

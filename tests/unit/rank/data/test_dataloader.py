@@ -185,6 +185,12 @@ def test_data_without_a_length_is_refused() -> None:
         make_loader(Stream(), 2, 0, 1, CPU, shuffle=True, seed=0, drop_last=False)
 
 
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_sampler_of_the_user_is_refused_with_what_to_do(name: str) -> None:
+    with pytest.raises(TypeError, match=f"leave {name} out, or use torch's DataLoader"):
+        make_loader(range(4), 2, 0, 1, CPU, shuffle=True, seed=0, drop_last=False, **{name: None})  # type: ignore[arg-type]
+
+
 def test_place_of_each_loader_stands_in_the_checkpoint_and_epochs_go_on(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()

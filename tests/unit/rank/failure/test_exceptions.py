@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch._utils import ExceptionWrapper
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
@@ -162,3 +166,144 @@ def test_import_error_that_names_the_interpreter_gets_no_note() -> None:
     for error in (ModuleNotFoundError(f"no module 'x' for {sys.executable}"), ImportError("no name")):
         exceptions.add_search_path(error)
         assert not hasattr(error, "__notes__")
+
+
+class Unreadable(Exception):
+    """Its text cannot be read."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_exception_whose_text_cannot_be_read_is_reported_as_itself() -> None:
+    told = exceptions.failure(Unreadable(), "train")
+    assert (told.type, told.message) == ("Unreadable", "<exception str() failed>")
+
+
+class Iterator:
+    """torch's iterator over a DataLoader with two workers, whose second one has ended with a status."""
+
+    def __init__(self, *statuses: int | None) -> None:
+        self.pipes = [os.pipe() for _ in statuses]
+        self._workers: list[Any] = []
+        for status, (reading, writing) in zip(statuses, self.pipes, strict=True):
+            if status is not None:
+                os.close(writing)
+            self._workers.append(SimpleNamespace(sentinel=reading, exitcode=status, join=lambda timeout: None))
+
+    def _try_get_data(self, error: Exception) -> None:
+        raise error
+
+    def close(self) -> None:
+        for worker, pipe in zip(self._workers, self.pipes, strict=True):
+            for fd in pipe if worker.exitcode is None else pipe[:1]:
+                os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("error", "statuses", "message"),
+    [
+        (
+            FileNotFoundError(2, "No such file or directory"),
+            (None, 4),
+            "[Errno 2] No such file or directory (DataLoader worker process 1: exit code 4)",
+        ),
+        (
+            RuntimeError("DataLoader worker (pid(s) 77) exited unexpectedly"),
+            (-9, None),
+            "DataLoader worker (pid(s) 77) exited unexpectedly (DataLoader worker process 0: killed by SIGKILL)",
+        ),
+        (RuntimeError("size mismatch"), (-9, None), "size mismatch"),
+        (EOFError(), (), ""),
+    ],
+)
+def test_end_of_a_dataloader_worker_is_named(error: Exception, statuses: tuple[int | None, ...], message: str) -> None:
+    iterator = Iterator(*statuses)
+    try:
+        iterator._try_get_data(error)
+    except Exception as raised:
+        told = exceptions.failure(raised, "train")
+    iterator.close()
+    assert (told.type, told.message) == (type(error).__qualname__, message)
+
+
+def chained(first: BaseException, second: BaseException, *, explicit: bool = False) -> BaseException:
+    """`second`, raised while `first` is handled."""
+    try:
+        try:
+            raise first
+        except BaseException as error:
+            if explicit:
+                raise second from error
+            raise second  # noqa: B904
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize(
+    ("first", "lost", "timed_out"),
+    [
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), True, False),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), False, True),
+        (ValueError("sample 4711"), False, False),
+    ],
+)
+def test_error_that_follows_from_a_lost_peer_is_a_victims(
+    first: BaseException, lost: bool, timed_out: bool, explicit: bool
+) -> None:
+    told = exceptions.failure(chained(first, KeyError("step 3 failed"), explicit=explicit), "train")
+    assert (told.type, told.lost_peer, told.timed_out) == ("KeyError", lost, timed_out)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            FileNotFoundError("no file x"),
+            RuntimeError("no data\nmore"),
+            "no data (after FileNotFoundError: no file x)\nmore",
+        ),
+        (ValueError(), RuntimeError("failed"), "failed (after ValueError)"),
+        (ValueError("bad label"), RuntimeError("step 3: bad label"), "step 3: bad label"),
+        (EOFError("x"), RuntimeError("DataLoader worker (pid 7) is killed"), "DataLoader worker (pid 7) is killed"),
+        (ValueError("x" * 400), RuntimeError("failed"), None),
+    ],
+)
+def test_error_that_was_handled_is_named_unless_the_message_has_it(
+    first: BaseException, second: BaseException, message: str | None
+) -> None:
+    told = exceptions.failure(chained(first, second), "train").message
+    assert told == message if message is not None else len(told) < 400
+    assert "after" not in exceptions.failure(chained(first, second), "setup").message
+
+
+def test_error_whose_context_is_hidden_and_one_that_is_its_own_cause_stand_alone() -> None:
+    error = chained(RuntimeError("connection closed by peer"), ValueError("bad label"))
+    error.__suppress_context__ = True
+    told = exceptions.failure(error, "train")
+    assert (told.message, told.lost_peer) == ("bad label", False)
+    error.__cause__ = error
+    assert exceptions.failure(error, "train").message == "bad label"
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "message"),
+    [
+        ("ValueError: no label", "ValueError", "no label (in Process 1 of mp.spawn)"),
+        ("mine.data.Broken: no label\nsecond: line", "Broken", "no label (in Process 1 of mp.spawn)\nsecond: line"),
+        ("AssertionError", "AssertionError", " (in Process 1 of mp.spawn)"),
+    ],
+)
+def test_exception_in_a_spawned_process_is_reported_as_itself(end: str, kind: str, message: str) -> None:
+    trace = f'Traceback (most recent call last):\n  File "a.py", line 6, in main\n    fail()\n    ^^^^^^\n{end}\n'
+    text = f"\n\n-- Process 1 terminated with the following error:\n{trace}"
+    told = exceptions.failure(ProcessRaisedException(text, 1, 77), "train")
+    assert (told.type, told.message) == (kind, message)
+    assert "Process 1 terminated" in told.traceback and "a.py" in told.traceback
+
+
+def test_traceback_of_another_process_is_no_earlier_error() -> None:
+    error = ValueError("bad label")
+    error.__cause__ = RemoteTraceback("Traceback of the pool's process")
+    assert exceptions.failure(error, "train").message == "bad label"
