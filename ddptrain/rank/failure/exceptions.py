@@ -51,7 +51,7 @@ _LOADER_FRAMES = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|p
 
 
 def failure(error: BaseException, phase: str) -> events.Failure:
-    """The event for an exception that ends the rank, with the current time."""
+    """Return the event for an exception that ends the rank, with the current time."""
     text, trace = _text(error), user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
@@ -65,9 +65,9 @@ def failure(error: BaseException, phase: str) -> events.Failure:
 
 
 def handled(phase: str) -> events.Failure | None:
-    """The event for the exception that the main thread handles in an `except` or `finally`, with the current time.
+    """Return the event for the exception that the main thread is handling in an `except` or `finally` block.
 
-    None if there is none, or if it says only that another rank is gone.
+    Return None if there is none, or if it only says that another rank is gone.
     """
     if (error := handled_error()) is None:
         return None
@@ -76,20 +76,20 @@ def handled(phase: str) -> events.Failure | None:
 
 
 def handled_error() -> Exception | None:
-    """The exception that the main thread handles; None if there is none, or only a SystemExit or the like."""
+    """Return the exception that the main thread is handling; None if there is none, or only a SystemExit or similar."""
     # Python 3.11 has a tuple in place of the exception. There is no public API.
-    found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
-    error = found[1] if isinstance(found, tuple) else found
+    current: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    error = current[1] if isinstance(current, tuple) else current
     return error if isinstance(error, Exception) else None
 
 
 def _text(error: BaseException) -> str:
-    """The argument of the exception if it is a text (str() of a KeyError would put it in quotes), else its str()."""
+    """Return the exception's only argument if it is text (str() of a KeyError would add quotes), else its str()."""
     return str(error.args[0]) if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
 
 
 def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
-    """Message and traceback of the exception in a DataLoader worker, with the frames of the rank that waited for it."""
+    """Return message and traceback of the exception in a DataLoader worker, with the frames of the rank that waited."""
     trace = wrapped["trace"].rstrip("\n") + "\n"
     last = list(re.finditer(rf"^(?:[\w.]+\.)?{wrapped['type']}(?::\ |$)", trace, re.MULTILINE))
     message = trace[last[-1].end() :].strip() if last else ""
@@ -100,7 +100,7 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
-    """The event for sys.exit() with another argument than 0, with the current time."""
+    """Return the event for a sys.exit() that is not a success, with the current time."""
     return _event("SystemExit", f"sys.exit({stop.code!r})", user_traceback(stop), phase, exit_code=exit_code(stop))
 
 
@@ -116,32 +116,32 @@ def _event(kind: str, message: str, trace: str, phase: str, *, exit_code: int | 
 
 
 def exit_code(stop: SystemExit) -> int:
-    """The exit code that Python would use: the low byte of an integer, 0 for None, 1 for anything else."""
+    """Return the exit code that Python would use: the low byte of an integer, 0 for None, 1 for anything else."""
     if stop.code is None:
         return 0
     return stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
 def add_search_path(error: BaseException) -> None:
-    """Add the interpreter and sys.path to an import error: they are the worker's, not those of the command.
+    """Add the interpreter and sys.path to an import error, because the worker's differ from those of the command.
 
     The folders of the standard library are left out, and so are repetitions.
     """
     if isinstance(error, ModuleNotFoundError) and sys.executable not in str(error):
         library = os.path.dirname(os.__file__)
         zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info.major}{sys.version_info.minor}.zip")
-        own = {library, os.path.join(library, "lib-dynload"), zipped}
-        folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in own]
+        standard = {library, os.path.join(library, "lib-dynload"), zipped}
+        folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in standard]
         error.add_note(f"not found by {sys.executable} in {', '.join(folders)}")
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
+    """Return whether the error only says that another rank is gone."""
     return _is_from_torch(error) and _contains(error, _LOST_PEER_MESSAGES)
 
 
 def _is_from_torch(error: BaseException) -> bool:
-    """Whether the error can come from torch.distributed, and not from a connection of the user's code."""
+    """Return whether the error can be from torch.distributed, and not from a connection of the user's code."""
     if isinstance(error, OSError):
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         return any("/torch/distributed/" in file for file in files)
