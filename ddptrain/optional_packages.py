@@ -11,7 +11,7 @@ PACKAGE = "ddptrain"
 def install_command(extra: str) -> str:
     """Return the pip command that installs the packages of an extra.
 
-    It names the packages, not ddptrain[extra], because ddptrain may be installed from a checkout.
+    It names the packages, not the extra, because ddptrain may be installed from a checkout.
     """
     import importlib.metadata  # 20 ms, for a message
 
