@@ -43,11 +43,11 @@ def launch(
 ) -> Run:
     """Train with a YAML file, its content, or a function of a module; return the run.
 
-    `params` are those of the workload, `overrides` any fields ({"checkpoint.keep": 5}, or texts as for --set);
-    `ranks` to `allow_changes` are the options of `ddptrain train`. With `wait` the call returns when the run has
-    succeeded, shows its output, and an exception such as Ctrl-C stops the run. `output` is plain (lines), json (lines),
+    `params` are those of the workload, `overrides` any fields ({"checkpoint.keep": 5}, or texts as for --set); `ranks`
+    to `allow_changes` are the options of `ddptrain train`. With `wait` the call shows the output of the run and returns
+    when the run has succeeded; an exception such as Ctrl-C stops the run. `output` is plain (lines), json (lines),
     none, live (a table that Jupyter updates in place), or auto: live in Jupyter, plain elsewhere. Without `wait` the
-    call returns when the run has begun; the run then continues without this process. It can be called in any thread.
+    call returns when the run has begun; the run then continues without this process. Any thread may call `launch`.
 
     Raises:
         UsageError, ConfigError: nothing was started.
@@ -59,21 +59,21 @@ def launch(
             'put the call under if __name__ == "__main__":'
         )
     live = wait and _is_live(output)
-    path, data, folder = _described(config)
-    changes = _changes(params, overrides)
-    _check(path, data, folder, changes)
+    path, data, folder = _config_source(config)
+    changes = _override_texts(params, overrides)
+    _check_config(path, data, folder, changes)
     options = {"ranks": ranks, "cluster": cluster, "runs-dir": runs_dir, "run-id": run_id, "resume": resume}
     arguments = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     arguments += ["--allow-changes"] if allow_changes else []
     arguments += ["--output", "json" if output == "json" else "plain"]
-    run = _started(path, data, folder, changes, arguments, wait)
+    run = _start_driver(path, data, folder, changes, arguments, wait)
     if wait:
-        run.attend(sys.stdout.write if output != "none" else lambda _: None, live=live)
+        run.show_until_end(sys.stdout.write if output != "none" else lambda _: None, live=live)
     return run
 
 
 def _is_live(output: Output) -> bool:
-    """Whether the run is shown as a table. Raises UsageError if that is demanded outside of Jupyter."""
+    """Return whether the run is shown as a table. Raises UsageError for output="live" outside of Jupyter."""
     from ddptrain.results.show.live_table import in_notebook
 
     if output == "live" and not in_notebook():
@@ -100,8 +100,8 @@ def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") ->
     return load_trained(open_version(registry, record), record.workload)
 
 
-def _described(config: Any) -> tuple[str, Mapping[str, Any] | None, Path]:
-    """The path of a file, or data and the folder that their relative paths refer to."""
+def _config_source(config: Any) -> tuple[str, Mapping[str, Any] | None, Path]:
+    """Return the path of the YAML file ("-" for data), the data, and the folder for relative paths in the data."""
     from pydantic import BaseModel
 
     if isinstance(config, str | os.PathLike):
@@ -117,7 +117,10 @@ def _described(config: Any) -> tuple[str, Mapping[str, Any] | None, Path]:
 
 
 def _workload(function: Callable[..., Any]) -> tuple[str, Path]:
-    """A function as package.module:function, and the folder of that package. Raises UsageError."""
+    """Return the function as package.module:function, and the folder that contains the package.
+
+    Raises UsageError if ranks cannot import the function.
+    """
     module_name, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     module = sys.modules.get(module_name or "")
     if module is None or not name or "<" in name:
@@ -129,21 +132,24 @@ def _workload(function: Callable[..., Any]) -> tuple[str, Path]:
         module_name = spec.name if spec is not None else Path(file or "").stem
     if file is None or not all(part.isidentifier() for part in str(module_name).split(".")):
         raise UsageError(
-            f"the function {name} is of {file or 'a notebook or a shell'}, which ranks can't import: put it into a "
-            "module, as with %%writefile train.py, and launch train.py's function"
+            f"the function {name} is defined in {file or 'a notebook or a shell'}, which ranks can't import: put it "
+            "into a module, as with %%writefile train.py, and launch train.py's function"
         )
-    found: Any = module
+    attribute: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not function:
-        raise UsageError(f"{module_name} has another {name} than this one: launch the one that ranks can import")
+        attribute = getattr(attribute, part, None)
+    if attribute is not function:
+        raise UsageError(
+            f"{module_name}.{name} is not the function that was passed to launch: pass {module_name}.{name}, "
+            "which ranks can import"
+        )
     depth = str(module_name).count(".") + (Path(file).name == "__init__.py")
     folder = Path(file).resolve().parents[depth]
     installed = {"site-packages", "dist-packages"} & set(folder.parts)
     return f"{module_name}:{name}", Path.cwd() if installed else folder
 
 
-def _changes(params: Mapping[str, Any] | None, overrides: Mapping[str, Any] | Sequence[str] | None) -> list[str]:
+def _override_texts(params: Mapping[str, Any] | None, overrides: Mapping[str, Any] | Sequence[str] | None) -> list[str]:
     if isinstance(overrides, str):
         raise UsageError(f"overrides is a dict, or a list of texts such as params.epochs=3, not {overrides!r}")
     texts = [] if overrides is None or isinstance(overrides, Mapping) else list(overrides)
@@ -167,8 +173,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
-def _check(path: str, data: Mapping[str, Any] | None, folder: Path, changes: Sequence[str]) -> None:
-    """Raise ConfigError here, where it has its problems, and not as a text of another process."""
+def _check_config(path: str, data: Mapping[str, Any] | None, folder: Path, changes: Sequence[str]) -> None:
+    """Raise ConfigError with a list of its problems; the driver's process could only return them as text."""
     from ddptrain.config.load import load_config, load_mapping
 
     try:
@@ -177,32 +183,32 @@ def _check(path: str, data: Mapping[str, Any] | None, folder: Path, changes: Seq
         else:
             load_mapping(data, folder, changes)
     except ConfigError as error:
-        named = [dataclasses.replace(it, where=it.where.removeprefix("--set ")) for it in error.problems]
-        raise ConfigError(named) from None
+        problems = [dataclasses.replace(it, where=it.where.removeprefix("--set ")) for it in error.problems]
+        raise ConfigError(problems) from None
 
 
-def _started(
+def _start_driver(
     path: str,
     data: Mapping[str, Any] | None,
     folder: Path,
     changes: Sequence[str],
     arguments: Sequence[str],
-    together: bool,
+    wait: bool,
 ) -> Run:
     from ddptrain.driver.control.detach import EndedEarly, start_ordered
     from ddptrain.driver.control.launch_request import LaunchRequest
 
-    order = LaunchRequest(data, str(folder), changes, together)
-    process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], order.to_line())
+    request = LaunchRequest(data, str(folder), changes, wait)
+    process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], request.to_line())
     if isinstance(begun, EndedEarly):
         raise error_of(begun.exit_code, _last_error(begun.output))
     run = Run(begun.run_id, begun.run_dir, process, begun.log_from)
-    if not together:
-        run.let_go()
+    if not wait:
+        run.release_driver()
     return run
 
 
 def _last_error(output: str) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ddptrain: ").removeprefix("error: ") for line in lines if line.startswith("ddptrain:")]
-    return "\n".join(errors or lines[-5:]) or "the driver ended without a word"
+    return "\n".join(errors or lines[-5:]) or "the driver ended without any output"

@@ -1,7 +1,8 @@
 """Which CI service runs this process, and the commands that its log understands.
 
 GitHub's runner executes lines of a step's output: `::error::text` at the start of a line, and the older `##[error]text`
-anywhere in a line. `guard` and `json_guard` change such text, so that nobody else's output is executed.
+anywhere in a line. `guard` and `json_guard` change such text in the output of ranks and libraries, so that the runner
+does not execute it.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def is_github(environ: Mapping[str, str]) -> bool:
     return environ.get("GITHUB_ACTIONS") == "true"
 
 
-# --- Output of others ---
+# --- Output that is not ours ---
 
 
 def guard(environ: Mapping[str, str]) -> Callable[[str], str]:
-    """Return the function that makes text safe for the log of this process; elsewhere it returns the same text.
+    """Return a function that makes text safe for GitHub's runner; without such a runner it returns the text unchanged.
 
     DDPTRAIN_CI=off does not turn this off: the runner executes commands all the same.
     """
@@ -57,15 +58,15 @@ def guard(environ: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def json_guard(environ: Mapping[str, str]) -> Callable[[str], str]:
-    """Like `guard`, but for JSON, which stays the same data."""
+    """Return a function like that of `guard` for JSON text, which keeps its meaning."""
     return json_without_commands if is_github(environ) else _unchanged
 
 
 def without_commands(text: str) -> str:
-    """Return whole lines with a blank inside of what GitHub's runner would take for a command."""
+    """Return complete lines in which a space breaks every text that GitHub's runner would execute as a command."""
     if "::" not in text and "##[" not in text:
         return text
-    return _MARKER.sub(lambda found: f"{found[0]} ", text)
+    return _MARKER.sub(lambda match: f"{match[0]} ", text)
 
 
 def json_without_commands(text: str) -> str:
@@ -82,8 +83,8 @@ def _unchanged(text: str) -> str:
 
 def annotation(level: str, message: str, *, title: str = "", file: str = "", line: int = 0) -> str:
     """Return GitHub's command for an annotation; level is error, warning or notice, `line` counts from 1."""
-    given = {"file": file, "line": str(line) if file and line > 0 else "", "title": title}
-    properties = ",".join(f"{name}={_property(value)}" for name, value in given.items() if value)
+    values = {"file": file, "line": str(line) if file and line > 0 else "", "title": title}
+    properties = ",".join(f"{name}={_property(value)}" for name, value in values.items() if value)
     return f"::{level}{' ' if properties else ''}{properties}::{_data(message)}"
 
 

@@ -1,6 +1,6 @@
 """All errors that ddptrain raises on purpose, with their exit codes.
 
-DdptrainError               3  (only as a base; a bare one is a bug of ours)
+DdptrainError               3  (the base class; raised itself, it is usually a bug of ddptrain)
 ├── UsageError              2  the command line asks for something impossible
 │   └── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
 ├── RunNotFound             2  no run, or more than one, has that name
@@ -45,7 +45,7 @@ class ExitCode(IntEnum):
 
 
 class DdptrainError(Exception):
-    """Base of all: the message says what happened, the value seen, and what to do."""
+    """Base class of all errors of ddptrain. The message says what happened, the bad value, and what to do."""
 
     exit_code: int = ExitCode.INTERNAL
 
@@ -109,7 +109,7 @@ class HangDetected(DdptrainError):
 
 
 class CheckpointNotWritten(OSError):
-    """In a rank: a checkpoint could not be written, however often it was tried. The run then ends with exit code 4."""
+    """In a rank: no attempt to write a checkpoint has succeeded. The run then ends with exit code 4."""
 
 
 class RunPreempted(DdptrainError):

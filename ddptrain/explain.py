@@ -1,4 +1,4 @@
-"""What the exit codes mean, what they look like, their causes, and what to do: the text of `ddptrain explain`."""
+"""The text of `ddptrain explain`: for each exit code its meaning, an example, the causes, and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_CAUSES = 3
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One cause of an exit code, or the message that shows it, and what to do.
+    """One cause of an exit code (or the message that it shows), and what to do.
 
     sign: a regular expression; a run whose root cause it matches has this cause.
     """
@@ -318,12 +318,12 @@ EXPLANATIONS: dict[int, Explanation] = {
 
 
 def is_known(code: int) -> bool:
-    """Whether it is an exit code of ddptrain, or stands for a signal."""
+    """Return whether `code` is an exit code of ddptrain, or 128 plus the number of a signal."""
     return code in EXPLANATIONS or code - 128 in signal.valid_signals()
 
 
 def explanation_of(code: int) -> Explanation:
-    """Return what is known about an exit code; one that ddptrain does not use has no causes."""
+    """Return what is known about an exit code. A code that ddptrain does not use has no causes."""
     known = EXPLANATIONS.get(code)
     if known is not None:
         return known
@@ -334,7 +334,7 @@ def explanation_of(code: int) -> Explanation:
 
 
 def causes_of(code: int, root_cause: str) -> tuple[Cause, ...]:
-    """Return the causes of an exit code that fit the root cause of a run; if none does, the most likely ones."""
+    """Return the causes of an exit code that match the root cause of a run; if none matches, the most likely causes."""
     causes = explanation_of(code).causes
     return tuple(each for each in causes if each.sign and re.search(each.sign, root_cause)) or causes[:_MOST_CAUSES]
 
@@ -346,16 +346,16 @@ def cause_lines(causes: Iterable[Cause]) -> list[str]:
 
 def as_text(code: int, *, complete: bool = False) -> list[str]:
     """Return the lines that explain an exit code: the most likely causes, or all that is known."""
-    found = explanation_of(code)
-    shown = len(found.causes) if complete else _MOST_CAUSES
-    more = len(found.causes) - shown
-    lines = [f"exit code {code}: {found.title}"]
-    if found.example:
-        lines += ["", "what it looks like:", *(f"  {line}" for line in found.example)]
-    if found.causes:
+    explanation = explanation_of(code)
+    shown = len(explanation.causes) if complete else _MOST_CAUSES
+    more = len(explanation.causes) - shown
+    lines = [f"exit code {code}: {explanation.title}"]
+    if explanation.example:
+        lines += ["", "what it looks like:", *(f"  {line}" for line in explanation.example)]
+    if explanation.causes:
         lines += ["", "causes, and what to do:" if more <= 0 else "most likely causes, and what to do:"]
-        lines += cause_lines(found.causes[:shown])
-    if remarks := found.remarks if complete else found.remarks[:1]:
+        lines += cause_lines(explanation.causes[:shown])
+    if remarks := explanation.remarks if complete else explanation.remarks[:1]:
         lines += ["", *remarks]
     if more > 0:
         others = f"{more} more cause{'s' if more > 1 else ''}"

@@ -49,7 +49,7 @@ def open_append(path: Path, *, create_mode: int | None = None) -> int:
 
 
 def text_or_empty(path: Path) -> str:
-    """Return the text of a small file, such as one of the kernel; "" if it can't be read."""
+    """Return the text of a small file, for example in /proc or /sys; "" if it can't be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -91,7 +91,7 @@ def why_not_private(folder: Path, status: os.stat_result) -> str:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of the data, however many system calls that takes."""
+    """Write all of the data; one call of os.write may write only a part."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -112,16 +112,16 @@ def atomic_file(path: Path, *, mode: int = 0o644, durable: bool = True) -> Itera
     """
     if _is_special(path):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, mode), "wb") as file:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, mode), "wb") as file:
             yield file
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        publish(beside, path)
+        publish(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -147,11 +147,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# --- Locks (flock): closing the descriptor releases them, so the death of the process does ---
+# --- Locks (flock): they are released when the descriptor is closed, also by the end of the process ---
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock of an open file; False if another process holds it. Raises OSError if there are no locks."""
+    """Take the lock of an open file; return False if another process holds it.
+
+    Raises OSError if the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,7 +163,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(descriptor: int, *, shared: bool = False) -> None:
-    """Take the lock of an open file; waits as long as other processes hold it."""
+    """Take the lock of an open file; wait as long as other processes hold it."""
     fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
 
@@ -224,7 +227,7 @@ def sha256(data: bytes | memoryview = b"") -> _Hash:
 
 
 def hash_file(path: Path | str) -> tuple[int, str]:
-    """Return the size in bytes and the SHA-256 in hex of the same content of a file."""
+    """Return the size of a file in bytes and its SHA-256 in hex."""
     with open(path, "rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return one entry for CUDA_VISIBLE_DEVICES per GPU: those that the user has set, else all of nvidia-smi."""
+    """Return the visible GPUs as entries of CUDA_VISIBLE_DEVICES: those that the user has set, else all."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    present = _listed() if chosen is None or chosen.strip() else ()
+    present = _gpus_of_nvidia_smi() if chosen is None or chosen.strip() else ()
     if chosen is None:
         return present
     names = tuple(name.strip() for name in chosen.split(",") if name.strip())
@@ -29,7 +29,7 @@ def usable_cores() -> int:
     return min(present, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else present
 
 
-def _listed() -> tuple[str, ...]:
+def _gpus_of_nvidia_smi() -> tuple[str, ...]:
     command = shutil.which("nvidia-smi")
     if command is None or not os.path.exists("/dev/nvidiactl"):
         return ()

@@ -1,7 +1,7 @@
 """Identifies the host, the boot and the process-id namespace in which a process id or a loopback address is valid.
 
-Folders may be shared by several hosts, so the record of a cluster or a run is read on hosts that do not run it. The
-same pid is then another process, and 127.0.0.1 another machine.
+Several hosts may share a folder, so other hosts may read the record of a cluster or a run. On another host, the same
+process id is another process, and 127.0.0.1 is another machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Relation(StrEnum):
 
 @functools.cache
 def this_host() -> HostId:
-    """The host on which this process runs."""
+    """Return the host on which this process runs."""
     machine = next(filter(None, (text_or_empty(path).strip() for path in _MACHINE_IDS)), "")
     return HostId(
         name=os.uname().nodename,
@@ -58,7 +58,7 @@ def this_host() -> HostId:
 
 
 def file_view() -> str:
-    """What two processes have in common that see the same files with the same rights; "" where that is not known."""
+    """Return a text that is equal for processes that see the same files with the same rights; "" if unknown."""
     mounts, boot = _link(_MOUNT_NAMESPACE), boot_id()
     if not mounts or not boot:
         return ""
@@ -67,19 +67,19 @@ def file_view() -> str:
 
 
 def boot_id() -> str:
-    """What all processes of this kernel share until it is started again; "" where the system has none."""
+    """Return the kernel's boot id, which changes when the host is restarted; "" if the system has none."""
     return this_host().boot
 
 
 def is_this_host(host: str, boot: str) -> bool:
-    """Whether a process that recorded these two is, or was, one of this kernel. `boot` "" means: not recorded."""
+    """Return whether a recorded host name and boot id are those of this host. `boot` is "" if it was not recorded."""
     if boot and boot_id():
         return boot == boot_id()
     return host in ("", this_host().name)
 
 
 def relation(recorded: HostId, here: HostId) -> Relation:
-    """Whether process ids of `recorded` are valid `here`, were valid before a restart, or belong to another host.
+    """Return whether process ids of `recorded` are valid `here`, were valid before a restart, or are of another host.
 
     If this is not certain, the answer is OTHER: nothing is then deleted.
     """
@@ -99,14 +99,14 @@ def relation(recorded: HostId, here: HostId) -> Relation:
 
 
 def where_to_run(recorded: HostId, here: HostId) -> str:
-    """The host of a record and what to do, to be put behind "runs on"."""
+    """Return the host of a record and what to do, as the continuation of a message that ends with "runs on"."""
     if recorded.name != here.name:
         return f"the host {recorded.name}, and this is {here.name}: run the command on {recorded.name}"
     return f"another machine or container that is also called {here.name}: run the command there"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or a name means the machine that uses it, whichever that is."""
+    """Return whether an address or a name is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name

@@ -1,13 +1,13 @@
 """ddptrain's own log: what the program decides and why, on the standard logger `ddptrain`.
 
-Each module that decides something has a `Log`; a message is a constant text, what varies goes into fields:
+Each module that logs has a `Log`. A message is a constant text; values go into fields:
 
     _log = Log(__name__)
     _log.info("rank ordered", rank=3, worker="tcp://10.0.0.5:40123")
 
     2026-11-22T14:00:01.123Z INFO driver run=toy-1 attempt=1 rank=3 rank ordered worker=tcp://10.0.0.5:40123
 
-The word behind the level is the part of ddptrain that speaks: driver, scheduler, worker, rank-server, clusters, ...
+The word after the level is the part of ddptrain that logged the record: driver, scheduler, worker, rank-server, ...
 Fields and messages are redacted and sanitized before any handler sees them. The logger has a NullHandler: a program
 that imports ddptrain sees these records only if it configures logging itself.
 """
@@ -37,7 +37,7 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 _IDENTITY = ("run", "attempt", "rank")  # the fields that stand before the message, in this order
 _MAX_CHARS = 2_000  # of a message or a value
 _MAX_FIELDS = 20
-_SHORT = 200  # characters of a text that is worth remembering
+_MAX_CACHED_CHARS = 200  # longer texts are not kept in the cache of _cleaned()
 _PLAIN = re.compile(r"[^\s\"'=]+")
 
 _logger = logging.getLogger("ddptrain")
@@ -45,10 +45,10 @@ _logger.addHandler(logging.NullHandler())
 
 
 class Log:
-    """A logger whose records carry fields; None leaves a field out. Costs next to nothing if nobody listens."""
+    """A logger whose records have fields. A field with the value None is left out."""
 
     def __init__(self, name: str) -> None:
-        """`name` is that of the module, as in logging.getLogger."""
+        """`name` is the module's name, as in logging.getLogger."""
         self._logger = logging.getLogger(name)
 
     def debug(self, message: str, /, **fields: object) -> None:
@@ -56,7 +56,7 @@ class Log:
         self._write(logging.DEBUG, message, fields)
 
     def info(self, message: str, /, **fields: object) -> None:
-        """Log a decision; it stands in logs/driver.log of every run."""
+        """Log a decision; logs/driver.log of every run contains it."""
         self._write(logging.INFO, message, fields)
 
     def warning(self, message: str, /, **fields: object) -> None:
@@ -68,32 +68,32 @@ class Log:
             self._logger.log(level, _clean(message), extra={"fields": _clean_fields(fields)}, stacklevel=3)
 
 
-# --- what all records of this process have in common ---
+# --- fields of all records of this process ---
 
 _context: dict[str, object] = {}
 _secrets: tuple[str, ...] = ()
-_own = threading.local()  # `fields`: those of a thread that has a context of its own
+_thread_context = threading.local()  # `fields`: the context of a thread in own_context()
 
 
 @contextmanager
 def own_context() -> Iterator[None]:
-    """Until the block ends, set_context() of this thread concerns its own records alone: one of several runs."""
-    _own.fields = {}
+    """Make set_context() apply only to the records of this thread until the block ends: each thread has another run."""
+    _thread_context.fields = {}
     try:
         yield
     finally:
-        del _own.fields
+        del _thread_context.fields
 
 
 def set_context(*, secrets: Iterable[str] | None = None, **fields: object) -> None:
     """Add fields such as run and attempt to all later records of this process; None removes a field.
 
-    `secrets` are texts that no record may contain. In a thread with own_context() only its own records get the fields,
-    and the secrets stay as they are.
+    `secrets` are texts that no record may contain. In a thread with own_context() only the records of this thread get
+    the fields, and `secrets` is ignored.
     """
     global _context, _secrets  # noqa: PLW0603  # replaced as a whole: other threads read them meanwhile
-    if (own := getattr(_own, "fields", None)) is not None:
-        own.update(fields)
+    if (thread_fields := getattr(_thread_context, "fields", None)) is not None:
+        thread_fields.update(fields)
         return
     _context = {name: value for name, value in {**_context, **fields}.items() if value is not None}
     if secrets is not None:
@@ -101,9 +101,9 @@ def set_context(*, secrets: Iterable[str] | None = None, **fields: object) -> No
 
 
 def _clean_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    own = getattr(_own, "fields", {})
-    kept = {name: value for name, value in {**_context, **own, **fields}.items() if value is not None}
-    if "value" in kept:  # it is secret if the field `name` says so
+    thread_fields = getattr(_thread_context, "fields", {})
+    kept = {name: value for name, value in {**_context, **thread_fields, **fields}.items() if value is not None}
+    if "value" in kept:  # {name: DB_PASSWORD, value: X}: the value is secret if the name is
         kept = hide_secrets(kept)
     return {name: _clean_value(name, value) for name, value in kept.items()}
 
@@ -113,7 +113,7 @@ def _clean_value(name: str, value: object) -> object:
         value = hide_secrets({name: value})[name]
     if isinstance(value, int | float):
         return value
-    return _clean(value if isinstance(value, str) else _text(value))  # without the secrets inside texts, too
+    return _clean(value if isinstance(value, str) else _text(value))  # removes secrets inside texts, too
 
 
 def _text(value: object) -> str:
@@ -123,11 +123,11 @@ def _text(value: object) -> str:
 
 
 def _clean(text: str) -> str:
-    """The text on one line, without secrets and control characters, at most 2,000 characters."""
-    return _cleaned(text, _secrets) if len(text) < _SHORT else _cleaned.__wrapped__(text, _secrets)
+    """Return the text on one line, without secrets and control characters, at most 2,000 characters."""
+    return _cleaned(text, _secrets) if len(text) < _MAX_CACHED_CHARS else _cleaned.__wrapped__(text, _secrets)
 
 
-@functools.lru_cache(1024)  # messages, hosts and workers recur: a run with many ranks has thousands of records
+@functools.lru_cache(1024)  # a run with many ranks has thousands of records with the same messages, hosts and workers
 def _cleaned(text: str, secrets: tuple[str, ...]) -> str:
     text = hide_credentials(hide_known(text, secrets))
     if len(text) > _MAX_CHARS:
@@ -135,17 +135,17 @@ def _cleaned(text: str, secrets: tuple[str, ...]) -> str:
     return sanitized(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
-# --- how a record looks ---
+# --- format of a record ---
 
 
 class LineFormatter(logging.Formatter):
-    """One line a record; a traceback, if there is one, follows in indented lines."""
+    """Formats a record as one line; a traceback follows in indented lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line without its newline."""
+        """Return the record as text, without a newline at the end."""
         fields: Mapping[str, object] = getattr(record, "fields", {})
         time = datetime.fromtimestamp(record.created, UTC)
-        words = [f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03}Z", record.levelname, _part(record.name)]
+        words = [f"{time:%Y-%m-%dT%H:%M:%S}.{time.microsecond // 1000:03}Z", record.levelname, _component(record.name)]
         words += [f"{name}={_quoted(fields[name])}" for name in _IDENTITY if name in fields]
         words.append(record.getMessage())
         words += [f"{name}={_quoted(value)}" for name, value in fields.items() if name not in _IDENTITY]
@@ -156,8 +156,8 @@ class LineFormatter(logging.Formatter):
         return text
 
 
-def _part(name: str) -> str:
-    """The part of ddptrain that a logger's name stands for: the room, or the process where a room has two."""
+def _component(name: str) -> str:
+    """Return the part of ddptrain that a logger belongs to: its top-level package, "scheduler" or "rank-server"."""
     words = name.split(".")
     if words[1:3] == ["clusters", "scheduler"]:
         return "scheduler"
@@ -171,11 +171,11 @@ def _quoted(value: object) -> str:
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
-# --- where records go ---
+# --- handlers ---
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to stderr as it is now, or to what `divert` was given: a live display prints lines above its bars."""
+    """Writes to the current sys.stderr, or to the function given to `divert`: a live display prints above its bars."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _StderrHandler(logging.Handler):
             elif sys.stderr is not None:
                 encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
                 print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
-        except Exception:  # a log that can't be written must not end what it reports on
+        except Exception:  # an error of the log must not end the program
             pass
 
 
@@ -199,7 +199,7 @@ _attach_lock = threading.Lock()
 
 
 def attach(handler: logging.Handler, level: int) -> None:
-    """Give a handler the records from `level` on."""
+    """Add a handler for records of `level` and higher levels."""
     handler.setLevel(level)
     with _attach_lock:
         _logger.addHandler(handler)
@@ -207,7 +207,7 @@ def attach(handler: logging.Handler, level: int) -> None:
 
 
 def detach(handler: logging.Handler) -> None:
-    """Take a handler off the logger."""
+    """Remove a handler."""
     with _attach_lock:
         _logger.removeHandler(handler)
         _set_lowest_level()
@@ -229,25 +229,25 @@ def to_stderr(environ: Mapping[str, str] | None = None) -> None:
 
 
 def divert(write: Callable[[str], object] | None) -> None:
-    """Hand the lines for stderr to `write` from now on, which must not block; None: to stderr again."""
+    """Pass the lines for stderr to `write`, which must not block; None writes them to stderr again."""
     _stderr.write = write
 
 
-# --- records of workers, which reach the driver as messages ---
+# --- records that workers send to the driver ---
 
 
 def topic(run_id: str) -> str:
-    """The Dask topic over which workers send a run's log records to its driver."""
+    """Return the Dask topic over which workers send a run's log records to its driver."""
     return f"ddptrain/{run_id}/log"
 
 
 def packed(name: str, message: str, fields: Mapping[str, object]) -> dict[str, Any]:
-    """A record of level info as plain data, for `unpack` in the driver."""
+    """Return a record of level info as plain data, which `unpack` decodes in the driver."""
     return {"name": name, "message": _clean(message), "fields": _clean_fields(fields)}
 
 
 def unpack(record: object) -> None:
-    """Log what `packed` has made in another process; anything else is ignored, as the network is not trusted."""
+    """Log a record that `packed` has created in another process. Other data are ignored: senders are not trusted."""
     match record:
         case {"name": str(name), "message": str(message), "fields": {**fields}} if len(fields) <= _MAX_FIELDS:
             if name.startswith("ddptrain.") and name.isascii():
@@ -260,12 +260,12 @@ class RunLog:
     """The log of a run in a worker: each record is logged in this process and sent to the run's driver."""
 
     def __init__(self, name: str, send: Callable[[str, dict[str, Any]], object], run: str, **fields: object) -> None:
-        """`send` publishes a message under a topic: the worker's log_event; `fields` are those of every record."""
+        """`send` publishes a message on a Dask topic: the worker's log_event. `fields` are added to every record."""
         self._log, self._name, self._send = Log(name), name, send
         self._topic, self._fields = topic(run), {"run": run, **fields}
 
     def info(self, message: str, /, **fields: object) -> None:
         """Log a decision."""
-        everything = {**self._fields, **fields}
-        self._log.info(message, **everything)
-        self._send(self._topic, packed(self._name, message, everything))
+        fields = {**self._fields, **fields}
+        self._log.info(message, **fields)
+        self._send(self._topic, packed(self._name, message, fields))

@@ -20,7 +20,10 @@ _MB = 10**6
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
-    """All GPUs and the driver's version; () and "" without a driver. Raises NVMLError if one does not answer."""
+    """Return all GPUs and the version of the NVIDIA driver; () and "" without a driver.
+
+    Raises NVMLError if a GPU does not answer.
+    """
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
@@ -34,7 +37,7 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
 
 
 def throttle_reasons(handle: Any) -> tuple[str, ...]:
-    """Why the hardware reduces the clocks of the GPU now."""
+    """Return the reasons why the hardware reduces the clocks of the GPU now."""
     bits = _if_known(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     return tuple(reason for reason, bit in _THROTTLE.items() if bits & bit)
 
@@ -64,10 +67,10 @@ def _facts(index: int, handle: Any) -> GpuFacts:
     )
 
 
-def _if_known(question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer; None where this GPU, or its driver, has none."""
+def _if_known(query: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of an NVML function; None if this GPU or its driver does not support the function."""
     try:
-        return question(*arguments)
+        return query(*arguments)
     except (
         pynvml.NVMLError_NotSupported,
         pynvml.NVMLError_InvalidArgument,

@@ -1,4 +1,4 @@
-"""What to install if the package of an extra is missing."""
+"""The pip command to show if a package of an extra is missing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ PACKAGE = "ddptrain"
 
 
 def install_command(extra: str) -> str:
-    """Return the pip command for the packages of an extra: ddptrain itself may be installed from a checkout."""
+    """Return the pip command that installs the packages of an extra.
+
+    It names the packages, not the extra, because ddptrain may be installed from a checkout.
+    """
     import importlib.metadata  # 20 ms, for a message
 
     try:

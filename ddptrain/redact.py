@@ -81,7 +81,7 @@ def known_secrets(*values: Any) -> list[str]:
 
 
 def hide_known(value: Any, secrets: Iterable[str]) -> Any:
-    """Return the data without these texts."""
+    """Return the data with LEFT_OUT in place of each of these texts."""
     if isinstance(value, Mapping):
         return {name: hide_known(below, secrets) for name, below in value.items()}
     if isinstance(value, list | tuple):
@@ -93,7 +93,7 @@ def hide_known(value: Any, secrets: Iterable[str]) -> Any:
 
 
 def hide_credentials(text: str) -> str:
-    """Return the text without secrets: those in URLs, assigned to a secret name, or of a known format."""
+    """Return the text without secrets in URLs, values assigned to secret names, and texts of known secret formats."""
     if "://" in text:
         text = _QUERY_PART.sub(_hide_in_query, _ADDRESS.sub(_hide_user_info, text))
     if "=" in text:
@@ -106,7 +106,7 @@ def hide_credentials(text: str) -> str:
 
 
 def _hide_user_info(address: re.Match[str]) -> str:
-    """The text after "://" without user and password; the password may contain "/", "?" and "@" by mistake."""
+    """Return the text after "://" without user and password; the password may contain "/", "?" and "@" by mistake."""
     rest = address[0]
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user_info, at, _ = authority.rpartition("@")

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
     from ddptrain.results.run_record import FailureRecord
 
-_LOOK_S = 0.1
-_STORE_LOOK_S = 2.0
-_ENDING_S = 120.0  # for a driver that is stopping: the grace period, and the transfer of results
+_POLL_S = 0.1
+_STORE_POLL_S = 2.0
+_STOP_TIMEOUT_S = 120.0  # for a driver that is stopping: the grace period, and the transfer of results
 _ERRORS: dict[int, type[DdptrainError]] = {
     ExitCode.TRAINING_FAILED: TrainingFailed,
     ExitCode.USAGE: UsageError,
@@ -59,25 +59,25 @@ class Run:
     def __init__(
         self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None, log_from: int = 0
     ) -> None:
-        """Use `launch` or `find` instead. `run_dir` is a folder, or the URL of a run in an object store."""
+        """Call `launch` or `find` instead. `run_dir` is a folder, or the URL of a run in an object store."""
         from ddptrain.results.remote.runs import StoreRuns, open_runs_dir
 
         self.id = run_id
         self.where = run_dir
         self._process = process
         self._log_from = log_from
-        place = run_dir.rstrip("/").rpartition("/")[0] if "://" in run_dir else str(Path(run_dir).parent)
-        self._runs = open_runs_dir(place)
+        runs_dir = run_dir.rstrip("/").rpartition("/")[0] if "://" in run_dir else str(Path(run_dir).parent)
+        self._runs = open_runs_dir(runs_dir)
         self._is_stored = isinstance(self._runs, StoreRuns)
-        self._desk = self._runs.work / run_id if isinstance(self._runs, StoreRuns) else Path(run_dir).absolute()
+        self._folder = self._runs.work / run_id if isinstance(self._runs, StoreRuns) else Path(run_dir).absolute()
 
     @classmethod
     def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
         """Find a run by its id, a prefix of it, `latest`, or its directory. Raises RunNotFound."""
         from ddptrain.results.remote.runs import open_runs_dir, split_run
 
-        place, name = split_run(run, os.fspath(runs_dir))
-        view = open_runs_dir(place).find(name)
+        folder, name = split_run(run, os.fspath(runs_dir))
+        view = open_runs_dir(folder).find(name)
         return cls(view.run_id, view.layout.where)
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """The same as `id`, by the name that it has in run.json and in events."""
+        """The same as `id`; run.json and events use this name."""
         return self.id
 
     @property
@@ -122,7 +122,7 @@ class Run:
         return json.loads((self.dir / "run.json").read_bytes()).get("result")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All logged lines, without those that a later attempt replaced, in a form for pandas.
+        """Return all logged lines, without those that a later attempt replaced, in a form for pandas.
 
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
@@ -134,7 +134,7 @@ class Run:
         return [
             {
                 "time_s": line.time_s,
-                "step": _whole(line.step),
+                "step": _int_if_whole(line.step),
                 "epoch": line.epoch,
                 "rank": line.rank,
                 "attempt": line.attempt,
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The folders of its checkpoints, the newest first."""
+        """The folders of the run's checkpoints, the newest first."""
         from ddptrain.results.layout import MANIFEST, step_of
 
         folder = self.dir / "checkpoints"
@@ -167,7 +167,7 @@ class Run:
             return None
 
     def logs(self, rank: int = 0) -> str:
-        """Return the output of a rank so far."""
+        """Return the output of a rank so far; "" if there is none."""
         from ddptrain.results.run_store import NeededFiles
 
         log = self._view(NeededFiles.LOGS, rank).layout.log(rank)
@@ -183,24 +183,24 @@ class Run:
             TrainingFailed, HangDetected, ClusterError, RunPreempted, Interrupted: the run did not succeed.
         """
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        while self._is_on():
+        while self._is_running():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s")
-            time.sleep(min(left_s, _STORE_LOOK_S if self._is_stored and self._process is None else _LOOK_S))
+            time.sleep(min(left_s, _STORE_POLL_S if self._is_stored and self._process is None else _POLL_S))
         self._raise()
         return self
 
     def watch(self, timeout_s: float | None = None) -> Self:
         """Show the run until it has succeeded: in Jupyter a table that is updated in place, elsewhere rank 0's output.
 
-        An exception during the wait, such as Ctrl-C, does not stop the run. Raises as `wait`.
+        An exception during the wait, such as Ctrl-C, does not stop the run. Raises the errors of `wait`.
         """
         from ddptrain.results.run_store import NeededFiles
         from ddptrain.results.show.live_table import LiveTable, in_notebook
         from ddptrain.results.show.log_follower import LogCursor
 
-        every_s = _STORE_LOOK_S if self._is_stored else 1.0
+        every_s = _STORE_POLL_S if self._is_stored else 1.0
         live = in_notebook()
         table = LiveTable(lambda: self._view(NeededFiles.METRICS), every_s) if live else None
         log = LogCursor(self._view(NeededFiles.LOGS, 0).layout.log(0), lines=10)
@@ -214,22 +214,25 @@ class Run:
                 table.refresh(now=now)
 
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
-        while self._is_on():
+        while self._is_running():
             show()
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"run {self.id} is still on after {timeout_s:g} s")
+                raise TimeoutError(f"run {self.id} is still running after {timeout_s:g} s")
             time.sleep(min(every_s, max(0.0, deadline - time.monotonic())))
         show(now=True)
         self._raise()
         return self
 
     def stop(self, *, now: bool = False) -> Self:
-        """Stop the run and wait for its end; it saves first, unless `now`. Raises ClusterError if it takes too long."""
+        """Stop the run and wait for its end. The run saves a checkpoint first, unless `now`.
+
+        Raises ClusterError if the run does not end in time.
+        """
         from ddptrain.driver.control.stop import stop_run
 
         stop_run(self._stop_target(), now=now, by="ddptrain.Run.stop", tell=lambda _: None)
         if self._process is not None:
-            self._process.wait(_ENDING_S)
+            self._process.wait(_STOP_TIMEOUT_S)
         return self
 
     # --- implementation ---
@@ -238,7 +241,7 @@ class Run:
         from ddptrain.results.lookup import load_run
 
         if not self._is_stored:
-            return load_run(self._desk)
+            return load_run(self._folder)
         return self._runs.find(self.id, *need)
 
     def _stop_target(self) -> StopTarget:
@@ -246,10 +249,10 @@ class Run:
         from ddptrain.results.layout import RunLayout
 
         if not self._is_stored:
-            return StopTarget(RunLayout(self._desk), self._view)
-        return StopTarget(RunLayout(self._desk), self._view, look_every_s=_STORE_LOOK_S)
+            return StopTarget(RunLayout(self._folder), self._view)
+        return StopTarget(RunLayout(self._folder), self._view, look_every_s=_STORE_POLL_S)
 
-    def _is_on(self) -> bool:
+    def _is_running(self) -> bool:
         from ddptrain.driver.control.stop import is_active
 
         if self._process is not None:
@@ -265,78 +268,79 @@ class Run:
         failure = record.failure
         if failure is None:
             raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id} ended with exit code {code}")
-        words = [word for word in (failure.type, one_line(failure.message)) if word]
+        details = [word for word in (failure.type, one_line(failure.message)) if word]
         place = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
         log = f"; log: {failure.log}" if failure.log else ""
         again = f"; continue with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""
         raise error_of(
-            ExitCode.CLUSTER if code is None else code, f"run {self.id}: {place}{': '.join(words)}{log}{again}"
+            ExitCode.CLUSTER if code is None else code, f"run {self.id}: {place}{': '.join(details)}{log}{again}"
         )
 
-    def let_go(self) -> None:
-        """For launch: the driver continues without this process."""
+    def release_driver(self) -> None:
+        """Let the driver continue without this process; only for `launch`."""
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
 
-    def attend(self, say: Callable[[str], object], *, live: bool = False) -> None:
-        """For launch: print the driver's output until the end; an exception stops the run. Raises as wait().
+    def show_until_end(self, write: Callable[[str], object], *, live: bool = False) -> None:
+        """Print the driver's output until the run ends; only for `launch`. An exception stops the run.
 
-        With `live` the output is the last part of a table that the notebook updates in place.
+        With `live` a table that the notebook updates in place shows the output below its rows. Raises the errors of
+        wait().
         """
         refresh: Callable[..., None] = lambda **_: None  # noqa: E731
         if live:
             from ddptrain.results.run_store import NeededFiles
             from ddptrain.results.show.live_table import LiveTable
 
-            table = LiveTable(lambda: self._view(NeededFiles.METRICS), _STORE_LOOK_S if self._is_stored else 1.0)
-            say, refresh = table.write, table.refresh
-        log = _DriverLog(self._desk / "driver.log", say, self._log_from)
+            table = LiveTable(lambda: self._view(NeededFiles.METRICS), _STORE_POLL_S if self._is_stored else 1.0)
+            write, refresh = table.write, table.refresh
+        log = _DriverLog(self._folder / "driver.log", write, self._log_from)
         try:
-            while self._is_on():
-                log.pass_on()
+            while self._is_running():
+                log.print_new_lines()
                 refresh()
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         except BaseException:
-            self._end()
+            self._stop_driver()
             with suppress(Exception):  # the first exception is raised
-                log.pass_on()
+                log.print_new_lines()
                 refresh(now=True)
             raise
         finally:
-            self.let_go()
-        log.pass_on()
+            self.release_driver()
+        log.print_new_lines()
         refresh(now=True)
         self._raise()
 
-    def _end(self) -> None:
+    def _stop_driver(self) -> None:
         """Stop the driver as Ctrl-C does; a second Ctrl-C stops it at once."""
         process = self._process
         if process is None:
             return
         number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
-        deadline = time.monotonic() + _ENDING_S
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
         process.send_signal(number)
         while process.poll() is None and time.monotonic() < deadline:
             try:
-                process.wait(_LOOK_S)
+                process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 continue
             except KeyboardInterrupt:
                 process.send_signal(number)
 
 
-def _whole(step: float | None) -> float | None:
+def _int_if_whole(step: float | None) -> float | None:
     return int(step) if step is not None and step.is_integer() else step
 
 
 class _DriverLog:
     """Prints the output of a driver line by line."""
 
-    def __init__(self, log: Path, say: Callable[[str], object], offset: int = 0) -> None:
-        self._log, self._say, self._offset = log, say, offset
+    def __init__(self, log: Path, write: Callable[[str], object], offset: int = 0) -> None:
+        self._log, self._write, self._offset = log, write, offset
 
-    def pass_on(self) -> None:
+    def print_new_lines(self) -> None:
         """Print the new complete lines."""
         try:
             with self._log.open("rb") as file:
@@ -344,7 +348,7 @@ class _DriverLog:
                 data = file.read()
         except OSError:
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        if whole:
-            self._say(whole.decode("utf-8", "replace"))
+        lines = data[: data.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        if lines:
+            self._write(lines.decode("utf-8", "replace"))

@@ -1,8 +1,8 @@
-"""The only list of names, text formats and files that contain secrets; all modules use it.
+"""The rules for names, text formats and files that contain secrets; all modules use these rules.
 
 The rules follow detect-secrets 1.5 (KeywordDetector, BasicAuthDetector, the detectors of known token formats) and the
 token formats of gitleaks. Neither is a dependency: both look for secrets in the lines of source files, where
-`secretary = "x"` counts as one, and they decide nothing about a name alone.
+`secretary = "x"` counts as a secret. Neither can judge a name without a value.
 """
 
 from __future__ import annotations

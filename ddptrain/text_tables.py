@@ -16,7 +16,7 @@ def clean(text: str) -> str:
 
 
 def clean_line(text: str) -> str:
-    """Like `clean`, but also with a mark for line breaks, which file names may contain."""
+    """Return the text as `clean` does, also with a mark for line breaks, which file names may contain."""
     return clean(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -28,7 +28,7 @@ def plain_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def clean_table(table: Sequence[Sequence[str]]) -> str:
-    """Return a table like `plain_table`; its cells may contain anything, as in `clean_line`."""
+    """Return a table as `plain_table` does, with cells that are safe in a terminal (`clean_line`)."""
     return plain_table([[clean_line(cell) for cell in row] for row in table])
 
 
@@ -45,12 +45,12 @@ def plain_sections(parts: Sequence[Section]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, or "-" for none."""
+    """Return a number with four significant digits; "-" for None, NaN and infinities."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
 def duration(seconds: float | None) -> str:
-    """As "42.1 s", "3m 05s" or "2h 07m"; "-" for none."""
+    """Return a duration as "42.1 s", "3m 05s" or "2h 07m"; "-" for None, NaN and infinities."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 60:

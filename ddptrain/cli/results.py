@@ -175,7 +175,7 @@ def sync(
 
     def tell(sent: SyncResult) -> None:
         came.append(sent)
-        if not json and (not every or sent.sent or sent.problem or sent.passed_over):
+        if not json and (not every or sent.sent or sent.problem or sent.skipped):
             write([sent.summary])
 
     all_well = sync_runs(views, timeout, tell)

@@ -28,7 +28,7 @@ from ddptrain.config.types import (
     slug,
     wrong_field,
 )
-from ddptrain.protocol.rank_spec import LOST_AFTER_S, MOST_PROFILED_STEPS, StepProfile
+from ddptrain.protocol.rank_spec import LOST_AFTER_S, MAX_PROFILED_STEPS, StepProfile
 
 _SHORTEST_S = 0.2
 
@@ -223,7 +223,7 @@ class ProfileConfig(Strict):
     """Which steps of which ranks torch.profiler records, as {steps: [10, 13], ranks: [0]}."""
 
     steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)] = Field(
-        description=f"The first and the last step, counted from 1; at most {MOST_PROFILED_STEPS} steps."
+        description=f"The first and the last step, counted from 1; at most {MAX_PROFILED_STEPS} steps."
     )
     ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = Field(
         default=None, description="The ranks, counted from 0; null is every rank."

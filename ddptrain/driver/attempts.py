@@ -1,4 +1,4 @@
-"""The attempts of one run: after a failure another one from the newest checkpoint, as the restart policy allows."""
+"""Runs the attempts of one run: after a failure, another attempt from the newest checkpoint if the policy allows it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = Log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all attempts of a run share. full_traceback: the ranks' logs contain the frames of libraries, too."""
+    """The parts that all attempts of a run share. full_traceback: the ranks' logs also contain frames of libraries."""
 
     resolved: ResolvedConfig
     writer: RunWriter
@@ -81,7 +81,7 @@ class AttemptSeries:
             end = self._attempt(self.context.reserve())
             run_end = judge_attempt(end, self.context.writer)
             self._record_end(end, run_end)
-            step = self._reached(end, end.fault.rank) if end.fault else None
+            step = self._last_step(end, end.fault.rank) if end.fault else None
             decision = restarts.after(end, step, scheduler_is_there=self.context.worker_group.connected)
             _log.info(
                 "attempt ended",
@@ -109,8 +109,8 @@ class AttemptSeries:
                 f"{worker_group.first_rejected}"
             )
 
-    def _reached(self, end: AttemptEnd, rank: int) -> int | None:
-        """The last step that a rank logged, or the step of the checkpoint that it started from."""
+    def _last_step(self, end: AttemptEnd, rank: int) -> int | None:
+        """Return the last step that a rank logged, or the step of the checkpoint that it started from."""
         step = end.ranks[rank].step
         return self.checkpoint.step if step is None and self.checkpoint else step
 
@@ -155,7 +155,7 @@ class AttemptSeries:
             slow = SlowPolicy(self.config.failure.slow, self.config.failure.slow_factor)
             return Attempt(context.worker_group, specs, *parts, lost_after_s, slow).run()
         except BaseException:
-            transfer.stop_retrying()  # a run directory that cannot be written is a frequent reason
+            transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise
         finally:
             transfer.close(_STORE_DEADLINE_S)
@@ -168,7 +168,7 @@ class AttemptSeries:
 
 
 def starting_point(checkpoint: VerifiedCheckpoint | None, *, is_script: bool) -> str:
-    """Where the next attempt starts, for the user. A script may have saved its own state, which we don't see."""
+    """Return the start of the next attempt as text. The driver does not see state that a script has saved itself."""
     if checkpoint is not None:
         return f"from {checkpoint.words}"
     return "the script starts again" if is_script else "from the start: there is no checkpoint yet"

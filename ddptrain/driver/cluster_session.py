@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.display.run_display import RunDisplay
     from ddptrain.driver.worker_group.cluster_news import ClusterNews
 
-_APPEAR_S = 5.0  # for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
+_APPEAR_S = 5.0  # time for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
 
 
 def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path, tell: Tell) -> Cluster:
@@ -46,9 +46,9 @@ def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path
 
 
 def check_cluster(cluster: ClusterConfig, tell: Tell) -> None:
-    """For --dry-run: connect to the cluster of the run, or check the GPUs of this machine; nothing is changed.
+    """Connect to the cluster of a run, or check the GPUs of this machine, without changing anything (--dry-run).
 
-    A cluster that would be started for the run is not checked. Raises ClusterNotFound or ClusterError as the run would.
+    A cluster that the run would start is not checked. Raises ClusterNotFound or ClusterError as the run would.
     """
     if cluster.is_embedded:
         local_resources(cluster, os.environ)
@@ -63,7 +63,7 @@ def check_cluster(cluster: ClusterConfig, tell: Tell) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A connected client, and what listens to the messages of its scheduler about workers."""
+    """A connected client, its scheduler, and the scheduler's messages about workers."""
 
     client: Client
     target: Target
@@ -72,7 +72,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """What a run gets from the command that runs several of them, instead of opening it.
+    """The parts that a command with several runs gives to each run, so that the run does not create them.
 
     signals: called with the run's inbox; returns its signals.
     """
@@ -84,7 +84,7 @@ class SharedRun:
 
 
 class SharedCluster:
-    """A cluster that several runs use at the same time; whoever has opened it closes it."""
+    """A cluster that several runs use at the same time. The command that has opened it closes it."""
 
     def __init__(self, cluster: Cluster, target: Target) -> None:
         self._cluster, self._target = cluster, target
@@ -103,16 +103,19 @@ class SharedCluster:
         return self._target
 
     def worker_fault(self) -> str | None:
-        """Why a worker that the command has started has ended; None while all run."""
+        """Return why a worker process of the command has ended; None while all are running."""
         return self._cluster.worker_fault()
 
     def mend(self, *, leaving: bool) -> None:
-        """Replace workers that have ended. One that is about to end stays while other runs save on it."""
+        """Replace workers that have ended.
+
+        A worker that is about to end stays, because other runs may be saving there.
+        """
         with self._mutex:
             self._cluster.mend(leaving=False)
 
     def last_words(self) -> str:
-        """The last log lines of the workers, if available."""
+        """Return the last log lines of the workers; "" if there are none."""
         return self._cluster.last_words()
 
     def close(self) -> None:

@@ -31,10 +31,10 @@ from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker.tcp_timeouts import tcp_timeout
 
 _log = Log(__name__)
-_TRY_S = 3.0  # of the first attempt; each later one may take twice as long
-_OWN_S = 30.0  # for a cluster of the user, which is running or dead; a busy machine answers late
-_PEEK_S = 3.0
-_NOBODY = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUSED, errno.ENOENT))  # nobody listens there
+_TRY_S = 3.0  # time limit of the first attempt; it is doubled for each later one
+_NAMED_S = 30.0  # for clusters of `cluster up`, which are running or dead; a busy machine answers late
+_PROBE_S = 3.0
+_NO_LISTENER = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUSED, errno.ENOENT))
 _MARGIN_S = 2.0  # added to Dask's own time limit
 _SPEAKS_FIRST_S = 1.5
 _SILENT_S = 7.0  # a starting scheduler does not accept connections silently for so long
@@ -43,7 +43,7 @@ _ALERT = "ALERT"  # part of the reason of a TLS error that the peer sent
 
 @contextlib.contextmanager
 def open_session(cluster: Cluster, config: RunConfig, tell: Callable[[str], None]) -> Iterator[Session]:
-    """Start what is missing of the cluster and connect to it; disconnect at the end. Raises ClusterError."""
+    """Connect to the cluster, and disconnect at the end of the block. Raises ClusterError."""
     target = cluster.connect()
     with connected(target, config.cluster.start_timeout_s, tell, config.failure.lost_after_s) as client:
         yield Session(client, target, ClusterNews(client))
@@ -52,47 +52,47 @@ def open_session(cluster: Cluster, config: RunConfig, tell: Callable[[str], None
 def connected(
     target: Target, timeout_s: float, tell: Callable[[str], None], lost_after_s: float = LOST_AFTER_S
 ) -> Client:
-    """Connect to the scheduler; wait up to `timeout_s` seconds for it unless waiting cannot help.
+    """Connect to the scheduler; wait for it up to `timeout_s` seconds, unless waiting cannot help.
 
     The connection survives a network failure of less than `lost_after_s` seconds. Raises ClusterError if there is no
     scheduler, or it does not accept the driver.
     """
     for logger in ("distributed", "distributed.client"):  # Dask sets the level of the second one itself
         logging.getLogger(logger).setLevel(logging.CRITICAL)  # the driver reports errors itself
-    if target.foreign:  # clusters/compatibility.py reports the versions that do not fit
+    if target.foreign:  # clusters/compatibility.py reports incompatible versions
         warnings.filterwarnings("ignore", category=VersionMismatchWarning)
     dask.config.set(tcp_timeout(lost_after_s))
     _tls_context(target)
     began, try_s = time.monotonic(), _TRY_S
-    deadline = began + (min(timeout_s, _OWN_S) if target.name else timeout_s)
+    deadline = began + (min(timeout_s, _NAMED_S) if target.name else timeout_s)
     while True:
         try:
-            _look_before_dask(target)
-            return _tried(target, max(0.1, min(try_s, deadline - time.monotonic())))
+            _check_greeting(target)
+            return _try_connect(target, max(0.1, min(try_s, deadline - time.monotonic())))
         except TypeError as error:  # the scheduler does not understand the request
             raise ClusterError(
                 f"the scheduler at {target.address} runs a version of Dask that this one can't talk to ({error}): "
                 "distributed 2025.7 or newer is needed there"
             ) from error
-        except MemoryError as error:  # Dask takes the first bytes of another protocol for a length
-            _why_not(target)
+        except MemoryError as error:  # Dask reads the first bytes of another protocol as a length
+            _connection_problem(target)
             raise ClusterError(f"{port_diagnosis.not_a_scheduler(target.address)} ({error})") from error
         except (OSError, ValueError) as error:
-            reason = _why_not(target) or str(error)
+            reason = _connection_problem(target) or str(error)
         left_s = deadline - time.monotonic()
-        if (target.name and reason in _NOBODY) or left_s <= 0:
-            raise ClusterError(_nobody(target, timeout_s, reason))
+        if (target.name and reason in _NO_LISTENER) or left_s <= 0:
+            raise ClusterError(_no_answer_text(target, timeout_s, reason))
         silent_s = time.monotonic() - began
         if reason == port_diagnosis.SILENT and not target.name and silent_s > _SILENT_S:
-            raise ClusterError(_nobody(target, round(silent_s), reason))
+            raise ClusterError(_no_answer_text(target, round(silent_s), reason))
         _log.info("scheduler did not answer", address=target.address, reason=reason, left_s=left_s)
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
         time.sleep(min(1.0, left_s))
         try_s *= 2
 
 
-def _tried(target: Target, timeout_s: float) -> Client:
-    """One attempt. Raises OSError, or TimeoutError if the peer accepts the connection but never answers."""
+def _try_connect(target: Target, timeout_s: float) -> Client:
+    """Try to connect once. Raises OSError, or TimeoutError if the peer accepts the connection but never answers."""
     outcome: concurrent.futures.Future[Client] = concurrent.futures.Future()
 
     def connect() -> None:
@@ -119,46 +119,46 @@ def _tried(target: Target, timeout_s: float) -> Client:
         return outcome.result()
 
 
-def _look_before_dask(target: Target) -> None:
-    """Check what listens at an address of the user. Raises ClusterError if Dask should not connect to it."""
+def _check_greeting(target: Target) -> None:
+    """Check the peer at an address that the user gave. Raises ClusterError if Dask should not connect to it."""
     scheme, _, location = target.address.partition("://")
     if target.name or not target.foreign:
         return
     if scheme == "tls":
-        _why_not(target)
+        _connection_problem(target)
     if scheme == "tcp":
         host, port = parse_host_port(location)
         with contextlib.suppress(OSError):  # Dask's own attempt follows, and its error is reported
             port_diagnosis.check_greeting(target.address, host, int(port))
 
 
-def _nobody(target: Target, timeout_s: float, reason: str) -> str:
+def _no_answer_text(target: Target, timeout_s: float, reason: str) -> str:
     if target.name:
         name = target.name
         return (
             f"the scheduler of the cluster {name} does not answer at {target.address}: {reason}; "
             f"clear it up with `ddptrain cluster down {name}`, then start it again with `ddptrain cluster up`"
         )
-    question = "is it up, and the port right?" if reason in _NOBODY else "is a firewall in the way?"
+    question = "is it up, and the port right?" if reason in _NO_LISTENER else "is a firewall in the way?"
     return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}; {question}"
 
 
-def _why_not(target: Target) -> str:
-    """Why a client cannot connect, or "" if there is no problem with the connection.
+def _connection_problem(target: Target) -> str:
+    """Return why a client cannot connect, or "" if a connection is possible.
 
     Raises ClusterError if waiting cannot help: the certificate is wrong or missing, or the host is unknown.
     """
     scheme, _, location = target.address.partition("://")
     if scheme == "unix":
-        return _cannot_open(target.address)
+        return _socket_problem(target.address)
     if scheme not in {"tcp", "tls"}:
         return ""
     host, port = parse_host_port(location)
     try:
-        with socket.create_connection((host, int(port)), timeout=_PEEK_S) as plain:
+        with socket.create_connection((host, int(port)), timeout=_PROBE_S) as plain:
             if scheme == "tls":
-                return _wrong_certificate(target, plain)
-            if reason := _talks_tls(target, plain):
+                return _tls_problem(target, plain)
+            if reason := _refuse_tls(target, plain):
                 port_diagnosis.check_http(target.address, host, int(port))
             return reason
     except socket.gaierror as error:
@@ -167,12 +167,12 @@ def _why_not(target: Target) -> str:
         return (error.strerror or str(error)).lower()
 
 
-def _cannot_open(address: str) -> str:
-    """Why the socket of a local cluster can't be opened, or "". Raises ClusterError if another user owns it."""
+def _socket_problem(address: str) -> str:
+    """Return why the socket of a local cluster can't be opened, or "". Raises ClusterError if it is another user's."""
     from ddptrain.protocol.unix_comm import connect_plain
 
     try:
-        connect_plain(address, _PEEK_S).close()
+        connect_plain(address, _PROBE_S).close()
     except PermissionError as error:
         raise ClusterError(f"{address} belongs to a cluster of another user: {error.strerror or error}") from error
     except OSError as error:
@@ -181,7 +181,7 @@ def _cannot_open(address: str) -> str:
 
 
 def _tls_context(target: Target) -> ssl.SSLContext | None:
-    """The TLS context, None if the address does not use TLS. Raises ClusterError if there is no certificate."""
+    """Return the TLS context, None if the address does not use TLS. Raises ClusterError if there is no certificate."""
     if not target.address.startswith("tls://"):
         return None
     security = target.security or Security()
@@ -194,8 +194,8 @@ def _tls_context(target: Target) -> ssl.SSLContext | None:
     return context
 
 
-def _wrong_certificate(target: Target, plain: socket.socket) -> str:
-    """Make the same TLS handshake as Dask; return a temporary problem. Raises ClusterError for a permanent one."""
+def _tls_problem(target: Target, plain: socket.socket) -> str:
+    """Try Dask's TLS handshake. Return a temporary problem, or "". Raises ClusterError for a permanent problem."""
     context = _tls_context(target)
     assert context is not None
     try:
@@ -221,10 +221,10 @@ def _wrong_certificate(target: Target, plain: socket.socket) -> str:
     return ""
 
 
-def _talks_tls(target: Target, plain: socket.socket) -> str:
-    """Check whether a tcp:// scheduler uses TLS. A scheduler without TLS sends the first message.
+def _refuse_tls(target: Target, plain: socket.socket) -> str:
+    """Check whether the peer of a tcp:// address uses TLS. A scheduler without TLS sends the first message.
 
-    Returns SILENT if it sends nothing. Raises ClusterError if it uses TLS.
+    Return SILENT if the peer sends nothing, else "". Raises ClusterError if it uses TLS.
     """
     plain.settimeout(_SPEAKS_FIRST_S)
     context = ssl.create_default_context()

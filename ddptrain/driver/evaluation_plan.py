@@ -1,4 +1,4 @@
-"""What a run does that scores checkpoints instead of training."""
+"""The plan of a run that scores checkpoints instead of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STAGE = "evaluate"  # marks the events of such a run in JSON output
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """The checkpoints to score, by the names that scores get, and the function that scores them.
+    """The checkpoints to score, by name, and the function that scores them.
 
     function: as module:function, called on all ranks. prepare: the function that writes the held-out data to the run's
     inputs, or "", and `request` its argument. data: a source in place of the held-out data.
@@ -28,7 +28,7 @@ class EvaluationPlan:
 
     @property
     def words(self) -> str:
-        """The names of what is scored, for messages."""
+        """The names of the checkpoints, for messages."""
         return " and ".join(self.checkpoints)
 
     def rank_params(self, params: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Checks whether a Dask scheduler listens at an address, without Dask, which trusts the first bytes.
+"""Checks whether a Dask scheduler listens at an address, without Dask, which trusts the first bytes of any peer.
 
-A Dask scheduler sends the first message. Dask reads its length and allocates as many bytes, whoever sent it: read as a
-length, the greeting of an SSH server is 3 exabytes.
+A Dask scheduler sends the first message. Dask reads its length and allocates as many bytes. Read as a length, the
+greeting of an SSH server is 3 exabytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddptrain.errors import ClusterError
 SILENT = "something accepts the connection there, and says nothing"
 _GREETING_S = 1.0
 _HTTP_S = 1.5
-_LONGEST_GREETING = 1 << 16  # bytes; Dask's has 66
+_MAX_GREETING = 1 << 16  # bytes; Dask's has 66
 _LENGTH = struct.Struct("<Q")
 _NAMES = (b"compression", b"pickle-protocol")  # in Dask's greeting
 _QUOTED = 60  # characters
@@ -44,7 +44,7 @@ def check_http(address: str, host: str, port: int) -> None:
 
 
 def is_not_dask(greeting: bytes) -> bool:
-    """Whether these bytes cannot be the greeting of a Dask scheduler, or its beginning.
+    """Return whether these bytes cannot be the greeting of a Dask scheduler, or its beginning.
 
     The greeting is the length of the rest, which is small, then the number of frames, their lengths, and MessagePack.
     """
@@ -54,16 +54,16 @@ def is_not_dask(greeting: bytes) -> bool:
         return False
     (length,) = _LENGTH.unpack_from(greeting)
     is_complete = len(greeting) >= _LENGTH.size + length
-    return not 0 < length <= _LONGEST_GREETING or (is_complete and not any(name in greeting for name in _NAMES))
+    return not 0 < length <= _MAX_GREETING or (is_complete and not any(name in greeting for name in _NAMES))
 
 
 def not_a_scheduler(address: str) -> str:
-    """The beginning of the error message if something else listens there."""
+    """Return the beginning of the error message for an address without a Dask scheduler."""
     return f"what listens at {address} is not a Dask scheduler"
 
 
 def _read(connection: socket.socket, timeout_s: float) -> bytes:
-    """The bytes that the peer sends until they show what it is, the peer closes the connection, or the time is over."""
+    """Read until the bytes identify the peer, the peer closes the connection, or the time is over; return the bytes."""
     data, deadline = b"", time.monotonic() + timeout_s
     with suppress(OSError):  # also TimeoutError: the bytes so far count
         while not is_not_dask(data) and not any(name in data for name in _NAMES):
@@ -75,7 +75,7 @@ def _read(connection: socket.socket, timeout_s: float) -> bytes:
 
 
 def _quoted(greeting: bytes) -> str:
-    """The first line of a text, or the first bytes of something else."""
+    """Return text with the first line of a greeting, or its first bytes if it is not text."""
     line = greeting.splitlines()[0].decode("utf-8", "replace")
     if line and line.isprintable() and "\N{REPLACEMENT CHARACTER}" not in line:
         return f'says "{shorten(line, _QUOTED)}"'

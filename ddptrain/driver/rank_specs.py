@@ -1,4 +1,4 @@
-"""Builds the rank specs of an attempt: what each rank is, runs and reports to."""
+"""Builds the rank specs of an attempt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ddptrain.results.run_writer import RunWriter
 
 @dataclass(frozen=True, slots=True)
 class RankSpecs:
-    """Builds the specs of all ranks, and brings to their workers the files that the specs name."""
+    """Builds the specs of all ranks, and copies the files in the specs to workers that do not see them."""
 
     resolved: ResolvedConfig
     writer: RunWriter
@@ -57,8 +57,8 @@ class RankSpecs:
         placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
         template = self._template(attempt, places, placements[0])
         specs = [
-            self._spec(template, place, own, folder, prepared)
-            for place, own, folder, prepared in zip(places, placements, folders, inputs, strict=True)
+            self._spec(template, place, placement, folder, prepared)
+            for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
         ]
         if self.evaluation is not None:
             specs = self._with_checkpoints(specs, places, self.evaluation)
@@ -67,7 +67,7 @@ class RankSpecs:
         return self.worker_group.sealed(specs, places)
 
     def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement) -> RankSpec:
-        """The spec of rank 0, without what differs between ranks."""
+        """Return a spec with the fields that are equal for all ranks."""
         config = self.resolved.config
         return RankSpec(
             run_id=self.writer.run_id,
@@ -96,7 +96,7 @@ class RankSpecs:
     def _with_checkpoints(
         self, specs: list[RankSpec], places: Sequence[RankPlace], plan: EvaluationPlan
     ) -> list[RankSpec]:
-        """Return the specs of ranks that score the checkpoints of `plan`, which are brought to their workers."""
+        """Copy the checkpoints of `plan` to the workers if necessary; return the specs of ranks that score them."""
         folders = {
             name: self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
             for name, checkpoint in plan.checkpoints.items()
@@ -133,7 +133,7 @@ class RankSpecs:
 
 
 def all_placements(places: Sequence[RankPlace], *, use_gpu: bool) -> list[Placement]:
-    """Return where each rank runs among all ranks of the run."""
+    """Return the placement of each rank in the run."""
     by_host: dict[str, list[RankPlace]] = {}
     for place in places:
         by_host.setdefault(place.slot.host, []).append(place)
@@ -155,7 +155,7 @@ def all_placements(places: Sequence[RankPlace], *, use_gpu: bool) -> list[Placem
 
 
 def _gpus_of_host(of_host: Sequence[RankPlace]) -> tuple[str, ...]:
-    """The devices of all ranks of a host in the order of their local ranks; empty if a rank has none."""
+    """Return the devices of all ranks of a host in the order of their local ranks; empty if a rank has none."""
     ranks = sorted(of_host, key=lambda each: each.local_rank)
     return tuple(each.gpu for each in ranks) if all(each.gpu for each in ranks) else ()
 
@@ -171,8 +171,9 @@ def process_group(config: RunConfig, places: Sequence[RankPlace]) -> ProcessGrou
 
 def checkpointing(config: RunConfig) -> Checkpointing:
     """Return the checkpoint settings of a rank that starts from no checkpoint."""
-    own = config.checkpoint
-    return Checkpointing(own.every_epochs, own.every_steps, own.every_s, own.asynchronous, own.max_failures)
+    chosen = config.checkpoint
+    intervals = chosen.every_epochs, chosen.every_steps, chosen.every_s
+    return Checkpointing(*intervals, chosen.asynchronous, chosen.max_failures)
 
 
 def supervision(config: RunConfig) -> Supervision:
@@ -190,8 +191,8 @@ def supervision(config: RunConfig) -> Supervision:
 def code(resolved: ResolvedConfig) -> Code:
     """Return what the ranks execute, with the paths on the driver's host.
 
-    A built-in workload needs no module from the user's folders, where anybody may have put a `pydantic.py`. It searches
-    them only if the user wrote a tracker.
+    A built-in workload needs no module from the user's folders, which may contain for example a `pydantic.py`. It
+    searches them only if the user wrote a tracker.
     """
     config = resolved.config
     script = config.script

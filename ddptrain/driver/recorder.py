@@ -30,12 +30,15 @@ _NOT_FOUND = frozenset({"base_url"})  # only the driver sets it: `results sync` 
 
 
 class Recorder:
-    """One method for each kind of fact; each goes to all places where it belongs."""
+    """Has a method for each kind of fact, which writes the fact to all places where it belongs."""
 
     def __init__(
         self, writer: RunWriter, display: RunDisplay, metric: str | None = None, activity: str = "training"
     ) -> None:
-        """`metric` decides which checkpoint is best; None: no metric does. `activity`: what the ranks do."""
+        """`metric` decides which checkpoint is best; None: no metric does.
+
+        `activity`: the status of a running attempt.
+        """
         self._activity = activity
         self.writer = writer
         self.display = display
@@ -59,14 +62,14 @@ class Recorder:
         self.display.status(text)
 
     def notice(self, text: str) -> None:
-        """Show and record something that goes as it should."""
+        """Show and record information that is not a warning."""
         self._recorded("notice", {"message": text})
         self.display.notice(text)
 
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
-        """Every rank has entered the workload: record in run.json where each of them runs.
+        """Record in run.json where each rank runs, when every rank has entered the workload.
 
-        Their activity is not shown after a fault, which may be known before the last rank has entered.
+        The status is not shown after a fault, which may arrive before the last rank has entered.
         """
         attempts = self.writer.record.attempts
         self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
@@ -79,7 +82,7 @@ class Recorder:
         self.display.notice(text, level="warning")
 
     def flush(self) -> None:
-        """Write the metrics that wait into the run directory."""
+        """Write the buffered metrics into the run directory."""
         self.writer.flush()
 
     def rank_numbers(self, rank: int, numbers: Sequence[events.Event]) -> None:
@@ -154,7 +157,7 @@ class Recorder:
         self._recorded("returned", {"rank": rank, "result": as_json_data(result)})
 
     def _tracked(self, rank: int, event: events.Tracked) -> None:
-        """Record what a rank's tracker has created; that of rank 0 under the tracker's name alone."""
+        """Record what a rank's tracker has created, for rank 0 under the tracker's name without a suffix."""
         name = event.tracker if rank == 0 else f"{event.tracker}/rank_{rank}"
         given = [(key, text[:_MOST_FOUND]) for key, text in event.found.items() if key not in _NOT_FOUND]
         found = dict(given[:_MOST_FOUND_KEYS])
@@ -194,14 +197,14 @@ class Recorder:
             self._show_once(fault)
 
     def attempt_over(self, cause: Fault | None) -> None:
-        """Another attempt follows: show the root cause if it was not shown, as a victim, and forget what was shown."""
+        """Prepare for another attempt: show the root cause if it was not shown, and forget the shown faults."""
         if cause is not None:
             self._show_once(cause)
         self._shown.clear()
 
     def _show_once(self, fault: Fault) -> None:
         if fault.line not in self._shown:
-            self._shown.add(fault.line)  # a mistake that fails on every rank is shown once
+            self._shown.add(fault.line)  # an error that occurs on every rank is shown once
             what = "hung" if fault.kind is FaultKind.HANG else "failed"
             self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")
 
@@ -226,7 +229,7 @@ class Recorder:
 
 
 def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Collection[str]) -> str:
-    """Why a checkpoint cannot be the best one, with the metrics that exist; "" if there is no reason to warn.
+    """Return why a checkpoint cannot be the best one, with the metrics that exist; "" if there is no reason to warn.
 
     A checkpoint in the middle of an epoch may have no metrics. A workload that never logs the default metric gets no
     warning about it.
@@ -247,7 +250,7 @@ def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Co
 
 
 def other_versions(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Why a resumed run may give other results than with the versions before; "" if they are the same or not known."""
+    """Return a warning if important versions differ from those before the resume; "" if they are equal or unknown."""
     changed = [name for name in _DECIDING if before.get(name, now.get(name)) != now.get(name)]
     if not changed:
         return ""

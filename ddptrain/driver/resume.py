@@ -1,4 +1,4 @@
-"""Chooses the run that `--resume` continues; changed settings are listed, and refused unless allowed."""
+"""Chooses the run that `--resume` continues. Changed settings are listed, and refused unless they are allowed."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ def choose(
         RunLocked: `auto` found a run that is running, or may be running on another host.
     """
     if which != AUTO:
-        return _named(load_run(find_run(runs_dir, which)), resolved, allow_changes=allow_changes)
+        return _continue_named(load_run(find_run(runs_dir, which)), resolved, allow_changes=allow_changes)
     if run_id is None:
-        return _newest(runs_dir, resolved, allow_changes=allow_changes)
+        return _continue_newest(runs_dir, resolved, allow_changes=allow_changes)
     layout = RunLayout(runs_dir / run_id)
     if not layout.run_json.is_file():
         return Choice(None, "starting a new run: no earlier run has this id")
     view = load_run(layout.root)
-    _require_own(view)
+    _require_owned(view)
     _require_ended(view)
     if view.status == RunStatus.SUCCEEDED and not (allow_changes and list(_changes(layout, resolved))):
         return Choice(None, f"run {run_id} has succeeded: there is nothing left to do", done=view)
-    return _named(view, resolved, allow_changes=allow_changes)
+    return _continue_named(view, resolved, allow_changes=allow_changes)
 
 
-def _named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
+def _continue_named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
     """Continue the run that the user named."""
-    _require_own(view)
+    _require_owned(view)
     if view.status == RunStatus.SUCCEEDED and not allow_changes:
         raise UsageError(
             f"run {view.run_id} has succeeded: there is nothing to resume (--allow-changes trains it further)"
@@ -79,16 +79,16 @@ def _named(view: RunView, resolved: ResolvedConfig, *, allow_changes: bool) -> C
     if changes and not allow_changes:
         lines = "".join(f"\n  {change}" for change in changes)
         raise UsageError(f"run {view.run_id} was made with other settings; --allow-changes continues anyway:{lines}")
-    return _going_on(view, changes)
+    return _continue(view, changes)
 
 
-def _going_on(view: RunView, changes: Sequence[str]) -> Choice:
+def _continue(view: RunView, changes: Sequence[str]) -> Choice:
     changed = f", with {', '.join(changes)}" if changes else ""
     reason = f"continuing run {view.run_id}, which {_how_it_ended(view)}{changed}"
     return Choice(view.layout.root, reason, view.record.driver)
 
 
-def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
+def _continue_newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) -> Choice:
     """Continue the newest run of this name, if it can be continued."""
     name = resolved.config.name
     named = [view for view in list_runs(runs_dir) if view.record.name == name and not view.problem]
@@ -99,17 +99,17 @@ def _newest(runs_dir: Path, resolved: ResolvedConfig, *, allow_changes: bool) ->
         return Choice(None, f"starting a new run: there is no run named {name} to resume in {where_of(runs_dir)}")
     view, changes = ours[0], list(_changes(ours[0].layout, resolved))
     if changes and allow_changes:
-        return _going_on(view, changes)
+        return _continue(view, changes)
     if view.status == RunStatus.SUCCEEDED:
         return Choice(None, f"starting a new run: the last run of this name, {view.run_id}, has succeeded")
     if changes:
         had = ", ".join(changes)
         return Choice(None, f"starting a new run: run {view.run_id} {_how_it_ended(view)}, but had {had}")
-    return _going_on(view, ())
+    return _continue(view, ())
 
 
-def _require_own(view: RunView) -> None:
-    """Raise UsageError for a run of another user: ddptrain does not write to their directories."""
+def _require_owned(view: RunView) -> None:
+    """Raise UsageError for a run of another user, because ddptrain does not write to directories of other users."""
     if not is_own_folder(view.layout.root):
         raise UsageError(
             f"run {view.run_id} in {view.layout.root} can't be resumed: its directory, or the link to it, belongs to "
@@ -118,10 +118,10 @@ def _require_own(view: RunView) -> None:
 
 
 def _require_ended(view: RunView) -> None:
-    """Raise RunLocked for a run that is running, or may be: it must not run twice."""
+    """Raise RunLocked for a run that is running, or may be running, because it must not run twice."""
     driver = view.record.driver
     if view.is_running:
-        # run.json may still name the previous driver: the lock is taken first.
+        # run.json may still name the previous driver, because a driver takes the lock first.
         who = run_lock.holder(view.layout.lock_file) or driver.words
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
@@ -162,7 +162,7 @@ def _changes(layout: RunLayout, resolved: ResolvedConfig) -> Iterator[str]:
 
 
 def _defaults(resolved: ResolvedConfig) -> dict[str, Any]:
-    """The defaults of the workload's params, as far as they are known: "params.epochs" -> 20."""
+    """Return the defaults of the workload's params, as far as they are known: "params.epochs" -> 20."""
     workload = resolved.config.workload
     if not isinstance(workload, str):
         return {}

@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
 
 _log = Log(__name__)
-_KEEP_S = 900.0  # for the last uploads at the end of a run
+_UPLOAD_S = 900.0  # time for the last uploads at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """The options of the command line besides the configuration."""
+    """The options of the command line that are not in the configuration."""
 
     run_id: str | None = None
     output: str = "auto"
@@ -73,7 +73,7 @@ class LaunchOptions:
     allow_changes: bool = False
     ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
     full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
-    all_ranks: bool = False  # each is shown by itself, however many there are
+    all_ranks: bool = False  # each rank is shown separately, even if there are many
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     ended: Callable[[RunView], None] | None = None  # called with the run when it has ended and all has been shown
@@ -146,7 +146,7 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
 def _kept(
     config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
 ) -> Iterator[tuple[Path, RunUpload]]:
-    """Yield the folder of the run, and the object that uploads it if it belongs in a store, holding its lock."""
+    """Hold the lock of the run; yield its folder, and the object that uploads it if it belongs in an object store."""
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
     with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
@@ -164,7 +164,7 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 
 
 def _prepared_by(config: RunConfig) -> str:
-    """The function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
+    """Return the name of the function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
     backend = config.cluster.backend if name is None else cluster_records.find(name).record.backend
     here = backend == "local"  # on other hosts a path may be another file
@@ -172,7 +172,7 @@ def _prepared_by(config: RunConfig) -> str:
 
 
 def _module_needed(config: RunConfig) -> str:
-    """The module:attr that workers must be able to import."""
+    """Return the module:attr that workers must be able to import."""
     if isinstance(config.workload, str):
         return workload_target(config.workload)
     return f"{config.workload.module or 'runpy'}:"
@@ -221,7 +221,7 @@ class _Run:
         )
 
     def run(self) -> int:
-        """Train, write the end to run.json, and show it. Exceptions that are bugs are raised after that."""
+        """Train, write the end to run.json, and show it. Exceptions that are bugs are then raised again."""
         try:
             run_end = self._train()
         except BaseException as error:  # run.json must contain the end in every case
@@ -241,7 +241,7 @@ class _Run:
             prepared = plan.request if plan is not None else self.config.params
             self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
             self._greet()
-            # Imports Dask: before the block that signals may interrupt.
+            # These import Dask. A signal may interrupt the block below, and must not interrupt an import.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
             from ddptrain.driver.cluster_check.before_run import CheckedSlots
             from ddptrain.driver.connect import open_session
@@ -249,7 +249,7 @@ class _Run:
 
             with self.signals.interrupting():
                 if self.machine is None:
-                    self.inputs.wait(self.display.notice)  # before a cluster is started for data that do not exist
+                    self.inputs.wait(self.display.notice)  # before a cluster is started: the data may not exist
                 if self.options.shared is not None:
                     session = self.options.shared.session
                 else:
@@ -280,7 +280,7 @@ class _Run:
             return AttemptSeries(context, self._checkpoint()).run()
 
     def _checkpoint(self) -> VerifiedCheckpoint | None:
-        """The checkpoint that a resumed run starts from, which the user is told; None if there is none."""
+        """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
         if self.choice is None or self.choice.folder is None:
             return None
         from ddptrain.results.checkpoint_verification import newest_verified
@@ -315,7 +315,7 @@ class _Run:
         )
 
     def _worker_fault(self) -> str | None:
-        self.signals.check()  # a run in a thread of its own learns here that it has to end
+        self.signals.check()  # a run in a thread gets its signals here
         return self.cluster.worker_fault()
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
@@ -344,9 +344,9 @@ class _Run:
             self.display.status(f"connecting to {self.cluster.words}")
 
     def _end(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
-        """Write the end to run.json, then show it: when the last line appears, the file is complete.
+        """Write the end to run.json, then show it, so that the file is complete when the last line appears.
 
-        Returns another run_end if a run that succeeded could not be stored.
+        Return another run_end if a run that succeeded could not be stored.
         """
         run_end = self._flushed(run_ends.name_stop_command(run_end) if self.signals.asked else run_end)
         _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.cause or None)
@@ -375,7 +375,7 @@ class _Run:
     def _flushed(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Finish the uploads; return the run_end, or a failure if a run that succeeded could not be stored."""
         asked_to_go = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
-        deadline_s = self.config.failure.grace_s if asked_to_go else _KEEP_S
+        deadline_s = self.config.failure.grace_s if asked_to_go else _UPLOAD_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
                 problem = self.keeping.flush(deadline_s)

@@ -9,14 +9,14 @@ from typing import Any
 
 from ddptrain.protocol.typed_json import JsonMessage
 
-LINE_PREFIX = "ddptrain-check "  # of a measurement in the log of a rank
-WAITED = "waited"  # value of a measurement: the part of its time in which the rank could run and had no core
+LINE_PREFIX = "ddptrain-check "  # a line of a rank's log with a measurement begins with this
+WAITED = "waited"  # a value of each measurement: the fraction of its time in which the rank was ready but had no core
 _MAX_TEXT = 500
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
 
 
 def network_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of NCCL, gloo and the libraries below them."""
+    """Return the variables of NCCL, gloo and the libraries below them."""
     return {name: value for name, value in env.items() if name.startswith(_NETWORK_VARIABLES)}
 
 
@@ -43,7 +43,7 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU as NVML sees it; None or "" where the device or the driver does not say it.
+    """A GPU as NVML reports it; None or "" if the device or the driver does not report a value.
 
     throttled: reasons why its clocks are reduced by the hardware. ecc_errors: uncorrected, since the driver was loaded.
     nvlinks: how many NVLink links are active.
@@ -66,7 +66,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts(JsonMessage):
-    """What a worker's host is and has. Sizes in MB (10^6 bytes).
+    """The identity and the resources of a worker's host. Sizes in MB (10^6 bytes).
 
     versions: of Python, packages and driver, by name. interface: the one with the worker's address. routes: destination
     and interface, `default` for the default route. network_env: the variables of NCCL and gloo that ranks get.
@@ -94,18 +94,18 @@ class HostFacts(JsonMessage):
     problems: tuple[str, ...] = ()
 
     def with_env(self, env: Mapping[str, str]) -> HostFacts:
-        """The facts with the network variables that the run sets besides."""
+        """Return the facts with the network variables in `env`, those that the run sets, added."""
         return dataclasses.replace(self, network_env={**self.network_env, **network_variables(env)})
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan(JsonMessage):
-    """What the ranks measure. Times in seconds; each is the time that one measurement may take, if nothing is broken.
+    """What the ranks measure. gemm_s, copy_s and reduce_s are the durations of the measurements in seconds.
 
-    rounds: the pairs of hosts (their node ranks) that measure at the same time. timeout_s: after which a connection or
-    a collective operation counts as failed. most_bytes: of one all-reduce. gpu: the ranks have GPUs. only: "pairs" or
-    "all" measures nothing but the pairs, or the all-reduce of all ranks. nccl_pairs: measure pairs with NCCL, by all
-    ranks of both hosts.
+    rounds: the pairs of hosts (their node ranks) that measure at the same time. timeout_s: a connection or a collective
+    operation that takes longer has failed. most_bytes: the largest size of an all-reduce. gpu: the ranks have GPUs.
+    only: "pairs" measures only the pairs, "all" only the all-reduce of all ranks. nccl_pairs: all ranks of both hosts
+    of a pair measure with NCCL.
     """
 
     rounds: tuple[tuple[tuple[int, ...], ...], ...]
@@ -121,10 +121,10 @@ class ProbePlan(JsonMessage):
 
 @dataclass(frozen=True, slots=True)
 class ProbeLine(JsonMessage):
-    """One line of a rank: that it begins a stage, or the result.
+    """One line of a rank: the start of a stage, or its result.
 
     stage: start, gemm, copy, local, pair, all or end. peer: the node rank of the other host of a pair, or -1. status:
-    begun, done, failed or skipped. values: numbers by name. text: why it failed, or what was seen.
+    begun, done, failed or skipped. values: numbers by name. text: the error, or a remark on the result.
     """
 
     stage: str
@@ -134,26 +134,26 @@ class ProbeLine(JsonMessage):
     text: str = ""
 
     def line(self) -> str:
-        """The line for the log."""
+        """Return the message as a line for the rank's log."""
         return f"{LINE_PREFIX}{dataclasses.replace(self, text=self.text[:_MAX_TEXT]).to_json()}\n"
 
 
 def lines_of(log: bytes) -> tuple[tuple[ProbeLine, ...], str]:
-    """The measurements in the log of a rank, and the last other line, for example that of a traceback."""
-    found: list[ProbeLine] = []
+    """Return the measurements in the log of a rank, and the last other line, for example that of a traceback."""
+    measurements: list[ProbeLine] = []
     other = ""
     for text in log.decode("utf-8", "replace").splitlines():
         if text.startswith(LINE_PREFIX):
             try:
-                found.append(ProbeLine.from_json(text.removeprefix(LINE_PREFIX)))
+                measurements.append(ProbeLine.from_json(text.removeprefix(LINE_PREFIX)))
             except ValueError:
                 other = text
         elif text.strip():
             other = text.strip()
-    return tuple(found), other[:_MAX_TEXT]
+    return tuple(measurements), other[:_MAX_TEXT]
 
 
 def as_data(message: Any) -> dict[str, Any]:
-    """A message as plain data, for --json."""
+    """Return a message as plain data, for --json."""
     data: dict[str, Any] = dataclasses.asdict(message)
     return data

@@ -1,4 +1,4 @@
-"""Digests of a code folder, by which driver and workers find out whether they have the same files."""
+"""Digests of a code folder: driver and workers compare them to find out whether they have the same files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def kind_of(mode: int) -> str:
 
 def content_hash(folder: Path, names: Iterable[str]) -> str:
     """Return the SHA-256 of names, contents and executable bits. Raises OSError if a file can't be read."""
-    whole = sha256()
+    digest = sha256()
     for name in sorted(names):
         path = f"{folder}/{name}"  # a Path for each costs as much as reading a small file
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
-            whole.update(hash_line("link", name, sha256(os.fsencode(link_target(Path(path)))).hexdigest()))
+            digest.update(hash_line("link", name, sha256(os.fsencode(link_target(Path(path)))).hexdigest()))
         else:
-            whole.update(hash_line(kind_of(mode), name, hash_file(path)[1]))
-    return whole.hexdigest()
+            digest.update(hash_line(kind_of(mode), name, hash_file(path)[1]))
+    return digest.hexdigest()
 
 
 def link_target(path: Path) -> str:
@@ -53,13 +53,13 @@ def change_digest(folder: Path, names: Iterable[str]) -> str:
 
 
 def _digest(folder: Path, names: Iterable[str], about: Callable[[os.stat_result], str]) -> str:
-    whole = sha256()
+    digest = sha256()
     try:
         for name in sorted(names):
-            whole.update(f"{about(os.lstat(f'{folder}/{name}'))} {name}\n".encode("utf-8", "surrogateescape"))
+            digest.update(f"{about(os.lstat(f'{folder}/{name}'))} {name}\n".encode("utf-8", "surrogateescape"))
     except OSError:
         return ""
-    return whole.hexdigest()
+    return digest.hexdigest()
 
 
 def move_path(path: str, folder: Path, root: str) -> str:

@@ -13,30 +13,30 @@ from enum import StrEnum
 
 
 class Command(StrEnum):
-    """What a rank is told to do."""
+    """The commands to a rank."""
 
     PREEMPT = "preempt"  # finish the step, save, and end
     MOVE = "move"  # save with the next checkpoint, whenever that is, and end: the ranks start again in other slots
     STACKS = "stacks"  # report the stacks of all threads
-    STOP = "stop"  # end: the worker group is being stopped, and SIGTERM follows
-    NOTICED = "noticed"  # only from this process's own handler of SIGTERM, never through the pipe
+    STOP = "stop"  # end: the worker group is being stopped; SIGTERM follows
+    NOTICED = "noticed"  # from this process's own handler of SIGTERM; not accepted from the pipe
 
 
-_FROM_OUTSIDE = frozenset({Command.PREEMPT, Command.MOVE, Command.STACKS, Command.STOP})
+_FROM_DRIVER = frozenset({Command.PREEMPT, Command.MOVE, Command.STACKS, Command.STOP})
 _MAX_LINE_BYTES = 4_096
 
 
 class CommandError(ValueError):
-    """The text is no command that a rank takes from outside."""
+    """The text is not a command that a rank accepts from the driver."""
 
 
 def decode(text: str) -> Command:
-    """The command in a line without its end. Raises CommandError for every other text."""
+    """Return the command in a line without its newline. Raises CommandError for every other text."""
     try:
         command = Command(text)
     except ValueError:
         raise CommandError(f"unknown command {text[:40]!r}") from None
-    if command not in _FROM_OUTSIDE:
+    if command not in _FROM_DRIVER:
         raise CommandError(f"{command} is not accepted from outside")
     return command
 
@@ -44,7 +44,7 @@ def decode(text: str) -> Command:
 class CommandReader:
     """Reads commands from `fd` and calls their handlers in a thread, which ends when the other end of `fd` is closed.
 
-    `rejected` counts lines that are no commands.
+    `rejected` counts lines that are not commands.
     """
 
     def __init__(self, fd: int) -> None:
@@ -58,12 +58,12 @@ class CommandReader:
         self._handlers[command] = handle
 
     def post(self, command: Command) -> None:
-        """Give a command to this process itself; safe in a signal handler."""
+        """Send a command to this process itself; safe in a signal handler."""
         os.write(self._own_write_fd, f"{command}\n".encode())
 
     def listen(self) -> None:
         """Start the thread. Commands that arrived earlier are handled first."""
-        threading.Thread(target=self._read, name="ddptrain-orders", daemon=True).start()
+        threading.Thread(target=self._read, name="ddptrain-commands", daemon=True).start()
 
     def _read(self) -> None:
         partial = {self._fd: b"", self._own_read_fd: b""}
@@ -75,11 +75,11 @@ class CommandReader:
                 *lines, rest = (partial[fd] + data).split(b"\n")
                 partial[fd] = rest[:_MAX_LINE_BYTES]
                 for line in lines:
-                    self._take(line.decode("ascii", "replace"), own=fd == self._own_read_fd)
+                    self._handle_line(line.decode("ascii", "replace"), is_own=fd == self._own_read_fd)
 
-    def _take(self, text: str, *, own: bool) -> None:
+    def _handle_line(self, text: str, *, is_own: bool) -> None:
         try:
-            command = Command(text) if own else decode(text)
+            command = Command(text) if is_own else decode(text)
         except CommandError:
             self.rejected += 1
             return

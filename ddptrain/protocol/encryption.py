@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
 SEALED = "DDPTRAIN_SEALED_ENV"  # the only variable of an encrypted environment
 _FIELD = "="  # prefix of the encrypted fields; no variable can begin with it
-_PARTS = ("params", "args", "tracking")
+_SECRET_FIELDS = ("params", "args", "tracking")
 _INFO = b"ddptrain rank environment"
 _KEY_BYTES = 32
 _NONCE = bytes(12)  # each key is used once
 
 
 class WorkerKey:
-    """The key of a worker, made on first use: its `public` half encrypts, and only this process can decrypt."""
+    """The key pair of a worker, created on first use.
+
+    The driver encrypts with `public`; only this process can decrypt.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,11 +50,14 @@ class WorkerKey:
 
     @property
     def public(self) -> str:
-        """The public key, with which the driver encrypts."""
+        """The public key in base64."""
         return _text(self._key().public_key().public_bytes_raw())
 
     def open(self, env: Mapping[str, str], purpose: str) -> dict[str, str]:
-        """Decrypt an environment if it is encrypted. Raises ClusterError if that is for another worker or purpose."""
+        """Decrypt an environment if it is encrypted.
+
+        Raises ClusterError if it was encrypted for another worker or purpose.
+        """
         if SEALED not in env:
             return dict(env)
         from cryptography.exceptions import InvalidTag
@@ -69,86 +75,90 @@ class WorkerKey:
 
 
 def seal(env: Mapping[str, str], public: str, purpose: str) -> dict[str, str]:
-    """Encrypt an environment for the owner of `public` and this purpose; an empty one stays empty."""
+    """Encrypt an environment for the owner of the key `public` and this purpose; {} if there is nothing to encrypt."""
     if not env:
         return {}
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-    own = X25519PrivateKey.generate()
-    sender = own.public_key().public_bytes_raw()
-    shared = own.exchange(X25519PublicKey.from_public_bytes(base64.b64decode(public)))
+    sender_key = X25519PrivateKey.generate()
+    sender = sender_key.public_key().public_bytes_raw()
+    shared = sender_key.exchange(X25519PublicKey.from_public_bytes(base64.b64decode(public)))
     sealed = _cipher(shared, sender).encrypt(_NONCE, json.dumps(dict(env)).encode(), purpose.encode())
     return {SEALED: _text(sender + sealed)}
 
 
 def has_secrets(spec: RankSpec) -> bool:
-    """Whether only the rank's worker may read all of the spec."""
-    return bool(spec.env) or bool(_hidden_parts(spec))
+    """Return whether the spec contains secrets, which only the rank's worker may read."""
+    return bool(spec.env) or bool(_redacted_fields(spec))
 
 
-def _parts(spec: RankSpec) -> dict[str, Any]:
-    """The parts of a spec, besides its environment, that may contain secrets, as JSON data."""
+def _secret_fields(spec: RankSpec) -> dict[str, Any]:
+    """Return the fields of a spec, other than its environment, that may contain secrets, as JSON data."""
     tracking = dataclasses.asdict(spec.tracking) if spec.tracking else None
-    parts = {"params": spec.code.params, "args": spec.code.args, "tracking": tracking}
-    return {name: json.loads(json.dumps(value)) for name, value in parts.items()}
+    fields = {"params": spec.code.params, "args": spec.code.args, "tracking": tracking}
+    return {name: json.loads(json.dumps(value)) for name, value in fields.items()}
 
 
-def _hidden_parts(spec: RankSpec) -> dict[str, Any]:
-    """Those of the parts that contain secrets, without these secrets."""
-    parts = _parts(spec)
-    hidden = {name: hide_secrets(value) for name, value in parts.items()}
-    return {name: value for name, value in hidden.items() if value != parts[name]}
+def _redacted_fields(spec: RankSpec) -> dict[str, Any]:
+    """Return the fields that contain secrets, with the secrets left out."""
+    fields = _secret_fields(spec)
+    hidden = {name: hide_secrets(value) for name, value in fields.items()}
+    return {name: value for name, value in hidden.items() if value != fields[name]}
 
 
-def _with_parts(spec: RankSpec, parts: Mapping[str, Any]) -> RankSpec:
-    """The spec with these parts instead of its own."""
-    code = {name: value for name, value in parts.items() if name != "tracking"}
+def _with_secret_fields(spec: RankSpec, fields: Mapping[str, Any]) -> RankSpec:
+    """Return the spec with these values of its fields."""
+    code = {name: value for name, value in fields.items() if name != "tracking"}
     if "args" in code:
         code["args"] = tuple(code["args"])
     changes: dict[str, Any] = {"code": dataclasses.replace(spec.code, **code)}
-    if "tracking" in parts:
-        changes["tracking"] = decode_json_data(TrackingSpec, parts["tracking"], "tracking")
+    if "tracking" in fields:
+        changes["tracking"] = decode_json_data(TrackingSpec, fields["tracking"], "tracking")
     return dataclasses.replace(spec, **changes)
 
 
 def encrypt_specs(specs: Sequence[RankSpec], keys: Sequence[str]) -> list[RankSpec]:
-    """Encrypt environments and parts with secrets, so that only the owner of the public key of each spec can read them.
+    """Encrypt the environment and the fields with secrets of each spec for the owner of its public key.
 
-    What ranks have in common is searched once, and encrypted once for each worker: with a key agreement for each of a
-    thousand ranks, their start would take longer.
+    Fields that ranks share are searched once and encrypted once for each worker: a key agreement for each of a thousand
+    ranks would delay the start.
     """
-    found: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    searched: dict[tuple[int, ...], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     sealed: dict[tuple[str, str, str], dict[str, str]] = {}
     encrypted = []
     for spec, public in zip(specs, keys, strict=True):
-        of_spec = id(spec.code.params), id(spec.code.args), id(spec.tracking)  # specs share these objects
-        if of_spec not in found:
-            found[of_spec] = _parts(spec), _hidden_parts(spec)
-        parts, hidden = found[of_spec]
-        env = {**spec.env, **{_FIELD + name: json.dumps(parts[name]) for name in hidden}}
+        shared_ids = id(spec.code.params), id(spec.code.args), id(spec.tracking)  # specs share these objects
+        if shared_ids not in searched:
+            searched[shared_ids] = _secret_fields(spec), _redacted_fields(spec)
+        fields, hidden = searched[shared_ids]
+        env = {**spec.env, **{_FIELD + name: json.dumps(fields[name]) for name in hidden}}
         message = public, _purpose(spec), json.dumps(env)
         if message not in sealed:
             sealed[message] = seal(env, public, _purpose(spec))
-        encrypted.append(dataclasses.replace(_with_parts(spec, hidden) if hidden else spec, env=sealed[message]))
+        redacted = _with_secret_fields(spec, hidden) if hidden else spec
+        encrypted.append(dataclasses.replace(redacted, env=sealed[message]))
     return encrypted
 
 
-def decrypt_specs(specs: Sequence[RankSpec], opener: WorkerKey) -> list[RankSpec]:
-    """Return the specs as they were before encrypt_specs. Raises ClusterError if another worker is to read them."""
-    opened: dict[str, dict[str, str]] = {}
+def decrypt_specs(specs: Sequence[RankSpec], key: WorkerKey) -> list[RankSpec]:
+    """Return the specs as they were before encrypt_specs.
+
+    Raises ClusterError if they were encrypted for another worker.
+    """
+    environments: dict[str, dict[str, str]] = {}
     decrypted = []
     for spec in specs:
         text = spec.env.get(SEALED, "")
-        if text not in opened:
-            opened[text] = opener.open(spec.env, _purpose(spec))
-        env = dict(opened[text]) if text else dict(spec.env)
-        parts = {name: json.loads(env.pop(_FIELD + name)) for name in _PARTS if _FIELD + name in env}
-        decrypted.append(dataclasses.replace(_with_parts(spec, parts) if parts else spec, env=env))
+        if text not in environments:
+            environments[text] = key.open(spec.env, _purpose(spec))
+        env = dict(environments[text]) if text else dict(spec.env)
+        fields = {name: json.loads(env.pop(_FIELD + name)) for name in _SECRET_FIELDS if _FIELD + name in env}
+        decrypted.append(dataclasses.replace(_with_secret_fields(spec, fields) if fields else spec, env=env))
     return decrypted
 
 
 def _purpose(spec: RankSpec) -> str:
-    """What a message is bound to: one attempt of a run."""
+    """Return the text that binds a message to one attempt of a run."""
     return f"{key_prefix(spec.run_id)}{spec.attempt}"
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from ddptrain.protocol import events
 
 _MAX_BYTES = 1 << 20
-_MOST = 100_000  # characters of a traceback
+_MAX_TRACEBACK = 100_000  # characters
 _TYPE = re.compile(r"(?P<type>[^\W\d][\w.]*): (?P<message>.*)", re.DOTALL)
 
 
 def read_error_file(path: Path) -> events.Failure | None:
-    """Read and delete the error file; None if there is none. Text in another format becomes the message."""
+    """Read and delete the error file; None if there is none. A text of another format becomes the whole message."""
     try:
         time_ns = path.stat().st_mtime_ns
         with path.open("rb") as file:
@@ -24,13 +24,13 @@ def read_error_file(path: Path) -> events.Failure | None:
         return None
     with suppress(OSError):
         path.unlink()
-    message, trace = _parts(text)
+    message, trace = _message_and_traceback(text)
     match = _TYPE.match(message)
     kind, message = (match["type"], match["message"]) if match else ("", message)
-    return events.Failure(time_ns, type=kind, message=message[:4_000], traceback=trace[-_MOST:])
+    return events.Failure(time_ns, type=kind, message=message[:4_000], traceback=trace[-_MAX_TRACEBACK:])
 
 
-def _parts(text: str) -> tuple[str, str]:
+def _message_and_traceback(text: str) -> tuple[str, str]:
     try:
         message = json.loads(text)["message"]
         if isinstance(message, str):

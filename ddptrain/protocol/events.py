@@ -1,7 +1,7 @@
 """Events from a rank to the driver: one JSON object on each line of the rank's events file.
 
 The rank's worker sends the bytes, and the driver decodes them. Times are nanoseconds of the host's wall clock. Unknown
-fields are ignored; unknown kinds are refused, so that a newer rank never confuses an older driver silently.
+fields are ignored; unknown kinds are refused, so that an incompatible version of ddptrain in a rank is noticed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True)
 class Entered(Event):
-    """The process group is up and the workload's function is called, or a script begins, which has no group yet."""
+    """The process group is up and the workload's function is called; or a script begins, which has no group yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class CheckpointPart:
 class CheckpointSaved(Event):
     """A complete checkpoint waits in `staging` (a folder name below the rank's staging folder).
 
-    parts: of a sharded model, what the other ranks have written; all of it is complete as well.
+    parts: the complete files of the other ranks, for a sharded model.
     """
 
     step: int
@@ -107,16 +107,17 @@ class FileSaved(Event):
     staging: str
     size_bytes: int
     sha256: str
-    area: str = "artifacts"  # a folder of the run directory: that, or "tracking"
+    area: str = "artifacts"  # a folder of the run directory: "artifacts" or "tracking"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure(Event):
-    """The exception that left the user's code; `handled`: or in whose `except` or `finally` the rank was stopped.
+    """The exception that left the user's code.
 
-    phase: "setup" (before the process group), "rendezvous" or "train". exit_code: of sys.exit. lost_peer: a victim,
-    which has only lost its connection to another rank. timed_out: a victim that waited in a collective operation for a
-    rank that did not come. unwritable: a checkpoint could not be written, so the code is not the cause.
+    phase: "setup" (before the process group), "rendezvous" or "train". exit_code: the argument of sys.exit. lost_peer:
+    the rank is a victim that only lost its connection to another rank. timed_out: the rank is a victim that waited in a
+    collective operation for a rank that did not join. unwritable: a checkpoint could not be written, so the code is not
+    the cause. handled: the exception had not left the code: the rank was stopped in its `except` or `finally` block.
     """
 
     type: str
@@ -132,7 +133,7 @@ class Failure(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed(Event):
-    """A checkpoint could not be written, `failures` times in a row; `given_up`: no further try follows."""
+    """A checkpoint could not be written, `failures` times in a row; `given_up`: there will be no further attempt."""
 
     step: int
     message: str
@@ -157,7 +158,8 @@ class Stacks(Event):
     sequence: number of collective operations begun in the default group; None if not known. state: "" if the rank has
     answered itself, else as its worker sees it: "stopped" (SIGSTOP), "uninterruptible" (in the kernel) or "busy" (in
     compiled code that stops Python). calls: how often it has called each ctx method that all ranks must call. waits,
-    waits_step: the one in which it waits for others. handles: the exception in whose `except` or `finally` it is.
+    waits_step: the method in which it waits for other ranks, and the step. handles: the exception whose `except` or
+    `finally` block it executes.
     """
 
     main: tuple[str, ...]
@@ -179,12 +181,12 @@ class Waiting(Event):
 
 @dataclass(frozen=True, slots=True)
 class Noticed(Event):
-    """The rank itself was sent SIGTERM, by a batch system or a user: its host is about to go."""
+    """The rank itself has received SIGTERM from a batch system or a user: its host is about to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
-    """The rank has ended after the agreed step, of which there is a checkpoint; written before any clean-up.
+    """The rank has ended after the agreed step, which has a checkpoint; sent before any clean-up.
 
     For a script (with step 0): it has ended with exit code 75, which says that it has saved its state itself.
     """
@@ -201,7 +203,7 @@ class Returned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The user's function returned, or the script ended: this rank has succeeded, whatever its clean-up does.
+    """The user's function returned, or the script ended: this rank has succeeded, even if its clean-up fails.
 
     calls: how often the rank has called each ctx method that all ranks must call.
     """
@@ -211,7 +213,7 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tracked(Event):
-    """What a tracker has created elsewhere, such as the URL of a run; run.json contains it."""
+    """What a tracker has created on its server, such as the URL of a run; run.json contains `found`."""
 
     tracker: str
     found: Mapping[str, str]
@@ -235,7 +237,7 @@ class Finishing(Event):
 
 @dataclass(frozen=True, slots=True)
 class Timed(Event):
-    """Rank 0 was busy with an activity other than training steps, as "checkpoint" or "evaluation", until now."""
+    """Rank 0 has just ended an activity other than training steps, such as "checkpoint" or "evaluation"."""
 
     activity: str
     seconds: float
@@ -243,9 +245,10 @@ class Timed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes(Event):
-    """The rank's last `steps` gradient exchanges: before each of them `own_s` of its own work, then `waited_s` of wait.
+    """The mean times per step of the rank's last `steps` gradient exchanges, in seconds.
 
-    own_s is a mean without the longest tenth, waited_s a mean with the exchange itself; both in seconds.
+    own_s: the rank's own work, without the longest tenth of the steps. waited_s: the wait for other ranks, with the
+    exchange itself.
     """
 
     steps: int
@@ -289,7 +292,7 @@ for _kind, _cls in KINDS.items():
 
 
 def encode(event: Event) -> bytes:
-    """One line, newline included. Raises EventFormatError if it would be longer than MAX_LINE_BYTES."""
+    """Return the event as a line with its newline. Raises EventFormatError if it is longer than MAX_LINE_BYTES."""
     fields = {name: getattr(event, name) for name in _CHECKS[type(event)]}
     line = _ENCODER.encode({"event": event.kind, **fields})
     data = line.encode("utf-8", "backslashreplace") + b"\n"
@@ -301,7 +304,7 @@ def encode(event: Event) -> bytes:
 
 
 def are_numbers(lines: bytes) -> bool:
-    """Whether all these lines begin as metrics and progress do; such events can wait, others are urgent."""
+    """Return whether all lines are metrics or progress events. The driver may get these later; others are urgent."""
     return all(line.startswith(_NUMBERS) for line in lines.splitlines())
 
 
@@ -313,13 +316,13 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # made once: making it is slow
+_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # created once, because that is slow
 _LONG_NUMBER = re.compile(rb"\d{20}")
 _NUMBERS = tuple(f'{{"event":"{cls.kind}",'.encode() for cls in (Metrics, Progress))
 
 
 def decode(line: bytes) -> Event:
-    """The event in a line. Raises EventFormatError for anything else: a rank is not trusted."""
+    """Return the event in a line. Raises EventFormatError for anything else, because ranks are not trusted."""
     if len(line) > MAX_LINE_BYTES:
         raise EventFormatError(f"line of {len(line)} bytes, over {MAX_LINE_BYTES}")
     try:
@@ -331,12 +334,12 @@ def decode(line: bytes) -> Event:
 
 
 def _parsed(line: bytes) -> Any:
-    """The JSON value of the line. Raises ValueError."""
-    # Nearly all lines of a run are numbers, and are decoded four times as fast.
+    """Return the JSON value of the line. Raises ValueError."""
+    # Nearly all lines of a run are metrics and progress, which this decoder reads four times as fast.
     if line.startswith(_NUMBERS) and not _LONG_NUMBER.search(line):
-        with suppress(ValueError):  # half of a surrogate pair, for example, which the other decoder accepts
+        with suppress(ValueError):  # for example half of a surrogate pair, which json accepts
             return _fast_decoder()(line)
-    return _DECODER.decode(line.decode())  # as json.loads, which would look for the encoding first
+    return _DECODER.decode(line.decode())  # json.loads would detect the encoding first
 
 
 _DECODER = json.JSONDecoder(parse_int=parse_integer)
@@ -366,11 +369,11 @@ def _files(fields: dict[str, Any]) -> tuple[StagedFile, ...]:
     return tuple(StagedFile(**_typed(StagedFile, item)) for item in fields["files"])
 
 
-_CHECKS = {  # of the fields of each dataclass; made once, because a run with many ranks has many events
+_CHECKS = {  # checks of the fields of each dataclass; created once, because a run with many ranks has many events
     cls: field_checks(cls) for cls in (*KINDS.values(), StagedFile, CheckpointPart)
 }
 
 
 def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """The known fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
+    """Return the known fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
     return known_fields(_CHECKS[cls], fields)

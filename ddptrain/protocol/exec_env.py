@@ -19,12 +19,12 @@ def exec_only(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def names_working_directory(environ: Mapping[str, str]) -> bool:
-    """Whether PYTHONPATH has an empty entry, as in `:/lib`: Python takes it for the working directory."""
+    """Return whether PYTHONPATH has an empty entry, as in `:/lib`, which means the working directory."""
     return "" in environ.get(_PATH, "x").split(os.pathsep) and environ[_PATH] != ""
 
 
 def without_working_directory(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without empty entries in PYTHONPATH, which stand for the working directory."""
+    """Return the environment without empty entries in PYTHONPATH, which mean the working directory."""
     kept = dict(environ)
     if names_working_directory(environ):
         named = os.pathsep.join(filter(None, kept.pop(_PATH).split(os.pathsep)))
@@ -35,8 +35,8 @@ def without_working_directory(environ: Mapping[str, str]) -> dict[str, str]:
 def leave_working_directory() -> None:
     """Remove the working directory from this process's import path, unless PYTHONPATH names it.
 
-    `python -m` and empty entries in PYTHONPATH put it before the standard library. An entry after the standard library
-    belongs to an installed package, such as an editable one, and stays.
+    `python -m` and empty entries in PYTHONPATH insert it before the standard library. An entry after the standard
+    library belongs to an installed package, such as an editable one, and stays.
     """
     cwd = os.getcwd()
     named = {os.path.abspath(entry) for entry in os.environ.get(_PATH, "").split(os.pathsep) if entry}

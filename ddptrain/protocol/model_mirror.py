@@ -1,9 +1,9 @@
-"""What a mirror of the model registry gets. A mirror is a function that makes another registry equal to this one.
+"""The arguments of a mirror of the model registry. A mirror is a function that copies the registry to another one.
 
     def mirror(model: MirroredModel) -> None: ...
 
-It is called after each change of an alias, in a process of its own. It gets the present state, not the change. So it
-must add only what the other registry lacks: it is called again if it failed, or was killed.
+The mirror is called after each change of an alias, in a process of its own. Its argument is the present state, not the
+change. It must add only what the other registry lacks, because it is called again after it failed or was killed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 class MirroredVersion:
     """A version that has an alias.
 
-    sha256: the digest of the paths and SHA-256 of all files; another registry's version with the same number and
-    digest is this one. record: the data of version.json (metrics, run_id, step, workload, ...). files: the paths below
-    the folder that open() returns. open: returns the folder of this machine with the files, after a comparison with
-    their hashes. Raises RegistryDamaged, StoreError.
+    sha256: the digest of the paths and SHA-256 of all files; another registry's version with the same number and digest
+    is this version. record: the data of version.json (metrics, run_id, step, workload, ...). files: the paths below the
+    folder that open() returns. open: compares the files with their hashes and returns a local folder that contains
+    them; it raises RegistryDamaged or StoreError.
     """
 
     number: int
@@ -36,9 +36,9 @@ class MirroredVersion:
 class MirroredModel:
     """A model of the registry, with its versions that have an alias; the champion is the first.
 
-    reason: of the last change, for people. removed_alias: the alias that the last change has removed, or "".
-    options: those of the configuration. timeout_s: seconds from the start of the call to the end of its process.
-    tell: shows the user one line.
+    reason: why the last change was made, as text. removed_alias: the alias that the last change has removed, or "".
+    options: the mirror's options in the configuration. timeout_s: seconds from the start of the call to the end of its
+    process. tell: shows the user one line.
     """
 
     name: str
@@ -52,7 +52,7 @@ class MirroredModel:
 
 @dataclass(frozen=True, slots=True)
 class MirrorRequest:
-    """The request to the process that calls a mirror. folders: where modules of the user are looked for."""
+    """The request to the process that calls a mirror. folders: the search path for modules of the user."""
 
     mirror: str
     registry: str

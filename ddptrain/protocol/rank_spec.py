@@ -1,4 +1,4 @@
-"""What the driver sends to a worker to start a rank: a frozen dataclass that travels as JSON, never as a pickle."""
+"""The request of the driver to a worker to start a rank: a frozen dataclass that is sent as JSON, never as a pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddptrain import __version__
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.typed_json import JsonMessage, UnknownFields
 
-LOST_AFTER_S = 60.0  # without a message from a worker or the scheduler: the default of failure.lost_after_s
+LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
 SLOT_RESOURCE = "slot"  # a Dask resource: room for one rank on a worker
 WORKER_METRIC = "ddptrain"  # the metric that our own workers send with each heartbeat
@@ -23,13 +23,13 @@ STACKS_SIGNAL = signal.SIGRTMIN + 7
 STACKS_DUMP = "stacks-dump"
 ERROR_FILE = "error.json"  # in the staging folder: where torch elastic's record() writes a script's error
 STACKS_FOLDER = "stacks"  # below artifacts/
-MOST_PROFILED_STEPS = 100  # the trace of more steps is too large for memory and for viewers
+MAX_PROFILED_STEPS = 100  # the trace of more steps is too large for memory and for viewers
 
 
 def stacks_path(attempt: int, rank: int) -> str:
     """Return the path of a rank's stacks below artifacts/."""
-    again = f".attempt-{attempt}" if attempt > 1 else ""
-    return f"{STACKS_FOLDER}/rank-{rank}{again}.txt"
+    suffix = f".attempt-{attempt}" if attempt > 1 else ""
+    return f"{STACKS_FOLDER}/rank-{rank}{suffix}.txt"
 
 
 def attached_plugin(run_id: str) -> str:
@@ -47,7 +47,10 @@ class _Message(JsonMessage):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises ClusterError if a field is unknown (the sender is of another version), missing or of a wrong type."""
+        """Decode a message.
+
+        Raises ClusterError if a field is unknown (the sender has another version), missing or has a wrong type.
+        """
         try:
             return super().from_json(text)
         except UnknownFields as error:
@@ -109,10 +112,10 @@ class Code:
     """What the rank executes: a function (`workload`, called with `params`) or a program.
 
     A program is a file (`script`, as the user typed it) or a `module`. It gets `args`, creates its own process group,
-    and sees the devices `Placement.local_gpus`. `sys_path` are the folders where modules are searched first; for a
-    `built_in` workload they are searched last, and are empty unless the user wrote a tracker. `content_hash` names the
-    copy of the project's code on this host; it is "" if the worker sees the project itself. `inputs` is the folder of
-    the inputs that the driver prepared, or "".
+    and sees the devices `Placement.local_gpus`. `sys_path` are folders at the beginning of the module search path; for
+    a `built_in` workload they are at its end, and there are none unless the user wrote a tracker. `content_hash`
+    identifies the copy of the project's code on this host; it is "" if the worker sees the project itself. `inputs` is
+    the folder of the inputs that the driver prepared, or "".
     """
 
     workload: str
@@ -136,10 +139,10 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What the worker and the rank need to know of the failure policy.
+    """The part of the failure policy that the worker and the rank need.
 
-    `grace_s` is the time between SIGTERM and SIGKILL. `alive_s` is the time without another message of the rank after
-    which its worker reports that the rank is alive. `measure_steps` says whether the rank reports its own time in each
+    `grace_s` is the time between SIGTERM and SIGKILL. If the rank sends nothing for `alive_s`, its worker reports that
+    the rank is alive. `measure_steps` says whether the rank reports its own time in each
     step. `system_every_s` is the time between two samples of the system metrics, 0 for none.
     """
 
@@ -165,17 +168,17 @@ class StepProfile:
             return f"the first step is {self.first}", "steps count from 1"
         if self.last < self.first:
             return f"the first step is {self.first}, the last {self.last}", "write the lower one first"
-        if (count := self.last - self.first + 1) > MOST_PROFILED_STEPS:
-            return f"are {count} steps, of which the trace is too large", f"choose at most {MOST_PROFILED_STEPS} steps"
+        if (count := self.last - self.first + 1) > MAX_PROFILED_STEPS:
+            return f"are {count} steps, of which the trace is too large", f"choose at most {MAX_PROFILED_STEPS} steps"
         return None
 
     @property
     def speaker(self) -> int:
-        """The rank that tells the user about the profile."""
+        """The rank that reports the profile to the user."""
         return min(self.ranks, default=0)
 
     def includes(self, rank: int) -> bool:
-        """Whether a rank is recorded."""
+        """Return whether the profile includes a rank."""
         return not self.ranks or rank in self.ranks
 
     def __str__(self) -> str:
@@ -184,7 +187,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class TrackerSpec:
-    """One tracker of a rank; `from_driver`: settings that the driver adds (for W&B the run's id, the mode, ...)."""
+    """A tracker of a rank; `from_driver`: settings that the driver adds (for W&B the run's id, the mode, ...)."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -194,7 +197,7 @@ class TrackerSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrackingSpec:
-    """The trackers of a rank, and what all of them share.
+    """The trackers of a rank, and the settings that they share.
 
     `queue` is how many items may wait for a tracker. `config` is the run's configuration without secrets.
     `resumed_from` is the step of the checkpoint that the attempt starts from. `folder` is where trackers write, "" if
@@ -212,7 +215,7 @@ class TrackingSpec:
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """What the worker fills in.
+    """The part of a rank spec that the worker adds.
 
     `gpu` is the only device that the rank sees (an entry for CUDA_VISIBLE_DEVICES), None on the CPU. `environment`
     lists the variables that were tuned, with their values and who chose them.

@@ -43,7 +43,7 @@ class SocketFolder:
         return connection
 
     def listen(self) -> socket.socket:
-        """Create the listening socket; replaces that of a server that died."""
+        """Create the listening socket; replace the socket of a server that died."""
         (self.path / _SOCKET).unlink(missing_ok=True)
         listener = _new_socket()
         try:
@@ -67,7 +67,10 @@ class SocketFolder:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[SocketFolder]:
-    """Hold the lock of a folder, made if it is missing. Raises ClusterError if other users have access to it."""
+    """Hold the lock of a folder, which is created if it is missing.
+
+    Raises ClusterError if other users can access it.
+    """
     fd = _lock(path)
     try:
         yield SocketFolder(path, fd)
@@ -98,7 +101,7 @@ def _lock(path: Path) -> int:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether the open folder still has that path: it may have been removed during the wait."""
+    """Return whether `path` is still the open folder, which may have been removed during the wait for its lock."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:

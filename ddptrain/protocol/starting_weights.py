@@ -1,4 +1,4 @@
-"""Weights of a model of the registry that a run starts from: the driver puts them into the inputs of the run."""
+"""The initial weights of a run from a model of the registry; the driver copies them into the inputs of the run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.protocol.typed_json import JsonMessage
 
-PARAM = "weights"  # of the built-in workloads
-PREFIX = "model:"  # of the value of the param: model:dogs@champion
+PARAM = "weights"  # a parameter of the built-in workloads
+PREFIX = "model:"  # the prefix of the parameter's value: model:dogs@champion
 FILE = "weights.safetensors"
 _RECORD = "weights.json"
 
 
 @dataclass(frozen=True, slots=True)
 class StartingWeights(JsonMessage):
-    """The version whose weights are in FILE, the hash of the file, and the classes that it was trained on, if known."""
+    """The version whose weights are in FILE, the SHA-256 of the file, and the classes of the version, if known."""
 
     model: str
     version: int
@@ -50,7 +50,7 @@ def names_model(weights: object) -> bool:
 
 
 def weights_in(inputs: Path | None) -> Path:
-    """Return the file with the weights in the inputs of a run. Raises UsageError if the driver has put none there."""
+    """Return the file with the weights in the inputs of a run. Raises UsageError if there is none."""
     if inputs is None or not (inputs / FILE).is_file():
         raise UsageError(
             f"params.{PARAM}: the weights of the model are missing in the run's inputs: start the run with "
@@ -60,7 +60,7 @@ def weights_in(inputs: Path | None) -> Path:
 
 
 def same_model(before: object, now: object) -> bool:
-    """Return whether `now` names, by an alias, the model of which a run has recorded a version as `before`."""
+    """Return whether `now` is an alias of the model whose version number a run has recorded in `before`."""
     if not (isinstance(before, str) and isinstance(now, str) and names_model(before) and names_model(now)):
         return False
     model, _, number = before.partition("@")

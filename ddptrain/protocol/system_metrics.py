@@ -1,7 +1,7 @@
 """The names of system metrics, which are also the fields of system.jsonl, and what they mean.
 
 The end of a name is its unit: _percent, _bytes, _bytes_s (bytes per second), _w (watts), _c (degrees Celsius), _mhz;
-others are counts. A value that a host cannot measure is absent. Rates are means since the last sample.
+other names are counts. A value that a host cannot measure is absent. Rates are means since the last sample.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ THROTTLE_REASONS = {
 
 
 def throttle_reasons(bits: float) -> list[str]:
-    """The reasons in the value of gpu_throttle, as text."""
+    """Return the texts of the reasons in a value of gpu_throttle (bits)."""
     return [text for bit, text in THROTTLE_REASONS.items() if int(bits) & bit]

@@ -2,7 +2,7 @@
 
 A checkpoint of a model that is on one rank has the file model.safetensors. Of a sharded model, each rank writes its
 slices into model.rank-<r>.safetensors and optimizer.rank-<r>.safetensors. The header of such a file has, for each
-slice, the shape of the whole tensor and the slice's offset in it. So there is no index that could contradict the files.
+slice, the shape of the whole tensor and the slice's offset in it. There is no separate index of the slices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 MODEL, OPTIMIZER = "model", "optimizer"  # the first part of the names of shard files
-INDEX_FILE = "model.safetensors.index.json"  # of several files: which file has which tensor
+INDEX_FILE = "model.safetensors.index.json"  # for several files: the file of each tensor
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -25,8 +25,8 @@ ITEM_BYTES = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
 }
 _FORMAT = "ddptrain.slices"  # key of the header's metadata: JSON with [whole shape, offset] by name
-_TIED = "ddptrain.tied"  # the same: further names of tensors (name -> name of the tensor)
-_LONGEST_HEADER = 100 << 20  # bytes; the limit of the safetensors library
+_TIED = "ddptrain.tied"  # key of the header's metadata: JSON with further names of tensors (name -> the saved name)
+_MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # the shape of the whole tensor, and the offset of a slice in it
 
@@ -47,7 +47,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that is saved in one or more slices, which cover it. `dtype` is a safetensors name, such as F32."""
+    """A tensor that is saved in one or more slices, which cover all of it. `dtype` is a name of safetensors, as F32."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,11 +59,14 @@ class SavedTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def read(self, offset: Sequence[int] | None = None, size: Sequence[int] | None = None) -> np.ndarray[Any, Any]:
-        """Read a part, or all, as raw items (numpy's void type). Raises SlicesError if it is missing; OSError."""
+        """Read a part of the tensor, or all of it, as raw items (numpy's void type).
+
+        Raises SlicesError if values are missing in the files, OSError if a file cannot be read.
+        """
         first = tuple(offset) if offset is not None else (0,) * len(self.shape)
         wanted = tuple(size) if size is not None else self.shape
         kind = np.dtype(f"V{ITEM_BYTES[self.dtype]}")
-        found = np.empty(wanted, kind)
+        result = np.empty(wanted, kind)
         copied = 0
         for part in self.slices:
             begin = [max(a, b) for a, b in zip(first, part.offset, strict=True)]
@@ -71,11 +74,11 @@ class SavedTensor:
             if any(b >= e for b, e in zip(begin, end, strict=True)) or not math.prod(part.size):
                 continue
             stored = np.memmap(part.file, kind, "r", part.start, part.size)
-            found[_window(begin, end, first)] = stored[_window(begin, end, part.offset)]
+            result[_window(begin, end, first)] = stored[_window(begin, end, part.offset)]
             copied += math.prod(e - b for b, e in zip(begin, end, strict=True))
-        if copied != found.size:
-            raise SlicesError(f"{copied} of {found.size} values at offset {list(first)} are in the files")
-        return found
+        if copied != result.size:
+            raise SlicesError(f"{copied} of {result.size} values at offset {list(first)} are in the files")
+        return result
 
 
 def _window(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -102,20 +105,20 @@ def saved_model(folder: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:
 
     The folder has model.safetensors, the files of model.safetensors.index.json, or the files of ranks.
 
-    Raises SlicesError if files are damaged or slices missing; OSError if there are none, or they cannot be read.
+    Raises SlicesError if files are damaged or slices are missing; OSError if a file is missing or cannot be read.
     """
     if is_sharded_checkpoint(folder):
         return read_shards(folder, MODEL)
     files = [folder / "model.safetensors"]
     if (folder / INDEX_FILE).is_file():
         files = [folder / name for name in _indexed(folder / INDEX_FILE)]
-    found: dict[str, SavedTensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     tied: dict[str, str] = {}
     for file in files:
         slices, metadata = _slices(file)
-        found |= {name: SavedTensor(dtype, part.size, (part,)) for name, (dtype, part) in slices.items()}
+        tensors |= {name: SavedTensor(dtype, part.size, (part,)) for name, (dtype, part) in slices.items()}
         tied |= metadata
-    return found, {name: kept for name, kept in tied.items() if kept in found}
+    return tensors, {name: kept for name, kept in tied.items() if kept in tensors}
 
 
 def read_shards(folder: Path, kind: str) -> tuple[dict[str, SavedTensor], dict[str, str]]:
@@ -125,8 +128,8 @@ def read_shards(folder: Path, kind: str) -> tuple[dict[str, SavedTensor], dict[s
     for file in sorted(folder.glob(f"{kind}.rank-*.safetensors")):
         for name, dtype, shape, part in _placed(file, tied):
             parts.setdefault(name, []).append((dtype, shape, part))
-    found = {name: _joined(name, slices) for name, slices in parts.items()}
-    return found, {name: kept for name, kept in tied.items() if kept in found}
+    tensors = {name: _joined(name, slices) for name, slices in parts.items()}
+    return tensors, {name: kept for name, kept in tied.items() if kept in tensors}
 
 
 def _joined(name: str, parts: Sequence[tuple[str, tuple[int, ...], Slice]]) -> SavedTensor:
@@ -159,11 +162,11 @@ def _placed(file: Path, tied: dict[str, str]) -> Iterable[tuple[str, str, tuple[
 
 
 def _slices(file: Path) -> tuple[dict[str, tuple[str, Slice]], dict[str, str]]:
-    """Return type and place of each tensor in a safetensors file, and the header's metadata."""
+    """Return the type and the slice of each tensor in a safetensors file, and the header's metadata."""
     total = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if length > min(_LONGEST_HEADER, total - 8):
+        if length > min(_MAX_HEADER_BYTES, total - 8):
             raise SlicesError(f"{file} is damaged: it is not a safetensors file")
         text = opened.read(length)
     try:
@@ -188,7 +191,7 @@ def _sizes(numbers: Any) -> tuple[int, ...]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """Return the files that an index names. Raises SlicesError for a name that leads out of the folder."""
+    """Return the files that an index names. Raises SlicesError for a path that is not a plain file name."""
     try:
         names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

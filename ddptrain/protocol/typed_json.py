@@ -20,12 +20,12 @@ _JSON_TYPES = {
 
 
 class UnknownFields(ValueError):
-    """The data have fields that the dataclass does not have; the sender is probably of another version."""
+    """The data have fields that the dataclass does not have; the sender probably has another version."""
 
 
-def _fields(part: Any) -> dict[str, Any]:
-    """The fields of a dataclass; not dataclasses.asdict, which copies everything below, too."""
-    return {name: getattr(part, name) for name in part.__dataclass_fields__}
+def _fields(message: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass. dataclasses.asdict would also copy all nested values."""
+    return {name: getattr(message, name) for name in message.__dataclass_fields__}
 
 
 _ENCODER = json.JSONEncoder(default=_fields)
@@ -35,12 +35,12 @@ class JsonMessage:
     """Base of the dataclasses that travel as JSON text."""
 
     def to_json(self) -> str:
-        """The message as one line."""
+        """Return the message as one line."""
         return _ENCODER.encode(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises UnknownFields or ValueError if the text is no such message."""
+        """Decode a message. Raises UnknownFields, or ValueError if the text is not such a message."""
         try:
             decoded: Self = decode_json_data(cls, json.loads(text))
         except RecursionError as error:
@@ -61,7 +61,7 @@ def decode_json_data(hint: Any, data: object, name: str = "") -> Any:
 
 
 def decode_known_fields(cls: Any, data: Mapping[str, Any]) -> Any:
-    """Like decode_json_data, without the fields that the dataclass does not have: those of newer versions."""
+    """Decode as decode_json_data does; ignore fields that the dataclass does not have, as newer versions may add."""
     return decode_json_data(cls, {name: value for name, value in data.items() if name in cls.__dataclass_fields__})
 
 
@@ -70,7 +70,7 @@ _Decoder = Callable[[object, str], Any]
 
 @functools.cache  # a run with many ranks decodes the same types thousands of times
 def _decoder(hint: Any) -> _Decoder:
-    """The function that decodes a value of this type; it gets the data and the name."""
+    """Return the function that decodes a value of the type `hint`; its arguments are the data and the field's name."""
     if hint is Any:
         return lambda data, name: data
     if get_origin(hint) is UnionType:
@@ -119,7 +119,7 @@ def _decode_dataclass(cls: Any, decoders: Mapping[str, _Decoder], data: object, 
         raise ValueError(f"{name or cls.__name__}: {error}") from error
 
 
-# --- for messages that come by the thousand: types of fields and of the items of mappings, looked up once ---
+# --- for frequent messages: the types of fields and of the items of mappings, looked up once ---
 
 _Kinds = frozenset[type]
 FieldCheck = tuple[_Kinds, _Kinds, str]
@@ -127,12 +127,12 @@ _SCALARS: dict[str, set[type]] = {"int": {int}, "float": {int, float}, "bool": {
 
 
 def field_checks(cls: Any) -> dict[str, FieldCheck]:
-    """What known_fields() needs to know of each field of a dataclass whose annotations are text."""
+    """Return the checks for known_fields(), of a dataclass whose annotations are text."""
     return {field.name: _check_of(str(field.type)) for field in dataclasses.fields(cls)}
 
 
 def known_fields(checks: Mapping[str, FieldCheck], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that have a check, if their JSON types are the declared ones. Raises TypeError otherwise."""
+    """Return the fields that have a check. Raises TypeError if the JSON type of one is not the declared type."""
     known = {}
     for name, value in fields.items():
         if (check := checks.get(name)) is not None:
@@ -144,7 +144,7 @@ def known_fields(checks: Mapping[str, FieldCheck], fields: Mapping[str, Any]) ->
 
 
 def _check_of(declared: str) -> FieldCheck:
-    """The Python types of a field's JSON value and of its items (none: not checked), and the type as text."""
+    """Return the Python types of a field's JSON value and of its items (empty: not checked), and the type as text."""
     name, _, optional = declared.partition(" | ")
     if name.startswith("Mapping[str, "):
         items = frozenset(_SCALARS.get(name[len("Mapping[str, ") : -1], ()))
@@ -154,7 +154,7 @@ def _check_of(declared: str) -> FieldCheck:
 
 
 def parse_integer(digits: str) -> int:
-    """An integer of at most 64 bits: a greater one could not become a float. Raises ValueError."""
+    """Return an integer. Raises ValueError for more than 64 bits, which a float could not hold."""
     number = int(digits)
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"{digits[:40]} is too large")

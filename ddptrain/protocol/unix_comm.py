@@ -40,15 +40,18 @@ _FOLDER = "ddptrain-sockets-"
 _SCHEDULER = "scheduler"
 _BACKLOG = 1024
 _START_S = 60.0  # in which a scheduler has created its socket
-_MOST_PATH_BYTES = 60  # of the folder that holds ours: the kernel takes 107 bytes for the whole path
+_MAX_PARENT_BYTES = 60  # length of the parent folder's path: the kernel accepts 107 bytes for a socket's path
 _numbers = itertools.count(1)
 
 
 def make_socket_dir() -> Path:
-    """Make a private folder for the sockets of one cluster; delete those of killed schedulers. Raises OSError."""
+    """Create a private folder for the sockets of one cluster; delete the folders of killed schedulers.
+
+    Raises OSError.
+    """
     parent = Path(tempfile.gettempdir())
-    if ":" in str(parent) or len(os.fsencode(parent)) > _MOST_PATH_BYTES:
-        parent = Path("/tmp")  # noqa: S108 - mkdtemp makes a folder of our own in it
+    if ":" in str(parent) or len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+        parent = Path("/tmp")  # noqa: S108 - mkdtemp creates a private folder in it
     for folder in parent.glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
@@ -59,39 +62,39 @@ def make_socket_dir() -> Path:
 
 
 def scheduler_path(folder: Path) -> str:
-    """The path of the scheduler's socket in a cluster's folder for sockets."""
+    """Return the path of the scheduler's socket in a cluster's folder for sockets."""
     return str(folder / _SCHEDULER)
 
 
 def worker_path(scheduler_address: str) -> str:
-    """A new path for the socket of a worker, beside that of its scheduler."""
+    """Return a new path for the socket of a worker, in the folder of its scheduler's socket."""
     return f"{_path(scheduler_address.removeprefix(PREFIX)).parent}/worker-{os.getpid()}-{next(_numbers)}"
 
 
 def is_unix(address: str) -> bool:
-    """Whether an address is one of this module's."""
+    """Return whether an address has the scheme `unix`."""
     return address.startswith(PREFIX)
 
 
 def remove_socket_dir(address: str) -> None:
-    """Delete the folder for sockets that an address lies in; any other address or folder stays as it is."""
+    """Delete the folder that make_socket_dir() created for an address; ignore other addresses."""
     folder = _path(address.removeprefix(PREFIX)).parent
     if is_unix(address) and folder.name.startswith(_FOLDER) and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_dead_socket_dir(address: str) -> None:
-    """The same, if no scheduler listens at the address any more."""
+    """Delete the folder as remove_socket_dir() does, but only if no scheduler listens at the address any more."""
     try:
         connect_plain(address, 1.0).close()
     except (ConnectionRefusedError, FileNotFoundError):
         remove_socket_dir(address)
     except OSError:
-        pass  # it is there, but busy
+        pass  # a scheduler listens, but is busy
 
 
 def connect_plain(address: str, timeout_s: float) -> socket.socket:
-    """A connection to the socket of an address, whose peer is this user. Raises OSError."""
+    """Return a connection to the socket of an address. Raises OSError, also if its peer belongs to another user."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout_s)
@@ -111,7 +114,7 @@ class UnixConnector(Connector):
     """Connects to a path, if the process that listens there belongs to this user."""
 
     async def connect(self, address: str, deserialize: bool = True, **_: Any) -> Comm:
-        """Connect. Raises OSError if nobody listens, FatalCommClosedError if another user does."""
+        """Connect. Raises OSError if no process listens, FatalCommClosedError if a process of another user does."""
         path = _path(address)
         stream = _stream(socket.socket(socket.AF_UNIX))
         try:
@@ -159,7 +162,7 @@ class UnixListener(BaseListener):
         self._stop_accepting = add_accept_handler(listening, self._accept)
 
     def stop(self) -> None:
-        """Accept no more connections; the present ones stay open."""
+        """Accept no more connections; existing ones stay open."""
         if self._stop_accepting is not None and self._listening is not None:
             self._stop_accepting()
             self._listening.close()
@@ -202,26 +205,26 @@ class UnixBackend(Backend):
     """Registers `unix://` with Dask. Its locations are absolute paths."""
 
     def get_connector(self) -> Connector:
-        """A new connector."""
+        """Return a new connector."""
         return UnixConnector()
 
     def get_listener(self, loc: str, handle_comm: Any, deserialize: bool, **options: Any) -> UnixListener:
-        """A listener at a path that has not started yet."""
+        """Return a listener for a path; it has not started yet."""
         return UnixListener(loc, handle_comm, deserialize, **options)
 
     def get_address_host(self, loc: str) -> str:
-        """The loopback address: both ends are on this machine."""
+        """Return the loopback address, because both ends are on this machine."""
         return _HOST
 
     def resolve_address(self, loc: str) -> str:
-        """The path itself."""
+        """Return the path."""
         return str(_path(loc))
 
     get_local_address_for = resolve_address
 
 
 def _path(loc: str) -> Path:
-    """The path in an address, without ":0", which Dask appends as a port, and our "#..." for one end."""
+    """Return the path in an address, without ":0" (the port that Dask appends) and "#..." (the id of one end)."""
     return Path(loc.partition("#")[0].removesuffix(":0"))
 
 

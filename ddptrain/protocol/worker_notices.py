@@ -1,7 +1,7 @@
 """Messages from a worker to the driver about one rank, and the one encoder and decoder for them.
 
-They travel as events of a Dask topic: dictionaries of plain values, which the scheduler keeps and every client may
-send. The driver therefore checks each of them: decode() raises NoticeError for anything that is not a valid notice.
+They are sent as events of a Dask topic: dictionaries of plain values, which the scheduler keeps. Every client of the
+scheduler may send such events, so decode() raises NoticeError for anything that is not a valid notice.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
 
 MAX_DATA_BYTES = 16 * 1024  # in one message: the scheduler keeps the last thousand messages of a topic
-_FEW_BYTES = 100  # of a notice without data
-_MAX_COUNT = 1 << 50  # of sizes, offsets, ranks and attempts; more is a mistake or an attack
+_NOTICE_BYTES = 100  # approximate size of a notice without data
+_MAX_COUNT = 1 << 50  # the limit of sizes, offsets, ranks and attempts; a higher value is an error or an attack
 _MAX_TIME_NS = 1 << 63
 _MAX_TEXT = 4_096  # characters
 _MAX_PORT = 65_535
@@ -41,7 +41,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Alive(Notice):
-    """The rank is quiet, its worker is reachable. None: the value is not known.
+    """The rank is silent, but its worker is reachable. None: the value is not known.
 
     cpu_s: CPU time of the rank and its children since their start. gpu_percent: use of the rank's GPU.
     """
@@ -53,7 +53,7 @@ class Alive(Notice):
 
 @dataclass(frozen=True, slots=True)
 class Leaving(Notice):
-    """The worker was sent SIGTERM: its host is about to go."""
+    """The worker has received SIGTERM: its host is about to stop."""
 
     kind: ClassVar[str] = "leaving"
 
@@ -112,9 +112,10 @@ class RankExit(Notice):
 
 @dataclass(frozen=True, slots=True)
 class SystemSample(Notice):
-    """The use of a host and of ranks on it, as measured by its worker at `time_ns`; `rank` is one of them.
+    """The resource use of a host and of ranks on it, which a worker measured at `time_ns`; `rank` is one of the ranks.
 
-    use: of the host, by name; see protocol/system_metrics.py. ranks: of each rank, by its number as text.
+    use: the host's metrics by name, see protocol/system_metrics.py. ranks: the metrics of each rank, by its number as
+    text.
     """
 
     kind: ClassVar[str] = "system"
@@ -126,14 +127,14 @@ class SystemSample(Notice):
 
 @dataclass(frozen=True, slots=True)
 class Broken(Notice):
-    """The rank could not be started, or its rank server is gone: no other notice will come from it."""
+    """The rank could not be started, or its rank server is gone. No further notice about the rank will follow."""
 
     kind: ClassVar[str] = "broken"
     message: str
 
 
 def describe_status(status: int) -> str:
-    """An exit code, or minus the number of a signal, as text."""
+    """Return the text for an exit code, or for a signal (a negative number)."""
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -148,22 +149,22 @@ KINDS: dict[str, type[Notice]] = {
 
 
 def encode(notice: Notice) -> dict[str, Any]:
-    """The notice as plain values for MessagePack (OutputBytes has bytes) or JSON (all others)."""
+    """Return the notice as plain values for MessagePack (OutputBytes has bytes) or JSON (all others)."""
     return {"notice": notice.kind, **{name: getattr(notice, name) for name in notice.__dataclass_fields__}}
 
 
 def encode_all(notices: Sequence[Notice]) -> dict[str, Any]:
-    """Several notices as one message."""
+    """Return several notices as one message."""
     return {"notices": [encode(notice) for notice in notices]}
 
 
 def size_bytes(notice: Notice) -> int:
-    """About how much a notice adds to a message."""
-    return _FEW_BYTES + (len(notice.data) if isinstance(notice, OutputBytes) else 0)
+    """Return about how many bytes a notice adds to a message."""
+    return _NOTICE_BYTES + (len(notice.data) if isinstance(notice, OutputBytes) else 0)
 
 
 def decode_all(message: object) -> Iterator[Notice | NoticeError]:
-    """The notices of a message, each or why it is not valid."""
+    """Yield the notices of a message; for an invalid notice, its error."""
     several = message.get("notices") if isinstance(message, Mapping) else None
     for one in several if isinstance(several, list | tuple) else [message]:
         try:
@@ -173,7 +174,7 @@ def decode_all(message: object) -> Iterator[Notice | NoticeError]:
 
 
 def decode(message: object) -> Notice:
-    """The notice in a message, whose unknown fields are ignored. Raises NoticeError if it is not valid."""
+    """Return the notice in a message; unknown fields are ignored. Raises NoticeError if the message is not valid."""
     if not isinstance(message, Mapping):
         raise NoticeError(f"the message is not a mapping but {_quoted(message)}")
     kind = message.get("notice")
@@ -190,12 +191,12 @@ def decode(message: object) -> Notice:
 
 
 def exit_to_json(ended: RankExit) -> str:
-    """The notice as the result of a rank's Dask task."""
+    """Encode the notice that a rank's Dask task returns as its result."""
     return json.dumps(encode(ended))
 
 
 def exit_from_json(text: str) -> RankExit:
-    """The result of a rank's Dask task. Raises NoticeError if the text is something else."""
+    """Decode the result of a rank's Dask task. Raises NoticeError if the text is not a RankExit."""
     try:
         notice = decode(json.loads(text))
     except RecursionError as error:
@@ -208,7 +209,7 @@ def exit_from_json(text: str) -> RankExit:
 
 
 def _quoted(value: object) -> str:
-    """The value's type, and a short text or number itself; repr() of a nested value could be huge or fail."""
+    """Return the value's type; of a text or number also its value. repr() of a nested value could be huge or fail."""
     shown = f" {value!r:.60}" if isinstance(value, str | float | bool) else ""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_TIME_NS:
         shown = f" {value}"
@@ -224,7 +225,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_amount(value: object) -> bool:
-    """Whether the value is None or a finite number that is not negative."""
+    """Return whether the value is None or a finite number that is not negative."""
     if value is None:
         return True
     if type(value) is float:
@@ -237,7 +238,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_sample(value: object, names: Collection[str]) -> bool:
-    """Whether the value has finite numbers, by known names."""
+    """Return whether the value maps known names to finite numbers."""
     if not isinstance(value, Mapping) or len(value) > len(names):
         return False
     return all(isinstance(name, str) and name in names and _is_number(item) for name, item in value.items())

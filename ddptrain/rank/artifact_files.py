@@ -15,7 +15,7 @@ from ddptrain.rank.emitter import Emitter
 
 
 def stays_below(path: str) -> bool:
-    """Whether a relative path stays below its folder. The driver checks again, and more strictly."""
+    """Return whether a relative path stays below its folder. The driver checks the path again, more strictly."""
     parts = PurePosixPath(path).parts
     return bool(parts) and ".." not in parts and not path.startswith("/")
 
@@ -29,11 +29,11 @@ class ArtifactFiles:
         self._counter = itertools.count()
 
     def new_staging(self, kind: str) -> Path:
-        """A new path in the staging folder."""
+        """Return a new path in the staging folder; its name begins with `kind`."""
         return Path(self._spec.host.staging) / f"{kind}-{next(self._counter)}"
 
-    def save(self, path: str, data: bytes | str | Path, lend: Callable[[Path], None] | None = None) -> None:
-        """Stage a file for artifacts/`path`. `lend` is called with the staged file before the driver can move it."""
+    def save(self, path: str, data: bytes | str | Path, before_announce: Callable[[Path], None] | None = None) -> None:
+        """Stage a file for artifacts/`path`. `before_announce` is called with it before the driver can move it."""
         if not stays_below(path):
             raise ValueError(f"ctx.save_file takes a path below artifacts/, such as 'samples/a.txt', not {path!r}")
         staged = self.new_staging("file")
@@ -41,11 +41,11 @@ class ArtifactFiles:
             shutil.copyfile(data, staged)
         else:
             staged.write_bytes(data.encode() if isinstance(data, str) else data)
-        if lend is not None:
-            lend(staged)
+        if before_announce is not None:
+            before_announce(staged)
         self.announce(path, staged)
 
     def announce(self, path: str, staged: Path, area: str = "artifacts") -> None:
-        """Announce a complete staged file to the driver. Raises OSError."""
+        """Announce a complete staged file to the driver, for `path` below `area`. Raises OSError."""
         size, digest = hash_file(staged)
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, size, digest, area))

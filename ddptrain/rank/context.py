@@ -13,7 +13,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.artifact_files import ArtifactFiles
 from ddptrain.rank.checkpoint import random_state
-from ddptrain.rank.checkpoint.checkpoint_reader import Resumed, loaded
+from ddptrain.rank.checkpoint.checkpoint_reader import Resumed, load_checkpoint
 from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_bytes
@@ -49,7 +49,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
     ) -> None:
         """`calls` counts the calls of checkpoint, `collective_calls` those of all methods that every rank must call.
 
-        `calls` and `tracked` may be made earlier, because a command to end can arrive before the context exists.
+        `calls` and `tracked` may exist before the context, because a command to end can arrive earlier.
         """
         self._spec = spec
         self._emitter = emitter
@@ -58,12 +58,12 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._calls = calls or CheckpointCalls(spec, WorkerGroupStore(spec))
         self._store = self._calls.store
         self._collective_calls = collective_calls or CollectiveCalls(spec, emitter)
-        self._due = SaveSchedule(spec, self._store)
+        self._schedule = SaveSchedule(spec, self._store)
         self._buffers = HostBuffers()
-        self._saver = CheckpointWriter(spec, emitter, self._store, self._tracked.checkpoint)
-        self._saves = 0
+        self._writer = CheckpointWriter(spec, emitter, self._store, self._tracked.checkpoint)
+        self._save_count = 0
         self._loaders: list[RankLoader] = []
-        self._loader_states: list[dict[str, int]] = []  # from the checkpoint that was resumed
+        self._loader_states: list[dict[str, int]] = []  # from the loaded checkpoint
         self._first_epoch = 1
         self.device = device
         self._watch_steps(spec.profile)
@@ -72,19 +72,21 @@ class RankContext(OptimizerCalls, ProfiledSteps):
     def preempted(self) -> bool:
         """Whether the run was asked to end. One of the next calls of `checkpoint` saves and does not return.
 
-        It may become True in different steps on different ranks: agree with the other ranks, for example by `mean`,
-        before you act on it. A workload that has read True and returns is preempted, unless its last checkpoint had
-        last=True; if it has saved no checkpoint, the run is cancelled. If the workload has saved its state itself,
+        The value may become True in different steps on different ranks: agree with the other ranks, for example with
+        `mean`, before you act on it. A workload that has read True and returns is preempted, unless its last checkpoint
+        had last=True; if it has saved no checkpoint, the run is cancelled. If the workload has saved its state itself,
         `raise SystemExit(75)` on every rank.
         """
-        self._calls.saves = True  # a workload that reads this is expected to react
-        self._calls.seen = self._calls.seen or self._calls.told_to_end
+        self._calls.saves = True  # a workload that reads this property will react to it
+        self._calls.read_preempted = self._calls.read_preempted or self._calls.told_to_end
         return self._calls.told_to_end
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
     ) -> None:
-        """Log this rank's numbers to metrics.jsonl and to the trackers. Reading a tensor waits for its device.
+        """Log this rank's numbers to metrics.jsonl and to the trackers.
+
+        A tensor on a GPU makes the call wait for the GPU.
 
         Raises:
             TypeError: a value is neither a number nor a tensor with one element, or `step` is not an integer.
@@ -99,7 +101,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         """Save an image as artifacts/images/`name`/step-<n>-rank-<r>.png in the run directory, and send it to trackers.
 
         `image` is a tensor [3, H, W], [1, H, W] or [H, W], an array [H, W, 3] or [H, W], each of uint8 or of floats
-        from 0 to 1, or a PIL image. Further images of the same step get a number.
+        from 0 to 1, or a PIL image. Further images of the same name and step get a number.
 
         Raises:
             TypeError, ValueError: `image` is not an image, or `name` leads out of the folder.
@@ -114,7 +116,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         rows: Iterable[Sequence[Any]],
         *,
         step: int | None = None,
-        format: Literal["csv", "parquet"] = "csv",  # noqa: A002  # the usual word
+        format: Literal["csv", "parquet"] = "csv",  # noqa: A002  # the usual name
     ) -> None:
         """Save a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv (or .parquet), and send it to trackers.
 
@@ -136,7 +138,10 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         return MediaLog(self.rank, self._files, self._tracked)
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
-        """Report this rank's progress in `unit`. Cheap enough for every step: at most 10 events per second are sent."""
+        """Report this rank's progress in `unit`.
+
+        It may be called in every step: at most 10 events per second are sent.
+        """
         self._emitter.progress(number("done", done), optional("total", total), unit)
         if self._profiler is not None and unit == "steps":
             self._report_step(int(done))
@@ -154,13 +159,14 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         activation_checkpointing: Sequence[str] | None = None,
         **ddp: Any,
     ) -> torch.nn.Module:
-        """The model on this rank's device, wrapped in DDP. Missing arguments come from the configuration's `prepare`.
+        """Move the model to this rank's device and wrap it in DDP. Missing arguments come from the section `prepare`.
 
         All ranks must call it. `precision` is "fp32", or "bf16" or "fp16" for a forward pass under autocast; `ddp` are
         arguments of DistributedDataParallel. The weights keep their names. `accumulate` and the loss scale of fp16 need
-        `ctx.backward` and `ctx.step`. `strategy` is "ddp"; "fsdp", which divides the model among all ranks; or
-        "hybrid", among those of each host. Create the optimizer after this call. `shard` and `activation_checkpointing`
-        are classes of layers. Raises ValueError for another precision, strategy or class, or `accumulate` below 1.
+        `ctx.backward` and `ctx.step`. `strategy` is "ddp"; "fsdp", which shards the model over all ranks; or "hybrid",
+        which shards it over the ranks of each host. Create the optimizer after this call. `shard` and
+        `activation_checkpointing` are names of classes of layers. Raises ValueError for another precision, strategy or
+        class, or `accumulate` below 1.
         """
         from ddptrain.rank.model.prepare import prepare_model
 
@@ -192,12 +198,14 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         drop_last: bool = False,
         **more: Any,
     ) -> RankLoader:
-        """A DataLoader over this rank's part of the data, shuffled in each epoch, in the same way in each run.
+        """Return a DataLoader over this rank's part of the data.
+
+        Each epoch has another order, which is equal in each run.
 
         `batch_size` is the number of samples per rank; `more` are arguments of DataLoader, such as num_workers. len()
-        is the number of batches in an epoch, `remaining` the number that is left. Checkpoints contain the position in
-        the epoch, and a resumed run continues there, also with another number of ranks; several loaders are identified
-        by their order of creation. Raises TypeError for data without a length.
+        is the number of batches in an epoch, `remaining` the number of batches that are left. Checkpoints contain the
+        position in the epoch, and a resumed run continues there, also with another number of ranks. Several loaders are
+        identified by their order of creation. Raises TypeError for data without a length.
         """
         from ddptrain.rank.data.dataloader import make_loader
 
@@ -209,7 +217,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         return loader
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The remaining epochs up to `n`, counted from 1. Sets the epoch of all loaders of this context."""
+        """Yield the remaining epochs up to `n`, counted from 1. Set the epoch of all loaders of this context."""
         first = self._loaders[0].epoch if self._loaders else self._first_epoch
         for epoch in range(first, n + 1):
             for loader in self._loaders:
@@ -217,14 +225,14 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             yield epoch
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """The mean of a number (or of all elements of a tensor) over all ranks, each with its `weight`.
+        """Return the mean of a number (or of all elements of a tensor) over all ranks, each with its `weight`.
 
         All ranks must call it: `if ctx.rank == 0: ctx.mean(...)` makes the run fail.
         """
         return self._collective_values.mean(value, weight)
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
-        """Whether a value is finite on all ranks. Returns the same on all ranks. All ranks must call it."""
+        """Return whether a value is finite on all ranks: the same result on all ranks. All ranks must call it."""
         return self._collective_values.all_finite(value)
 
     @cached_property
@@ -235,7 +243,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
-        """Rank 0 executes the block first, then all other ranks do. For downloads and other preparation.
+        """Execute the block on rank 0 first, then on all other ranks. Use it for downloads and other preparation.
 
         All ranks must call it. An error of rank 0 ends the run, so no rank waits forever.
         """
@@ -267,20 +275,21 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         rank_state: Any = None,
         **more: Any,
     ) -> bool:
-        """Save a checkpoint if one is due. Returns whether it was due.
+        """Save a checkpoint if one is due. Return whether it was due.
 
-        All ranks must call it equally often: rank 0 writes the files (of a sharded model, each rank its slices), and
-        every rank adds its random state.
+        All ranks must call it equally often: rank 0 writes the files (each rank writes its slices of a sharded model),
+        and every rank adds its random state.
         `if ctx.rank == 0: ctx.checkpoint(...)` makes the run fail.
 
         It may be called after every step. A checkpoint is due if `last` is True, if `epoch` (from 1) is a whole number
         and a multiple of `checkpoint.every_epochs`, at or after each multiple of `every_steps`, and when `every_s`
-        seconds are over; without an epoch and without these two settings, every call saves. `more` are objects with
-        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors), of rank 0; `rank_state` is of each
-        rank, like the random states. The call returns when everything is copied; a thread writes the files.
+        seconds have passed; without an epoch and without these two settings, every call saves. `more` are objects with
+        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors): those of rank 0 are saved.
+        `rank_state` is such data that is saved for each rank. The call returns when everything is copied; a thread
+        writes the files.
 
         Raises:
-            TypeError: something cannot be saved in a form that loads without executing a pickle.
+            TypeError: a value cannot be saved in a form that loads without executing a pickle.
             CheckpointNotWritten: an earlier checkpoint could not be written, `checkpoint.max_failures` times in a row,
                 or once if its files exceed the limit of their size (ulimit -f).
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
@@ -294,7 +303,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             with self.timed("checkpoint"):
                 self._save(model, optimizer, int(step), epoch, metrics or {}, rank_state, more)
                 if not self._spec.checkpointing.asynchronous or ends:
-                    self._saver.wait()
+                    self._writer.wait()
             if ends and not last:
                 self.end_profile(complete=False)
                 self._emitter.emit(events.Preempted(time.time_ns(), int(step)))
@@ -302,15 +311,15 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             return True
 
     def _waits_for_others(self) -> bool:
-        return self._saver.gathers or (self.rank != 0 and not self._saver.is_writing)
+        return self._writer.waits_for_ranks or (self.rank != 0 and not self._writer.is_writing)
 
     def _is_due(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool]:
-        """Whether this call saves, and whether all ranks end with it."""
+        """Return whether this call saves, and whether all ranks end with it."""
         number = self._calls.enter()
         self._calls.complete = last
-        if self._saver.error is not None:  # asked first: the thread may set it at this moment
-            self._saver.raise_error()
-        due = self._due.now(number, step, epoch)
+        if self._writer.error is not None:  # tested before raise_error(), because the thread may set it at any moment
+            self._writer.raise_error()
+        due = self._schedule.now(number, step, epoch)
         ends = self._calls.told_to_end and self._calls.is_last(number)
         return due or last or ends, ends
 
@@ -320,37 +329,37 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         optimizer: torch.optim.Optimizer | None,
         step: int,
         epoch: float | None,
-        given_metrics: Mapping[str, float | torch.Tensor],
+        raw_metrics: Mapping[str, float | torch.Tensor],
         rank_state: Any,
         extra: Mapping[str, Any],
     ) -> None:
         epoch = optional("epoch", epoch)
-        own = plain_bytes({"random": random_state.capture(self.device), "rank_state": rank_state})
-        self._saves += 1
+        rank_data = plain_bytes({"random": random_state.capture(self.device), "rank_state": rank_state})
+        self._save_count += 1
         self._calls.has_saved = True
         gradients = self._gradients.state({"model": model, **extra})
         if self.rank != 0 and not is_sharded(model):
-            self._store.set(state_key(self._saves, self.rank), own)
+            self._store.set(state_key(self._save_count, self.rank), rank_data)
             return
-        metrics = numbers(given_metrics)
-        self._saver.wait()  # the previous checkpoint must be written before its memory is used again
+        metrics = numbers(raw_metrics)
+        self._writer.wait()  # the previous checkpoint must be written before its memory is used again
         state: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": metrics, "extra": dict(extra)}
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         if gradients is not None:
             state["gradients"] = gradients
         copied = self._buffers.take(model, optimizer, state if self.rank == 0 else {})
         folder = self._files.new_staging("checkpoint")
-        self._saver.start(PendingCheckpoint(self._saves, step, epoch, metrics, folder, copied, own))
-        self._due.saved()
+        self._writer.start(PendingCheckpoint(self._save_count, step, epoch, metrics, folder, copied, rank_data))
+        self._schedule.saved()
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:
         """Complete the checkpoint that is being written, after the last call of the workload.
 
-        Returns whether that was possible within `deadline_s`. Raises OSError if it could not be written.
+        Return whether it was complete within `deadline_s` seconds. Raises OSError if it could not be written.
         """
         self.end_profile(complete=not failed)
-        with self._collective_calls.waiting("checkpoint", self._due.step, self._waits_for_others):
-            complete = self._saver.wait(deadline_s, hurry=failed)
+        with self._collective_calls.waiting("checkpoint", self._schedule.step, self._waits_for_others):
+            complete = self._writer.wait(deadline_s, hurry=failed)
         if self.rank != 0 and not failed:
             with suppress(RuntimeError):
                 self._store.set(done_key(self.rank), "")
@@ -359,21 +368,21 @@ class RankContext(OptimizerCalls, ProfiledSteps):
     def resume(
         self, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any
     ) -> Resumed | None:
-        """Load the checkpoint to resume from into the given objects. Returns None if there is none.
+        """Load the checkpoint to resume from into the given objects. Return None if there is none.
 
-        All ranks must call it, and wait for each other: `if ctx.rank == 0: ctx.resume(...)` makes the run fail.
-        `more` are objects with load_state_dict(), named as in checkpoint(). The random states of this rank are
-        restored, too, if the number of ranks is the same as before.
+        All ranks must call it, and the call waits for all ranks: `if ctx.rank == 0: ctx.resume(...)` makes the run
+        fail. `more` are objects with load_state_dict(), named as in checkpoint(). The random states of this rank are
+        also restored, if the number of ranks is the same as before.
         """
         self._calls.saves = True
         self._collective_calls.meet("resume", self._collective_calls.enter("resume"), self._store)
         if not self._spec.checkpointing.resume_from:
             self._report_step(0)
             return None
-        resumed, state = loaded(self._spec, self.device, model, optimizer, more, self._note)
+        resumed, state = load_checkpoint(self._spec, self.device, model, optimizer, more, self._note)
         self._loader_states = state.get("loaders") or []
         self._gradients.restore(state.get("gradients"), {"model": model, **more})
-        self._due.step = resumed.step
+        self._schedule.step = resumed.step
         self._first_epoch = int(resumed.epoch or 0) + 1
         for loader, state in zip(self._loaders, self._loader_states, strict=False):
             loader.load_state_dict(state)
@@ -382,7 +391,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
     @property
     def _known_step(self) -> int:
-        return self._due.step
+        return self._schedule.step
 
     def _note(self, text: str) -> None:
         if self.rank == 0:

@@ -16,20 +16,20 @@ class NoRank(RuntimeError):
 
 
 def context() -> RankContext:
-    """The context of this rank, always the same object.
+    """Return the context of this rank; each call returns the same object.
 
     Raises:
         NoRank: ddptrain has not started this process as a rank.
     """
     if _make is None:
         raise NoRank(
-            "ddptrain.context() was called in a process that is no rank: it is for code that `ddptrain train` or "
+            "ddptrain.context() was called in a process that is not a rank: it is for code that `ddptrain train` or "
             "`ddptrain run` has started (not plain python, torchrun, or a process that a rank has spawned)"
         )
     return _make()
 
 
 def provide(make: Callable[[], RankContext]) -> None:
-    """Make this process a rank: context() calls `make`."""
+    """Set the function that context() calls in this process, which is a rank."""
     global _make  # noqa: PLW0603  # a process is at most one rank
     _make = make

@@ -1,6 +1,6 @@
 """Handles the driver's commands in a rank: preempt (save and end), report stacks, and stop.
 
-SIGTERM alone is only a notice that the host will go away; it ends the rank after the command to stop.
+SIGTERM alone only announces that the host will stop; after the command to stop, it ends the rank.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ddptrain.rank.trackers import RankTrackers
 if TYPE_CHECKING:
     from ddptrain.tracking.protocol import State
 
-_PREEMPT_MARGIN_S = 3.0  # the part of the grace period that the driver needs itself
-_EXIT_S = 1.0  # for a rank that has finished to exit by itself
+_PREEMPT_MARGIN_S = 3.0  # the part of the grace period that the driver needs
+_EXIT_S = 1.0  # time for a finished rank to exit by itself
 
 
 @dataclass(frozen=True, eq=False)
 class CommandHandler:
     """Executes a rank's commands in a thread.
 
-    state: how the rank has ended, "crashed" before that. report_handled: reports the exception that the user's code is
-    handling.
+    state: returns how the rank has ended, or "crashed" while it runs. report_handled: reports the exception that the
+    user's code is handling.
     """
 
     spec: RankSpec
     emitter: Emitter
-    orders: CommandReader
+    commands: CommandReader
     calls: CheckpointCalls
     collective_calls: CollectiveCalls
     tracked: RankTrackers
@@ -51,18 +51,18 @@ class CommandHandler:
         """Start to handle commands. Must be called in the main thread."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         os.register_at_fork(after_in_child=self._on_fork)
-        self.orders.on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
-        self.orders.on(Command.PREEMPT, self._preempt)
-        self.orders.on(Command.MOVE, self._move)
-        self.orders.on(Command.STOP, self._stop)
-        self.orders.on(Command.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
-        self.orders.listen()
+        self.commands.on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
+        self.commands.on(Command.PREEMPT, self._preempt)
+        self.commands.on(Command.MOVE, self._move)
+        self.commands.on(Command.STOP, self._stop)
+        self.commands.on(Command.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
+        self.commands.listen()
 
     def _on_sigterm(self, *_: object) -> None:
-        self.orders.post(Command.NOTICED)
+        self.commands.post(Command.NOTICED)
 
     def _owns_sigterm(self) -> bool:
-        """Whether SIGTERM calls our handler, and not one that the user's code has set."""
+        """Return whether our handler of SIGTERM is active, and not one that the user's code has set."""
         return signal.getsignal(signal.SIGTERM) == self._on_sigterm
 
     def _on_fork(self) -> None:
@@ -74,7 +74,7 @@ class CommandHandler:
         self.calls.notified = True
         self.tracked.hurry(grace_s - min(_PREEMPT_MARGIN_S, grace_s / 4))
         if self.state() != "crashed":
-            return  # it is already ending
+            return  # the rank is already ending
         if self.calls.saves:
             self.calls.tell_to_end()
         elif self._owns_sigterm():
@@ -84,7 +84,7 @@ class CommandHandler:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _move(self) -> None:
-        """End with the next call of ctx.checkpoint. A workload that does not call it trains on."""
+        """End with the next call of ctx.checkpoint. A workload that does not call it continues to train."""
         if self.state() == "crashed":
             self.calls.notified = True
             self.calls.tell_to_end()
@@ -100,5 +100,5 @@ class CommandHandler:
             return
         self.tracked.finish(self.state())
         if self.tracked.is_on and self.state() != "crashed":
-            time.sleep(_EXIT_S)  # the main thread has finished, too, and is about to exit with its own code
+            time.sleep(_EXIT_S)  # the main thread has also finished, and is about to exit with its own code
         process_control.die_of_sigterm()

@@ -12,13 +12,13 @@ PROGRESS_INTERVAL_NS = 100_000_000  # ten events per second are enough for a dis
 
 
 class Emitter:
-    """Appends events to `fd`. Can be called from any thread. Events of a forked child (a DataLoader's) are dropped."""
+    """Appends events to `fd`, from any thread. Events of a forked child (a DataLoader worker) are dropped."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._torn = False
+        self._is_line_incomplete = False
         self._progress_at_ns = 0
         self._done: float | None = None
 
@@ -28,13 +28,13 @@ class Emitter:
             return
         data = events.encode(event)
         with self._lock:
-            data = b"\n" + data if self._torn else data  # a full disk has cut off the last line: end it first
+            data = b"\n" + data if self._is_line_incomplete else data  # a full disk has cut off the last line
             while data:
                 data = data[os.write(self._fd, data) :]
-                self._torn = bool(data)
+                self._is_line_incomplete = bool(data)
 
     def progress(self, done: float, total: float | None, unit: str) -> None:
-        """Append a Progress event, at most ten per second. The last one (done == total) is always sent, once."""
+        """Append a Progress event, at most ten per second. The last one (done == total) is always appended, once."""
         now = time.time_ns()
         is_last = done == total != self._done
         if now - self._progress_at_ns < PROGRESS_INTERVAL_NS and not is_last:

@@ -1,4 +1,4 @@
-"""Finds the user's function, checks its params against its type hints, and converts what it returns to JSON."""
+"""Finds the user's function, checks its params against its type hints, and converts its return value to JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_function(target: str) -> Callable[..., Any]:
     Raises:
         ImportError: the module is missing; the message names the interpreter and the first folders.
         AttributeError: the module has no such attribute.
-        TypeError: the attribute is not a function.
+        TypeError: the attribute is not callable.
     """
     module_name, _, name = target.partition(":")
     try:
@@ -60,7 +60,7 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def bind(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[RankContext], Any]:
-    """The function with its params, to be called with the context alone.
+    """Bind the params to the function; return a function whose only argument is the context.
 
     Raises:
         WrongParams: the message names each wrong params.<key>.
@@ -70,13 +70,13 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[R
     except (TypeError, ValueError):  # compiled functions may have no signature
         return lambda ctx: function(ctx, **params)
     with_context = bool(parameters) and _is_for_context(parameters[0])
-    own = parameters[1:] if with_context and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL else parameters
-    call = _bound(function, own, params)
+    is_explicit = with_context and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
+    call = _bound(function, parameters[1:] if is_explicit else parameters, params)
     return call if with_context else lambda ctx: call()
 
 
 def _is_for_context(first: inspect.Parameter) -> bool:
-    """Also true for *args: it can belong to a decorator that passes its arguments on."""
+    """Return whether the first parameter takes the context; also for *args, which may be that of a decorator."""
     if first.kind is inspect.Parameter.VAR_POSITIONAL:
         return True
     hint = first.annotation
@@ -127,7 +127,7 @@ def _validated(expected: list[Parameter], params: Mapping[str, Any], *, extra: b
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The type hints. If one cannot be resolved (a name for type checkers only), hints that are texts are left out."""
+    """Return the type hints. If one cannot be resolved (a name for type checkers only), omit all that are texts."""
     target = inspect.unwrap(function)
     target = target if inspect.isroutine(target) else getattr(type(target), "__call__", target)  # noqa: B004
     try:
@@ -138,23 +138,23 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
-    """The type to check a parameter with; Any if it has none, or if it is a type that pydantic cannot check."""
+    """Return the type hint of a parameter; Any if it has none, or if pydantic cannot check the type."""
     kind = hints.get(parameter.name, Any)
     try:
-        kind = kind | None if parameter.default is None and kind is not Any else kind  # as in lr: float = None
+        kind = kind | None if parameter.default is None and kind is not Any else kind  # for example lr: float = None
         return kind if _adapter(kind) is not None else Any
     except TypeError:
         return Any
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any] | None:
-    """pydantic's check of a type, None if it has none (for a type of another library)."""
+    """Return pydantic's validator for a type; None if there is none, as for a type of another library."""
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
 
     try:
         adapter = TypeAdapter(kind)
-        return adapter if adapter.pydantic_complete else None  # None: a name is for type checkers only
+        return adapter if adapter.pydantic_complete else None  # incomplete: a name that exists for type checkers only
     except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError, TypeError):
         return None
 
@@ -166,7 +166,7 @@ def _is_model(hint: Any) -> bool:
 
 
 def _built(model: Any, params: Mapping[str, Any]) -> Any:
-    """The dataclass or pydantic model that holds all params. Raises WrongParams."""
+    """Create the dataclass or pydantic model from the params. Raises WrongParams."""
     from pydantic import ValidationError
 
     from ddptrain.config.params_check import Parameter, describe
@@ -183,7 +183,7 @@ def _built(model: Any, params: Mapping[str, Any]) -> Any:
 
 
 def _fields(model: Any) -> tuple[list[str], set[str], bool]:
-    """The names of all fields, those of the required ones, and whether other names are allowed, too."""
+    """Return the names of all fields, the names of the required fields, and whether other names are allowed."""
     if dataclasses.is_dataclass(model):
         fields = [field for field in dataclasses.fields(model) if field.init]
         missing = dataclasses.MISSING
@@ -195,10 +195,10 @@ def _fields(model: Any) -> tuple[list[str], set[str], bool]:
 
 
 def as_json(value: Any) -> str:
-    """A function's return value as JSON; dataclasses, pydantic models, and tensors with one element are converted.
+    """Return a return value as JSON text. Dataclasses, pydantic models and tensors with one element are converted.
 
     Raises:
-        ValueError, TypeError: it cannot be converted, or has more than 64 kB.
+        ValueError, TypeError: the value cannot be converted, or the text has more than 64 kB.
     """
     text = json.dumps(value, default=_plain)
     if len(text.encode("utf-8", "backslashreplace")) > MAX_RESULT_BYTES:

@@ -1,4 +1,4 @@
-"""Scores checkpoints on all ranks: what a rank executes in an evaluation."""
+"""Scores checkpoints on all ranks: the code that a rank executes in an evaluation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ddptrain.rank.saved_checkpoint import SavedCheckpoint
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
-_MOST_METRICS = 1000
-_LONGEST_REASON = 300
-_TOLERANCE = 1e-3  # relative; GPUs do not give exactly equal sums
+_MAX_METRICS = 1000
+_MAX_REASON_CHARS = 300
+_TOLERANCE = 1e-3  # relative; sums on GPUs are not exactly equal
 
 Evaluate = Callable[["RankContext", SavedCheckpoint], Any]
 
@@ -29,23 +29,24 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score checkpoints with the same function on the same data; return the scores of rank 0, failures and notes.
 
-    Numbers that are not finite become text, because JSON has none. A failure of the first checkpoint ends the run;
-    another checkpoint that cannot be scored has a reason in place of scores.
+    NaN and infinities become text, because JSON has no such numbers. A failure of the first checkpoint ends the run; of
+    any other checkpoint, the reason is in `failures`.
 
-    Raises TypeError or ValueError if the function does not return numbers by name, or each rank its own.
+    Raises TypeError or ValueError if the function does not return numbers by name, or ranks return different numbers.
     """
     score: Evaluate = load_function(function)
     checkpoints = saved_checkpoints(targets, params, data)
     scores: dict[str, dict[str, float | str]] = {}
     failures: dict[str, str] = {}
     for position, checkpoint in enumerate(checkpoints):
-        found, reason = _scored(ctx, score, checkpoint, must=position == 0)
+        metrics, reason = _scored(ctx, score, checkpoint, required=position == 0)
         if reason:
             failures[checkpoint.name] = reason
             continue
-        scores[checkpoint.name] = {name: value if math.isfinite(value) else str(value) for name, value in found.items()}
+        finite = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        scores[checkpoint.name] = finite
         if ctx.rank == 0:
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             print(f"{checkpoint.name}: {shown}", flush=True)
     notes = list(dict.fromkeys(note for checkpoint in checkpoints for note in checkpoint.notes))
     return {"scores": scores, "failures": failures, "notes": notes}
@@ -72,59 +73,59 @@ def saved_checkpoints(
 
 
 def checked_metrics(value: Any) -> dict[str, float]:
-    """Return what a function has returned as numbers by name; NaN and infinities stay. Raises TypeError, ValueError."""
+    """Return the result of an evaluation as numbers by name; NaN and infinities stay. Raises TypeError, ValueError."""
     if not isinstance(value, Mapping) or not value:
         raise TypeError(
             f"the function that evaluates returned {type(value).__name__} {str(value)[:80]!r}: it must return a dict "
             "of numbers, as {'val/loss': 2.1}"
         )
-    if len(value) > _MOST_METRICS:
-        raise ValueError(f"the function that evaluates returned {len(value):,} metrics: at most {_MOST_METRICS:,}")
-    found = {}
+    if len(value) > _MAX_METRICS:
+        raise ValueError(f"the function that evaluates returned {len(value):,} metrics: at most {_MAX_METRICS:,}")
+    metrics = {}
     for name, each in value.items():
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise TypeError(f"the function that evaluates returned a metric named {name!r}: a name is text")
         try:
-            found[name] = float(number(name, each))
+            metrics[name] = float(number(name, each))
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
             raise TypeError(
                 f"the function that evaluates returned {str(each)[:80]!r} ({type(each).__name__}) for {name!r}: "
                 "a metric is one number"
             ) from None
-    return found
+    return metrics
 
 
 def _scored(
-    ctx: RankContext, score: Evaluate, checkpoint: SavedCheckpoint, *, must: bool
+    ctx: RankContext, score: Evaluate, checkpoint: SavedCheckpoint, *, required: bool
 ) -> tuple[dict[str, float], str]:
-    """The metrics of a checkpoint, or why there are none. All ranks agree which of the two it is."""
-    found: dict[str, float] = {}
+    """Return the metrics of a checkpoint and "", or {} and why there are none: the same case on all ranks."""
+    metrics: dict[str, float] = {}
     reason = ""
     try:
         returned = score(ctx, checkpoint)
-        found = checked_metrics(returned) if returned is not None or ctx.rank == 0 else {}
-    except Exception as error:  # of the user's code, or a checkpoint of another architecture: the others are scored
-        if must:
+        metrics = checked_metrics(returned) if returned is not None or ctx.rank == 0 else {}
+    except Exception as error:  # the user's code, or another architecture; go on with other checkpoints
+        if required:
             raise
-        reason = f"{type(error).__name__}: {shorten(' '.join(str(error).split()), _LONGEST_REASON)}"
+        reason = f"{type(error).__name__}: {shorten(' '.join(str(error).split()), _MAX_REASON_CHARS)}"
         print(shortened(user_traceback(error)), end="", file=sys.stderr)
-    if must:
-        _require_equal(ctx, found)
-        return found, ""
-    # A rank that fails waits here. If the others are in a collective operation, the driver sees that and ends the run.
+    if required:
+        _require_equal(ctx, metrics)
+        return metrics, ""
+    # A rank that fails waits here. If other ranks are in a collective operation, the driver notices and ends the run.
     if ctx.mean(float(bool(reason))):
         return {}, reason or "it failed on another rank: see the logs of the ranks"
-    _require_equal(ctx, found)
-    return found, ""
+    _require_equal(ctx, metrics)
+    return metrics, ""
 
 
-def _require_equal(ctx: RankContext, found: Mapping[str, float]) -> None:
-    """Raise ValueError if the ranks return different numbers. Ranks that return none do not count."""
-    own = math.fsum(value for value in found.values() if math.isfinite(value))
-    mean = ctx.mean(own, weight=float(bool(found)))
-    differs = bool(found) and abs(own - mean) > _TOLERANCE * max(1.0, abs(own))
+def _require_equal(ctx: RankContext, metrics: Mapping[str, float]) -> None:
+    """Raise ValueError if the ranks return different numbers. Ranks that return none are ignored."""
+    total = math.fsum(value for value in metrics.values() if math.isfinite(value))
+    mean = ctx.mean(total, weight=float(bool(metrics)))
+    differs = bool(metrics) and abs(total - mean) > _TOLERANCE * max(1.0, abs(total))
     if ctx.mean(float(differs)):
         raise ValueError(
-            f"rank {ctx.rank} returns {dict(found)}, other ranks return other numbers: take the mean over all ranks, "
+            f"rank {ctx.rank} returns {dict(metrics)}, other ranks return other numbers: take the mean over all ranks, "
             "as ctx.mean(loss, weight=number_of_samples)"
         )

@@ -37,8 +37,8 @@ class HuggingFaceCallback(TrainerCallback):
 
     It calls `ctx.checkpoint` after each step, or after the evaluation that follows the step, so the `checkpoint`
     section of the configuration determines when a checkpoint is saved, and evaluation metrics choose the best one.
-    After a preemption notice the run saves a checkpoint and ends as preempted. What the Trainer logs is written to
-    metrics.jsonl by rank 0.
+    After a preemption notice the run saves a checkpoint and ends as preempted. Rank 0 writes what the Trainer logs to
+    metrics.jsonl.
 
         callback = ddptrain.HuggingFaceCallback(ctx)
         arguments = TrainingArguments(..., save_strategy="no", disable_tqdm=True, report_to=[])
@@ -55,11 +55,11 @@ class HuggingFaceCallback(TrainerCallback):
         self._is_training = False
         self._saved_step = -1
         if ctx.device.type == "cuda" and torch.cuda.device_count() <= ctx.local_rank:
-            # This rank sees only its own GPU, but accelerate would pass the local rank to DDP as the device index.
+            # This rank sees only one GPU, but accelerate would pass the local rank to DDP as the device index.
             os.environ.setdefault("ACCELERATE_BYPASS_DEVICE_MAP", "true")
 
     def resume_from(self) -> str | None:
-        """The folder for Trainer.train(resume_from_checkpoint=...); None if there is nothing to resume.
+        """Return the folder for Trainer.train(resume_from_checkpoint=...); None if there is no checkpoint.
 
         Raises:
             ValueError: the checkpoint was not saved by this callback.
@@ -77,43 +77,43 @@ class HuggingFaceCallback(TrainerCallback):
         return str(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Deletes the folder of resume_from(): the Trainer has read the state and the weights."""
+        """Delete the folder of resume_from(), because the Trainer has read the state and the weights."""
         self._is_training = True
         if self._folder is not None:
             self._folder.cleanup()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Resumes before the epoch's data loader is created: that draws a random number."""
+        """Resume before the epoch's data loader is created, because this draws a random number."""
         if float(state.epoch or 0).is_integer():
             self._load(parts)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Resumes in the middle of an epoch, after the Trainer has skipped the batches that were seen before."""
+        """Resume in the middle of an epoch, after the Trainer has skipped the batches that were used before."""
         self._load(parts)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Reports progress, and saves a checkpoint if one is due and no evaluation follows."""
+        """Report progress, and save a checkpoint if one is due and no evaluation follows."""
         self._report_progress(state)
         if not _evaluates(args, state, control):
             self._save(state, parts, {})
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Saves a checkpoint if one is due, with the metrics of the evaluation."""
+        """Save a checkpoint if one is due, with the metrics of the evaluation."""
         if self._is_training:
             self._save(state, parts, _numbers(parts["metrics"]))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Reports progress during an evaluation, so that it is not taken for a hang."""
+        """Report progress during an evaluation, so that the driver does not report a hang."""
         self._report_progress(state)
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Logs what the Trainer logs, on rank 0 only: it is the same on all ranks."""
+        """Log what the Trainer logs, on rank 0 only, because it is the same on all ranks."""
         numbers = _numbers(parts["logs"])
         if self._ctx.rank == 0 and numbers:
             self._ctx.log(numbers, step=state.global_step, epoch=state.epoch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Saves the last step if another callback has stopped the training early."""
+        """Save the last step if another callback has stopped the training early."""
         self._is_training = False
         if self._saved_step != state.global_step:
             self._save(state, parts, {}, last=True)
@@ -124,9 +124,9 @@ class HuggingFaceCallback(TrainerCallback):
             self._ctx.resume(**_saved_parts(parts))
 
     def _save(self, state: Any, parts: Mapping[str, Any], metrics: Mapping[str, float], *, last: bool = False) -> None:
-        own: dict[str, Any] = {**_saved_parts(parts), _STATE: json.dumps(dataclasses.asdict(state))}
+        objects: dict[str, Any] = {**_saved_parts(parts), _STATE: json.dumps(dataclasses.asdict(state))}
         saved = self._ctx.checkpoint(
-            **own,
+            **objects,
             step=state.global_step,
             epoch=state.epoch,
             metrics=metrics,
@@ -144,14 +144,14 @@ def _saved_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluates(args: Any, state: Any, control: Any) -> bool:
-    """Whether the Trainer evaluates between this step and the next one."""
+    """Return whether the Trainer evaluates between this step and the next one."""
     if args.eval_strategy == IntervalStrategy.EPOCH:
         return float(state.epoch).is_integer() and args.eval_delay <= state.epoch
     return bool(control.should_evaluate)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the Trainer's values, without the epoch, which ctx.log takes separately."""
+    """Return the numbers among the Trainer's values, without the epoch, which ctx.log takes separately."""
     return {
         name: float(value)
         for name, value in values.items()

@@ -10,7 +10,10 @@ from ddptrain.config.wording import shorten
 
 
 def number(name: object, value: Any) -> float:
-    """The number that `value` is, or has as its only element. Raises TypeError, which names the argument."""
+    """Return a number, or the only element of a tensor or array, as a number.
+
+    Raises TypeError, which contains `name`.
+    """
     if type(value) in (float, int):  # the fast path of nearly all calls
         return value  # type: ignore[no-any-return]
     item = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
@@ -21,18 +24,18 @@ def number(name: object, value: Any) -> float:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """All values as numbers. Raises TypeError."""
+    """Return all values as Python numbers. Raises TypeError."""
     return {str(name): number(name, value) for name, value in values.items()}
 
 
 def optional(name: str, value: Any) -> float | None:
-    """The value as a number, or None. Raises TypeError."""
+    """Return the value as a number, or None. Raises TypeError."""
     return None if value is None else number(name, value)
 
 
 def whole(name: str, value: Any) -> int | None:
-    """The value as a whole number, or None. Raises TypeError."""
-    given = optional(name, value)
-    if given is not None and given % 1 != 0:
+    """Return the value as a whole number, or None. Raises TypeError."""
+    converted = optional(name, value)
+    if converted is not None and converted % 1 != 0:
         raise TypeError(f"{name} must be a whole number, not {value!r}")
-    return None if given is None else int(given)
+    return None if converted is None else int(converted)

@@ -1,7 +1,7 @@
-"""The life of a rank: set up torch, join the process group, call the workload, and report how it ended.
+"""Runs a rank: sets up torch, joins the process group, calls the workload, and reports how it ended.
 
 The failure event is written as soon as an exception leaves the user's code, before the process group is shut down and
-before any other cleanup, so that the first failing rank can be distinguished from the ranks that merely lost it.
+before any other cleanup. So the driver can distinguish the first failing rank from ranks that only lost this rank.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 class RankLifecycle:
     """Runs a rank through its phases: setup, rendezvous, train."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter, orders: CommandReader) -> None:
+    def __init__(self, spec: RankSpec, emitter: Emitter, commands: CommandReader) -> None:
         self.spec = spec
         self.emitter = emitter
-        self.orders = orders
+        self.commands = commands
         self._pid = os.getpid()
         self.phase = "setup"
         self.finished = False
@@ -61,7 +61,7 @@ class RankLifecycle:
         self.waiting: WaitingTime | None = None
 
     def run(self) -> int:
-        """Run all phases and finish the trackers. Returns the exit code.
+        """Run all phases and finish the trackers. Return the exit code.
 
         If the user's function has returned, later errors do not change the success, unless `tracking.strict` is set.
         """
@@ -72,7 +72,7 @@ class RankLifecycle:
         return code or int(bool(error))
 
     def _state(self) -> State:
-        """How the rank has ended, in the terms of trackers; "crashed" while it has not."""
+        """Return how the rank has ended, as a state for trackers; "crashed" while it has not ended."""
         if self.finished:
             return "finished"
         return "preempted" if self.preempted else "failed" if self.failed else "crashed"
@@ -104,7 +104,7 @@ class RankLifecycle:
         return 0
 
     def _handle_commands(self) -> None:
-        parts = (self.spec, self.emitter, self.orders, self.calls, self.collective_calls, self.tracked)
+        parts = (self.spec, self.emitter, self.commands, self.calls, self.collective_calls, self.tracked)
         CommandHandler(*parts, self._state, self._complete_saves, self._report_handled).start()
 
     def _set_up_torch(self) -> torch.device:
@@ -115,7 +115,7 @@ class RankLifecycle:
         from ddptrain.rank.data import dataloader_workers
 
         dataloader_workers.protect()
-        np.random.seed(None)  # otherwise all forks would have the server's random state
+        np.random.seed(None)  # otherwise all forks have the server's random state
         torch.set_num_threads(self.spec.host.cpu_threads)
         timeout = dt.timedelta(seconds=self.spec.group.timeout_s)
         if self.spec.host.gpu is None:
@@ -136,7 +136,7 @@ class RankLifecycle:
         return device
 
     def _measure_steps(self) -> None:
-        """Rank 0 adds up its waits; all ranks report their own time, so that a slow one is found."""
+        """Measure the steps: rank 0 sums up its waits; all ranks report their own time, which shows a slow rank."""
         from ddptrain.rank.steps.step_clock import measure_steps
         from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
 
@@ -166,7 +166,7 @@ class RankLifecycle:
         )
 
     def _dispatch(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
-        """Have dask_pytorch_ddp initialize the process group, call the function, and destroy the group."""
+        """Let dask_pytorch_ddp initialize the process group, call the function, and destroy the group."""
         from dask_pytorch_ddp.dispatch import dispatch_with_ddp
 
         self.phase = "rendezvous"
@@ -188,7 +188,7 @@ class RankLifecycle:
         self._run_user_code(lambda: self._report_result(function(context)))
 
     def _get_context(self, device: torch.device) -> RankContext:
-        """The rank's only context, created at the first call."""
+        """Return the rank's context, which is created at the first call."""
         from ddptrain.rank.context import RankContext
 
         if self.context is None:
@@ -259,7 +259,7 @@ class RankLifecycle:
         process_control.die_of_sigterm()
 
     def _end_tracking(self) -> None:
-        """Have the trackers of a failed rank finish now, because the rank is about to be stopped."""
+        """Tell the trackers of a failed rank to finish now, because the rank is about to be stopped."""
         if self.failed:
             self.tracked.hurry(self.spec.supervision.grace_s)
             self.tracked.end(self._state())
@@ -282,7 +282,9 @@ class RankLifecycle:
                 self.context.close(self.spec.supervision.grace_s, failed=True)
 
     def _wait_for_all_ranks(self) -> None:
-        """Wait until all ranks are connected: one that fails at once would look like a lost peer to the others."""
+        """Wait until all ranks are connected; otherwise a rank that fails at once looks like a lost peer to other
+        ranks.
+        """
         if self.spec.group.backend == "gloo":  # NCCL connects later, in the first collective operation
             from torch import distributed
 
@@ -304,26 +306,28 @@ class RankLifecycle:
         if not isinstance(stop.code, int):
             _print_to_log(f"{stop.code}\n")  # as Python does
         failure = exceptions.bad_exit(stop, self.phase)
-        recorded = self._recorded()
+        recorded = self._read_error_file()
         self._fail(dataclasses.replace(recorded, exit_code=code) if recorded is not None else failure)
 
     def _report_failure(self, error: BaseException) -> None:
         exceptions.add_search_path(error)
         trace = user_traceback(error)
         _print_to_log(trace if self.spec.code.full_traceback else shortened(trace))
-        failure, recorded = exceptions.failure(error, self.phase), self._recorded()
+        failure, recorded = exceptions.failure(error, self.phase), self._read_error_file()
         if recorded is not None and one_line(recorded.message) not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
         self._fail(failure)
 
     def _report_handled(self) -> None:
-        """Report an exception that a long clean-up keeps in the user's code: it may be why other ranks have failed."""
+        """Report the exception that the user's code is still handling; it may be the reason why other ranks have
+        failed.
+        """
         if self._state() == "crashed" and (failure := exceptions.handled(self.phase)) is not None:
             _print_to_log(f"ddptrain: the rank is told to stop while it handles an exception:\n{failure.traceback}")
             self.emitter.emit(failure)
 
-    def _recorded(self) -> events.Failure | None:
-        """The error that a script has written to its error file, as torch elastic's record() does."""
+    def _read_error_file(self) -> events.Failure | None:
+        """Return the error that a script has written to its error file, as torch elastic's record() does."""
         return (
             error_file.read_error_file(Path(self.spec.host.staging) / ERROR_FILE) if self.spec.code.is_script else None
         )

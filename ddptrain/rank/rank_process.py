@@ -29,16 +29,16 @@ _COLD_START = (
 
 
 def read_spec(fd: int) -> RankSpec:
-    """The spec that the worker has written into the file behind `fd`."""
+    """Return the rank spec in the open file `fd`."""
     with open(fd, encoding="utf-8", closefd=False) as file:
         return RankSpec.from_json(file.read())
 
 
 def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, cold: bool = False) -> int:
-    """Run the workload in this process. Returns the exit code. Must be called once per process.
+    """Run the workload in this process. Return the exit code. Must be called once per process.
 
-    Commands of the driver come through `commands_fd`. `cold` says that this is a fresh process and not a fork of the
-    warm rank server; the user gets a note with the reason.
+    The driver's commands are read from `commands_fd`. `cold`: this is a fresh process, not a fork of the warm rank
+    server; the user gets a note with the reason.
     """
     process_control.name_process(f"ddptrain-rank{spec.rank}", f"ddptrain rank {spec.rank} of {spec.run_id}")
     _redirect_output(log_fd)
@@ -69,7 +69,7 @@ def _redirect_output(log_fd: int) -> None:
 
 
 def _unbuffered(fd: int) -> io.TextIOWrapper:
-    """A text stream without a buffer, because SIGKILL would lose its content."""
+    """Return a text stream without a buffer, because SIGKILL would lose its content."""
     raw = io.FileIO(fd, "w", closefd=False)
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
@@ -79,7 +79,7 @@ def _enter_environment(spec: RankSpec) -> None:
     os.environ.clear()
     os.environ.update(spec.env)
     os.chdir(spec.code.workdir)
-    # For a script, script.run puts the script's own folder first, and no other.
+    # For a script, script.run() adds only the script's own folder, as the first entry.
     entries = [*(spec.code.sys_path if not spec.code.script else ())]
     if names_working_directory(spec.env) and spec.code.workdir not in entries:
         entries.append(spec.code.workdir)
@@ -92,7 +92,7 @@ def _enter_environment(spec: RankSpec) -> None:
 
 
 def _run_exit_handlers() -> None:
-    """Do what the interpreter does at exit, except for C++ destructors, which can abort a finished rank."""
+    """Call exit handlers as the interpreter does, but no C++ destructors, which can abort a finished rank."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins the user's threads, as Python does at exit
         atexit._run_exitfuncs()  # noqa: SLF001
@@ -104,7 +104,7 @@ def _run_exit_handlers() -> None:
 
 
 def main() -> None:
-    """Entry point of a cold start. Arguments: the descriptors of the spec, the log, the events and the commands."""
+    """Run a rank after a cold start. Arguments: the descriptors of the spec, the log, the events and the commands."""
     spec_fd, log_fd, events_fd, commands_fd = (int(fd) for fd in sys.argv[1:5])
     process_control.die_with_parent()
     code = 70

@@ -1,4 +1,4 @@
-"""A saved checkpoint, as the function that evaluates it gets it."""
+"""A saved checkpoint, the argument of a function that evaluates checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class SavedCheckpoint:
     """A checkpoint to evaluate: `path` is its folder on this host. Loading it executes no pickle.
 
-    name: what the scores are listed under, such as petnames@champion. step, epoch, metrics: as they were saved.
+    name: the name in the list of scores, such as petnames@champion. step, epoch, metrics: as they were saved.
     params: the parameters of the workload, from the configuration. data: the source given with --data, or None.
     compared: all checkpoints of this evaluation, this one included, by name. notes: remarks to show with the scores.
     """

@@ -1,4 +1,4 @@
-"""Runs a script or a module in this process as Python would: as __main__, with its own sys.argv and sys.path."""
+"""Runs a script or a module in this process as Python does: as __main__, with its own sys.argv and sys.path."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ddptrain.protocol.rank_spec import RankSpec
 
 
 def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
-    """Run the rank's program. `before` is called just before it, when its modules can already be imported.
+    """Run the rank's program. `before` is called just before, when the program's modules can already be imported.
 
-    Raises whatever the program raises, including SystemExit.
+    Raises any exception of the program, including SystemExit.
     """
-    # Set when the rank server started. Spawned child processes use it to find __main__.
+    # Python has set this when the rank server started. Spawned child processes use it to find __main__.
     multiprocessing.process.ORIGINAL_DIR = spec.code.workdir  # type: ignore[attr-defined]
     main = _new_main()
     if spec.code.script:
@@ -34,25 +34,25 @@ def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
         code = _compiled(path)
     else:
         sys.argv = ["-m", *_arguments(spec)]
-        found = _find_module(spec.code.module)
-        sys.argv[0] = str(found.origin)
-        main.__file__, main.__loader__, main.__spec__ = found.origin, found.loader, found
-        main.__package__ = found.parent
-        main.__dict__["__cached__"] = found.cached
-        code = _code_of(found)
+        module = _find_module(spec.code.module)
+        sys.argv[0] = str(module.origin)
+        main.__file__, main.__loader__, main.__spec__ = module.origin, module.loader, module
+        main.__package__ = module.parent
+        main.__dict__["__cached__"] = module.cached
+        code = _code_of(module)
     before()
     exec(code, main.__dict__)  # noqa: S102  # the user's own program
 
 
 def find_script(spec: RankSpec) -> Path:
-    """The script's path, searched for in the folders of the user's code. Raises FileNotFoundError."""
+    """Find the script in the folders of the user's code; return its path. Raises FileNotFoundError."""
     folders = dict.fromkeys((*spec.code.sys_path, spec.code.workdir))
     for folder in folders:
         path = Path(folder) / spec.code.script
         if path.is_file():
             return Path(os.path.abspath(path))
-    looked = f" (looked for in {', '.join(folders)})" if not os.path.isabs(spec.code.script) else ""
-    raise FileNotFoundError(f"there is no script {spec.code.script} on host {socket.gethostname()}{looked}")
+    searched = f" (looked for in {', '.join(folders)})" if not os.path.isabs(spec.code.script) else ""
+    raise FileNotFoundError(f"there is no script {spec.code.script} on host {socket.gethostname()}{searched}")
 
 
 def _arguments(spec: RankSpec) -> list[str]:
@@ -60,10 +60,10 @@ def _arguments(spec: RankSpec) -> list[str]:
 
 
 def _new_main() -> types.ModuleType:
-    """A new __main__ module, where pickles and spawned child processes look for the program's definitions."""
+    """Create the __main__ module, in which pickles and spawned child processes look for the program's definitions."""
     main = types.ModuleType("__main__")
     main.__dict__.update({"__builtins__": __builtins__, "__cached__": None, "__annotations__": {}})
-    _kept.append(sys.modules["__main__"])  # keeps its functions alive, which are still executing
+    _kept.append(sys.modules["__main__"])  # keeps the old module alive, whose functions are still executing
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # spawned children use the second name in pickles
     return main
 
@@ -77,19 +77,19 @@ def _compiled(path: Path) -> types.CodeType:
 
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec:
-    """The spec of the module, or of a package's __main__ module. Raises ModuleNotFoundError."""
-    found = importlib.util.find_spec(name)
-    if found is not None and found.submodule_search_locations is not None:
+    """Return the spec of the module, or of a package's __main__ module. Raises ModuleNotFoundError."""
+    module = importlib.util.find_spec(name)
+    if module is not None and module.submodule_search_locations is not None:
         name = f"{name}.__main__"
-        found = importlib.util.find_spec(name)
-    if found is None or found.loader is None:
+        module = importlib.util.find_spec(name)
+    if module is None or module.loader is None:
         raise ModuleNotFoundError(f"no module {name!r} that could be run", name=name)
-    return found
+    return module
 
 
-def _code_of(found: importlib.machinery.ModuleSpec) -> types.CodeType:
-    loader: Any = found.loader
-    code = loader.get_code(found.name)
+def _code_of(module: importlib.machinery.ModuleSpec) -> types.CodeType:
+    loader: Any = module.loader
+    code = loader.get_code(module.name)
     if code is None:
-        raise ImportError(f"there is no Python code for the module {found.name!r}", name=found.name)
+        raise ImportError(f"there is no Python code for the module {module.name!r}", name=module.name)
     return code  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The process that tries torch on this machine for `ddptrain doctor`. Writes JSON to stdout."""
+"""The process that tests torch on this machine for `ddptrain doctor`. Writes JSON to stdout."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from ddptrain.errors import one_line
 
 
 def main() -> None:
-    """Print versions, devices, and what fails."""
+    """Print the result of probe()."""
     print(json.dumps(probe()), flush=True)
 
 
 def probe() -> dict[str, Any]:
-    """Return versions and devices of torch; `problems` has a line for each thing that fails."""
+    """Return versions and devices of torch; `problems` has an error message for each part that fails."""
     import torch
 
     problems: dict[str, str] = {}
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "problems": problems}
+    result: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "problems": problems}
     try:
         import torchvision
 
-        found["torchvision"] = torchvision.__version__
+        result["torchvision"] = torchvision.__version__
         torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
-    except Exception as error:  # of another version of torch it raises arbitrary errors
+    except Exception as error:  # with another version of torch it raises arbitrary errors
         problems["torchvision"] = one_line(error)
-    found["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found["nccl"] = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    result["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    result["nccl"] = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     try:
         _reduce_with_gloo()
-    except Exception as error:  # gloo has RuntimeError only, torch without it others
+    except Exception as error:  # gloo raises RuntimeError, torch without gloo other errors
         problems["gloo"] = one_line(error)
-    return found
+    return result
 
 
 def _reduce_with_gloo() -> None:

@@ -1,4 +1,4 @@
-"""The trackers of a rank, from start to end. Finishing them never takes more time than the rank has."""
+"""Starts and finishes the trackers of a rank. To finish them never takes more time than the rank has."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ddptrain.tracking.protocol import State
 
 _MIN_FINISH_S = 0.5  # trackers have at least this time to finish
-_MARGIN_S = 1.0  # of the grace period, for the rank itself to end
+_MARGIN_S = 1.0  # the part of the grace period in which the rank itself ends
 _EXIT_HANDLERS_S = 5.0  # a tracker that has not ended may have exit handlers that hang
-_NOTE_AFTER_S = 3.0  # then the user is told what the rank waits for
+_NOTE_AFTER_S = 3.0  # after this time the user is told what the rank waits for
 
 
 class RankTrackers:
@@ -42,58 +42,61 @@ class RankTrackers:
         self.manager: TrackerManager | None = None
 
     def begin(self) -> None:
-        """Starts the trackers, if there are any; returns at once."""
+        """Start the trackers, if there are any, without waiting for them."""
         if not self._spec.tracking:
             return
         try:
             from ddptrain.tracking.factory import start_trackers
 
             self.manager = start_trackers(self._spec, self._emitter.emit)
-        except Exception as error:  # for example no thread could be started: the rank can train without trackers
+        except Exception as error:  # for example, no thread could be started: the rank can train without trackers
             text = f"trackers could not be started: {error!r}; the run directory has everything"
             self._emitter.emit(events.Note(time.time_ns(), text, "warning"))
 
     # --- items ---
 
     def numbers(self, logged: events.Metrics) -> None:
-        """Passes on the values of a ctx.log call."""
+        """Pass on the values of a ctx.log call."""
         if self.manager is not None:
             self.manager.put(Numbers(logged.time_ns, logged.values, logged.step, logged.epoch))
 
     def model(self, model: Any) -> None:
-        """Passes on the model that ctx.prepare was given."""
+        """Pass on the model that ctx.prepare was given."""
         if self.manager is not None:
             self.manager.put(Model(time.time_ns(), model))
 
     def checkpoint(self, step: int, folder: Path, metrics: Mapping[str, float]) -> None:
-        """Passes on a complete checkpoint, before the driver is told about it and moves it away."""
+        """Pass on a complete checkpoint, before it is announced to the driver, which moves it away."""
         if self.wants(Checkpoint):
             with suppress(OSError):
                 kept = self.keep(folder)
                 self.put_with_files(Checkpoint(time.time_ns(), step, kept, dict(metrics)), kept)
 
     def wants(self, kind: type[Item]) -> bool:
-        """Whether any tracker takes items of that type."""
+        """Return whether any tracker takes items of that type."""
         return self.manager is not None and self.manager.wants(kind)
 
     def keep(self, path: Path, suffix: str = "") -> Path:
-        """Another path of a file or folder, which stays valid when the driver moves the original. Raises OSError."""
+        """Link a file or folder, and return the link's path, which is valid after the driver moved the original.
+
+        Raises OSError.
+        """
         assert self.manager is not None, "only if wants() is true"
         return self.manager.keep(path, suffix)
 
     def put_with_files(self, item: Image | Table | Checkpoint, *kept: Path) -> None:
-        """Passes on an item, whose files are from keep()."""
+        """Pass on an item, whose files are from keep()."""
         if self.manager is not None:
             self.manager.put_with_files(item, *kept)
 
     # --- the end ---
 
     def hurry(self, grace_s: float) -> None:
-        """The rank was told to end within `grace_s`, counted from now."""
+        """Limit the time for trackers: the rank was told to end within `grace_s` from now on."""
         until = time.monotonic() + grace_s
         self._grace_until = until if self._grace_until is None else min(self._grace_until, until)
         if self.manager is not None and self.manager.ended:
-            self.manager.end("crashed", self._left_s())  # shortens the time; the first state stays
+            self.manager.end("crashed", self._left_s())  # shortens the time, but does not change the state
 
     @property
     def is_on(self) -> bool:
@@ -101,12 +104,15 @@ class RankTrackers:
         return self.manager is not None
 
     def end(self, state: State) -> None:
-        """Makes the trackers finish while the rank cleans up. The first state counts."""
+        """Tell the trackers to finish while the rank cleans up. Later calls do not change the state."""
         if self.manager is not None:
             self.manager.end(state, self._left_s())
 
     def finish(self, state: State) -> str:
-        """Waits for the trackers while there is time. Returns the error that fails the rank, or "". Never raises."""
+        """Finish the trackers, and wait while there is time.
+
+        Return the error that fails the rank, or "". Never raises.
+        """
         if self.manager is None:
             return ""
         try:
@@ -128,7 +134,7 @@ class RankTrackers:
             self._save_files()
 
     def bound_exit(self, code: int) -> None:
-        """Makes the process end soon with `code`, even if exit handlers of an unfinished tracker hang."""
+        """Ensure that the process ends soon with `code`, even if exit handlers of an unfinished tracker hang."""
         if self.manager is not None and self.manager.unfinished:
             _call_later(_EXIT_HANDLERS_S, lambda: _exit(code))
 
@@ -146,7 +152,7 @@ class RankTrackers:
             self._emitter.emit(events.Note(time.time_ns(), text))
 
     def _save_files(self) -> None:
-        """Sends the trackers' files to the driver if the rank does not see the run directory."""
+        """Send the trackers' files to the driver if the rank does not see the run directory."""
         from ddptrain.tracking.factory import tracking_folder
 
         folder = tracking_folder(self._spec)

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def main() -> None:
-    """Runs in each rank: one process per GPU (or on the CPU)."""
+    """Train the network. Runs in each rank: one process per GPU (or on the CPU)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--snapshot", type=Path, default=Path("snapshot.pt"), help="file to save to, and to go on from")
+    parser.add_argument("--snapshot", type=Path, default=Path("snapshot.pt"), help="file to save to and resume from")
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

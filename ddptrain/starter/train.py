@@ -13,7 +13,7 @@ from ddptrain import RankContext
 
 
 def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 0.01, hidden: int = 64) -> None:
-    """Runs in each rank: one process per GPU (or on the CPU). The process group is initialised."""
+    """Train the model. Runs in each rank: one process per GPU (or on the CPU). The process group is initialised."""
     torch.manual_seed(0)  # the same model on every rank
     layers = [nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(ctx.device))
@@ -27,7 +27,7 @@ def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 
     first, step = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
     for epoch in range(first + 1, epochs + 1):
         sampler.set_epoch(epoch)
-        total, right, seen = 0.0, 0, 0
+        total, correct, samples = 0.0, 0, 0
         for batch in loader:
             points, labels = (tensor.to(ctx.device) for tensor in batch)
             optimizer.zero_grad()
@@ -37,17 +37,17 @@ def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 
             optimizer.step()
             step += 1
             total += loss.item() * len(labels)
-            right += int(((scores > 0) == (labels > 0.5)).sum())
-            seen += len(labels)
-            ctx.progress((epoch - 1) * len(loader) + seen / batch_size, epochs * len(loader), unit="steps")
-        metrics = {"loss": total / seen, "accuracy": right / seen}
+            correct += int(((scores > 0) == (labels > 0.5)).sum())
+            samples += len(labels)
+            ctx.progress((epoch - 1) * len(loader) + samples / batch_size, epochs * len(loader), unit="steps")
+        metrics = {"loss": total / samples, "accuracy": correct / samples}
         ctx.log(metrics, step=step, epoch=epoch)
-        # All ranks must call it; `checkpoint:` in train.yaml says how often it is saved.
+        # All ranks must call this method; `checkpoint:` in train.yaml says how often it saves.
         ctx.checkpoint(model=model, optimizer=optimizer, step=step, epoch=epoch, metrics=metrics, last=epoch == epochs)
 
 
 def spirals(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random points on two spirals [count, 2], and the label (0 or 1) of each point's spiral [count]."""
+    """Return random points on two spirals [count, 2], and the label (0 or 1) of each point's spiral [count]."""
     generator = torch.Generator().manual_seed(0)
     turn = torch.rand(count, generator=generator).sqrt() * 3 * math.pi
     label = torch.randint(2, (count,), generator=generator)

@@ -29,19 +29,19 @@ _importing = threading.RLock()
 
 
 def start_trackers(spec: RankSpec, emit: Emit) -> TrackerManager | None:
-    """Starts the trackers of a rank; None if it has none."""
+    """Start the trackers of a rank; return None if it has none."""
     tracking = spec.tracking
     if tracking is None:
         return None
-    _keep_forks_out_of_imports()
-    emit = _without_secrets(emit, [tracker.options for tracker in tracking.trackers])
+    _delay_forks_during_imports()
+    emit = _redacting(emit, [tracker.options for tracker in tracking.trackers])
     definitions = [_definition(tracker, tracking, spec, emit) for tracker in tracking.trackers]
     temp_folder = Path(spec.host.staging) / _TEMP_FOLDER
     return TrackerManager(definitions, emit, temp_folder, queue=tracking.queue, strict=tracking.strict)
 
 
-def _without_secrets(emit: Emit, options: list[Mapping[str, Any]]) -> Emit:
-    """Removes secrets of the trackers' options from events: a tracker's exceptions may contain them."""
+def _redacting(emit: Emit, options: list[Mapping[str, Any]]) -> Emit:
+    """Return `emit` such that it removes the secrets of the trackers' options, which exceptions may contain."""
     secrets = known_secrets(options)
 
     def emit_redacted(event: events.Event) -> None:
@@ -52,7 +52,7 @@ def _without_secrets(emit: Emit, options: list[Mapping[str, Any]]) -> Emit:
 
 
 def tracking_folder(spec: RankSpec) -> Path:
-    """Where the trackers of a rank write: tracking/ in the run directory, or a folder that is brought there later."""
+    """Return the folder of a rank's trackers: tracking/ in the run directory, or one that is copied there later."""
     return Path((spec.tracking and spec.tracking.folder) or Path(spec.host.staging) / FOLDER)
 
 
@@ -66,9 +66,9 @@ def _definition(tracker: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, em
         with suppress(Exception):  # a full disk; it is reported elsewhere
             emit(events.Note(time.time_ns(), f"{name}: {text}"))
 
-    def found(made: Mapping[str, str]) -> None:
+    def found(created: Mapping[str, str]) -> None:
         with suppress(Exception):  # a full disk; it is reported elsewhere
-            emit(events.Tracked(time.time_ns(), name, {str(key): str(value) for key, value in made.items()}))
+            emit(events.Tracked(time.time_ns(), name, {str(key): str(value) for key, value in created.items()}))
 
     facts = Facts(
         run_id=spec.run_id,
@@ -93,35 +93,38 @@ def _definition(tracker: TrackerSpec, tracking: TrackingSpec, spec: RankSpec, em
 
 
 def load(name: str) -> type[Any]:
-    """Imports the class of a tracker. Raises ImportError, which says what to install; AttributeError, UsageError."""
+    """Import the class of a tracker.
+
+    Raises ImportError (it names the package to install), AttributeError or UsageError.
+    """
     module, _, attribute = tracker_target(name).partition(":")
     with _importing:
         try:
-            found: Any = importlib.import_module(module)
+            target: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if name in TRACKERS and error.name == name:
                 raise ImportError(f"the package {name} is not installed here: {install_tracker(name)}") from error
             raise
     for part in attribute.split("."):
-        found = getattr(found, part)
-    return cast("type[Any]", found)
+        target = getattr(target, part)
+    return cast("type[Any]", target)
 
 
-def _keep_forks_out_of_imports() -> None:
-    """Delays a fork (of a DataLoader worker) during an import: the child would wait forever for the import's lock.
+def _delay_forks_during_imports() -> None:
+    """Delay forks (of DataLoader workers) during an import: the child would wait forever for the import's lock.
 
     Only the first fork that meets a long import waits, and at most 5 s.
     """
-    mine = threading.local()
-    waits_s = [_FORK_WAIT_S]
+    fork = threading.local()  # `holds`: this thread holds the lock
+    wait_s = [_FORK_WAIT_S]
 
     def before() -> None:
-        mine.holds = _importing.acquire(timeout=waits_s[0])
-        if not mine.holds:
-            waits_s[0] = 0.0
+        fork.holds = _importing.acquire(timeout=wait_s[0])
+        if not fork.holds:
+            wait_s[0] = 0.0
 
     def after() -> None:
-        if mine.holds:
+        if fork.holds:
             _importing.release()
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)

@@ -55,7 +55,7 @@ class Model:
     """The model that is trained, as given to ctx.prepare; only for trackers with the option `watch`."""
 
     time_ns: int
-    model: Any  # torch.nn.Module; this room does not import torch
+    model: Any  # torch.nn.Module; the package `tracking` does not import torch
 
 
 Item = Numbers | Image | Table | Checkpoint | Model

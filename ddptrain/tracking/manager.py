@@ -30,44 +30,49 @@ class TrackerManager:
     ) -> None:
         self._pid = os.getpid()
         self._strict = strict
-        self._threads = [TrackerThread(each, emit, limit=queue, strict=strict) for each in trackers]
+        self._threads = [TrackerThread(tracker, emit, limit=queue, strict=strict) for tracker in trackers]
         self._temp = TempFolder(temp_folder)
         self.ended = False
-        self._waiting = threading.Lock()
+        self._wait_lock = threading.Lock()
         self.unfinished: list[str] = []  # trackers that did not end in time
         for thread in self._threads:
             thread.start()
 
     @property
     def error(self) -> str:
-        """The first error of a tracker, if the configuration is strict; it makes the rank fail."""
+        """The first error of a tracker, which makes the rank fail; "" unless tracking.strict is true."""
         errors = [f"{thread.name}: {thread.error}" for thread in self._threads if thread.error]
         return errors[0] if errors and self._strict else ""
 
     def wants(self, kind: type[Item]) -> bool:
-        """Whether any tracker takes items of that type."""
-        return bool(self._takers(kind))
+        """Return whether any tracker takes items of that type."""
+        return bool(self._threads_for(kind))
 
     def put(self, item: Item) -> None:
-        """Passes an item to every tracker that takes it. Never waits, never raises."""
-        for thread in self._takers(type(item)):
+        """Pass an item to every tracker that takes it. Never waits, never raises."""
+        for thread in self._threads_for(type(item)):
             thread.put(item)
 
     def keep(self, path: Path, suffix: str = "") -> Path:
-        """Another path, with this suffix, of a file that the driver may move; or of a folder. Raises OSError."""
+        """Link a file or folder, which the driver may move, and return the link's path. Raises OSError.
+
+        `suffix` is that of the link, by default the suffix of the file.
+        """
         return self._temp.add(path, suffix)
 
     def put_with_files(self, item: Image | Table | Checkpoint, *kept: Path) -> None:
-        """Passes on an item; its files, from keep(), are deleted when all trackers have taken it."""
-        takers = self._takers(type(item))
-        files = SharedFiles(kept, len(takers))
-        for thread in takers:
+        """Pass an item to every tracker that takes it; its files, from keep(), are deleted after the last one."""
+        threads = self._threads_for(type(item))
+        files = SharedFiles(kept, len(threads))
+        for thread in threads:
             thread.put(item, files)
-        if not takers:
+        if not threads:
             files.release()
 
     def end(self, state: State, within_s: float = 3600.0) -> float:
-        """Makes the trackers finish; returns the seconds that the slowest may take. The first state counts.
+        """Tell the trackers to finish; return the seconds that the slowest may take.
+
+        Later calls do not change the state.
 
         Each tracker has its own timeout, but no more than `within_s`.
         """
@@ -77,15 +82,15 @@ class TrackerManager:
         return max((thread.end(state, within_s) for thread in self._threads), default=0.0)
 
     def wait(self) -> None:
-        """After end(): waits until the trackers have finished, or their time is over."""
+        """Wait until the trackers have finished or their time is over. Must be called after end()."""
         if os.getpid() != self._pid:
             return
-        with self._waiting:  # called by the main thread, and by the thread that receives the command `stop`
+        with self._wait_lock:  # called by the main thread, and by the thread that receives the command `stop`
             if not self.unfinished:
                 self.unfinished = [thread.name for thread in self._threads if not thread.join()]
             self._temp.delete()
 
-    def _takers(self, kind: type[Item]) -> list[TrackerThread]:
+    def _threads_for(self, kind: type[Item]) -> list[TrackerThread]:
         if self.ended or os.getpid() != self._pid:
             return []
         return [thread for thread in self._threads if thread.wants(kind)]

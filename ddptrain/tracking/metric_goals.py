@@ -7,7 +7,10 @@ _HIGHER_IS_BETTER = ("accuracy", "acc", "top1", "top5", "f1", "auc", "precision"
 
 
 def goal_of(name: str, metric: str = "", mode: str = "min") -> str:
-    """Whether the best value is "min" or "max", "" if unknown; `metric` and `mode` are the checkpoint section's."""
+    """Return "min" or "max", the best value of a metric; "" if unknown.
+
+    `metric` and `mode` are those of the configuration's section `checkpoint`.
+    """
     if name == metric:
         return mode
     last = name.lower().rpartition("/")[2]

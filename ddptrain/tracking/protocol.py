@@ -1,13 +1,13 @@
-"""The interface of a tracker: three methods, called one after the other in a thread of the tracker's own.
+"""The interface of a tracker: three methods, called one after the other in a thread of the tracker.
 
-They may raise any exception, be slow, or never return: training and the other trackers continue. Put imports that take
-long at the top of the tracker's module: the module is imported in that thread, too.
+The methods may raise any exception, be slow, or never return: training and the other trackers continue. The thread also
+imports the tracker's module, so put slow imports at the top of the module.
 
     class Mine:
         def __init__(self, options):     # the `options` of its entry in tracking.other
             ...
 
-The configuration names it in `tracking.other`: package.module:Mine, or a name of the entry point group
+The configuration names the tracker in `tracking.other`: package.module:Mine, or a name of the entry point group
 `ddptrain.trackers`.
 """
 
@@ -30,9 +30,9 @@ class Facts:
     """What a tracker gets when it starts.
 
     The tracker may write into `folder`, which exists and becomes tracking/ in the run directory. If `resumed`, an
-    earlier attempt (maybe of another command) has used the same tracker run, which continues. Then items after the step
-    `resumed_from` are logged again; None means all items, unless the user's code resumes by itself. `from_driver` are
-    settings that the driver adds, such as the id of a run that all ranks share. `tell` prints a line for the user.
+    earlier attempt (maybe of another command) has used the same tracker run, which continues. Items after the step
+    `resumed_from` are then logged again; None means all items, unless the user's code resumes by itself. `from_driver`
+    are settings that the driver adds, such as the id of a run that all ranks share. `tell` prints a line for the user.
     `found` records in run.json what the tracker has created, such as the URL of a run.
     """
 
@@ -57,10 +57,10 @@ class Tracker(Protocol):
     """Receives what a rank logs: start() is called first, finish() last, each once."""
 
     def start(self, facts: Facts) -> None:
-        """Starts recording this run, or continues it."""
+        """Start to record this run, or continue it."""
 
     def log(self, item: Item) -> None:
-        """Takes one item. Files that the item names are deleted when this returns."""
+        """Record one item. Files that the item names are deleted when this method has returned."""
 
     def finish(self, state: State) -> None:
-        """Writes or sends everything, and records how the rank ended. The time for this is limited."""
+        """Write or send everything that is left, and record how the rank ended. The time for this is limited."""

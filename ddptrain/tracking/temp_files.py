@@ -1,4 +1,7 @@
-"""Files that several trackers read before they are deleted. The driver moves a rank's own files away at any time."""
+"""Copies of a rank's files for trackers, because the driver may move the files at any time.
+
+A copy is deleted when all trackers have read it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class SharedFiles:
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """One reader is done. Never raises."""
+        """Count a reader as done; after the last one, delete the files. Never raises."""
         with self._lock:
             self._readers -= 1
             if self._readers > 0:
@@ -31,14 +34,14 @@ class SharedFiles:
 
 
 class TempFolder:
-    """The folder of these files. It is deleted when the rank's trackers have ended."""
+    """The folder for the copies. It is deleted when the rank's trackers have ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._counter = itertools.count()
 
     def add(self, path: Path, suffix: str = "") -> Path:
-        """Adds a link to a file (with this suffix, or its own), or to each in a folder. Raises OSError."""
+        """Link a file (with this suffix, or its own), or each file of a folder; return the new path. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         added = self._folder / f"{next(self._counter)}"
         if path.is_dir():
@@ -51,12 +54,12 @@ class TempFolder:
         return added
 
     def delete(self) -> None:
-        """Deletes the folder with everything in it. Never raises."""
+        """Delete the folder with everything in it. Never raises."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Creates a hard link, or a copy if the file system does not allow one. Raises OSError."""
+    """Create a hard link, or a copy if the file system does not allow one. Raises OSError."""
     try:
         os.link(source, target)
     except OSError:

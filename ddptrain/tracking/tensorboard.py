@@ -1,4 +1,4 @@
-"""The tracker for TensorBoard: event files below tracking/tensorboard. Each event is on the disk when log() returns.
+"""The tracker for TensorBoard: event files below tracking/tensorboard. log() writes each event before it returns.
 
 Events are created with tensorboard's protocol buffers: one event for all numbers of a call, and images as PNG without
 encoding them again. torch.utils.tensorboard takes ten times as long, and adds another thread.
@@ -40,11 +40,11 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, facts: Facts) -> None:
-        """Opens a new event file; those of earlier attempts stay."""
+        """Create a new event file; the files of earlier attempts stay."""
         below = f"{FOLDER}/rank-{facts.rank}" if self._each_rank else FOLDER
         folder = facts.folder / below
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names. Nanoseconds: two files may be created in one millisecond.
+        # TensorBoard reads files in the order of their names. Two files may be created in one millisecond.
         name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}.{os.getpid()}"
         self._file = (folder / name).open("xb")
         self._writer = RecordWriter(self._file)
@@ -56,7 +56,7 @@ class TensorBoardTracker:
         facts.found({"folder": f"tracking/{below}"})
 
     def log(self, item: Item) -> None:
-        """Writes numbers, an image, or a table as text."""
+        """Write numbers, an image, or a table as text."""
         match item:
             case Numbers(values=values):
                 step = self._step(item.step, item.epoch, "")
@@ -72,11 +72,11 @@ class TensorBoardTracker:
                 pass
 
     def finish(self, state: State) -> None:
-        """Closes the file. The format has no field for the state of a run."""
+        """Close the file. The format has no field for the state of a run."""
         self._file.close()
 
     def _step(self, step: int | None, epoch: float | None, name: str) -> int:
-        """The step; else the epoch; else the number of earlier calls without either."""
+        """Return the step; if there is none, the epoch; without both, the number of earlier calls without them."""
         if step is not None:
             return step
         if epoch is not None:
@@ -88,7 +88,7 @@ class TensorBoardTracker:
         self._write(Event(wall_time=time_s, step=step, summary=Summary(value=values)))
 
     def _purge_repeated(self, item: Numbers) -> None:
-        """Makes TensorBoard forget the steps of an earlier attempt that this attempt repeats after its checkpoint."""
+        """Tell TensorBoard once to discard the steps of an earlier attempt that this attempt repeats."""
         if self._purge and item.step is not None:
             self._purge = False
             start = SessionLog(status=SessionLog.START)
@@ -103,8 +103,8 @@ class TensorBoardTracker:
 def _image(image: Image) -> Any:
     data = image.path.read_bytes()
     width, height, _, kind = struct.unpack(">IIBB", data[16:26])  # in the PNG header
-    made = Summary.Image(width=width, height=height, colorspace=_CHANNELS.get(kind, 3), encoded_image_string=data)
-    return Summary.Value(tag=image.name, image=made)
+    picture = Summary.Image(width=width, height=height, colorspace=_CHANNELS.get(kind, 3), encoded_image_string=data)
+    return Summary.Value(tag=image.name, image=picture)
 
 
 def text_value(tag: str, text: str) -> Any:
@@ -116,7 +116,7 @@ def text_value(tag: str, text: str) -> Any:
 
 
 def _as_markdown(config: Mapping[str, Any], depth: int = 0) -> str:
-    """The configuration as nested Markdown lists."""
+    """Return the configuration as nested Markdown lists."""
     lines = []
     for key, value in config.items():
         nested = isinstance(value, Mapping) and value
@@ -127,7 +127,7 @@ def _as_markdown(config: Mapping[str, Any], depth: int = 0) -> str:
 
 
 def _rows(table: Table) -> str:
-    """The first rows of a table as Markdown."""
+    """Return the first rows of a table as Markdown."""
     lines = [_row(table.columns), _row(["---"] * len(table.columns))]
     lines += [_row(["(image)" if isinstance(cell, Image) else cell for cell in row]) for row in table.rows[:_MAX_ROWS]]
     if len(table.rows) > _MAX_ROWS:

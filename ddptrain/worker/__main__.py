@@ -4,7 +4,7 @@
     python -m ddptrain.worker --scheduler-file scheduler.json --tls-dir DIR
 
 With `--scheduler -` the address is a line on stdin, because the driver starts this process before it has a scheduler.
-The process ends when stdin ends, that is with its driver.
+The process ends when stdin ends, which happens when the driver ends.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     from ddptrain.worker.rank_host import RankHost
 
 _FILE_POLL_S = 0.05
-_END_TIMEOUT_S = 8.0  # for the rank server to end: the last grace period of its ranks, and a margin
+_END_TIMEOUT_S = 8.0  # time for the rank server to end: the last grace period of its ranks, and a margin
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the worker until the scheduler, the parent process or a signal ends it, and clean up."""
     options = _parser().parse_args(argv)
-    with contextlib.suppress(UsageError):  # the driver, or `cluster up`, has complained of a wrong DDPTRAIN_LOG
+    with contextlib.suppress(UsageError):  # the driver, or `cluster up`, has already reported a wrong DDPTRAIN_LOG
         log.to_stderr()
     owned = options.scheduler == "-"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Ctrl-C reaches the driver, too, which then stops the worker that it has started.
+    # The driver receives Ctrl-C, too, and stops the worker that it has started.
     signal.signal(signal.SIGINT, signal.SIG_IGN if owned else lambda *_: sys.exit(0))
     scratch = _scratch(options.scratch, owned=owned)
     servers = _RankServers(scratch)
-    servers.start()  # first of all: it imports torch for two seconds, while this process imports Dask
+    servers.start()  # first, because the server imports torch for two seconds; meanwhile this process imports Dask
     code = 0
     try:
         _serve(options, servers, owned=owned)
@@ -88,7 +88,7 @@ class _RankServers:
 
 
 class _LazyThreadPoolExecutor(ThreadPoolExecutor):
-    """Starts threads on demand. Shutdown does not wait for them, because ranks are stopped in another way."""
+    """Starts threads on demand. Shutdown does not wait for them: the rank server stops the ranks."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=True)
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _scratch(folder: str, *, owned: bool) -> Path:
-    """A folder for this process, deleted at its end. A driver gives its own folder to the worker that it starts."""
+    """Create the scratch folder. A worker that a driver has started (`owned`) uses the driver's `folder` itself."""
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         if owned:
@@ -184,12 +184,12 @@ def _import_dask() -> None:
 
 
 def _address(options: argparse.Namespace) -> str:
-    """Wait for the scheduler's address. Returns "" if stdin ends without one. Raises ClusterError at the time-out."""
+    """Wait for the scheduler's address. Return "" if stdin ends without one. Raises ClusterError at the time-out."""
     if options.scheduler_file is None:
         return sys.stdin.readline().strip() if options.scheduler == "-" else str(options.scheduler)
     deadline = time.monotonic() + options.timeout
     while True:
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # it does not exist yet, or is incomplete
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # the file is missing or incomplete
             return str(json.loads(options.scheduler_file.read_text())["address"])
         if time.monotonic() > deadline:
             raise ClusterError(
@@ -199,7 +199,7 @@ def _address(options: argparse.Namespace) -> str:
 
 
 def _security(tls_dir: Path | None) -> Security | None:
-    """TLS with the cluster's certificate, which is self-signed: it is also the certificate authority."""
+    """Return the TLS settings. The cluster's certificate is self-signed: it is also the certificate authority."""
     from distributed import Security
 
     if tls_dir is None:
@@ -233,24 +233,24 @@ async def _run(options: argparse.Namespace, address: str, host: RankHost, resour
     )
     worker.metrics[WORKER_METRIC] = host.metric
     signals = _Signals()
-    life = asyncio.ensure_future(_run_worker(worker, address))
+    worker_task = asyncio.ensure_future(_run_worker(worker, address))
     stop_signal = asyncio.ensure_future(signals.first.wait())
-    await asyncio.wait((life, stop_signal), return_when=asyncio.FIRST_COMPLETED)
-    if not life.done():
+    await asyncio.wait((worker_task, stop_signal), return_when=asyncio.FIRST_COMPLETED)
+    if not worker_task.done():
         draining = asyncio.ensure_future(host.drain(lambda: signals.count > 1))
-        await asyncio.wait((life, draining), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((worker_task, draining), return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
     host.server.close()
     stop_signal.cancel()
-    if life.done():
-        life.result()  # raises the error that ended it, if any
+    if worker_task.done():
+        worker_task.result()  # raises the error that ended it, if any
     else:
         with contextlib.suppress(Exception):  # the process ends in any case
             await asyncio.wait_for(worker.close(timeout=2.0, executor_wait=False, nanny=False), 3.0)
 
 
 def _listening(host: str, scheduler_address: str) -> dict[str, Any]:
-    """Where the worker listens: on a unix socket next to the scheduler's, or at `host`."""
+    """Return Dask's options for where the worker listens: a unix socket next to the scheduler's, or `host`."""
     from ddptrain.protocol import unix_comm
 
     if unix_comm.is_unix(scheduler_address):
@@ -268,9 +268,9 @@ class _Signals:
         self.count = 0
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                asyncio.get_running_loop().add_signal_handler(number, self._take)
+                asyncio.get_running_loop().add_signal_handler(number, self._count)
 
-    def _take(self) -> None:
+    def _count(self) -> None:
         self.count += 1
         self.first.set()
 
@@ -285,7 +285,7 @@ async def _run_worker(worker: Worker, address: str) -> None:
 
 
 def _wait_for_parent(servers: _RankServers) -> NoReturn:
-    """Wait for the end of stdin: the driver is gone, so that this process has to clean up by itself."""
+    """Wait for the end of stdin; then the driver is gone, and this process must clean up."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass

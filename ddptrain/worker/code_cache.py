@@ -36,10 +36,10 @@ class CodeCache:
         self.limit_bytes = limit_bytes
 
     def use(self, run_id: str, code: str) -> str:
-        """The folder with this content, locked for the run; "" if it is not in the cache or was modified."""
+        """Return the folder with the content hash `code`, locked for the run; "" if it is missing or was modified."""
         folder = self.folder / code
         if not _is_intact(folder):
-            if folder.exists():  # modified in spite of its permissions
+            if folder.exists():  # modified although it is read-only
                 _unlock(run_id, code)
                 self._delete(folder)
             return ""
@@ -49,7 +49,10 @@ class CodeCache:
         return str(folder) if folder.is_dir() else ""  # it may have been deleted before it was locked
 
     def unpack(self, run_id: str, code: str, archive: Path, names: Iterable[str]) -> str:
-        """Unpack an archive; returns the folder, locked for the run. Raises ClusterError, also for another hash."""
+        """Unpack an archive; return the folder, locked for the run.
+
+        Raises ClusterError, also if the hash is not `code`.
+        """
         incoming = self.folder / f"{_INCOMING}{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -69,9 +72,9 @@ class CodeCache:
             raise ClusterError(f"cannot unpack the uploaded code into {self.folder}: {error}") from error
         finally:
             _remove(incoming)
-        if not (found := self.use(run_id, code)):
+        if not (folder := self.use(run_id, code)):
             raise ClusterError(f"{self.folder / code} is where the uploaded code must be written: delete it")
-        return found
+        return folder
 
     def _hold(self, run_id: str, code: str) -> None:
         with _lock:
@@ -89,7 +92,7 @@ class CodeCache:
         for leftover in self.folder.glob(f"{_INCOMING}*"):  # of a worker that was killed
             if time.time() - leftover.stat().st_mtime > _ABANDONED_S:
                 _remove(leftover)
-        for number, folder in enumerate(each for each in folders if not each.name.startswith(_INCOMING)):
+        for number, folder in enumerate(path for path in folders if not path.name.startswith(_INCOMING)):
             total += sum(path.lstat().st_size for path in folder.rglob("*"))
             if total > self.limit_bytes and number > 0:
                 self._delete(folder)
@@ -109,7 +112,7 @@ class CodeCache:
 
 
 def release(run_id: str) -> None:
-    """Unlock all code that a run used: the run is over."""
+    """Unlock all code that a run used, after the run."""
     with _lock:
         held = _held.pop(run_id, {})
     for fd in held.values():
@@ -124,7 +127,7 @@ def _unlock(run_id: str, code: str) -> None:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether the files have the sizes and times that they had when their hash was verified."""
+    """Return whether the files have the sizes and times that they had when their hash was verified."""
     try:
         record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
         return bool(record["looks"] == change_digest(folder, record["names"]))

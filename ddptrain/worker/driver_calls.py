@@ -1,6 +1,6 @@
-"""The functions that the driver calls on a worker by `Client.run`.
+"""The functions that the driver calls on a worker with `Client.run`.
 
-They are coroutines: Dask runs only coroutines with `wait=False`, and other functions would block its event loop.
+They are coroutines: Dask accepts only coroutines with `wait=False`, and other functions would block its event loop.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _WARM_POLL_S = 0.02
 
 
 async def describe_host(run_id: str, dask_worker: Worker, lost_after_s: float | None = None) -> dict[str, str]:
-    """Make the worker a host of the run's ranks, if it is not one yet, and describe it.
+    """Attach the run to the worker, if it is not attached yet, and return a description of the worker's host.
 
-    Its connections survive a network cut of `lost_after_s` seconds from now on (None: no change). "token" is the
-    content of the file "token" in the folder "scratch"; a driver that can read it shares the worker's file system.
+    From now on the worker's connections survive a network cut of `lost_after_s` seconds (None: no change). "token" is
+    the content of the file "token" in the folder "scratch"; a driver that can read it shares the worker's file system.
     Raises RankServerLost, ClusterError.
     """
     host = await attach(dask_worker, run_id)
@@ -60,17 +60,17 @@ async def describe_host(run_id: str, dask_worker: Worker, lost_after_s: float | 
 
 
 async def stop_ranks(run_id: str, keys: list[str], grace_s: float | None, dask_worker: Worker) -> None:
-    """Stop the ranks of these keys that run on this worker. `grace_s` None means the run's own grace period."""
-    with contextlib.suppress(RankServerLost):  # then there are no ranks any more
+    """Stop the ranks with these keys that run on this worker. `grace_s` None means the run's own grace period."""
+    with contextlib.suppress(RankServerLost):  # no ranks run any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
             host.stop(key, grace_s)
 
 
 async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Worker) -> None:
-    """Send a command to the ranks of these keys that run on this worker. Raises CommandError."""
+    """Send a command to the ranks with these keys that run on this worker. Raises CommandError."""
     command = commands.decode(order)
-    with contextlib.suppress(RankServerLost):  # then there are no ranks any more
+    with contextlib.suppress(RankServerLost):  # no ranks run any more
         host = rank_host(dask_worker, run_id)
         for key in keys:
             if command is Command.STACKS and (pid := host.server.pid_of(key)) is not None:
@@ -81,7 +81,7 @@ async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Wo
 
 
 async def read_spool(run_id: str, path: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
-    """Bytes of a file below the scratch folder. Raises PermissionError for any other path."""
+    """Return bytes of a file below the scratch folder. Raises PermissionError for any other path."""
     host = rank_host(dask_worker, run_id)
     return await asyncio.to_thread(_read_below, host.scratch, path, offset, size_bytes)
 
@@ -94,7 +94,7 @@ def _read_below(scratch: Path, path: str, offset: int, size_bytes: int) -> bytes
 
 
 async def holds_file(path: str, text: str) -> bool:
-    """Whether this worker sees a file with this content, as the driver does."""
+    """Return whether this worker sees the driver's file: one with this path and content."""
 
     def is_equal() -> bool:
         try:
@@ -106,7 +106,10 @@ async def holds_file(path: str, text: str) -> bool:
 
 
 async def write_spool(run_id: str, path: str, offset: int, data: bytes, dask_worker: Worker) -> str:
-    """Write into the file `path` below the run's folder; returns the whole path. Raises PermissionError outside."""
+    """Write into the file `path` below the run's folder; return its absolute path.
+
+    Raises PermissionError if the path is outside of the folder.
+    """
     folder = rank_host(dask_worker, run_id).scratch / run_id
     return await asyncio.to_thread(_write_below, folder, path, offset, data)
 
@@ -123,23 +126,23 @@ def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
 
 
 async def encryption_key(run_id: str, dask_worker: Worker) -> str:
-    """The public key with which the driver encrypts the secrets of ranks on this worker."""
-    opener = rank_host(dask_worker, run_id).opener
-    return await asyncio.to_thread(lambda: opener.public)
+    """Return the public key with which the driver encrypts the secrets of ranks on this worker."""
+    worker_key = rank_host(dask_worker, run_id).worker_key
+    return await asyncio.to_thread(lambda: worker_key.public)
 
 
 async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
-    """What this worker offers: {"slots", "gpus", "hostname", "ours"}, with the number of GPUs."""
+    """Return {"slots", "gpus", "hostname", "ours"}: the numbers of slots and GPUs, and whether ddptrain started it."""
     slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
     ours = own_host(dask_worker) is not None
     return {"slots": slots, "gpus": len(gpus), "hostname": socket.gethostname(), "ours": ours}
 
 
 async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
-    """Wait until ranks start warm on this worker, or until it is known that they cannot, at most `timeout_s`.
+    """Wait at most `timeout_s` until the rank server is warm, that is, has imported torch, or has failed.
 
-    Returns {"ours", "warm", "slots", "gpus", "hostname", "fault"}. A foreign worker answers at once: it has no rank
-    server until a run is attached.
+    Return {"ours", "warm", "slots", "gpus", "hostname", "fault"}. A foreign worker answers at once, because it has no
+    rank server until a run is attached.
     """
     host = own_host(dask_worker)
     deadline = time.monotonic() + timeout_s
@@ -159,7 +162,10 @@ async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, An
 
 
 async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:
-    """Change the slots; returns slots and GPUs. Raises ClusterError for a foreign worker, or with fewer GPUs."""
+    """Change the number of slots; return the numbers of slots and GPUs.
+
+    Raises ClusterError for a foreign worker, or if there are fewer GPUs than slots.
+    """
     host = own_host(dask_worker)
     if host is None:
         raise ClusterError(f"the worker {dask_worker.address} was not started by ddptrain: its slots can't be changed")
@@ -169,17 +175,17 @@ async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:
 
 
 async def sees_code(folder: str, names: list[str], expected: str) -> bool:
-    """Whether this worker sees the same files in a folder as the driver, and not a copy of them."""
+    """Return whether this worker sees the same files in a folder as the driver, and not a copy of them."""
     return await asyncio.to_thread(inode_digest, Path(folder), names) == expected
 
 
 async def use_code(run_id: str, code: str) -> str:
-    """The folder of code that was uploaded before, locked for the run; "" if it is not in the cache."""
+    """Return the cached folder of the code with this hash, locked for the run; "" if it is not in the cache."""
     return await asyncio.to_thread(CodeCache().use, run_id, code)
 
 
 async def unpack_code(run_id: str, code: str, archive: str, names: list[str], dask_worker: Worker) -> str:
-    """Unpack an archive from the run's scratch folder into the code cache. Returns its folder. Raises ClusterError."""
+    """Unpack an archive from the run's scratch folder into the code cache. Return its folder. Raises ClusterError."""
     path = rank_host(dask_worker, run_id).scratch / run_id / archive
     try:
         return await asyncio.to_thread(CodeCache().unpack, run_id, code, path, names)
@@ -188,12 +194,15 @@ async def unpack_code(run_id: str, code: str, archive: str, names: list[str], da
 
 
 async def read_clock() -> float:
-    """The time of this host's clock, in seconds since 1970."""
+    """Return the time of this host's clock, in seconds since 1970."""
     return time.time()
 
 
 async def host_facts(timeout_s: float, dask_worker: Worker) -> str:
-    """HostFacts of this worker's host as JSON. Raises ClusterError if their process fails, or takes longer."""
+    """Return the HostFacts of this host as JSON.
+
+    Raises ClusterError if the process that reads them fails or is late.
+    """
     host = own_host(dask_worker)
     scratch = str(host.scratch) if host is not None else dask_worker.local_directory
     environ = host.environ if host is not None else dict(os.environ)
@@ -214,7 +223,7 @@ def _output_of(command: list[str], environ: dict[str, str], timeout_s: float) ->
 
 
 async def missing_modules(modules: list[str], folders: list[str]) -> list[str]:
-    """The modules that are neither in the folders nor installed here. No module is imported."""
+    """Return the modules that are neither in the folders nor installed on this host, without importing any module."""
     importlib.invalidate_caches()
     return [module for module in modules if not _is_found(module, folders)]
 
@@ -224,5 +233,5 @@ def _is_found(module: str, folders: list[str]) -> bool:
         return True
     try:
         return importlib.util.find_spec(module) is not None  # asks all finders: an editable install adds one
-    except (ImportError, ValueError):  # it is loaded and has no spec, like __main__
+    except (ImportError, ValueError):  # the module is loaded and has no spec, like __main__
         return True

@@ -14,30 +14,30 @@ from dataclasses import dataclass
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.protocol.rank_spec import ERROR_FILE, HostSettings, RankSpec
 
-FLIGHT_RECORD = "flight-record-"  # file name prefix, followed by the rank, in its staging folder
-# By default glibc returns memory pages to the kernel after every training step and faults them in again in the next,
-# which takes a third of a CPU step. Only both settings together keep the pages; either one alone is slower than none.
+FLIGHT_RECORD = "flight-record-"  # prefix of a file's name in the rank's staging folder; the rank's number follows
+# By default glibc returns memory pages to the kernel after each training step and requests them again in the next one:
+# a third of the time of a CPU step. Only both settings together avoid this; one alone is slower than none.
 MALLOC_DEFAULTS = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def tuned_defaults() -> dict[str, str]:
-    """Variables that make CPU ranks faster with this C library; they must be set before a program starts."""
+    """Return variables that make CPU ranks faster with this C library; they must be set before a program starts."""
     return dict(MALLOC_DEFAULTS) if platform.libc_ver()[0] == "glibc" else {}
 
 
 def server_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The rank server's environment. One BLAS thread by default, because a process with threads must not fork."""
+    """Return the rank server's environment: with one BLAS thread, because a process with threads must not fork."""
     env = without_working_directory({**tuned_defaults(), **without_nanny(environ, {})})
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
 
 def without_nanny(environ: Mapping[str, str], nanny: Mapping[str, object]) -> dict[str, str]:
-    """`environ` without the values that Dask's nanny exported, and without Dask's own configuration."""
-    ours = {key: value for key, value in environ.items() if key not in nanny or str(nanny[key]) != value}
-    ours.pop("DASK_INTERNAL_INHERIT_CONFIG", None)
-    return ours
+    """Return `environ` without the values that Dask's nanny exported, and without Dask's own configuration."""
+    kept = {key: value for key, value in environ.items() if key not in nanny or str(nanny[key]) != value}
+    kept.pop("DASK_INTERNAL_INHERIT_CONFIG", None)
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,13 @@ class RankResources:
 
 
 def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResources) -> RankSpec:
-    """The spec with environment, device, threads and staging folder; `environ` is without the nanny's variables."""
+    """Return the spec with environment, device, threads and staging folder.
+
+    `environ` is the worker's environment without the nanny's variables.
+    """
     chosen = {**environ, **spec.env}
     gpu = resources.gpu if spec.placement.use_gpu else None
-    # A slot that is free now may get a rank of another run: threads on cores that are in use wait for each other.
+    # Each slot gets its share of the cores, even if it is free now: a rank of another run may use it later.
     threads = max(1, resources.host.cores // max(spec.placement.local_world_size, resources.host.slots))
     tuned = {**tuned_defaults(), "OMP_NUM_THREADS": str(threads)}
     if resources.host.interface is not None:
@@ -88,7 +91,7 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has an IP address of this machine; None if none has it."""
+    """Return the network interface that has an IP address of this machine; None if none has it."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -98,7 +101,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[str, str]:
-    """The variables that torchrun sets for a rank, and the devices that the rank sees."""
+    """Return the variables that torchrun sets for a rank, and the devices that the rank sees."""
     variables: dict[str, str | int] = {
         "RANK": spec.rank,
         "WORLD_SIZE": spec.placement.world_size,
@@ -110,7 +113,7 @@ def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[s
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": spec.attempt - 1,
         "TORCHELASTIC_MAX_RESTARTS": spec.supervision.max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins the store as a client, too: a separate process hosts it
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a separate process hosts the store, so rank 0 is a client, too
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",
     }

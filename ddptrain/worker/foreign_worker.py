@@ -1,4 +1,4 @@
-"""Foreign workers, which someone else has started: what they offer, and how one hosts ranks for the time of a run."""
+"""Foreign workers, which ddptrain has not started: the slots that they offer, and how they host the ranks of a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ddptrain.worker import code_cache, environment
 from ddptrain.worker.rank_host import RankHost, own_host
 from ddptrain.worker.rank_server_client import RankServerLost, SharedRankServerClient
 
-# Every nanny exports this, although it is not in Dask's configuration (distributed/nanny.py).
+# Every nanny exports this variable, although it is not in Dask's configuration (distributed/nanny.py).
 _NANNY_HASH_SEED = {"PYTHONHASHSEED": "6640"}
-_END_TIMEOUT_S = 5.0  # for ranks to end after the connection is closed: SIGKILL comes after 2 s
+_END_TIMEOUT_S = 5.0  # time for ranks to end after the connection is closed: SIGKILL follows after 2 s
 
 
 class RunPlugin(WorkerPlugin):
@@ -40,7 +40,7 @@ class RunPlugin(WorkerPlugin):
         self._removed = False
 
     async def setup(self, worker: Worker) -> None:
-        """Use the worker's own rank host, or make one for this run. Raises RankServerLost, ClusterError."""
+        """Use the worker's own rank host, or create one for this run. Raises RankServerLost, ClusterError."""
         host = own_host(worker)
         self._is_own = host is not None
         if host is None:
@@ -61,13 +61,13 @@ class RunPlugin(WorkerPlugin):
             await asyncio.to_thread(_remove_host, host)
 
     def transition(self, key: Any, start: str, finish: str, **more: Any) -> None:
-        """Dask's hook: pass it to the host. A worker's own host is itself a plugin and gets it directly."""
+        """Pass Dask's call to the host. The own host of a worker is itself a plugin, and Dask calls it directly."""
         if self.host is not None and not self._is_own:
             self.host.transition(key, start, finish, **more)
 
 
 def rank_host(worker: Worker, run_id: str) -> RankHost:
-    """The host of a run's ranks here: the worker's own, or one for the run. Raises RankServerLost if there is none."""
+    """Return the rank host for a run: the worker's own, or one created for the run. Raises RankServerLost if none."""
     plugin = worker.plugins.get(attached_plugin(run_id))
     host = own_host(worker) or (plugin.host if isinstance(plugin, RunPlugin) else None)
     if host is None:
@@ -76,7 +76,7 @@ def rank_host(worker: Worker, run_id: str) -> RankHost:
 
 
 async def attach(worker: Worker, run_id: str) -> RankHost:
-    """Make this worker a host of the run's ranks, if it is not one yet. Raises RankServerLost, ClusterError."""
+    """Attach a run to this worker, if it is not attached yet. Raises RankServerLost, ClusterError."""
     name = attached_plugin(run_id)
     if name not in worker.plugins:
         try:
@@ -90,7 +90,7 @@ async def attach(worker: Worker, run_id: str) -> RankHost:
 
 
 def offered_slots(worker: Worker) -> tuple[int, tuple[str, ...]]:
-    """How many ranks this worker runs at once, and the GPUs of the first of them.
+    """Return the number of slots of this worker, and the GPUs of its first slots.
 
     Our workers, and others that were started with the resource "slot", offer as many slots as the resource says. Any
     other worker offers one slot: on the first GPU of its CUDA_VISIBLE_DEVICES (dask-cuda rotates this list for each
@@ -133,7 +133,7 @@ def _remove_host(host: RankHost) -> None:
 
 
 def _nanny_environ(worker: Worker) -> dict[str, object]:
-    """The variables that the worker's nanny has exported; empty if it has no nanny."""
+    """Return the variables that the worker's nanny has exported; empty if it has no nanny."""
     if worker.nanny is None:
         return {}
     exported = (dask.config.get(f"distributed.nanny.{part}", {}) for part in ("pre-spawn-environ", "environ"))
@@ -141,14 +141,14 @@ def _nanny_environ(worker: Worker) -> dict[str, object]:
 
 
 def _server_folder(scheduler: str, env: Mapping[str, str]) -> Path:
-    """The folder of the shared rank server: equal for workers for which a fork of one server is equivalent."""
-    alike = [scheduler, sys.executable, sys.prefix, __version__, exec_only(env), _container_identity()]
-    digest = sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:16]
+    """Return the folder of the shared rank server. Workers have the same folder if they can use the same server."""
+    identity = [scheduler, sys.executable, sys.prefix, __version__, exec_only(env), _container_identity()]
+    digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"ddptrain-{os.getuid()}-{digest}"
 
 
 def _container_identity() -> list[str]:
-    """Namespaces and control group. Containers and batch jobs with different ones may share a temporary folder."""
+    """Return namespaces and control group, because different containers and batch jobs may share a temporary folder."""
     namespaces = Path("/proc/self/ns")
     if not namespaces.is_dir():
         return []

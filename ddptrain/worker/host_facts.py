@@ -1,4 +1,6 @@
-"""The process that reads the facts of a worker's host. It is one of its own: a dead disk or a dead GPU may hang it.
+"""The process that reads the facts of a worker's host.
+
+It is a separate process, because a broken disk or GPU may hang it.
 
 Arguments: the scratch folder, and the interface with the worker's address. Writes HostFacts as JSON to stdout.
 """
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 def host_facts(scratch: Path, interface: str) -> HostFacts:
-    """The facts of this host. What can't be read is named in `problems`."""
+    """Return the facts of this host; `problems` names what can't be read."""
     problems: list[str] = []
     gpus, driver = _gpus(problems)
     memory = psutil.virtual_memory()
@@ -82,9 +84,9 @@ def _gpus(problems: list[str]) -> tuple[tuple[GpuFacts, ...], str]:
 
 
 def _versions(driver: str) -> dict[str, str]:
-    found = {"python": platform.python_version(), "driver": driver}
-    found |= {name: _version((name,)) for name in _PACKAGES} | {"nccl": _version(_NCCL)}
-    return {name: version for name, version in found.items() if version}
+    versions = {"python": platform.python_version(), "driver": driver}
+    versions |= {name: _version((name,)) for name in _PACKAGES} | {"nccl": _version(_NCCL)}
+    return {name: version for name, version in versions.items() if version}
 
 
 def _version(packages: Iterable[str]) -> str:
@@ -97,7 +99,7 @@ def _version(packages: Iterable[str]) -> str:
 
 
 def _space(folder: Path, problems: list[str]) -> tuple[int, int]:
-    """Size and free space in MB; 0 and 0 if the folder is missing."""
+    """Return size and free space in MB; 0 and 0 if the folder can't be read."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -107,13 +109,13 @@ def _space(folder: Path, problems: list[str]) -> tuple[int, int]:
 
 
 def _write_speed(folder: Path, problems: list[str]) -> float | None:
-    """MB/s of writing a file with fsync, for about 0.25 s; None if it can't be written."""
+    """Write a file with fsync for about 0.25 s. Return the speed in MB/s; None if no file can be written."""
     chunk = os.urandom(_CHUNK_BYTES)
     try:
-        room = shutil.disk_usage(folder).free // 10  # never fills the disk
+        limit = min(shutil.disk_usage(folder).free // 10, _WRITE_BYTES)  # the disk must not become full
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             began, written = time.monotonic(), 0
-            while written == 0 or (time.monotonic() - began < _WRITE_S and written < min(room, _WRITE_BYTES)):
+            while written == 0 or (time.monotonic() - began < _WRITE_S and written < limit):
                 written += file.write(chunk)
             os.fsync(file.fileno())
             return round(written / _MB / max(time.monotonic() - began, 1e-6), 1)
@@ -125,14 +127,14 @@ def _write_speed(folder: Path, problems: list[str]) -> float | None:
 def _interfaces() -> Iterable[Interface]:
     stats = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
-        found = tuple(each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6))
+        ips = tuple(each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6))
         if name in stats:
-            about = stats[name]
-            yield Interface(name, found, max(0, int(about.speed)), int(about.mtu), bool(about.isup))
+            state = stats[name]
+            yield Interface(name, ips, max(0, int(state.speed)), int(state.mtu), bool(state.isup))
 
 
 def routes_of(table: str) -> Iterable[str]:
-    """The IPv4 routes of /proc/net/route, as `10.0.0.0/16 eth0`, or `default eth0`."""
+    """Return the IPv4 routes of /proc/net/route, as `10.0.0.0/16 eth0`, or `default eth0`."""
     for row in table.splitlines()[1:]:
         fields = row.split()
         if len(fields) < 8 or not int(fields[3], 16) & _ROUTE_UP:
@@ -144,7 +146,7 @@ def routes_of(table: str) -> Iterable[str]:
 
 
 def fabrics_of(folder: Path) -> Iterable[Fabric]:
-    """The ports of the RDMA devices in /sys/class/infiniband."""
+    """Return the ports of the RDMA devices in /sys/class/infiniband."""
     for port in sorted(folder.glob("*/ports/*")):
         device = port.parent.parent.name
         layer = text_or_empty(port / "link_layer").strip()

@@ -1,7 +1,7 @@
 """Finds out whether the kernel's out-of-memory (OOM) killer has ended a rank.
 
-A killed process cannot report it. Control groups (versions 1 and 2) count such kills. Without a counter, a rank that
-was killed while memory was nearly used up was likely killed for that reason.
+A killed process cannot report the reason. Control groups (versions 1 and 2) count such kills. Without a counter, nearly
+full memory before the kill is the likely reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddptrain.file_ops import text_or_empty
 
-_NEARLY = 0.95  # fraction of a limit
+_NEARLY_FULL = 0.95  # fraction of a limit
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write a huge number instead of "max"
 
@@ -48,21 +48,21 @@ class ControlGroup:
 
 
 def groups_of(pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> list[ControlGroup]:
-    """The memory control groups of a process: its own first, then the enclosing ones."""
-    found = []
+    """Return the memory control groups of a process: its own first, then the enclosing ones."""
+    groups = []
     for line in text_or_empty(proc / str(pid) / "cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
             names = ("memory.events", "memory.max", "memory.current")
-            found += [ControlGroup(folder, *names) for folder in _upwards(root, path)]
+            groups += [ControlGroup(folder, *names) for folder in _with_parents(root, path)]
         elif "memory" in controllers.split(","):
             names = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes")
-            found += [ControlGroup(folder, *names) for folder in _upwards(root / "memory", path)]
-    return [group for group in found if group.kills is not None]
+            groups += [ControlGroup(folder, *names) for folder in _with_parents(root / "memory", path)]
+    return [group for group in groups if group.kills is not None]
 
 
-def _upwards(root: Path, path: str) -> Iterator[Path]:
+def _with_parents(root: Path, path: str) -> Iterator[Path]:
     folder = root / path.strip("/")
     while folder.is_relative_to(root):
         yield folder
@@ -70,7 +70,7 @@ def _upwards(root: Path, path: str) -> Iterator[Path]:
 
 
 class MemoryWatch:
-    """Watches a rank's memory while it runs, and says after SIGKILL whether it was out of memory."""
+    """Watches the memory while a rank runs. After SIGKILL, tells whether the rank was out of memory."""
 
     def __init__(self, pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -80,20 +80,20 @@ class MemoryWatch:
         self._shortage = ""
 
     def update(self) -> None:
-        """Remember whether memory is nearly used up. Cheap enough for one call per second."""
+        """Remember whether memory is nearly full. The call is fast enough for once per second."""
         self._shortage = ""
         for group in self._groups:
             limit = group.limit_bytes
-            if limit is not None and group.usage_bytes >= _NEARLY * limit:
+            if limit is not None and group.usage_bytes >= _NEARLY_FULL * limit:
                 self._shortage = f"{_gib(group.usage_bytes)} of {_gib(limit)} of its control group were used"
                 return
         numbers = dict(line.split(":") for line in text_or_empty(self._proc / "meminfo").splitlines() if ":" in line)
         total, available = (_kib(numbers.get(name, "")) for name in ("MemTotal", "MemAvailable"))
-        if total and available < (1 - _NEARLY) * total:
+        if total and available < (1 - _NEARLY_FULL) * total:
             self._shortage = f"{_gib(available)} of the host's {_gib(total)} were left"
 
     def explain_kill(self) -> str:
-        """Why a rank that ended by SIGKILL was killed; "" if there is no sign of a memory shortage."""
+        """Return the likely reason why SIGKILL ended a rank; "" if there is no sign of a memory shortage."""
         if any(group.kills != before for group, before in zip(self._groups, self._kills, strict=True)):
             limit = min((limit for group in self._groups if (limit := group.limit_bytes) is not None), default=None)
             if limit is None:

@@ -24,7 +24,7 @@ class ProcessMonitor:
         self._searched_at = -_SEARCH_S
 
     def cpu_s(self) -> float:
-        """CPU time in seconds that the rank and its children (such as DataLoader workers) have used."""
+        """Return the CPU time in seconds of the rank and its children, such as DataLoader workers."""
         if time.monotonic() - self._searched_at > _SEARCH_S:
             self._searched_at = time.monotonic()
             self._members = list(_members(self._pid))
@@ -35,7 +35,7 @@ class ProcessMonitor:
         return total
 
     def status(self) -> str:
-        """The leader's state as psutil names it, such as "running" or "stopped"; "" if it has ended."""
+        """Return the leader's state in psutil's terms, such as "running" or "stopped"; "" if it has ended."""
         try:
             return str(psutil.Process(self._pid).status())
         except psutil.Error:
@@ -50,7 +50,7 @@ def _members(group: int) -> Iterator[psutil.Process]:
 
 
 def has_handler(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for a signal; without one the signal would end the process."""
+    """Return whether a process has a handler for a signal; without one the signal would end the process."""
     lines = text_or_empty(Path(f"/proc/{pid}/status")).splitlines()
     masks = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
     return bool(masks) and bool(int(masks[0], 16) >> (signum - 1) & 1)

@@ -1,4 +1,4 @@
-"""Hosts ranks in a Dask worker: keeps the rank server, knows the slots, and stops ranks whose Dask key is released."""
+"""Hosts ranks in a Dask worker: owns the rank server and the slots, and stops ranks whose Dask key is released."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ddptrain.worker.system.sampler import SystemSampler
 
 PLUGIN_NAME = "ddptrain"
 MAX_SLOTS = 1024
-RELEASED_GRACE_S = 5.0  # limit of the grace period for ranks whose driver is gone: other runs wait for the slot
+RELEASED_GRACE_S = 5.0  # the longest grace period of ranks whose driver is gone, because other runs wait for the slot
 _LEAVE_MARGIN_S = 5.0  # after the ranks' grace period, for downloads by the driver
 _RELEASED_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
 
 
 def own_host(worker: Worker) -> RankHost | None:
-    """The rank host of a worker that ddptrain has started; None for a foreign worker."""
+    """Return the rank host of a worker that ddptrain has started; None for a foreign worker."""
     return cast("RankHost | None", worker.plugins.get(PLUGIN_NAME))
 
 
 def slot_resources(slots: int, gpus: Sequence[str]) -> dict[str, float]:
-    """Dask resources for `slots` slots. Raises ClusterError if there are too many slots, or none."""
+    """Return the Dask resources for a number of slots. Raises ClusterError if there are too many slots, or none."""
     if not 1 <= slots <= MAX_SLOTS:
         raise ClusterError(f"{slots} slots were asked for: a worker has from 1 to {MAX_SLOTS}")
     if gpus and slots > len(gpus):
-        raise ClusterError(f"{slots} slots were asked for, but there are {len(gpus)} GPUs here, one a rank")
+        raise ClusterError(f"{slots} slots were asked for, but there are {len(gpus)} GPUs here, and a rank needs one")
     return {SLOT_RESOURCE: float(slots)} | ({GPU_RESOURCE: float(slots)} if gpus else {})
 
 
@@ -50,9 +50,9 @@ def _store_id(key: str) -> str:
 class RankHost(WorkerPlugin):
     """Hosts ranks in one Dask worker.
 
-    `server` is the client of its rank server; `new_server` starts another server after the first has died. `environ`
-    is the environment that ranks inherit. `gpus` has the device of each slot (empty on the CPU). Ranks write below
-    `scratch`.
+    `server` is the client of its rank server; `new_server` starts another server after the first one has died.
+    `environ` is the environment that ranks inherit. `gpus` has the device of each slot (empty on the CPU). Ranks write
+    below `scratch`.
     """
 
     name = PLUGIN_NAME
@@ -78,7 +78,7 @@ class RankHost(WorkerPlugin):
         # Task key -> its children (its ranks, and possibly a store) -> grace period of each child in seconds
         self._children: dict[str, dict[str, float]] = {}
         self.leaving = False
-        self.opener = WorkerKey()
+        self.worker_key = WorkerKey()
         self._lock = threading.Lock()
         self._replace_lock = threading.Lock()
 
@@ -92,7 +92,7 @@ class RankHost(WorkerPlugin):
         self.server.close()
 
     def replace_lost_server(self) -> None:
-        """Start another rank server if the last one has died, so that new runs can use this worker."""
+        """Start another rank server if the current one has died, so that new runs can use this worker."""
         with self._replace_lock:
             if self.server.fault is not None and not self.server.closed:
                 server = self._new_server()
@@ -100,7 +100,7 @@ class RankHost(WorkerPlugin):
                 self.server = server
 
     def metric(self, worker: Worker) -> dict[str, Any]:
-        """Part of the worker's heartbeat: whether ranks start warm, and how many ranks there are."""
+        """Return a part of the worker's heartbeat: whether ranks start warm, and the number of ranks."""
         return {"warm": self.server.ready.is_set() and self.server.fault is None, "ranks": self.server.ranks}
 
     @property
@@ -109,11 +109,11 @@ class RankHost(WorkerPlugin):
         return environment.interface_of(get_address_host(self.worker.address))
 
     def gpu_of(self, slot: int) -> str | None:
-        """The device of a slot (an entry for CUDA_VISIBLE_DEVICES); None on the CPU."""
+        """Return the device of a slot (an entry for CUDA_VISIBLE_DEVICES); None on the CPU."""
         return self.gpus[slot] if slot < len(self.gpus) else None
 
     def slot_name(self, slot: int) -> str:
-        """The name under which the rank server reserves a slot for one rank at a time: its GPU, or worker and slot."""
+        """Return the name by which the rank server reserves a slot for one rank: its GPU, or worker and slot."""
         gpu = self.gpu_of(slot)
         return f"GPU {gpu}" if gpu is not None else f"{self.worker.name} slot {slot}"
 
@@ -123,7 +123,7 @@ class RankHost(WorkerPlugin):
             self._children.setdefault(key, {})[child_id] = grace_s
 
     def open_store(self, key: str, host: str) -> int:
-        """Start the TCPStore of the worker group to which `key` belongs. It ends with the key. Returns its port."""
+        """Start the TCPStore of the worker group to which `key` belongs. Return its port."""
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
             listening.bind((host, 0))
             listening.listen(1024)
@@ -132,14 +132,17 @@ class RankHost(WorkerPlugin):
             return int(listening.getsockname()[1])
 
     def stop(self, key: str, grace_s: float | None = None) -> None:
-        """SIGTERM to the rank `key`, SIGKILL after `grace_s` (default: the run's own). The store keeps running."""
+        """Send SIGTERM to the rank `key`, and SIGKILL after `grace_s` (default: the run's own).
+
+        The store keeps running.
+        """
         with self._lock:
-            own_grace_s = next((children[key] for children in self._children.values() if key in children), None)
-        if own_grace_s is not None:
-            self.server.stop(key, own_grace_s if grace_s is None else grace_s)
+            run_grace_s = next((children[key] for children in self._children.values() if key in children), None)
+        if run_grace_s is not None:
+            self.server.stop(key, run_grace_s if grace_s is None else grace_s)
 
     def is_released(self, key: str) -> bool:
-        """Whether Dask has released the key of a task. No one would stop its ranks later."""
+        """Return whether Dask has released the key of a task, so that nothing would stop ranks that start now."""
         task = self.worker.state.tasks.get(key)
         return key not in self._children or task is None or task.state in _RELEASED_STATES
 
@@ -149,10 +152,10 @@ class RankHost(WorkerPlugin):
             self.server.stop(child_id, 0.0)
 
     async def drain(self, urgent: Callable[[], bool]) -> None:
-        """Have the drivers preempt all ranks of this worker, and wait until they have ended.
+        """Ask the drivers to preempt all ranks of this worker, and wait until the ranks have ended.
 
-        Waits at most for the ranks' grace period. `urgent` says that the process was told a second time to end;
-        then the wait ends at once.
+        Wait at most for the ranks' grace period, and no longer once `urgent()` is true: the process was told a second
+        time to end.
         """
         self.leaving = True  # the ranks' tasks notify their drivers
         with self._lock:
@@ -163,14 +166,14 @@ class RankHost(WorkerPlugin):
             await asyncio.sleep(0.05)
 
     def release(self, key: str) -> None:
-        """Stop the children of a key for which no one waits any more."""
+        """Stop the children of a key that Dask has released."""
         with self._lock:
             children = self._children.pop(key, {})
         for child_id, grace_s in children.items():
             self.server.stop(child_id, min(grace_s, RELEASED_GRACE_S))
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
-        """Dask's hook: release a key's children once the key is released (its driver is gone, or has finished)."""
+        """Stop a key's children when Dask releases the key, because its driver is gone or has finished."""
         if finish in _RELEASED_STATES:
             self.release(key)
 

@@ -1,4 +1,4 @@
-"""The worker's client of the rank server: start or join the server, request ranks, receive reports."""
+"""The worker's client of the rank server: starts or joins the server, requests ranks, receives reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol import socket_dir
 from ddptrain.protocol.worker_notices import describe_status
 
-_LAST_REPORTS_S = 1.0  # for reading them after the server has ended
+_LAST_REPORTS_S = 1.0  # time to read the last reports after the server has ended
 _MAX_REPORT_BYTES = 64 * 1024
 _STORE_LOST_GRACE_S = 2.0  # time for a rank to complete its checkpoint after its store has died
 _SOCKET_CLOSE_S = 0.5  # the kernel closes all sockets of a killed process within this time
@@ -44,7 +44,7 @@ class RankServerClient:
         self._woken: dict[str, threading.Event] = {}
         self._pids: dict[str, int] = {}
         self._starts: dict[str, tuple[int, str]] = {}  # rank -> its pid and how it was started
-        self._stores: dict[str, str] = {}  # running stores that were not asked to stop -> the rank that needs the store
+        self._stores: dict[str, str] = {}  # store that runs and was not told to stop -> rank that needs it
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
     @property
@@ -58,15 +58,18 @@ class RankServerClient:
         return len(self._inboxes)
 
     def has(self, rank_id: str) -> bool:
-        """Whether the rank was requested and has not ended."""
+        """Return whether the rank was requested and has not ended."""
         return rank_id in self._inboxes
 
     def pid_of(self, rank_id: str) -> int | None:
-        """The pid of a running rank; None if it has not started or has ended."""
+        """Return the pid of a running rank; None if it has not started or has ended."""
         return self._pids.get(rank_id)
 
     def start_of(self, rank_id: str) -> tuple[int, str] | None:
-        """The pid of a rank and how it was started ("forked", "cold: why"), once; None before its start."""
+        """Return the pid of a rank and how it was started ("forked", "cold: <reason>").
+
+        Return None before the start, and after the first call that returned a value.
+        """
         return self._starts.pop(rank_id, None)
 
     def listen(self) -> None:
@@ -76,7 +79,10 @@ class RankServerClient:
     def start_rank(
         self, rank_id: str, spec_json: str, log_fd: int, events_fd: int, slot: str, woken: threading.Event | None = None
     ) -> None:
-        """Request a rank; it waits for its slot. `woken` is set when it starts or ends. Raises RankServerLost."""
+        """Request a rank, which waits for its slot.
+
+        `woken` is set when the rank starts or ends. Raises RankServerLost.
+        """
         with tempfile.TemporaryFile() as file:  # a file without a name, because the spec may contain secrets
             file.write(spec_json.encode())
             file.flush()
@@ -90,7 +96,7 @@ class RankServerClient:
             self._send(request, [file.fileno(), log_fd, events_fd])
 
     def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
-        """Have a process host a TCPStore; if it dies, the rank `rank_id` is stopped. Raises RankServerLost."""
+        """Start a process that hosts a TCPStore; if it dies, stop the rank `rank_id`. Raises RankServerLost."""
         port = listening.getsockname()[1]
         self._stores[store_id] = rank_id
         self._send({"op": "store", "id": store_id, "host": host, "port": port}, [listening.fileno()])
@@ -107,7 +113,10 @@ class RankServerClient:
             self._send({"op": "command", "id": rank_id, "command": command})
 
     def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
-        """The exit report {"pid", "status", "time_ns"}, None if it is not there in time. Raises RankServerLost."""
+        """Wait for the exit report {"pid", "status", "time_ns"}; return None after the time-out.
+
+        Raises RankServerLost.
+        """
         try:
             report = self._inboxes[rank_id].get(block=timeout_s > 0, timeout=timeout_s)
         except queue.Empty:
@@ -119,13 +128,13 @@ class RankServerClient:
         return report
 
     def close(self) -> None:
-        """Hang up. The server then stops all ranks of this connection: SIGTERM, and SIGKILL after 2 s."""
+        """Close the connection. The server then stops all its ranks: SIGTERM, and SIGKILL after 2 s."""
         self.closed = True
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)  # exit reports are still received
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` after close(). Returns whether all ranks have ended."""
+        """Wait at most `timeout_s` after close(). Return whether all ranks have ended."""
         self._reader.join(timeout_s)
         return not self._reader.is_alive()
 
@@ -144,7 +153,7 @@ class RankServerClient:
         self._control.close()
 
     def _next_report(self) -> bytes:
-        """The next report; empty at the end of the connection."""
+        """Return the next report; empty at the end of the connection."""
         while True:
             try:
                 return self._control.recv(_MAX_REPORT_BYTES)
@@ -187,7 +196,7 @@ class RankServerClient:
             woken.set()
 
     def _mark_lost(self, message: str) -> None:
-        """Report the loss to all waiting tasks, and kill the ranks, which nobody supervises any more."""
+        """Report the loss to all waiting tasks, and kill the ranks, which no server supervises any more."""
         with self._lock:
             self.fault = self.fault or message
             waiting, woken = list(self._inboxes.values()), list(self._woken.values())
@@ -200,7 +209,7 @@ class RankServerClient:
             event.set()
 
     def _exit_details(self) -> str:
-        """The end of the server's log, for the error message."""
+        """Return the end of the server's log for the error message, after ": "; "" if the log is empty."""
         try:
             tail = self._log_file.read_bytes()[-2000:].decode("utf-8", "replace").strip()
         except OSError:
@@ -213,9 +222,9 @@ class OwnRankServerClient(RankServerClient):
 
     def __init__(self, env: Mapping[str, str], log_file: Path) -> None:
         """Start the server with `env`; it writes to `log_file`, and imports torch while the caller continues."""
-        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, log_file.open("ab") as log:
-            self._process = _start_server(["private", str(theirs.fileno())], env, theirs.fileno(), log.fileno())
+        control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end, log_file.open("ab") as log:
+            self._process = _start_server(["private", str(server_end.fileno())], env, server_end.fileno(), log.fileno())
         super().__init__(control, log_file)
 
     @property
@@ -224,13 +233,13 @@ class OwnRankServerClient(RankServerClient):
         return f"the rank server (pid {self._process.pid})"
 
     def close(self) -> None:
-        """End the server and its ranks. A server that still imports torch has no ranks and is killed."""
+        """End the server and its ranks. A server that is still importing torch has no ranks, and is killed."""
         if not self.ready.is_set():
             self._process.kill()
         super().close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s`. Returns whether the server's process has ended."""
+        """Wait at most `timeout_s`. Return whether the server's process has ended."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -261,8 +270,8 @@ class SharedRankServerClient(RankServerClient):
 
 def _join(folder: Path, env: Mapping[str, str]) -> socket.socket:
     with socket_dir.locked(folder) as locked:
-        if (link := locked.connect()) is not None:
-            return link
+        if (connection := locked.connect()) is not None:
+            return connection
         try:
             return _start_shared(locked, env)
         except BaseException:
@@ -272,34 +281,34 @@ def _join(folder: Path, env: Mapping[str, str]) -> socket.socket:
 
 def _start_shared(locked: socket_dir.SocketFolder, env: Mapping[str, str]) -> socket.socket:
     with locked.listen() as listener, (locked.path / socket_dir.LOG_FILE).open("ab") as log:
-        link = locked.connect()  # before the server starts, because it exits if it has no connection
-        assert link is not None
+        connection = locked.connect()  # before the server starts, because a server without a connection exits
+        assert connection is not None
         arguments = ["shared", str(listener.fileno()), str(locked.path)]
         try:
             process = _start_server(arguments, env, listener.fileno(), log.fileno())
         except BaseException:
-            link.close()
+            connection.close()
             raise
-    # The server may end before this worker does. The thread reaps it, so that it does not stay as a zombie.
+    # If the server ends before this worker, the thread reaps it, so that it does not stay as a zombie.
     threading.Thread(target=process.wait, name="ddptrain-reaper", daemon=True).start()
-    return link
+    return connection
 
 
 def _remove_dead_server(folder: Path) -> None:
     """Remove the folder of a server that died, unless a new server already uses it."""
     with socket_dir.locked(folder) as locked:
-        while (link := locked.connect()) is not None:
-            with link:
-                if _is_served(link):
+        while (connection := locked.connect()) is not None:
+            with connection:
+                if _is_served(connection):
                     return
         locked.remove()
 
 
-def _is_served(link: socket.socket) -> bool:
-    """Whether a live server holds the other end, not a process that the kernel is about to remove."""
-    link.settimeout(_SOCKET_CLOSE_S)
+def _is_served(connection: socket.socket) -> bool:
+    """Return whether a live server has the other end, not a killed process whose sockets are still open."""
+    connection.settimeout(_SOCKET_CLOSE_S)
     try:
-        return bool(link.recv(_MAX_REPORT_BYTES))
+        return bool(connection.recv(_MAX_REPORT_BYTES))
     except TimeoutError:
         return True  # it is still importing torch
     except OSError:
@@ -319,5 +328,5 @@ def _start_server(arguments: list[str], env: Mapping[str, str], link_fd: int, lo
 
 
 def _own_cpus() -> list[int] | None:
-    """The cores of this worker. Its ranks get the same, even if another worker has started the server."""
+    """Return the cores of this worker, which its ranks use, even if another worker has started the server."""
     return sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else None

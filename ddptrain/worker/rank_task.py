@@ -1,7 +1,7 @@
-"""The Dask task of the ranks of one attempt on one worker: starts them, and reports to the driver what they write.
+"""The Dask task for the ranks of one attempt on one worker: starts them, and reports their output to the driver.
 
-One task and one thread serve all ranks of the worker, and their notices travel together: with a task and messages for
-each rank, the scheduler and the driver would be busy with nothing else from some hundred ranks on.
+One task and one thread serve all ranks of the worker, and one message contains the notices of several ranks: separate
+tasks and messages would overload the scheduler and the driver from some hundred ranks on.
 """
 
 from __future__ import annotations
@@ -22,43 +22,46 @@ from ddptrain.worker.foreign_worker import offered_slots, rank_host
 from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.rank_watch import RankWatch
 
-_POLL_S = 0.02  # between two looks at the files of ranks that print
-_IDLE_POLL_S = 0.1  # of ranks that print nothing: each look takes some microseconds of their CPU time
-_POLL_S_PER_RANK = 0.0001  # of the world size: a driver of 1,024 ranks hears of each host every 0.1 s
+_POLL_S = 0.02  # between two checks of the files of ranks that print
+_IDLE_POLL_S = 0.1  # for ranks that print nothing: each check takes some microseconds of their CPU time
+_POLL_S_PER_RANK = 0.0001  # times the world size: with 1,024 ranks, each host sends messages every 0.1 s
 
 
 def topic(run_id: str) -> str:
-    """The Dask topic of a run's notices."""
+    """Return the Dask topic of a run's notices."""
     return f"ddptrain/{run_id}"
 
 
 def run_ranks(specs: Sequence[str]) -> None:
-    """Run ranks of one attempt; notices tell how each ends. Raises RankServerLost, ClusterError if none starts."""
+    """Run ranks of one attempt until all have ended; notices report how each rank ends.
+
+    Raises RankServerLost or ClusterError if no rank can be started.
+    """
     _run(specs)
 
 
 def run_rank(spec_json: str) -> str:
-    """Run one rank in a task of its own. Returns its RankExit as JSON when it has ended.
+    """Run one rank until it has ended; return its RankExit as JSON.
 
     Raises:
         RankServerLost: the rank could not be started, or its server died.
         ClusterError: the spec's secrets were encrypted for another worker.
     """
-    (ended,) = _run([spec_json])
-    if isinstance(ended, Exception):
-        raise ended
-    return worker_notices.exit_to_json(ended)
+    (result,) = _run([spec_json])
+    if isinstance(result, Exception):
+        raise result
+    return worker_notices.exit_to_json(result)
 
 
 def _run(texts: Sequence[str]) -> list[RankExit | Exception]:
     specs = [RankSpec.from_json(text) for text in texts]
     worker = get_worker()
     host = rank_host(worker, specs[0].run_id)
-    return _RanksTask(worker, host, decrypt_specs(specs, host.opener)).run()
+    return _RanksTask(worker, host, decrypt_specs(specs, host.worker_key)).run()
 
 
 class NoticeBatch:
-    """Notices that wait to be sent in one message."""
+    """Collects notices and sends them in one message."""
 
     def __init__(self, send: Callable[[dict[str, object]], object]) -> None:
         self._send = send
@@ -66,7 +69,7 @@ class NoticeBatch:
         self._size_bytes = 0
 
     def add(self, notice: Notice) -> None:
-        """Add a notice, and send those before it if the message would become too large."""
+        """Add a notice; if the message would become too large, first send the earlier notices."""
         size_bytes = worker_notices.size_bytes(notice)
         if self._size_bytes + size_bytes > worker_notices.MAX_DATA_BYTES:
             self.flush()
@@ -74,7 +77,7 @@ class NoticeBatch:
         self._size_bytes += size_bytes
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the collected notices, if there are any."""
         if self._notices:
             self._send(worker_notices.encode_all(self._notices))
             self._notices, self._size_bytes = [], 0
@@ -102,7 +105,7 @@ class _RanksTask:
         self.poll_s = max(_POLL_S, specs[0].placement.world_size * _POLL_S_PER_RANK)
 
     def run(self) -> list[RankExit | Exception]:
-        for spec in self.specs:  # first of all: Dask may release the key at any time
+        for spec in self.specs:  # first, because Dask may release the key at any time
             self.host.register(self.key, spec.key, spec.supervision.grace_s)
         port = self._store_port()
         resources = HostResources(cpu_count(), offered_slots(self.worker)[0], self.host.interface)
@@ -119,7 +122,7 @@ class _RanksTask:
         return [watch.ended for watch in self.watches if watch.ended is not None]
 
     def _store_port(self) -> int:
-        """The store's port. The task of rank 0 starts the store, unless the client already has."""
+        """Return the port of the TCPStore. The task of rank 0 starts the store, unless the client has started it."""
         first = self.specs[0]
         if first.rank != 0 or first.group.master_port:
             return first.group.master_port
@@ -130,18 +133,18 @@ class _RanksTask:
         return port
 
     def _guarded(self, watch: RankWatch, step: Callable[[], object]) -> bool:
-        """Do something with one rank; if it fails, that rank is given up, and the others go on."""
+        """Return the result of `step`. If it raises an exception, give up this rank; the other ranks continue."""
         try:
             return bool(step())
-        except Exception as error:  # of one rank's files or process; the driver gets it as the rank's fault
+        except Exception as error:  # of one rank's files or process; the driver receives it as the rank's fault
             watch.give_up(error)
             return True
 
     def _watch(self) -> None:
         pause_s = self.poll_s
         while running := [watch for watch in self.watches if watch.ended is None]:
-            grew = [self._guarded(watch, watch.look) for watch in running]
-            self._tell_leaving(running[0].spec)
+            grew = [self._guarded(watch, watch.report_news) for watch in running]
+            self._send_leaving(running[0].spec)
             self.batch.flush()
             pause_s = self.poll_s if any(grew) else min(2 * pause_s, max(_IDLE_POLL_S, self.poll_s))
             if any(watch.ended is None for watch in running):
@@ -149,7 +152,7 @@ class _RanksTask:
                 self.woken.clear()
         self.batch.flush()
 
-    def _tell_leaving(self, spec: RankSpec) -> None:
+    def _send_leaving(self, spec: RankSpec) -> None:
         if self.host.leaving and not self.leaving_sent:
             self.leaving_sent = True
             self.logs[0].info("worker was told to end: the driver is asked to preempt the run")

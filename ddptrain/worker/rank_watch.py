@@ -1,4 +1,4 @@
-"""One rank as seen by its worker: starts it, follows its files and its process, and makes notices of what it sees."""
+"""Watches one rank in its worker: starts the rank, follows its files and its process, and sends notices about them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from ddptrain.worker.system.gpu_metrics import gpu_percent
 from ddptrain.worker.system.sampler import SampledRank
 
 _MEMORY_S = 1.0  # between two checks of the memory
-_NUMBERS_S_PER_RANK = 0.001  # of the world size, between two notices of a rank with nothing but numbers
-_LONGEST_NUMBERS_S = 2.0  # the same for any world size
-_OUTPUT_BYTES = 12 * 1024  # of log or events in one notice: the scheduler keeps the last thousand of a topic
+_NUMBERS_S_PER_RANK = 0.001  # times the world size: between two notices of a rank that only logs numbers
+_MAX_NUMBERS_S = 2.0  # the limit of that time
+_OUTPUT_BYTES = 12 * 1024  # the most bytes in a notice: the scheduler keeps the last thousand messages of a topic
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
 
 
 class RankWatch:
-    """One rank from its start to its exit. `ended` is its exit once it has ended, or why there is none."""
+    """One rank from its start to its exit.
+
+    `ended` is None while it runs, then its exit, or the error that prevented it.
+    """
 
     def __init__(self, host: RankHost, spec: RankSpec, send: Callable[[Notice], None], logged: log.RunLog) -> None:
         self.host = host
-        self.server = host.server  # kept until the end, even if the host replaces it
+        self.server = host.server  # this one until the end, even if the host replaces its server
         self.spec = spec
         self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
         self.ended: RankExit | Exception | None = None
@@ -47,11 +50,11 @@ class RankWatch:
         self._process: ProcessMonitor | None = None  # these two are set when the process has started
         self._memory: MemoryWatch | None = None
         self._checked_at = 0.0
-        self._numbers_s = min(spec.placement.world_size * _NUMBERS_S_PER_RANK, _LONGEST_NUMBERS_S)
+        self._numbers_s = min(spec.placement.world_size * _NUMBERS_S_PER_RANK, _MAX_NUMBERS_S)
         self.log = logged
 
     def start(self, port: int, resources: HostResources, woken: threading.Event) -> None:
-        """Request the rank; `woken` is set when the server reports anything of it. Raises RankServerLost, OSError."""
+        """Request the rank; `woken` is set when it starts or ends. Raises RankServerLost, OSError."""
         self.spool.create()
         spec = self._completed(port, resources)
         log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
@@ -63,16 +66,19 @@ class RankWatch:
             os.close(events_fd)
 
     def _completed(self, port: int, resources: HostResources) -> RankSpec:
-        """The spec with everything that the worker adds."""
+        """Return the spec with the values that the worker adds."""
         spec = self.spec if self.spec.group.master_port else self.spec.with_port(port)
         if not os.path.isdir(spec.code.workdir):  # the driver's working directory does not exist on this host
             spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
         gpu = self.host.gpu_of(spec.placement.slot)
-        own = RankResources(gpu, resources, str(self.spool.staging))
-        return environment.complete(spec, self.host.environ, own)
+        rank_resources = RankResources(gpu, resources, str(self.spool.staging))
+        return environment.complete(spec, self.host.environ, rank_resources)
 
-    def look(self) -> bool:
-        """Report what is new. Returns whether the rank's files have grown. Raises RankServerLost, OSError."""
+    def report_news(self) -> bool:
+        """Send notices about everything new.
+
+        Return whether the rank's files have grown. Raises RankServerLost, OSError.
+        """
         report = self.server.wait_exit(self.spec.key, 0)
         self._log_start()
         if report is not None:
@@ -86,7 +92,7 @@ class RankWatch:
 
     def _end(self, report: dict[str, Any]) -> None:
         self._numbers_s = 0.0
-        with contextlib.suppress(OSError):  # a full disk, or a limit on the size of files: the exit is reported
+        with contextlib.suppress(OSError):  # a full disk, or a limit on the size of files: the exit is still reported
             stack_reports.announce_flight_record(self.spool, self.spec)
             stack_reports.report_error_file(self.spool, report["status"])
         self._send_growth()
@@ -96,7 +102,7 @@ class RankWatch:
         self.ended = rank_exit
 
     def give_up(self, error: Exception) -> None:
-        """Report that nothing more will come from this rank: it could not be started, or its rank server is gone."""
+        """Report that the rank could not be started, or its rank server is gone; no further notices will follow."""
         self.ended = error
         self._notify(worker_notices.Broken(self.spec.attempt, self.spec.rank, (str(error) or repr(error))[:4_000]))
 
@@ -108,27 +114,27 @@ class RankWatch:
             self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=gpu, spool=self.spool.folder)
 
     def _alive(self) -> worker_notices.Alive:
-        """The CPU time that the rank has used, and the use of its GPU if that is known."""
+        """Return a notice with the CPU time that the rank has used, and the use of its GPU if it is known."""
         cpu_s = self._process.cpu_s() if self._process is not None else 0.0
         gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
         percent = gpu_percent(gpu) if gpu else None
         return worker_notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
 
     def _check_process(self) -> None:
-        """Check the memory now and then, because after a kill it can no longer be measured."""
+        """Check the memory once per second, because it can't be measured after a kill; start all measurements."""
         if time.monotonic() - self._checked_at < _MEMORY_S:
             return
         if self._memory is not None:
             self._memory.update()
         elif (pid := self.server.pid_of(self.spec.key)) is not None:
             self._process, self._memory = ProcessMonitor(pid), MemoryWatch(pid)
-            self._sample(pid)
+            self._start_sampling(pid)
         else:
             return
         self._checked_at = time.monotonic()
 
-    def _sample(self, pid: int) -> None:
-        """Have the host's sampler measure this rank, too."""
+    def _start_sampling(self, pid: int) -> None:
+        """Add this rank to the host's sampler of system metrics."""
         spec, every_s = self.spec, self.spec.supervision.system_every_s
         if every_s:
             gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
@@ -136,7 +142,7 @@ class RankWatch:
             self.host.sampler.add(spec.key, SampledRank(*rank, pid, gpu, every_s, self.send_sample))
 
     def _exit(self, report: dict[str, Any]) -> RankExit:
-        """The exit that the rank server has reported, with its reason if that is known."""
+        """Return the exit that the rank server has reported, with its reason if it is known."""
         reason, timed_out = "", False
         if report["status"] == -signal.SIGKILL and self._memory is not None:
             reason = self._memory.explain_kill()
@@ -149,7 +155,7 @@ class RankWatch:
         return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, reason, timed_out=timed_out)
 
     def _send_growth(self) -> bool:
-        """Report the sizes of the log and the events. Returns whether they have grown."""
+        """Report the sizes of the log and the events file. Return whether they have grown."""
         since_s, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
         log_size, events_size = self.spool.sizes()
         sizes = {"log": log_size, "events": events_size}
@@ -164,14 +170,14 @@ class RankWatch:
         return True
 
     def _has_only_numbers(self, events_size: int) -> bool:
-        """Whether the driver may hear of the new events later: all are metrics or progress, none is a failure."""
-        have = self._sent["events"]
-        if events_size - have > _OUTPUT_BYTES:
+        """Return whether all new events are metrics or progress, which may reach the driver later."""
+        sent = self._sent["events"]
+        if events_size - sent > _OUTPUT_BYTES:
             return False
-        return events.are_numbers(spool.read_chunk(self.spool.events, have, events_size - have))
+        return events.are_numbers(spool.read_chunk(self.spool.events, sent, events_size - sent))
 
     def _send_output(self, sizes: dict[str, int], since_s: float) -> None:
-        """Send new bytes up to the rate limit. The driver fetches the rest."""
+        """Send new bytes of log and events up to the rate limit. The driver fetches the rest."""
         budget = max(_OUTPUT_BYTES, int(_RATE_BYTES_PER_S * min(1.0, since_s)))
         for stream, path in (("events", self.spool.events), ("log", self.spool.log)):
             offset = self._sent[stream]

@@ -1,7 +1,7 @@
-"""Reports for a rank that cannot report itself: it is stopped, or compiled code blocks its Python, or it has ended.
+"""Reports about a rank that cannot report: it is stopped, compiled code blocks Python, or it has ended.
 
-Events are appended to the rank's own events file, one line each, and files are put into its staging folder. The
-driver treats both as if they came from the rank.
+The events are appended to the rank's events file, and the files are written to its staging folder. The driver handles
+both as if they came from the rank.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ddptrain.worker.environment import FLIGHT_RECORD
 from ddptrain.worker.process_activity import ProcessMonitor, has_handler
 from ddptrain.worker.spool import RankSpool
 
-_ANSWER_S = 1.5  # for the rank itself to report its stacks
-_DUMP_S = 2.0  # for faulthandler to write stacks
+_ANSWER_S = 1.5  # time for the rank itself to report its stacks
+_DUMP_S = 2.0  # time for faulthandler to write the stacks
 _DUMP_QUIET_S = 0.15  # the dump is complete if it has not grown for this long
 _POLL_S = 0.05
 _TAIL_BYTES = 256 << 10
@@ -45,7 +45,7 @@ _NCCL_TIMED_OUT = b"Watchdog caught collective operation timeout"
 
 
 def report_if_silent(spool: RankSpool, pid: int, attempt: int, rank: int) -> None:
-    """Call this before a rank is asked for its stacks: reports them from outside if the rank does not answer."""
+    """Report the stacks of a rank if the rank does not do so itself. Must be called before the rank is asked."""
     arguments = (spool, pid, attempt, rank, _size(spool.events))
     threading.Thread(target=_report_if_silent, args=arguments, name="ddptrain-stacks", daemon=True).start()
 
@@ -58,7 +58,7 @@ def _report_if_silent(spool: RankSpool, pid: int, attempt: int, rank: int, event
             return
         time.sleep(_POLL_S)
     if not (status := monitor.status()):
-        return  # it has ended
+        return  # the rank has ended
     state = _STATES.get(status, "busy")
     dump = _dump(spool, pid) if state == "busy" else ""
     _emit(spool, events.Stacks(time.time_ns(), _main_frames(dump), state=state))
@@ -69,7 +69,7 @@ def _report_if_silent(spool: RankSpool, pid: int, attempt: int, rank: int, event
 
 
 def _dump(spool: RankSpool, pid: int) -> str:
-    """The stacks that faulthandler writes in the rank."""
+    """Return the stacks that faulthandler writes in the rank; "" if the rank has no handler for the signal."""
     path = spool.staging / STACKS_DUMP
     before = _size(path)
     if not has_handler(pid, STACKS_SIGNAL):
@@ -86,10 +86,10 @@ def _dump(spool: RankSpool, pid: int) -> str:
 
 
 def _main_frames(dump: str) -> tuple[str, ...]:
-    """The frames of the main thread, which is the last one in the dump."""
+    """Return the frames of the main thread, which is the last one in the dump."""
     _, _, last = dump.rpartition("(most recent call first):\n")
-    found = [match for line in last.splitlines() if (match := _DUMPED_FRAME.match(line))]
-    return tuple(f"{frame['file']}:{frame['line']} {frame['function']}" for frame in found)
+    frames = [match for line in last.splitlines() if (match := _DUMPED_FRAME.match(line))]
+    return tuple(f"{frame['file']}:{frame['line']} {frame['function']}" for frame in frames)
 
 
 def announce_flight_record(spool: RankSpool, spec: RankSpec) -> None:
@@ -125,7 +125,7 @@ def _announce_file(spool: RankSpool, path: str, staged: str) -> None:
 def _emit(spool: RankSpool, event: events.Event) -> None:
     fd = open_append(spool.events)
     try:
-        os.write(fd, events.encode(event))  # in one write, so that lines of the rank are not mixed with it
+        os.write(fd, events.encode(event))  # one write, so that lines of the rank do not mix with this one
     finally:
         os.close(fd)
 

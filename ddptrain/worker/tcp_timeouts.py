@@ -1,4 +1,4 @@
-"""Sets the TCP time-outs of Dask's connections, so that they survive a network cut of `failure.lost_after_s` seconds.
+"""Sets the TCP time-outs of Dask's connections, which then survive a network cut of `failure.lost_after_s` seconds.
 
 TCP sends lost data again once the network is back, unless the kernel has closed the connection before.
 """
@@ -19,12 +19,12 @@ _MIN_S = 11  # Dask refuses a shorter time-out
 
 
 def tcp_timeout(lost_after_s: float) -> dict[str, str]:
-    """Dask's configuration for new connections."""
+    """Return Dask's configuration for new connections."""
     return {"distributed.comm.timeouts.tcp": f"{max(_MIN_S, math.ceil(lost_after_s))}s"}
 
 
 def apply_tcp_timeout(server: Scheduler | Worker, lost_after_s: float) -> None:
-    """Set the time-out of all connections, present and new ones, of a scheduler or worker that ddptrain has started."""
+    """Set the time-out of all existing and new connections of a scheduler or worker that ddptrain has started."""
     dask.config.set(tcp_timeout(lost_after_s))
     for comm in _comms(server):
         stream = getattr(comm, "stream", None)

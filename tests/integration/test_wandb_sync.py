@@ -23,7 +23,7 @@ from ddptrain.results.ownership import run_lock
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb import transaction_log
-from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, waiting
+from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, OPEN, UNSENT, RunPart, parts_below, unsent_parts
 from tests.conftest import Cli
 from tests.integration.wandb_backend import Backend, wandb_backend
 
@@ -113,7 +113,7 @@ def sync(run: Path, environ: Mapping[str, str], timeout_s: float = 60.0) -> Sync
 
 
 def unsent(run: Path) -> int:
-    return len(waiting(parts_below(run / "tracking" / "wandb")))
+    return len(unsent_parts(parts_below(run / "tracking" / "wandb")))
 
 
 @pytest.mark.usefixtures("gone")
@@ -224,11 +224,11 @@ def test_what_fails_waits_for_the_next_time(run: Path, backend: Backend) -> None
 def test_run_that_is_on_and_one_that_is_being_sent_are_left_alone(run: Path, backend: Backend) -> None:
     held = run_lock.take(run / "tracking" / "wandb" / ".sync.lock")
     try:
-        assert sync(run, backend.environment).passed_over == "another process is sending it"
+        assert sync(run, backend.environment).skipped == "another process is sending it"
     finally:
         os.close(held)
     with RunWriter.reopen(run, "name: petnames\n"):
-        assert sync(run, backend.environment).passed_over == "it is running"
+        assert sync(run, backend.environment).skipped == "it is running"
     assert backend.asked == []
     assert unsent(run) == 2
 

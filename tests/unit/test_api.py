@@ -94,7 +94,7 @@ def test_closure_is_refused() -> None:
 def test_function_that_is_not_what_its_module_has_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     function = module_of(monkeypatch, "work", tmp_path / "work.py")
     module_of(monkeypatch, "work", tmp_path / "work.py")
-    with pytest.raises(UsageError, match="another train"):
+    with pytest.raises(UsageError, match=r"work\.train is not the function that was passed"):
         launch(function)
 
 
@@ -125,16 +125,16 @@ def test_what_is_no_plain_data_is_refused() -> None:
 
 
 def test_changes_are_texts_as_set_takes_them() -> None:
-    changes = api._changes({"lr": 1e-5, "names": Path("a b")}, {"checkpoint.keep": 2, "env.A": "1"})
+    changes = api._override_texts({"lr": 1e-5, "names": Path("a b")}, {"checkpoint.keep": 2, "env.A": "1"})
     assert changes == ["checkpoint.keep=2", 'env.A="1"', "params.lr=1e-05", 'params.names="a b"']
-    assert api._changes(None, ["a=b"]) == ["a=b"]
+    assert api._override_texts(None, ["a=b"]) == ["a=b"]
 
 
 def test_model_and_dict_say_the_same() -> None:
     data = {"workload": "petnames", "cluster": {"class": "dask.Cluster", "kwargs": {"n": 1}}, "params": {"epochs": 3}}
-    described = api._described(RunConfig.model_validate(data))
+    described = api._config_source(RunConfig.model_validate(data))
     assert RunConfig.model_validate(described[1]) == RunConfig.model_validate(data)
-    assert api._described(data)[1] == data
+    assert api._config_source(data)[1] == data
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_exit_code_of_the_driver_decides_what_is_raised(code: int, kind: type[Dd
 def test_words_of_a_driver_that_ended_early_become_the_message() -> None:
     assert api._last_error("ddptrain: error: a\nnoise\nddptrain: error: b\n") == "a\nb"
     assert api._last_error("Killed\n") == "Killed"
-    assert api._last_error("") == "the driver ended without a word"
+    assert api._last_error("") == "the driver ended without any output"
 
 
 def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
@@ -199,10 +199,10 @@ def test_whole_lines_of_the_driver_are_passed_on_once(tmp_path: Path) -> None:
     said: list[str] = []
     log = tmp_path / "driver.log"
     follower = run_handle._DriverLog(log, said.append)
-    follower.pass_on()
+    follower.print_new_lines()
     log.write_text("a\nb")
-    follower.pass_on()
-    follower.pass_on()
+    follower.print_new_lines()
+    follower.print_new_lines()
     log.write_text("a\nbc\n")
-    follower.pass_on()
+    follower.print_new_lines()
     assert said == ["a\n", "bc\n"]

@@ -117,18 +117,18 @@ def outcome(folder: Path, status: int) -> Any:
 
 
 def test_rank_that_was_killed_fails_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(failures.RankFailed, match=r"rank 1 on .*: killed by SIGKILL; its last words:\nlast words"):
+    with pytest.raises(failures.RankFailed, match=r"rank 1 on .*: killed by SIGKILL; its last output:\nlast words"):
         outcome(tmp_path, -9)
 
 
 def test_answer_of_a_rank_is_its_value_its_error_or_nothing(tmp_path: Path) -> None:
     assert outcome(tmp_path, 0) is None
-    rank_entrypoint._leave(
+    rank_entrypoint._write_answer(
         str(tmp_path / "answer"), rank_entrypoint.ERROR, failures.sealed(OSError(3, "x"), "r", "t", 1, victim=False)
     )
     with pytest.raises(OSError, match="x"):
         outcome(tmp_path, 1)
-    rank_entrypoint._leave(str(tmp_path / "answer"), rank_entrypoint.VALUE, cloudpickle.dumps({"a": 1}))
+    rank_entrypoint._write_answer(str(tmp_path / "answer"), rank_entrypoint.VALUE, cloudpickle.dumps({"a": 1}))
     assert outcome(tmp_path, 0) == {"a": 1}
     (tmp_path / "answer.value").write_bytes(b"no pickle")
     with pytest.raises(failures.RankFailed, match="return value can't be read"):
@@ -141,7 +141,7 @@ def test_rank_calls_the_function_with_what_dask_has_brought(tmp_path: Path) -> N
     ctx: Any = SimpleNamespace(rank=0)
     rank_entrypoint.main(ctx, job=str(tmp_path / "job"), answer=str(tmp_path / "answer"))
     expected = [(1, 2), {"a": 3, "b": 4, "local_rank": 5}]
-    assert rank_entrypoint.answered(str(tmp_path / "answer"), rank_entrypoint.VALUE) == expected
+    assert rank_entrypoint.read_answer(str(tmp_path / "answer"), rank_entrypoint.VALUE) == expected
 
 
 def test_entry_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ __all__ = ["dispatch_with_ddp", "run"]
 logger = logging.getLogger(__name__)
 
 _WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rank_entrypoint:main"
-_START_S = 60.0  # for the first worker to appear
-_WAIT_S = 300.0  # for slots that other runs use
+_START_S = 60.0  # time for the first worker to appear
+_WAIT_S = 300.0  # time to wait for slots that other runs use
 
 
 def run(
@@ -46,10 +46,11 @@ def run(
 ) -> list[Future[Any]]:
     """Run `pytorch_function(*args, **kwargs)` on every slot of the cluster; return one future per rank, in rank order.
 
-    A worker that ddptrain has not started is one slot. A rank is a process of its own, with the process group up
-    (`backend`: nccl where every slot has a GPU, else gloo). Its future resolves to what the function returns, or
-    raises what it raises; the others are then stopped. With `pass_local_rank` the function gets `local_rank` as well:
-    the index of its GPU (0, for it sees no other), or its place among the ranks of its host on the CPU.
+    A worker that ddptrain has not started is one slot. Each rank is a separate process, in which the process group is
+    initialized (`backend`: by default nccl if every slot has a GPU, else gloo). The future of a rank has the return
+    value or the exception of the function; after an exception the other ranks are stopped. With `pass_local_rank` the
+    function also gets `local_rank`: 0 with a GPU, because the rank sees only its own GPU; on the CPU the number of the
+    rank on its host.
 
     Raises:
         ClusterError: there are no free slots, or workers lack a package.
@@ -72,8 +73,8 @@ def run(
         port = _store_port(client, specs[0], places[0])
         futures = []
         for spec, place in zip(specs, places, strict=True):
-            given = _futures_in(args, kwargs) | ({"local_rank": _device(place)} if pass_local_rank else {})
-            futures.append(_submit(client, spec, port, place, pickled, given))
+            future_arguments = _futures_in(args, kwargs) | ({"local_rank": _device(place)} if pass_local_rank else {})
+            futures.append(_submit(client, spec, port, place, pickled, future_arguments))
     except BaseException:
         with contextlib.suppress(Exception):  # the scheduler may be gone
             client.run_on_scheduler(slots.release, worker_group.run_id)
@@ -85,12 +86,12 @@ def run(
 
 
 def _device(place: RankPlace) -> int:
-    """The local rank for the choice of a device: a rank sees only its own GPU, which is number 0."""
+    """Return the function's argument local_rank: 0 with a GPU, because a rank sees only its own GPU."""
     return 0 if place.slot.gpu else place.local_rank
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-    """The pickled function and arguments, without futures, whose values Dask delivers."""
+    """Return the pickled function and arguments, with None in place of futures, whose values Dask delivers."""
     plain_args = tuple(None if isinstance(value, Future) else value for value in args)
     plain_kwargs = {name: None if isinstance(value, Future) else value for name, value in kwargs.items()}
     try:
@@ -137,13 +138,13 @@ def _store_port(client: Client, first: RankSpec, place: RankPlace) -> int:
 
 
 def _submit(
-    client: Client, spec: RankSpec, port: int, place: RankPlace, pickled: bytes, given: dict[int | str, Any]
+    client: Client, spec: RankSpec, port: int, place: RankPlace, pickled: bytes, future_arguments: dict[int | str, Any]
 ) -> Future[Any]:
     return client.submit(
         notebook_task.run_job,
         spec.with_port(port).to_json(),
         pickled,
-        given,
+        future_arguments,
         key=spec.key,
         workers=[place.slot.worker],
         allow_other_workers=False,

@@ -13,10 +13,10 @@ from distributed import Client, Future, Scheduler
 from ddptrain.clusters.scheduler import slots
 from ddptrain.worker import driver_calls
 
-GRACE_S = 10.0  # from SIGTERM to SIGKILL for ranks that are stopped
-_LOOK_S = 0.05
-_PRESENCE_S = 1.0
-_OTHERS_S = 1.0  # for the others to fail with their own errors
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+_POLL_S = 0.05
+_WORKERS_POLL_S = 1.0
+_VICTIMS_S = 1.0  # after a failure, time for the other ranks to fail with their own errors
 
 
 def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
@@ -26,7 +26,7 @@ def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
 
 
 class _Watch:
-    """One worker group. It holds keys, not futures: dropping all futures ends the ranks, as for any Dask task."""
+    """Watches one worker group. It has keys, not futures: if the user deletes all futures, Dask ends the ranks."""
 
     def __init__(self, client: Client, run_id: str, places: dict[str, str]) -> None:
         self.client, self.run_id, self.places = client, run_id, places
@@ -35,24 +35,24 @@ class _Watch:
 
     async def run(self) -> None:
         """Watch until the end; never raises."""
-        with suppress(Exception):  # an event loop of the user: errors have no reader here
+        with suppress(Exception):  # it runs in the user's event loop, which must not get errors
             await self._watch()
         with suppress(Exception):  # the scheduler may be gone
             await self.client.run_on_scheduler(slots.release, self.run_id)
 
     async def _watch(self) -> None:
-        looked_at = time.monotonic()
-        while (left := self._left()) and self.client.status == "running":
-            if self.failed_at is not None and not self.stopped and time.monotonic() - self.failed_at > _OTHERS_S:
+        checked_at = time.monotonic()
+        while (pending := self._pending_keys()) and self.client.status == "running":
+            if self.failed_at is not None and not self.stopped and time.monotonic() - self.failed_at > _VICTIMS_S:
                 self.stopped = True
-                await self._stop(left)
-            if time.monotonic() - looked_at > _PRESENCE_S:
-                await self._give_up_lost(left)
-                looked_at = time.monotonic()
-            await asyncio.sleep(_LOOK_S)
+                await self._stop(pending)
+            if time.monotonic() - checked_at > _WORKERS_POLL_S:
+                await self._give_up_lost(pending)
+                checked_at = time.monotonic()
+            await asyncio.sleep(_POLL_S)
 
-    def _left(self) -> list[str]:
-        """The keys of ranks that have not ended."""
+    def _pending_keys(self) -> list[str]:
+        """Return the keys of ranks that have not ended; set failed_at after the first failure."""
         states = {key: self.client.futures.get(key) for key in self.places}
         if self.failed_at is None and any(state is None or state.status in _BAD for state in states.values()):
             self.failed_at = time.monotonic()
@@ -71,9 +71,9 @@ class _Watch:
         )
 
     async def _give_up_lost(self, keys: Sequence[str]) -> None:
-        """Cancel the ranks of lost workers: Dask would wait for these workers without limit."""
-        wanted = sorted({self.places[key] for key in keys})
-        gone = await self.client.run_on_scheduler(_absent, wanted)
+        """Cancel the ranks of lost workers, for which Dask would wait forever."""
+        workers = sorted({self.places[key] for key in keys})
+        gone = await self.client.run_on_scheduler(_absent, workers)
         for key in keys:
             if self.places[key] in gone:
                 reason = f"the worker {self.places[key]} of rank {key.rpartition('/')[2]} was lost"
@@ -85,5 +85,5 @@ _BAD = ("error", "cancelled", "lost")
 
 
 def _absent(workers: Sequence[str], dask_scheduler: Scheduler) -> list[str]:
-    """For run_on_scheduler: the workers that are gone."""
+    """Return the workers that are gone; for run_on_scheduler."""
     return [worker for worker in workers if worker not in dask_scheduler.workers]

@@ -16,23 +16,24 @@ import cloudpickle
 from distributed import Worker, get_worker
 
 from ddptrain.compat.dask_pytorch_ddp import failures, outbox
-from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ERROR, VALUE, answered
+from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ERROR, VALUE, read_answer
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.worker import rank_task, spool
 from ddptrain.worker.foreign_worker import rank_host
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _TAIL_BYTES = 2000
 
 
 async def open_store(run_id: str, key: str, host: str, dask_worker: Worker) -> int:
-    """For client.run: open the TCPStore of the worker group whose rank 0 has that key; return its port."""
+    """Open the TCPStore of the worker group whose rank 0 has that key; return its port. For client.run."""
     return rank_host(dask_worker, run_id).open_store(key, host)
 
 
-def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> Any:
-    """Run the pickled (function, args, kwargs) as a rank; `given` are arguments that were futures.
+def run_job(spec_json: str, pickled: bytes, future_arguments: Mapping[int | str, Any]) -> Any:
+    """Run the pickled (function, args, kwargs) as a rank; `future_arguments` are the arguments that the user passed as
+    futures.
 
     Raises the exception of the function, or RankFailed if its process ended without one.
     """
@@ -42,7 +43,7 @@ def run_job(spec_json: str, pickled: bytes, given: Mapping[int | str, Any]) -> A
     folder = host.scratch / spec.run_id / f"job-{spec.rank}"
     folder.mkdir(parents=True, mode=0o700)
     job, answer = folder / "job", folder / "answer"
-    job.write_bytes(cloudpickle.dumps((pickled, dict(given))))  # not unpickled here: that may import torch
+    job.write_bytes(cloudpickle.dumps((pickled, dict(future_arguments))))  # not unpickled here: that may import torch
     spec = dataclasses.replace(
         spec,
         code=dataclasses.replace(
@@ -62,42 +63,42 @@ def _outcome(spec: RankSpec, answer: str, log: Path, exited: RankExit) -> Any:
     who = f"rank {spec.rank} on {socket.gethostname()}"
     try:
         if exited.status == 0:
-            return answered(answer, VALUE)
-        raised = answered(answer, ERROR)
+            return read_answer(answer, VALUE)
+        raised = read_answer(answer, ERROR)
     except FileNotFoundError:
         if exited.status == 0:
-            return None  # it ended with sys.exit(0)
-        text = f"{who}: {exited.text}{_last_words(log)}"
+            return None  # the function called sys.exit(0)
+        text = f"{who}: {exited.text}{_log_tail(log)}"
         raise failures.ended(text, exited.time_ns) from None
     except Exception as error:  # unpickling runs user code, which may raise anything
         what = "return value" if exited.status == 0 else "exception"
-        text = f"{who}: its {what} can't be read on its worker: {error!r}{_last_words(log)}"
+        text = f"{who}: its {what} can't be read on its worker: {error!r}{_log_tail(log)}"
         raise failures.ended(text, exited.time_ns) from error
     raise raised
 
 
-def _last_words(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     with suppress(OSError), log.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace").strip()
-        return f"; its last words:\n{text}" if text else ""
+        return f"; its last output:\n{text}" if text else ""
     return ""
 
 
 @contextmanager
 def _echoed(log: Path) -> Iterator[None]:
     """Copy the rank's output to the output of this worker until the block ends, as for Dask's own tasks."""
-    over = threading.Event()
-    echo = threading.Thread(target=_echo, args=(log, over), name="ddptrain-echo", daemon=True)
+    ended = threading.Event()
+    echo = threading.Thread(target=_echo, args=(log, ended), name="ddptrain-echo", daemon=True)
     echo.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         echo.join()
 
 
-def _echo(log: Path, over: threading.Event) -> None:
+def _echo(log: Path, ended: threading.Event) -> None:
     offset, last = 0, False
     while True:
         with suppress(OSError):  # the log does not exist yet, or stderr is closed
@@ -109,4 +110,4 @@ def _echo(log: Path, over: threading.Event) -> None:
                 continue
         if last:
             return
-        last = over.wait(_LOOK_S)
+        last = ended.wait(_POLL_S)

@@ -1,4 +1,4 @@
-"""Results that wait on a worker's host for the client: a folder per job, a data file and an entry per result."""
+"""Results that wait on a worker's host for the client: a folder (box) per job; a data file and an entry per result."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FOLDER = "ddptrain-results"
 _TOKEN = "token"  # noqa: S105  # a client that can read this file sees the same file system
 _DATA, _ENTRY = ".data", ".json"
 _NAME = re.compile(r"\d{20}-\d+-\d+")
-_MOST_LISTED = 200
-_LEAVE_S = 5.0
+_MAX_LISTED = 200
+_CLEAN_UP_S = 5.0
 _BLOCK_BYTES = 8 << 20
 _counter = itertools.count()
 
@@ -37,7 +37,7 @@ def box_of(key: str) -> str:
 
 
 def make_box(worker: Worker, box: str) -> Path:
-    """Return the folder of a box on this worker; creates it."""
+    """Create the folder of a box on this worker, and return it."""
     root = Path(worker.local_directory) / _FOLDER
     folder = root / box
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -63,9 +63,9 @@ def put(folder: Path, key: str, path: str, data: memoryview) -> None:
 
 
 async def look(boxes: Sequence[str], key: str, done: Sequence[str], dask_worker: Worker) -> dict[str, Any]:
-    """Remove the results `done`, and return the oldest 200 results with that key.
+    """Remove the results `done`, and list the oldest 200 results with that key.
 
-    Returns {"token", "root", "entries": [{"name": "box/name", "path", "size_bytes", "sha256"}]}.
+    Return {"token", "root", "entries": [{"name": "box/name", "path", "size_bytes", "sha256"}]}.
     """
     root = Path(dask_worker.local_directory) / _FOLDER
     return await asyncio.to_thread(_look, root, boxes, key, done)
@@ -75,30 +75,30 @@ def _look(root: Path, boxes: Sequence[str], key: str, done: Sequence[str]) -> di
     for name in done:
         for ending in (_ENTRY, _DATA):
             _file(root, name, ending).unlink(missing_ok=True)
-    found = []
+    entries = []
     for box in boxes:
         for path in sorted((root / box).glob(f"*{_ENTRY}")):
             entry = json.loads(path.read_text(encoding="utf-8"))
             if entry.pop("key") == key:
-                found.append({"name": f"{box}/{path.stem}", **entry})
+                entries.append({"name": f"{box}/{path.stem}", **entry})
     token = root / _TOKEN
     return {
         "root": str(root),
         "token": token.read_text() if token.exists() else "",
-        "entries": sorted(found, key=lambda entry: str(entry["name"]).partition("/")[2])[:_MOST_LISTED],
+        "entries": sorted(entries, key=lambda entry: str(entry["name"]).partition("/")[2])[:_MAX_LISTED],
     }
 
 
 async def read(name: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
-    """Return bytes of a result."""
+    """Return bytes of a result. Raises ValueError if there is no such result."""
     path = data_file(Path(dask_worker.local_directory) / _FOLDER, name)
     return await asyncio.to_thread(read_chunk, path, offset, size_bytes)
 
 
 async def sweep(boxes: Sequence[str], dask_worker: Worker) -> None:
-    """Remove empty boxes, and wait until their jobs are cleaned up: the user may end the worker next."""
+    """Remove empty boxes, and wait until their jobs are cleaned up, because the user may stop the worker next."""
     local = Path(dask_worker.local_directory)
-    deadline = time.monotonic() + _LEAVE_S
+    deadline = time.monotonic() + _CLEAN_UP_S
     for box in boxes:
         with suppress(OSError):
             (local / _FOLDER / Path(box).name).rmdir()

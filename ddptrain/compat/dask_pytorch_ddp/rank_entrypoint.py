@@ -32,23 +32,23 @@ def main(ctx: RankContext, *, job: str, answer: str) -> None:
         if not isinstance(error, SystemExit) or exceptions.exit_code(error):
             where, trace = f"rank {ctx.rank} on {socket.gethostname()}", user_traceback(error)
             sealed = failures.sealed(error, where, trace, time.time_ns(), victim=exceptions.lost_peer(error))
-            _leave(answer, ERROR, sealed)
+            _write_answer(answer, ERROR, sealed)
         raise
-    _leave(answer, VALUE, data)
+    _write_answer(answer, VALUE, data)
 
 
 def _loaded(job: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The function and its arguments, pickled by the user's client, as Dask does for every task."""
-    pickled, given = pickle.loads(Path(job).read_bytes())  # noqa: S301
+    """Return the function and its arguments. The user's client has pickled them, as Dask does for every task."""
+    pickled, future_arguments = pickle.loads(Path(job).read_bytes())  # noqa: S301
     function, args, kwargs = pickle.loads(pickled)  # noqa: S301
-    args = tuple(given.pop(place, value) for place, value in enumerate(args))
-    return function, args, {**kwargs, **given}
+    args = tuple(future_arguments.pop(index, value) for index, value in enumerate(args))
+    return function, args, {**kwargs, **future_arguments}
 
 
-def _leave(answer: str, ending: str, data: bytes) -> None:
+def _write_answer(answer: str, ending: str, data: bytes) -> None:
     write_atomic(Path(f"{answer}.{ending}"), data, durable=False)
 
 
-def answered(answer: str, ending: str) -> Any:
+def read_answer(answer: str, ending: str) -> Any:
     """Return the rank's VALUE or ERROR. Raises FileNotFoundError, or any error of unpickling."""
     return pickle.loads(Path(f"{answer}.{ending}").read_bytes())  # noqa: S301  # written by a child process of this worker

@@ -27,9 +27,9 @@ __all__ = ["DaskResultsHandler"]
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_S, _LONGEST_S = 0.1, 1.0  # between two requests to the workers
+_MIN_POLL_S, _MAX_POLL_S = 0.1, 1.0  # between two requests to the workers
 _ANSWER_S = 120.0
-_STOPPING_S = 45.0  # for the other ranks to end after one has failed
+_STOPPING_S = 45.0  # time for the other ranks to end after one has failed
 
 
 class DaskResultsHandler:
@@ -86,9 +86,9 @@ class DaskResultsHandler:
 def _watched(collector: _Collector, pending: list[Future[Any]], raise_errors: bool) -> list[BaseException]:
     """Collect until all futures are done, or one has failed and the others had time to end; return the errors."""
     errors: list[BaseException] = []
-    pause_s, until = _SHORTEST_S, float("inf")
+    pause_s, until = _MIN_POLL_S, float("inf")
     while pending and time.monotonic() < until:
-        pause_s = _SHORTEST_S if collector.collect() else min(2 * pause_s, _LONGEST_S)
+        pause_s = _MIN_POLL_S if collector.collect() else min(2 * pause_s, _MAX_POLL_S)
         with suppress(TimeoutError):
             wait(pending, timeout=pause_s, return_when="FIRST_COMPLETED")
         for future in [future for future in pending if future.done()]:
@@ -124,11 +124,11 @@ class _Collector:
         self.done = []
         waiting = [(entry, worker) for worker, answer in answers.items() for entry in answer["entries"]]
         for entry, worker in sorted(waiting, key=lambda each: str(each[0]["name"]).partition("/")[2]):
-            self._bring(entry, worker, answers[worker]["root"], answers[worker]["token"])
+            self._transfer(entry, worker, answers[worker]["root"], answers[worker]["token"])
             self.done.append(entry["name"])
         return len(waiting)
 
-    def _bring(self, entry: dict[str, Any], worker: str, root: str, token: str) -> None:
+    def _transfer(self, entry: dict[str, Any], worker: str, root: str, token: str) -> None:
         event = FileSaved(time.time_ns(), entry["path"], entry["name"], entry["size_bytes"], entry["sha256"])
         try:
             safe_relative(event.path)

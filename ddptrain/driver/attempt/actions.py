@@ -1,4 +1,4 @@
-"""What the attempt's state machine wants done, as data. Ranks are given by number; loop.py carries actions out."""
+"""The actions that the attempt's state machine requests, as data. Ranks are given by number; loop.py executes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRanks(Action):
-    """Start these ranks, which join the TCPStore at `port`; 0: the worker of rank 0, the first of them, opens it."""
+    """Start these ranks, which join the TCPStore at `port`. 0: the worker of rank 0, the first of them, opens it."""
 
     ranks: tuple[int, ...]
     port: int = 0
@@ -25,7 +25,7 @@ class SubmitRanks(Action):
 
 @dataclass(frozen=True, slots=True)
 class StopRanks(Action):
-    """SIGTERM to these ranks, and SIGKILL after `grace_s`."""
+    """Send SIGTERM to these ranks, and SIGKILL after `grace_s`."""
 
     ranks: tuple[int, ...]
     grace_s: float
@@ -41,7 +41,10 @@ class SendCommand(Action):
 
 @dataclass(frozen=True, slots=True)
 class ReadOutput(Action):
-    """Read a rank's files up to these sizes. Answered with its events; with OutputRead for `ended`, or an error."""
+    """Read a rank's files up to these sizes.
+
+    The answers are RankEvent messages, and OutputRead with `ended` or an error.
+    """
 
     rank: int
     log_size: int
@@ -51,14 +54,14 @@ class ReadOutput(Action):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOutput(Action):
-    """Take the bytes of a rank's files that came with a notice. Answered as ReadOutput is."""
+    """Add the bytes of a rank's files that came with a notice. The answers are those to ReadOutput."""
 
     output: OutputBytes
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRest(Action):
-    """Read what a lost rank has left in its files, if they can be reached. Answered with OutputRead for `loss`."""
+    """Read the rest of a lost rank's files, if they can be reached. The answer is OutputRead with `loss`."""
 
     rank: int
     loss: Loss
@@ -66,7 +69,7 @@ class ReadRest(Action):
 
 @dataclass(frozen=True, slots=True)
 class FetchArtifact(Action):
-    """Store a checkpoint or a file of a rank in the run directory. Answered through the inbox."""
+    """Store a checkpoint or a file of a rank in the run directory. The answer comes through the inbox."""
 
     rank: int
     event: CheckpointSaved | FileSaved
@@ -74,7 +77,7 @@ class FetchArtifact(Action):
 
 @dataclass(frozen=True, slots=True)
 class AvoidWorker(Action):
-    """Reserve no slot of this worker for the next attempt; if it is `lost`, send it nothing any more."""
+    """Reserve no slot of this worker for the next attempt. If the worker is `lost`, also send it no more messages."""
 
     address: str
     lost: bool = False
@@ -82,7 +85,7 @@ class AvoidWorker(Action):
 
 @dataclass(frozen=True, slots=True)
 class RejectNotice(Action):
-    """Count a notice that cannot be meant for this attempt."""
+    """Count a notice that is not valid for this attempt."""
 
     reason: str
 
@@ -126,7 +129,7 @@ class Warn(Action):
 
 @dataclass(frozen=True, slots=True)
 class Announce(Action):
-    """Show and record something that goes as it should."""
+    """Show and record information that is not a warning."""
 
     text: str
 
@@ -155,6 +158,6 @@ class RecordSlowRank(Action):
 
 @dataclass(frozen=True, slots=True)
 class FindSpareSlots(Action):
-    """Find free slots on other hosts for these ranks. Answered with SpareSlots."""
+    """Find free slots on other hosts for these ranks. The answer is SpareSlots."""
 
     ranks: tuple[int, ...]

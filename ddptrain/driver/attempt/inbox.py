@@ -1,6 +1,6 @@
-"""Messages to the attempt. Those of Dask's threads, signal handlers and the artifact thread come through the inbox.
+"""Messages to the attempt. Dask's threads, signal handlers and the artifact thread put theirs into the inbox.
 
-The attempt's own loop adds what it has read or looked up: Begin, Tick, RankEvent and OutputRead.
+The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead and SpareSlots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The scheduler has lost a worker, for `reason` if that is known."""
+    """The scheduler has lost a worker; `reason` is "" if it is not known."""
 
     address: str
     reason: str = ""
@@ -49,9 +49,9 @@ class ArtifactStored:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactFailed:
-    """A checkpoint or a file of a rank could not be stored, for `error`. The run fails if it is `vital`.
+    """A checkpoint or a file of a rank could not be stored because of `error`. The run fails if the file is `vital`.
 
-    unreachable: it could not be read from its worker, so it was the worker or the network that failed.
+    unreachable: the file could not be read from its worker, so the worker or the network has failed.
     """
 
     rank: int
@@ -63,7 +63,10 @@ class ArtifactFailed:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRetried:
-    """A checkpoint or a file could not be stored; another try follows. `failure` says how often and when."""
+    """A checkpoint or a file could not be stored; there will be another attempt.
+
+    `failure`: the count and the time, as text.
+    """
 
     rank: int
     what: str
@@ -73,14 +76,14 @@ class ArtifactRetried:
 
 @dataclass(frozen=True, slots=True)
 class ResultsLost:
-    """The run directory cannot be written any more: the run has to end with `error`."""
+    """The run directory cannot be written any more: the run must end with `error`."""
 
     error: DdptrainError
 
 
 @dataclass(frozen=True, slots=True)
 class SpareSlots:
-    """Whether slots on other hosts are free for these slow ranks. They will be avoided by the next reservation."""
+    """Whether slots on other hosts are free for these slow ranks. If so, the next reservation avoids their slots."""
 
     ranks: tuple[int, ...]
     found: bool
@@ -96,7 +99,7 @@ class Tick:
     """Time has passed.
 
     connected: whether the scheduler can be reached. worker_fault: why a worker process that the driver itself started
-    has ended. all_read: no message waits in the inbox.
+    has ended; None if none has. all_read: the inbox is empty.
     """
 
     connected: bool = True
@@ -114,9 +117,9 @@ class RankEvent:
 
 @dataclass(frozen=True, slots=True)
 class OutputRead:
-    """The events of a rank have been read, as an action asked for: up to its exit, or to its loss.
+    """The events of a rank have been read, as an action requested: up to its exit, or up to its loss.
 
-    error: why its files could not be read.
+    error: why its files could not be read, or "".
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""One attempt: the loop that reads messages, asks transition.py what follows, and does it."""
+"""One attempt: the loop that reads messages, passes them to transition.py, and executes the actions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.worker.spool import rank_spool
 
 _log = Log(__name__)
-_TICK_S = 0.2  # between two looks at what sends no message: a worker's process, the connection to the scheduler
-_BUSY_TICK_S = 0.05  # the same, while messages come all the time
-_TICK_S_PER_RANK = 0.0005  # each look goes through all ranks
-_LONGEST_TICK_S = 1.0
-_NUMBERS = (events.Metrics, events.Progress)  # the newest of a rank replace those before
-_DRAIN_S = 600.0  # for checkpoints and files that are on their way when the ranks have ended
-_WHY_LOST_S = 0.1  # from the end of a worker's connection until its exit status is known
+_TICK_S = 0.2  # between two checks of what sends no messages: a worker's process, the connection to the scheduler
+_MIN_TICK_S = 0.05  # the shortest time between two checks, while the inbox is empty
+_TICK_S_PER_RANK = 0.0005  # added for each rank, because each check goes through all ranks
+_MAX_TICK_S = 1.0
+_NUMBERS = (events.Metrics, events.Progress)  # for the state, only the newest of a rank matter
+_DRAIN_S = 600.0  # time for checkpoints and files that are being transferred when the ranks have ended
+_WHY_LOST_S = 0.1  # from the end of a worker's connection until the exit status of its process is known
 
 
 class Attempt:
@@ -55,7 +55,7 @@ class Attempt:
         lost_after_s: float,
         slow: SlowPolicy,
     ) -> None:
-        """`ranks` has the spec, the place and the log file of each rank, in their order."""
+        """`ranks` has the spec, the place and the log file of each rank, in the order of ranks."""
         self.worker_group, self.transfer, self.recorder, self.inbox = worker_group, transfer, recorder, inbox
         self.worker_fault = worker_fault
         self.mirrors = [self._mirror(*rank) for rank in ranks]
@@ -64,8 +64,8 @@ class Attempt:
         self.state = new_state(
             watched, watchdog, start_timeout_s, lost_after_s, _now(), steps, replaces=slow.action == "replace"
         )
-        self._looked_at = 0.0
-        self._tick_s = min(len(watched) * _TICK_S_PER_RANK, _LONGEST_TICK_S)
+        self._ticked_at = 0.0
+        self._tick_s = min(len(watched) * _TICK_S_PER_RANK, _MAX_TICK_S)
 
     def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
         spool = rank_spool(place.scratch, spec.run_id, spec.attempt, spec.rank)
@@ -74,18 +74,18 @@ class Attempt:
         )
 
     def run(self) -> AttemptEnd:
-        """Start rank 0, the others once its store is open, and watch until every rank is over."""
+        """Start rank 0, the other ranks when its store is open, and watch until all ranks have ended or are lost."""
         self.handle(inbox.Begin())
         while not self.state.over:
-            self._take_one()
+            self._handle_next()
             self._tick()
         deadline = time.monotonic() + _DRAIN_S
         while self.state.transfers > 0 and time.monotonic() < deadline:
-            self._take_one()
+            self._handle_next()
         self.recorder.flush()
         return self.state.end()
 
-    def _take_one(self) -> None:
+    def _handle_next(self) -> None:
         if self.inbox.empty():
             self.recorder.flush()
         due, now = self.state.due(), time.monotonic()
@@ -99,25 +99,27 @@ class Attempt:
         self.handle(message)
 
     def _tick(self) -> None:
-        """Look at what sends no message: at once if a deadline has passed, else now and then, best between messages."""
+        """Handle a Tick if one is due: at once if a deadline has passed, else at intervals, preferably with an empty
+        inbox.
+        """
         now, due, all_read = time.monotonic(), self.state.due(), self.inbox.empty()
-        look_at = self._looked_at + max(_BUSY_TICK_S if all_read else _TICK_S, self._tick_s)
-        if now < look_at and (due is None or now < due):
+        tick_at = self._ticked_at + max(_MIN_TICK_S if all_read else _TICK_S, self._tick_s)
+        if now < tick_at and (due is None or now < due):
             return
-        self._looked_at = now
+        self._ticked_at = now
         self.recorder.flush()
         self.handle(inbox.Tick(self.worker_group.connected, self.worker_fault(), all_read))
 
     def handle(self, message: Message) -> None:
-        """Take one step, and do what it asks for."""
+        """Pass a message to the state machine, and execute the actions."""
         before = self.state
-        self.state, ordered = step(before, message, _now())
+        self.state, requested = step(before, message, _now())
         self._log_decisions(before)
-        for action in ordered:
+        for action in requested:
             self._do(action)
 
     def _log_decisions(self, before: AttemptState) -> None:
-        """Log what a step has decided besides its actions: deadlines, and what a hang diagnosis is based on."""
+        """Log decisions that are not actions: deadlines, and the basis of a hang diagnosis."""
         for name in ("settle_until", "preempt_until", "stop_until"):
             until = getattr(self.state, name)
             if until is not None and until != getattr(before, name):
@@ -127,7 +129,7 @@ class Attempt:
             _log.info("asking all ranks for their stacks", signs_of_life=inquiry.signs)
 
     def _why_lost(self, address: str) -> str:
-        """Why a worker that the driver itself started has ended; "" for other workers."""
+        """Return why the driver's own worker process has ended; "" for other workers, or if it still runs."""
         deadline = time.monotonic() + _WHY_LOST_S
         while (fault := self.worker_fault()) is None and time.monotonic() < deadline:
             if all(rank.worker != address for rank in self.state.ranks):
@@ -207,14 +209,17 @@ class Attempt:
             self.handle(inbox.OutputRead(rank, ended=ended, error=error))
 
     def _take_events(self, rank: int) -> None:
-        """Handle new events. Of numbers in a row only the last ones count for the state; all are recorded."""
-        for kind, several in itertools.groupby(self.mirrors[rank].take_events(), type):
+        """Handle new events.
+
+        Of consecutive metrics or progress events all are recorded, but only the last is handled.
+        """
+        for kind, group in itertools.groupby(self.mirrors[rank].take_events(), type):
             if kind in _NUMBERS:
-                numbers = list(several)
+                numbers = list(group)
                 self.handle(inbox.RankEvent(rank, numbers[-1]))
                 self.recorder.rank_numbers(rank, numbers)
                 continue
-            for event in several:
+            for event in group:
                 self.handle(inbox.RankEvent(rank, event))
                 self.recorder.rank_event(rank, event)
 
@@ -224,13 +229,13 @@ class Attempt:
 
     def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
         if isinstance(event, events.CheckpointSaved):
-            self.transfer.bring_checkpoint(rank, event, self._source)
+            self.transfer.add_checkpoint(rank, event, self._source)
         else:
             source = self._source(rank)
-            self.transfer.bring_file(rank, event, source.staging, source.fetch)
+            self.transfer.add_file(rank, event, source.staging, source.fetch)
 
     def _source(self, rank: int) -> Source:
-        """Where the staged files of a rank are. Raises LookupError if there is no such rank."""
+        """Return where the staged files of a rank are. Raises LookupError if there is no such rank."""
         if rank < 0:
             raise LookupError(rank)
         place = self._place(rank)

@@ -1,4 +1,4 @@
-"""What the driver knows of each rank of an attempt, and how an attempt has ended."""
+"""The driver's knowledge of each rank of an attempt, and the result of an attempt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from ddptrain.results.run_record import RankRecord
 
 
 class RankState(NamedTuple):
-    """What the driver knows of one rank. A named tuple, because it is replaced for each step that a rank logs.
+    """The driver's knowledge of one rank. A named tuple is fast to replace, which each logged step does.
 
-    preempted: the rank has saved, and has ended at the agreed step. tracker_fault counts only if the run would succeed
-    otherwise. lost: no more messages will come from the rank. submitted_at: monotonic seconds, 0 before. step: the
-    last one that the rank logged. calls: of ctx methods that all ranks must call, as reported at the rank's end.
+    preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
+    succeed otherwise. lost: no more messages will come from the rank. submitted_at: monotonic seconds, 0 before the
+    rank is submitted. step: the last step that the rank logged. calls: the counts of ctx methods that all ranks must
+    call, as reported at the rank's end.
     """
 
     spec: RankSpec
@@ -39,7 +40,7 @@ class RankState(NamedTuple):
     calls: Mapping[str, float] | None = None
 
     def after(self, event: events.Event) -> RankState:
-        """The state after an event of the rank. Faults that end the attempt are the caller's concern."""
+        """Return the state after an event of the rank. The caller handles faults that end the attempt."""
         match event:
             case events.Metrics(step=int(step)):
                 return self._replace(step=step)
@@ -67,11 +68,11 @@ class RankState(NamedTuple):
 
     @property
     def well(self) -> bool:
-        """Whether the rank has done what it was told to."""
+        """Whether the rank has finished its work, or was preempted as requested."""
         return self.finished or self.preempted
 
     def record(self) -> RankRecord:
-        """The rank's entry in run.json."""
+        """Return the rank's entry in run.json."""
         return RankRecord(
             rank=self.spec.rank,
             local_rank=self.spec.placement.local_rank,
@@ -85,7 +86,7 @@ class RankState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """How an attempt ended: with a fault, a signal to the driver, a preemption, a loss of the results, or well.
+    """The result of an attempt: a fault, a signal to the driver, a preemption, a loss of the results, or success.
 
     notice: why the ranks were told to save and end. loss: why the run directory cannot be written any more. leaving:
     a worker is about to end. moving: the ranks were told to save and end, so that a slow rank gets another slot.

@@ -1,4 +1,4 @@
-"""The part of the attempt's state machine that knows of slow ranks: finds, explains and moves them."""
+"""The part of the attempt's state machine that finds, explains and moves slow ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SlowRankDraft(Draft):
     """A step that may concern slow ranks."""
 
     def on_sample(self, sample: SystemSample) -> None:
-        """Keep the newest system metrics, and have them recorded."""
+        """Keep the newest system metrics of each rank, and record the sample."""
         uses = list(self.state.uses)
         for name, use in sample.ranks.items():
             if (rank := int(name)) < len(uses):
@@ -25,7 +25,7 @@ class SlowRankDraft(Draft):
         self.do(actions.RecordSystem(sample))
 
     def on_step_times(self, rank: int, event: events.StepTimes) -> None:
-        """Compare the ranks."""
+        """Compare the ranks after a window of steps of one rank, and report slow ranks."""
         state = self.state
         window = Window(event.steps, event.own_s, event.waited_s)
         if state.steps is None or state.stopping or state.faults or not window.is_valid:
@@ -38,7 +38,7 @@ class SlowRankDraft(Draft):
             self.do(actions.FindSpareSlots(tuple(slow.rank for slow in found)))
 
     def on_spare_slots(self, spare: inbox.SpareSlots) -> None:
-        """Have the ranks save and end, so that the next attempt begins without the slots of the slow ranks."""
+        """Tell the ranks to save and end, so that the next attempt begins without the slots of the slow ranks."""
         if self.state.stopping or self.state.moving:
             return
         what = counted(len(spare.ranks), "slot")

@@ -1,4 +1,4 @@
-"""The state of an attempt: immutable, and everything that its decisions depend on. transition.py decides."""
+"""The immutable state of an attempt, on which all decisions in transition.py depend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Moment(NamedTuple):
 
 
 class AttemptState(NamedTuple):
-    """Everything that the decisions of an attempt depend on; a named tuple, because each message replaces it.
+    """The state of an attempt. A named tuple is fast to replace, which each message does.
 
     All deadlines are monotonic seconds, None: not set.
 
@@ -75,13 +75,13 @@ class AttemptState(NamedTuple):
         return self.stop_until is not None
 
     def due(self) -> float | None:
-        """When the next deadline passes, in monotonic seconds. While stacks are awaited, faults do not settle."""
+        """Return the next deadline in monotonic seconds, or None. An inquiry in progress suspends settle_until."""
         waits = self.inquiry.until if self.inquiry.under_way else self.settle_until
         deadlines = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
         return min((until for until in deadlines if until is not None), default=None)
 
     def end(self) -> AttemptEnd:
-        """How the attempt has ended, once it is over."""
+        """Return the result of the attempt. Must be called only when it is over."""
         finished = [rank.spec.rank for rank in self.ranks if rank.finished]
         fault = find_root_cause(self.faults, finished) if self.faults else None
         explained = self.inquiry.explained(fault) if fault is not None else None
@@ -98,7 +98,7 @@ def new_state(
     *,
     replaces: bool = False,
 ) -> AttemptState:
-    """The state before the first message."""
+    """Return the state before the first message."""
     presence = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
     count = len(ranks)
     outside = sum(not rank.entered for rank in ranks)
@@ -107,7 +107,7 @@ def new_state(
 
 
 class Draft:
-    """A state that is being replaced, never changed, and the actions so far, in order."""
+    """The next state, which replaces the current one step by step, and the actions so far, in order."""
 
     def __init__(self, state: AttemptState, now: Moment) -> None:
         self.state = state
@@ -118,7 +118,7 @@ class Draft:
         self.attempt, self.grace_s = first.attempt, first.supervision.grace_s
 
     def alive(self) -> tuple[int, ...]:
-        """The ranks that are not over."""
+        """Return the ranks that have not ended and are not lost."""
         return tuple(rank for rank, watched in enumerate(self.state.ranks) if not watched.over)
 
     def do(self, action: Action) -> None:
@@ -130,11 +130,11 @@ class Draft:
         self.state = self.state._replace(**changes)
 
     def change_rank(self, rank: int, **changes: Any) -> None:
-        """Replace fields of what is known of a rank."""
+        """Replace fields of a rank's state."""
         self.put_rank(rank, self.state.ranks[rank]._replace(**changes))
 
     def put_rank(self, rank: int, watched: RankState) -> None:
-        """Replace what is known of a rank."""
+        """Replace the state of a rank."""
         ranks = self.state.ranks
         before = ranks[rank]
         ended, entered = watched.over and not before.over, watched.entered and not before.entered
@@ -149,7 +149,7 @@ class Draft:
 
 
 def _replaced(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
-    """A copy with another item; four times as fast as joining the parts before and behind it."""
+    """Return a copy with another item. A list is four times as fast as joining two slices."""
     copy = list(items)
     copy[index] = item
     return tuple(copy)

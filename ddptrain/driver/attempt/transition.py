@@ -1,11 +1,12 @@
-"""The attempt as a pure state machine: step(state, message, now) returns the next state and what is to be done.
+"""The attempt as a pure state machine: step(state, message, now) returns the next state and the actions.
 
-No input or output, no clock and no thread is used here. loop.py reads messages and carries the actions out.
+This module uses no input or output, no clock and no threads. loop.py reads messages and executes the actions.
 
     rank 0's worker opens the store ─ all ranks start ─ fault, hang, signal, preemption ─ stopping ─ over
 
-A fault settles first, because the root cause may arrive after its victims; then the other ranks are stopped, and after
-CLEAN_UP_S also the one that failed. A rank that does not end in time is lost, so that every attempt ends.
+After a fault there is a short wait, because the root cause may arrive after its victims. Then the other ranks are
+stopped, and after CLEAN_UP_S also the rank that failed. A rank that does not end in time is lost, so that every attempt
+ends.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from ddptrain.results.errors import UnsafePath
 
 
 def step(state: AttemptState, message: Message, now: Moment) -> tuple[AttemptState, Sequence[Action]]:
-    """The next state and the actions, in order. Every message is accepted in every state."""
+    """Return the next state and the actions, in order. Every message is accepted in every state."""
     work = Transition(state, now)
-    work.take(message)
+    work.handle(message)
     if work.state.inquiry.under_way and not work.state.stopping:
         work.conclude_inquiry()
     return work.state, work.actions
 
 
 class Transition(SlowRankDraft):
-    """One step under way."""
+    """One step of the state machine, while it is being computed."""
 
-    def take(self, message: Message) -> None:
-        """Decide what follows from a message."""
+    def handle(self, message: Message) -> None:
+        """Change the state and add actions after a message."""
         match message:
             case Notice():
                 self._on_notice(message)
@@ -72,7 +73,7 @@ class Transition(SlowRankDraft):
             self._give_up(failed.rank, Loss(FaultKind.INFRASTRUCTURE, failed.message))
 
     def _on_transfer(self, message: Message) -> None:
-        """What has become of a checkpoint or file on its way into the run directory."""
+        """Handle a message about the transfer of a checkpoint or file to the run directory."""
         match message:
             case inbox.ArtifactRetried(_, what, error, failure):
                 self.do(actions.Warn(f"{what} could not be saved ({failure}): {error}"))
@@ -107,7 +108,7 @@ class Transition(SlowRankDraft):
             case worker_notices.OutputBytes():
                 self.do(actions.ReceiveOutput(notice))
             case worker_notices.StoreOpened() if rank == 0:
-                # While the group is stopping, ranks that were not submitted are over already.
+                # While the group is stopping, ranks that were not submitted are already lost.
                 self._submit(lambda watched: not watched.submitted_at and not watched.over, notice.port)
             case worker_notices.SystemSample():
                 self.on_sample(notice)
@@ -131,7 +132,7 @@ class Transition(SlowRankDraft):
         return activity
 
     def _submit(self, chosen: Callable[[RankState], bool], port: int = 0) -> None:
-        """Start the ranks of rank 0's worker, which opens the store, or all others, which join it."""
+        """Start the chosen ranks: those of rank 0's worker, which opens the store, or all others, which join it."""
         ranks = tuple(rank for rank, watched in enumerate(self.state.ranks) if chosen(watched))
         for rank in ranks:
             self.change_rank(rank, submitted_at=self.now)
@@ -139,7 +140,7 @@ class Transition(SlowRankDraft):
             self.do(actions.SubmitRanks(ranks, port))
 
     def _on_event(self, rank: int, event: events.Event) -> None:
-        self._note(rank, event)
+        self._apply_event(rank, event)
         match event:
             case events.Failure():
                 self._on_failure(rank, event)
@@ -158,16 +159,16 @@ class Transition(SlowRankDraft):
 
     def _on_failure(self, rank: int, failure: events.Failure) -> None:
         if failure.exit_code == ExitCode.PREEMPTED and self.state.notice is not None:
-            self.change_rank(rank, preempted=True)  # it ended before it heard that it is to end, as others had
+            self.change_rank(rank, preempted=True)  # it was preempted by another signal before the command reached it
             return
         if failure.handled and (self._knows_cause() or not self.state.faults):
-            return  # nothing needs this explanation: the code may go on in an `except`
+            return  # no fault needs this explanation, and the code may continue after its `except`
         fault = failure_fault.from_failure(rank, failure)
         self.change_rank(rank, fault=fault)
         self._add_fault(fault)
 
-    def _note(self, rank: int, event: events.Event) -> None:
-        """Take over what the event says about the rank."""
+    def _apply_event(self, rank: int, event: events.Event) -> None:
+        """Update the activity, the inquiry and the state of the rank after an event."""
         state = self.state
         self.put_activity(rank, state.watchdog.after_event(state.activities[rank], event, self.now))
         if (inquiry := state.inquiry.after(rank, event)) is not state.inquiry:
@@ -195,7 +196,7 @@ class Transition(SlowRankDraft):
         if before.ended is not None:
             return
         self.change_rank(rank, ended=ended)
-        if before.spec.code.is_script and before.fault is None:  # os._exit is an end like any other
+        if before.spec.code.is_script and before.fault is None:  # a script may end with os._exit
             finished, preempted = ended.status == 0, ended.status == ExitCode.PREEMPTED
             self.change_rank(rank, finished=before.finished or finished, preempted=before.preempted or preempted)
         watched = self.state.ranks[rank]
@@ -206,7 +207,7 @@ class Transition(SlowRankDraft):
                 text = f"rank {rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 self.do(actions.Warn(text))
         elif self.state.notice is not None and ended.status == -signal.SIGTERM:
-            # It never saves: there is nothing to wait for.
+            # The workload never saves, so there is no reason to wait.
             self._stop(grace_periods.at_once_s(self.state.ranks[0].spec))
         elif watched.fault is None and not self.state.stopping:
             fault = failure_fault.from_exit(ended)
@@ -229,7 +230,7 @@ class Transition(SlowRankDraft):
                 self._give_up(watched.spec.rank, Loss(FaultKind.WORKER_LOST, text))
 
     def _give_up(self, rank: int, loss: Loss) -> None:
-        """No notice will come from this rank any more. What its files still contain is read first."""
+        """Lose a rank from which no more notices will come, after the rest of its files has been read."""
         if not self.state.ranks[rank].over:
             self.do(actions.ReadRest(rank, loss))
 
@@ -255,7 +256,7 @@ class Transition(SlowRankDraft):
             self._begin_inquiry()
         until = self.now + (grace_periods.VICTIM_SETTLE_S if fault.victim else grace_periods.SETTLE_S)
         if all(rank.over or rank.fault is not None for rank in self.state.ranks) and self._knows_cause():
-            until = self.now  # no earlier fault can arrive any more
+            until = self.now  # no earlier fault can arrive
         self.change(settle_until=_earlier(self.state.settle_until, until))
 
     def _knows_cause(self) -> bool:
@@ -278,7 +279,7 @@ class Transition(SlowRankDraft):
             return
         self.change(notice=notice)
         first = self.state.ranks[0].spec
-        if self.state.outside:  # nothing is done yet that could be saved
+        if self.state.outside:  # nothing could be saved yet
             self._stop(grace_periods.at_once_s(first))
             return
         text = f"{notice}: the ranks finish their step and save, within {self.grace_s:g} s (again to stop them)"
@@ -305,7 +306,7 @@ class Transition(SlowRankDraft):
         self._check_deadlines()
 
     def _suspect(self) -> None:
-        """Ask the ranks for their stacks if they may hang."""
+        """Begin an inquiry if the ranks may hang."""
         state = self.state
         if state.stopping or state.faults or not state.inquiry.may_begin(self.now):
             return
@@ -344,7 +345,7 @@ class Transition(SlowRankDraft):
         if self._is_due(self.state.preempt_until):
             self.change(preempt_until=None)
             if not self.state.stopping:
-                if not all(rank.well for rank in self.state.ranks if not rank.over):  # else their trackers still work
+                if not all(rank.well for rank in self.state.ranks if not rank.over):  # else only trackers work
                     self.do(actions.Warn("the ranks have not come to ctx.checkpoint() in time: they are stopped"))
                 self._stop(grace_periods.PREEMPT_STOP_S)
         if self._is_due(self.state.spare_until):
@@ -355,7 +356,10 @@ class Transition(SlowRankDraft):
                 self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, "it did not end"))
 
     def _stop(self, grace_s: float, *, spare_failed: bool = False) -> None:
-        """Stop every rank that is not over. Ranks that were never submitted are over now."""
+        """Stop every rank that is not over.
+
+        Ranks that were never submitted are lost. `spare_failed`: not the failed rank.
+        """
         until = self.now + grace_s + grace_periods.STOP_MARGIN_S
         self.change(stop_until=_earlier(self.state.stop_until, until))
         stopped = []

@@ -1,4 +1,4 @@
-"""The check before a run (`cluster.check`): of the hosts on which slots were reserved for it."""
+"""The check before a run (`cluster.check`) of the hosts on which slots were reserved for the run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class CheckedSlots:
     def reserve(self, reserve: Callable[[bool], list[RankPlace]]) -> list[RankPlace]:
         """Call `reserve` until all hosts of its places have passed the check.
 
-        Its argument says whether to wait for more slots than the run needs at least: not in place of hosts that were
-        just left out. Raises ClusterError if a host has not passed, and is not to be left out, or if too few are left.
+        Its argument: whether to wait for more slots than the minimum; False after hosts were left out. Raises
+        ClusterError if a host has not passed and must not be left out, or if too few hosts are left.
         """
         gather = True
         while True:
@@ -60,7 +60,7 @@ class CheckedSlots:
             gather = False
 
     def _report(self, places: Sequence[RankPlace], check: HostCheck) -> Report:
-        """Check, tell what was found, and note the hosts to leave out. Raises ClusterError."""
+        """Check, report the findings, and note the hosts to leave out. Raises ClusterError."""
         count = counted(len({place.slot.host for place in places}), "host")
         self._recorder.status(f"checking {count} ({check.depth.name})")
         report = check.run(places)

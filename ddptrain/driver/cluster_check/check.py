@@ -1,4 +1,4 @@
-"""Checks the hosts of some places: facts, measurements, judgement."""
+"""Checks the hosts of some places: reads facts, measures, and judges the values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = Log(__name__)
 class Report:
     """The result of a check.
 
-    left_out: bad hosts that are not used. everyone_else: the all-reduce of all ranks without them, if it was measured.
+    left_out: bad hosts that are not used. everyone_else: the all-reduce of all ranks without these hosts, if measured.
     """
 
     depth: str
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def bad(self) -> tuple[str, ...]:
-        """The hosts to leave out, so that no bad finding about a host or a pair of hosts is left."""
+        """The hosts to leave out so that no bad finding about a host or a pair of hosts remains."""
         return hosts_to_leave_out(self.findings)
 
     @property
@@ -55,12 +55,12 @@ class Report:
 
 
 def hosts_to_leave_out(findings: Sequence[Finding]) -> tuple[str, ...]:
-    """The hosts with bad findings; of bad pairs of other hosts, those that are in most of them."""
+    """Return the hosts with bad findings, and enough members of other bad pairs that none of these pairs is left."""
     bad = [finding for finding in findings if finding.level is Level.BAD and finding.host]
     chosen = list(dict.fromkeys(finding.host for finding in bad if not finding.other))
     pairs = [(finding.host, finding.other) for finding in bad if finding.other]
     while left := [pair for pair in pairs if not {*pair} & {*chosen}]:
-        members = [host for pair in left for host in reversed(pair)]  # of two equal ones, the second host of the pair
+        members = [host for pair in left for host in reversed(pair)]  # with equal counts, the second host of the pair
         chosen.append(max(dict.fromkeys(members), key=members.count))
     return tuple(chosen)
 
@@ -70,7 +70,7 @@ class HostCheck:
     """Checks hosts with the ranks of a worker group, which has reserved their slots.
 
     env: the environment variables of the run. on_gpus: the ranks use their GPUs. check: is called while ranks measure,
-    and may raise.
+    and may raise an exception.
     """
 
     worker_group: WorkerGroup
@@ -91,7 +91,7 @@ class HostCheck:
         ranks = self._measured(places, plan) if places else []
         readings = _readings(places, {host: answers[worker] for host, worker in worker_of.items()}, ranks, self.env)
         speed = judge_speed(readings)
-        if _may_be_disturbed(speed, ranks):  # for example by another program on a host: the better of two values counts
+        if _may_be_disturbed(speed, ranks):  # for example by another program on a host; use the better of two values
             _log.info("measured again", findings=[each.text for each in speed])
             second = self._measured(places, plan_again(plan, speed, [host.host for host in readings.hosts]))
             ranks = [better_of(*both) for both in zip(ranks, second, strict=True)]
@@ -128,27 +128,27 @@ class HostCheck:
 def _readings(
     places: Sequence[RankPlace], answers: Mapping[str, Answer], ranks: Sequence[RankReading], env: Mapping[str, str]
 ) -> Readings:
-    """Everything by host, in the order of their node ranks."""
+    """Return all readings by host, in the order of node ranks."""
     hosts = []
     for host in dict.fromkeys(place.slot.host for place in sorted(places, key=lambda each: each.node_rank)):
-        own = [index for index, place in enumerate(places) if place.slot.host == host]
-        workers = tuple(dict.fromkeys(places[index].slot.worker for index in own))
+        indices = [index for index, place in enumerate(places) if place.slot.host == host]
+        workers = tuple(dict.fromkeys(places[index].slot.worker for index in indices))
         answer = answers[host]
         facts = answer.facts.with_env(env) if answer.facts is not None else None
         hosts.append(
-            HostReading(host, workers, facts, answer.clock, tuple(ranks[index] for index in own), answer.error)
+            HostReading(host, workers, facts, answer.clock, tuple(ranks[index] for index in indices), answer.error)
         )
     return Readings(tuple(hosts), pairs_of(hosts), *_everyone(ranks))
 
 
 def _may_be_disturbed(findings: Sequence[Finding], ranks: Sequence[RankReading]) -> bool:
-    """Whether values are bad, but nothing has failed."""
+    """Return whether there are bad values but no failures."""
     failed = any(rank.error or rank.failures() for rank in ranks)
     return not failed and any(each.level is Level.BAD and each.subject != "throttling" for each in findings)
 
 
 def _numbered(places: Sequence[RankPlace]) -> list[RankPlace]:
-    """The places with the numbers that their ranks have without the hosts that were left out."""
+    """Return the places with new rank numbers, without gaps for the hosts that were left out."""
     hosts = list(dict.fromkeys(place.slot.host for place in places))
     return [
         dataclasses.replace(place, rank=rank, node_rank=hosts.index(place.slot.host))
@@ -157,7 +157,7 @@ def _numbered(places: Sequence[RankPlace]) -> list[RankPlace]:
 
 
 def _everyone(ranks: Sequence[RankReading]) -> tuple[Mapping[str, float] | None, str]:
-    """The all-reduce of all ranks as rank 0 has measured it, or why it failed."""
+    """Return the all-reduce of all ranks as rank 0 has measured it, or why it failed."""
     for rank in ranks:
         for line in rank.failures():
             if line.stage == "all":

@@ -1,4 +1,4 @@
-"""The check of a cluster by itself, without a run: `ddptrain cluster check`."""
+"""The check of a cluster without a run: `ddptrain cluster check`."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _opened(config: ClusterConfig, stack: ExitStack) -> Cluster:
 
 
 def _in_use(worker_group: WorkerGroup) -> tuple[Mapping[str, tuple[str, ...]], bool]:
-    """The hosts whose slots are all in use, with the runs that use them; and whether these are all hosts.
+    """Return the hosts whose slots are all in use, with the runs that use them, and whether these are all hosts.
 
-    Raises ClusterError if runs wait for slots: the check must not take them.
+    Raises ClusterError if runs wait for slots, because the check must not use the slots before them.
     """
     overview: dict[str, Any] = worker_group.client.run_on_scheduler(slots.overview)
     if overview["waiting"]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _CLOCK_TRIES = 3
-_MARGIN_S = 2.0  # for the answer of a worker whose process has ended at its deadline
+_MARGIN_S = 2.0  # additional time for the answer of a worker that has reached the deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Answer:
 
 
 def ask_hosts(client: Client, workers: Sequence[str], timeout_s: float) -> Mapping[str, Answer]:
-    """Ask these workers, one for each host, at the same time. A worker that is silent for `timeout_s` has an error."""
+    """Ask these workers, one on each host, at the same time. The answer of a worker after `timeout_s` is an error."""
     answers: Mapping[str, Answer] = client.sync(_ask_all, client, workers, timeout_s)
     return answers
 
@@ -54,11 +54,11 @@ async def _ask(client: Client, worker: str, timeout_s: float) -> Answer:
 
 
 async def _clock(ask: Callable[[], Any], worker: str) -> ClockOffset:
-    """The offset by the fastest of some answers: half of its duration is the uncertainty."""
-    found = []
+    """Return the offset from the fastest of several answers; half of its duration is the uncertainty."""
+    offsets = []
     for _ in range(_CLOCK_TRIES):
         before = time.time()
         worker_time_s = (await ask())[worker]
         after = time.time()
-        found.append(ClockOffset(float(worker_time_s) - (before + after) / 2, max(0.0, after - before) / 2))
-    return min(found, key=lambda each: each.uncertainty_s)
+        offsets.append(ClockOffset(float(worker_time_s) - (before + after) / 2, max(0.0, after - before) / 2))
+    return min(offsets, key=lambda each: each.uncertainty_s)

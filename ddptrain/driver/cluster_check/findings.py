@@ -1,4 +1,4 @@
-"""What a check has found wrong, and the comparison of a host with the others."""
+"""The findings of a check, and the comparison of a host with other hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 _Value = TypeVar("_Value", bound=Hashable)
-_FEWEST = 3  # hosts that a comparison with the median needs: of two, nobody can say which one is wrong
+_MIN_HOSTS = 3  # for a comparison with the median: of two values, it is unknown which one is wrong
 
 
 class Level(StrEnum):
@@ -22,7 +22,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong. host: its address in the cluster, "" for all. hint: what to do, or ""."""
+    """One problem. host: its address in the cluster, "" for all hosts. hint: what to do, or ""."""
 
     level: Level
     host: str
@@ -30,12 +30,12 @@ class Finding:
     text: str
     hint: str = ""
     other: str = ""  # the second host of a pair: either of the two may be at fault
-    of_limit: float = 0.0  # a bad value as a part of the lowest one that is not bad; 0: it is not a slow measurement
+    of_limit: float = 0.0  # a bad value divided by the lowest value that is not bad; 0: not a slow measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Below which part of the median a value is bad, or worth a warning."""
+    """The fractions of the median below which a value is bad, or deserves a warning."""
 
     bad: float
     warning: float
@@ -44,8 +44,8 @@ class Limits:
 def below_median(
     values: Mapping[str, float], subject: str, unit: str, limits: Limits, *, hint: str = ""
 ) -> Iterable[Finding]:
-    """A finding for each host whose value is clearly below the median of all, if there are at least three."""
-    if len(values) < _FEWEST:
+    """Yield a finding for each host whose value is clearly below the median, if there are at least three hosts."""
+    if len(values) < _MIN_HOSTS:
         return
     median = statistics.median(values.values())
     for host, value in values.items():
@@ -57,7 +57,7 @@ def below_median(
 
 
 def usual(values: Iterable[_Value]) -> _Value | None:
-    """The value of most hosts; None without a value, or if no value is more frequent than each other one."""
+    """Return the most frequent value; None if there are no values, or if two values are equally frequent."""
     counts = Counter(values).most_common(2)
     if not counts or (len(counts) == 2 and counts[0][1] == counts[1][1]):
         return None

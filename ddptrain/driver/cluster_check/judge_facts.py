@@ -14,12 +14,12 @@ _MEMORY_WARNING = 0.1  # of the memory
 _WRITE_SPEED = Limits(bad=0.2, warning=0.5)
 _SLOW_DISK_MB_S = 20.0
 _CLOCK_BAD_S, _CLOCK_WARNING_S = 1.0, 0.1
-_FILES_BASE, _FILES_PER_RANK = 256, 4  # of a process; gloo opens a connection to each other rank
+_FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process; gloo opens a connection to each other rank
 _FILES_WARNING = 1_024
 _GPU_MEMORY_USED = 0.05
 _TEMPERATURE_C = 90
 _ESSENTIAL = frozenset({"ddptrain", "torch", "python", "nccl"})
-_DECIDING_DIGITS = {"python": 2, "distributed": 2}  # parts of the version that must be equal
+_COMPARED_PARTS = {"python": 2, "distributed": 2}  # how many parts of the version must be equal
 
 
 def judge_facts(hosts: Sequence[HostReading], ranks: int) -> list[Finding]:
@@ -39,7 +39,7 @@ def judge_facts(hosts: Sequence[HostReading], ranks: int) -> list[Finding]:
             *(finding for gpu in facts.gpus for finding in _gpu(host.host, gpu)),
         ]
     found += _versions(known)
-    found += _alike(known)
+    found += _differences(known)
     speeds = {host.host: facts.scratch_write_mb_s for host, facts in known if facts.scratch_write_mb_s is not None}
     found += below_median(speeds, "disk", "MB/s written", _WRITE_SPEED)
     return found
@@ -108,7 +108,7 @@ def _gpu(host: str, gpu: GpuFacts) -> Iterable[Finding]:
 
 def _versions(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Finding]:
     for name in dict.fromkeys(name for _, facts in known for name in facts.versions):
-        versions = {host.host: _deciding(name, facts.versions.get(name, "")) for host, facts in known}
+        versions = {host.host: _compared_version(name, facts.versions.get(name, "")) for host, facts in known}
         common = usual(versions.values())
         level = Level.BAD if name in _ESSENTIAL else Level.WARNING
         if common is None:
@@ -121,13 +121,13 @@ def _versions(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Findin
                 yield Finding(level, host, "versions", text, "install the same version everywhere")
 
 
-def _deciding(name: str, version: str) -> str:
-    parts = _DECIDING_DIGITS.get(name)
+def _compared_version(name: str, version: str) -> str:
+    parts = _COMPARED_PARTS.get(name)
     return ".".join(version.split(".")[:parts]) if parts else version
 
 
-def _alike(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Finding]:
-    """What differs from most other hosts."""
+def _differences(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Finding]:
+    """Yield a finding for each value of a host that differs from most other hosts."""
     for subject, level, values in (
         ("GPUs", Level.BAD, {host.host: _listed(facts) for host, facts in known}),
         ("NVLink", Level.BAD, {host.host: str(_nvlinks(facts)) for host, facts in known if facts.gpus}),
@@ -142,12 +142,12 @@ def _alike(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Finding]:
 
 
 def _listed(facts: HostFacts) -> str:
-    """As `8 x NVIDIA H100 80GB HBM3`."""
+    """Return the GPUs as text, for example `8 x NVIDIA H100 80GB HBM3`."""
     names = dict.fromkeys(gpu.name for gpu in facts.gpus)
     counts = [f"{sum(gpu.name == name for gpu in facts.gpus)} x {name}" for name in names]
     return " and ".join(counts) or "no GPU"
 
 
 def _nvlinks(facts: HostFacts) -> int:
-    """Active links of the GPU that has the fewest."""
+    """Return the number of active NVLink links of the GPU with the fewest."""
     return min(gpu.nvlinks for gpu in facts.gpus)

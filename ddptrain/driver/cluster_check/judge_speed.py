@@ -1,4 +1,4 @@
-"""Judges the measurements: ranks that failed, and values far below the median or below what the hardware promises."""
+"""Judges the measurements: ranks that failed, and values far below the median or below the hardware's nominal speed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _COPY = Limits(bad=0.5, warning=0.8)
 _LOCAL_GPU = Limits(bad=0.5, warning=0.7)
 _LOCAL_CPU = Limits(bad=0.2, warning=0.4)  # the ranks share the cores with the threads of gloo
 _PAIR = Limits(bad=0.5, warning=0.7)
-_LATENCY_TIMES, _LATENCY_US = 5.0, 2_000.0  # of the median, and at least that much
+_LATENCY_FACTOR, _LATENCY_US = 5.0, 2_000.0  # a latency is high above this multiple of the median and this value
 _EXPECTED = Limits(bad=0.02, warning=0.1)  # of the speed of the slower interface
-_MOST_EXPECTED_GBIT = 10.0  # one TCP connection of gloo does not use more of a faster interface
-_MOST_WAITED = 0.8  # part of a measurement in which ranks had no core; more would explain anything
+_MAX_EXPECTED_GBIT = 10.0  # one TCP connection of gloo does not use more of a faster interface
+_MAX_WAITED = 0.8  # a longer time without a core is not accepted as an explanation
 _BUSY_HINT = "check again when nothing else runs there"
-_SLOWEST_GBIT = 0.1  # less is bad on every network
+_MIN_GBIT = 0.1  # less is bad on every network
 _WORDS = {
     "start": "the start",
     "gemm": "the matrix products",
@@ -54,9 +54,9 @@ def judge_speed(readings: Readings) -> list[Finding]:
 
 
 def _excused(stage: str, findings: Iterable[Finding], hosts: Sequence[HostReading]) -> Iterable[Finding]:
-    """A slow measurement is only a warning if the time without a core explains it: the hardware may be fine.
+    """Yield the findings; a slow measurement becomes a warning if the time without a core explains it.
 
-    A rank with a slow network sleeps meanwhile, and hardly waits for a core.
+    The hardware may then be fine. A rank with a slow network sleeps, and hardly waits for a core.
     """
     by_name = {host.host: host for host in hosts}
     nodes = {host.host: node for node, host in enumerate(hosts)}
@@ -64,7 +64,7 @@ def _excused(stage: str, findings: Iterable[Finding], hosts: Sequence[HostReadin
         waits = {finding.host: by_name[finding.host].waited(stage, nodes.get(finding.other))}
         if finding.other:
             waits[finding.other] = by_name[finding.other].waited(stage, nodes[finding.host])
-        worked = 1.0 - min(sum(waits.values()), _MOST_WAITED)
+        worked = 1.0 - min(sum(waits.values()), _MAX_WAITED)
         if finding.level is Level.BAD and finding.of_limit / worked >= 1.0:
             listed = " and ".join(
                 f"{100 * wait:.0f} % of the time on {by_name[name].name}" for name, wait in waits.items()
@@ -76,7 +76,7 @@ def _excused(stage: str, findings: Iterable[Finding], hosts: Sequence[HostReadin
 
 
 def _failures(host: HostReading) -> Iterable[Finding]:
-    """What failed in the ranks of a host; failed pairs and the all-reduce of all ranks are judged by themselves."""
+    """Yield the failures in the ranks of a host, except failed pairs and the all-reduce of all ranks."""
     devices: dict[tuple[str, str], list[str]] = {}  # (stage, reason) -> where
     for rank in host.ranks:
         device = f"GPU {rank.device}" if rank.device else f"rank {rank.rank}"
@@ -93,7 +93,7 @@ def _failures(host: HostReading) -> Iterable[Finding]:
 
 
 def _of_ranks(hosts: Sequence[HostReading]) -> Iterable[Finding]:
-    """Ranks whose matrix products or copies are slow against the median of all ranks."""
+    """Yield the ranks whose matrix products or copies are slow compared with the median of all ranks."""
     names = {f"{host.host}/{rank.rank}": (host, rank) for host in hosts for rank in host.ranks}
     on_gpu = any(rank.device for _, rank in names.values())
     hint = "look for other processes on this host (top, nvidia-smi)"
@@ -105,8 +105,8 @@ def _of_ranks(hosts: Sequence[HostReading]) -> Iterable[Finding]:
         for finding in below_median(values, stage, unit, limits, hint=hint):
             host, rank = names[finding.host]
             device = f"GPU {rank.device}" if rank.device else f"rank {rank.rank}"
-            seen = next((line.text for line in rank.lines if line.stage == stage and line.status == "done"), "")
-            text = f"{device}: {finding.text}" + (f"; its clocks are reduced: {seen}" if seen else "")
+            reason = next((line.text for line in rank.lines if line.stage == stage and line.status == "done"), "")
+            text = f"{device}: {finding.text}" + (f"; its clocks are reduced: {reason}" if reason else "")
             yield dataclasses.replace(finding, host=host.host, text=text)
     for host, rank in names.values():
         for line in rank.lines:
@@ -146,7 +146,7 @@ def _names(pairs: Sequence[PairReading], host: str) -> str:
 
 
 def _unreachable(pairs: Sequence[PairReading], hosts: dict[str, HostReading]) -> dict[str, list[PairReading]]:
-    """Hosts none of whose pairs worked, although pairs of other hosts did."""
+    """Return the hosts of which all pairs failed, with the pairs; {} if the pairs of all hosts failed."""
     if all(pair.error for pair in pairs):
         return {}
     of_host = {host: [pair for pair in pairs if host in (pair.first, pair.second)] for host in hosts}
@@ -154,9 +154,9 @@ def _unreachable(pairs: Sequence[PairReading], hosts: dict[str, HostReading]) ->
 
 
 def _own_speed(pairs: Sequence[PairReading]) -> dict[str, float]:
-    """The typical speed of each host: of the values of its pairs, the median, or the higher of the two in the middle.
+    """Return the typical speed of each host: the (high) median of its pairs.
 
-    So a slow host does not make those slow that were measured with it.
+    So a slow host does not reduce the speed of the hosts that were measured with it.
     """
     values: dict[str, list[float]] = {}
     for pair in pairs:
@@ -167,7 +167,7 @@ def _own_speed(pairs: Sequence[PairReading]) -> dict[str, float]:
 
 
 def _slow_pairs(pairs: Sequence[PairReading], hosts: dict[str, HostReading]) -> Iterable[Finding]:
-    """Slow pairs of hosts that are not slow in general: against the median, and against their interfaces."""
+    """Yield slow pairs of hosts that are not slow in general: compared with the median, and with their interfaces."""
     speeds = [pair.gb_s for pair in pairs if pair.gb_s is not None]
     latencies = [pair.latency_us for pair in pairs if pair.latency_us is not None]
     for pair in pairs:
@@ -181,7 +181,7 @@ def _slow_pairs(pairs: Sequence[PairReading], hosts: dict[str, HostReading]) -> 
             continue
         yield from _against_interface(pair, hosts)
         usual = statistics.median(latencies)
-        if len(latencies) > 2 and pair.latency_us > max(_LATENCY_TIMES * usual, _LATENCY_US):
+        if len(latencies) > 2 and pair.latency_us > max(_LATENCY_FACTOR * usual, _LATENCY_US):
             text = f"all-reduce of 8 bytes takes {pair.latency_us / 1e3:.3g} ms, the median is {usual / 1e3:.3g} ms"
             yield _of_pair(Level.WARNING, pair, text, hosts)
 
@@ -190,8 +190,8 @@ def _against_interface(pair: PairReading, hosts: dict[str, HostReading]) -> Iter
     gbit_s = 8.0 * (pair.gb_s or 0.0)
     links = [hosts[pair.first].speed_gbit, hosts[pair.second].speed_gbit]
     promised = min((speed for speed in links if speed), default=0.0)
-    expected = min(promised, _MOST_EXPECTED_GBIT)
-    slowest = max(_EXPECTED.bad * expected, _SLOWEST_GBIT)
+    expected = min(promised, _MAX_EXPECTED_GBIT)
+    slowest = max(_EXPECTED.bad * expected, _MIN_GBIT)
     level = Level.BAD if gbit_s < slowest else Level.WARNING
     if level is Level.BAD or gbit_s < _EXPECTED.warning * expected:
         than = f"; the interfaces promise {promised:g} Gbit/s" if promised else ""

@@ -1,4 +1,4 @@
-"""What a user can set when the network of a host is slow: another interface, InfiniBand."""
+"""Hints for a slow network of a host: another interface, InfiniBand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VIRTUAL = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "i
 
 
 def link_of(host: HostReading) -> str:
-    """The interface that gloo uses, as `eth0, 10 Gbit/s`."""
+    """Return the interface that gloo uses as text, for example `eth0, 10 Gbit/s`."""
     link = host.interface
     if link is None:
         name = host.facts.interface if host.facts is not None else ""
@@ -21,7 +21,7 @@ def link_of(host: HostReading) -> str:
 
 
 def network_hint(host: HostReading) -> str:
-    """What to try first on this host; "" if nothing is known."""
+    """Return what to try first on this host; "" if nothing is known."""
     facts, link = host.facts, host.interface
     if facts is None:
         return ""
@@ -56,7 +56,7 @@ def _rdma_hint(facts: HostFacts) -> str:
 
 
 def _usable(link: Interface) -> bool:
-    """Whether other hosts may be reached over it: it is up, and has an address that is not only for this link."""
+    """Return whether an interface may reach other hosts: it is up, physical, and has a routable address."""
     return (
         link.is_up and not link.name.startswith(_VIRTUAL) and any(_is_routable(address) for address in link.addresses)
     )

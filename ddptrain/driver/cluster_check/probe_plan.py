@@ -1,4 +1,4 @@
-"""What the ranks of a check measure: for how long, and which hosts with each other in which round."""
+"""Plans the measurements of a check: their durations, and the pairs of hosts in each round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How thoroughly hosts are checked. Times in seconds; rounds: of the tournament of hosts, at most."""
+    """How thoroughly hosts are checked. Times in seconds; rounds: the most rounds of pairs of hosts."""
 
     name: str
     gemm_s: float
@@ -28,7 +28,7 @@ class Depth:
     deadline_s: float
 
     def plan(self, hosts: int, *, gpu: bool, only: str = "") -> ProbePlan:
-        """Return what ranks on so many hosts measure; `only` as in ProbePlan."""
+        """Return the plan for ranks on this number of hosts; `only` as in ProbePlan."""
         return ProbePlan(
             rounds=rounds(hosts, self.rounds),
             gemm_s=self.gemm_s,
@@ -49,7 +49,7 @@ DEPTHS = {
 
 
 def plan_again(plan: ProbePlan, findings: Sequence[Finding], hosts: Sequence[str]) -> ProbePlan:
-    """Return what to measure once more: everything, or only the bad pairs and the pairs of hosts with a bad network.
+    """Return the plan for a second measurement: of everything, or only of bad pairs and of hosts with a bad network.
 
     hosts: their names, by node rank.
     """
@@ -66,9 +66,9 @@ def plan_again(plan: ProbePlan, findings: Sequence[Finding], hosts: Sequence[str
 
 
 def rounds(hosts: int, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Rounds of a round-robin tournament: in each, every host is in one pair; after all of them each pair has met once.
+    """Return the rounds of a round-robin tournament, at most `most`: in each round, every host is in one pair.
 
-    At most `most` rounds; each host then has met so many others. With an odd number of hosts one rests in each round.
+    After all rounds, each pair has measured once. With an odd number of hosts, one host rests in each round.
     """
     if hosts < 2:
         return ()
@@ -82,5 +82,5 @@ def rounds(hosts: int, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
             if a is not None and b is not None
         ]
         found.append(tuple(sorted(pairs)))
-        circle = [circle[0], circle[-1], *circle[1:-1]]  # the first stays, the others move on
+        circle = [circle[0], circle[-1], *circle[1:-1]]  # the first host stays, the others rotate
     return tuple(found)

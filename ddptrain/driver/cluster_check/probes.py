@@ -1,4 +1,4 @@
-"""Runs the measuring ranks in the slots of a worker group, with a deadline, and reads what they have measured."""
+"""Runs the measuring ranks in the slots of a worker group, with a deadline, and reads their measurements."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ddptrain.protocol.worker_notices import Broken, RankExit, StoreOpened
 from ddptrain.worker.spool import READ_LIMIT_BYTES, rank_spool
 
 _MODULE = "ddptrain.rank.cluster_check.process"
-_FIRST_ATTEMPT = 1_000_000  # no attempt of a run has this number, so its messages are not mixed up with a check's
+_FIRST_ATTEMPT = 1_000_000  # no attempt of a run has such a number, so their messages cannot be confused
 _attempts = itertools.count(_FIRST_ATTEMPT)
 _TICK_S = 0.1
-_END_S = 2.0  # for ranks to end after SIGKILL
+_END_S = 2.0  # time for ranks to end after SIGKILL
 _log = Log(__name__)
 
 
 @dataclass(slots=True)
 class _Watch:
-    """The ranks of one check: which are over, and why."""
+    """The ranks of one check: which ranks have ended, and their errors."""
 
     attempt: int
     specs: Sequence[RankSpec]
@@ -39,8 +39,8 @@ class _Watch:
     errors: dict[int, str] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
 
-    def take(self, message: inbox.InboxMessage) -> int | None:
-        """Note what a message says; return the port of the store if it has been opened.
+    def handle(self, message: inbox.InboxMessage) -> int | None:
+        """Handle a message; return the port of the store if the message reports it, else None.
 
         Raises the error of a run whose results can't be written.
         """
@@ -58,7 +58,7 @@ class _Watch:
             case inbox.ResultsLost(error=error):
                 raise error
             case _:
-                pass  # output, and messages of others
+                pass  # output, and messages of other attempts
         return None
 
     def _end(self, rank: int, error: str) -> None:
@@ -68,7 +68,7 @@ class _Watch:
 
     @property
     def waiting(self) -> bool:
-        """Whether a rank may still measure something: no rank can if the first one, which opens the store, failed."""
+        """Whether a rank may still measure. If rank 0 ends before it has opened the store, no other rank is started."""
         return len(self.over) < len(self.places) and (self.submitted or 0 not in self.over)
 
 
@@ -80,10 +80,10 @@ def run_probes(
     deadline_s: float,
     check: Callable[[], None],
 ) -> list[RankReading]:
-    """Run one measuring rank in each place; return what they have measured, in their order.
+    """Run one measuring rank in each place; return their readings in the order of places.
 
-    Ranks that have not ended after `deadline_s` are killed; what they had measured counts. `check` is called now and
-    then and may raise. Raises ClusterError if the scheduler is lost.
+    Ranks that have not ended after `deadline_s` are killed; their earlier measurements count. `check` is called about
+    ten times per second and may raise an exception. Raises ClusterError if the scheduler is lost.
     """
     attempt = next(_attempts)
     placements = all_placements(places, use_gpu=plan.gpu)
@@ -114,7 +114,7 @@ def _wait(worker_group: WorkerGroup, watch: _Watch, deadline: float, check: Call
             message = worker_group.inbox.get(timeout=_TICK_S)
         except queue.Empty:
             continue
-        port = watch.take(message)
+        port = watch.handle(message)
         if port is not None and not watch.submitted:
             watch.submitted = True
             others = [spec.with_port(port) for spec in watch.specs[1:]]
@@ -147,7 +147,7 @@ def _spec(
 def _reading(worker_group: WorkerGroup, watch: _Watch, place: RankPlace, deadline_s: float) -> RankReading:
     rank = place.rank
     if rank and not watch.submitted:
-        return RankReading(rank, (), place.gpu)  # it was not started: rank 0 has failed, and is named
+        return RankReading(rank, (), place.gpu)  # not started: rank 0 has failed, and its reading has the error
     error = watch.errors.get(rank, f"it did not end within {deadline_s:g} s")
     if error == "its worker was lost":
         return RankReading(rank, (), place.gpu, error)

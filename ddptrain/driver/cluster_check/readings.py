@@ -1,4 +1,4 @@
-"""What a check has read and measured: values by host, without judgement."""
+"""The facts and measurements of a check, by host; they are judged elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddptrain.protocol.cluster_check import WAITED, HostFacts, Interface, ProbeL
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """How far the clock of a host is ahead of the driver's, and how exactly that is known; seconds."""
+    """How far the clock of a host is ahead of the driver's, and the uncertainty of this value, in seconds."""
 
     offset_s: float
     uncertainty_s: float
@@ -20,7 +20,7 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class RankReading:
-    """What one rank has measured. device: the GPU, or "" for CPU cores. error: why the rank failed, or ""."""
+    """The measurements of one rank. device: the GPU, or "" for CPU cores. error: why the rank failed, or ""."""
 
     rank: int
     lines: tuple[ProbeLine, ...]
@@ -28,14 +28,14 @@ class RankReading:
     error: str = ""
 
     def value(self, stage: str, name: str) -> float | None:
-        """A measured number; None if it was not measured."""
+        """Return a measured number; None if it was not measured."""
         for line in self.lines:
             if (line.stage, line.status) == (stage, "done"):
                 return line.values.get(name)
         return None
 
     def failures(self) -> Sequence[ProbeLine]:
-        """The stages that failed, and the one that did not end."""
+        """Return the stages that failed; if the rank failed, also the stage that did not end."""
         over = {(line.stage, line.peer) for line in self.lines if line.status in ("done", "failed", "skipped")}
         open_ones = [line for line in self.lines if line.status == "begun" and (line.stage, line.peer) not in over]
         return [*(line for line in self.lines if line.status == "failed"), *(open_ones if self.error else [])]
@@ -55,7 +55,7 @@ def better_of(first: RankReading, second: RankReading) -> RankReading:
 
 
 def _better(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """The larger values, but the smaller latency; the wait for a core from the measurement with the larger values."""
+    """Return the larger values, but the smaller latency, and the wait for a core that belongs to the larger values."""
     better = {name: max(value, second.get(name, value)) for name, value in first.items()}
     if "latency_us" in first:
         better["latency_us"] = min(first["latency_us"], second.get("latency_us", first["latency_us"]))
@@ -67,7 +67,7 @@ def _better(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """All that is known of a host. error: why there are no facts. busy: runs that hold all of its slots."""
+    """The readings of a host. error: why there are no facts. busy: the runs that hold all of its slots."""
 
     host: str
     workers: tuple[str, ...]
@@ -79,7 +79,7 @@ class HostReading:
 
     @property
     def name(self) -> str:
-        """The host for messages: its name and, if that is another one, its address in the cluster."""
+        """The host's name for messages, with its address in the cluster if this differs."""
         if self.facts is None or self.host in (self.facts.hostname, "127.0.0.1", "::1"):
             return self.facts.hostname if self.facts is not None else self.host
         return f"{self.facts.hostname} ({self.host})"
@@ -99,9 +99,9 @@ class HostReading:
         return next((each for each in self.facts.interfaces if each.name == name), None)
 
     def waited(self, stage: str, peer: int | None = None) -> float:
-        """The part of these measurements (the median) in which a rank waited for a core, because of other processes.
+        """Return the median fraction of the time of a stage in which a rank waited for a core.
 
-        peer: only those with this other host.
+        peer: the node rank of the other host, for measurements of one pair; None: all.
         """
         lines = [
             line
@@ -112,11 +112,11 @@ class HostReading:
         return statistics.median(line.values.get(WAITED, 0.0) for line in lines) if lines else 0.0
 
     def best(self, stage: str, name: str) -> float | None:
-        """The largest value of its ranks."""
+        """Return the largest value of the host's ranks; None if there is no value."""
         return max(self.values(stage, name), default=None)
 
     def values(self, stage: str, name: str) -> list[float]:
-        """The values of its ranks that have one."""
+        """Return the values of the host's ranks, without ranks that have none."""
         return [value for rank in self.ranks if (value := rank.value(stage, name)) is not None]
 
 
@@ -142,20 +142,20 @@ class Readings:
 
 
 def pairs_of(hosts: Sequence[HostReading]) -> tuple[PairReading, ...]:
-    """The pairs, from the measurements of the first rank of each host; `hosts` in the order of their node ranks."""
-    found: dict[tuple[int, int], PairReading] = {}
+    """Return the pairs, as the first rank of each host measured them; `hosts` are in the order of their node ranks."""
+    pairs: dict[tuple[int, int], PairReading] = {}
     for node, host in enumerate(hosts):
         if not host.ranks:
             continue
-        own = host.ranks[0]
-        bad = own.failures()
-        for line in own.lines:
+        first = host.ranks[0]
+        failures = first.failures()
+        for line in first.lines:
             if line.stage != "pair" or not 0 <= line.peer < len(hosts) or line.peer == node:
                 continue
             key = min(node, line.peer), max(node, line.peer)
             names = hosts[key[0]].host, hosts[key[1]].host
             if line.status == "done":
-                found[key] = PairReading(*names, line.values.get("gb_s"), line.values.get("latency_us"))
-            elif line in bad and key not in found:
-                found[key] = PairReading(*names, error=line.text or "it did not end")
-    return tuple(found[key] for key in sorted(found))
+                pairs[key] = PairReading(*names, line.values.get("gb_s"), line.values.get("latency_us"))
+            elif line in failures and key not in pairs:
+                pairs[key] = PairReading(*names, error=line.text or "it did not end")
+    return tuple(pairs[key] for key in sorted(pairs))

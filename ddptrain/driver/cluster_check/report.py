@@ -18,7 +18,7 @@ PAIR_HEADER = ("HOST", "OTHER HOST", "GB/s", "ms")
 
 
 def lines(report: Report, *, all_pairs: bool) -> list[str]:
-    """The whole report as text: the table, the findings, the pairs if wanted, and the result."""
+    """Return the whole report as text: the table, the findings, the pairs if wanted, and the result."""
     names = host_names(report)
     rows = [tuple(clean_line(cell) for cell in _row(report, host)) for host in report.readings.hosts]
     found = [plain_table([HEADER, *rows])]
@@ -30,7 +30,7 @@ def lines(report: Report, *, all_pairs: bool) -> list[str]:
 
 
 def _row(report: Report, host: HostReading) -> tuple[str, ...]:
-    """The cells of a host for HEADER: bandwidths in GB/s, latency in ms, disk in MB/s, clock in s."""
+    """Return the cells of a host for HEADER: bandwidths in GB/s, latency in ms, disk in MB/s, clock in s."""
     facts, clock = host.facts, host.clock
     own = [pair for pair in report.readings.pairs if host.host in (pair.first, pair.second)]
     latency_us = _middle([pair.latency_us for pair in own])
@@ -49,12 +49,12 @@ def _row(report: Report, host: HostReading) -> tuple[str, ...]:
 
 
 def result(report: Report, host: HostReading) -> str:
-    """`ok`, `warning`, `bad`, `left out`, or `busy` for a host that was not checked."""
+    """Return `ok`, `warning`, `bad`, `left out`, or `busy` for a host that was not checked."""
     if host.busy:
         return "busy"
     if host.host in report.left_out:
         return "left out"
-    out = {*report.left_out}  # a pair with a bad host says nothing about the other one
+    out = {*report.left_out}  # a bad pair with one of these is not a fault of the other host
     levels = {
         each.level
         for each in report.findings
@@ -76,7 +76,7 @@ def _middle(values: Iterable[float | None]) -> float | None:
 
 
 def summary(report: Report) -> list[str]:
-    """The lines below the table: all ranks, hosts that were not checked, and the result."""
+    """Return the lines below the table: all ranks, hosts that were not checked, and the result."""
     readings = report.readings
     checked = [host for host in readings.hosts if not host.busy]
     lines = []
@@ -113,19 +113,19 @@ def _speed(values: Any) -> str:
 
 
 def finding_line(finding: Finding, names: dict[str, str]) -> str:
-    """A finding as one line; `names` has the names of hosts by their addresses."""
+    """Return a finding as one line; `names` has the names of hosts by their addresses."""
     where = "" if finding.other or not finding.host else f"{names.get(finding.host, finding.host)}: "
     hint = f" ({finding.hint})" if finding.hint else ""
     return f"{where}{finding.subject}: {finding.text}{hint}"
 
 
 def host_names(report: Report) -> dict[str, str]:
-    """The names of the hosts by their addresses."""
+    """Return the names of the hosts by their addresses."""
     return {host.host: host.name for host in report.readings.hosts}
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """The report as plain data, for --json."""
+    """Return the report as plain data, for --json."""
     return {
         "check": report.depth,
         "usable": report.usable,
@@ -171,7 +171,7 @@ def _host(report: Report, host: HostReading) -> dict[str, Any]:
 
 
 def pair_rows(pairs: Iterable[PairReading], names: dict[str, str]) -> list[tuple[str, ...]]:
-    """The pairs of hosts as rows: both names, GB/s, latency in ms."""
+    """Return the pairs of hosts as rows: both names, GB/s, latency in ms."""
     found = []
     for pair in pairs:
         latency = number(pair.latency_us / 1e3 if pair.latency_us is not None else None)

@@ -1,4 +1,4 @@
-"""Starts a driver in its own session; the process that started it can end once the run has begun."""
+"""Starts a driver in its own session. The process that starts it can end when the run has begun."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.secure_files import open_to_append
 
 READY_OPTION = "--ready-fd"
-_BEGIN_DEADLINE_S = 120.0  # for imports, and for requests to the object store of the runs
+_BEGIN_DEADLINE_S = 120.0  # time for imports, and for requests to the object store of the runs
 _END_DEADLINE_S = 10.0
 _BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The message of a detached driver once its run directory exists.
+    """The message of a detached driver when its run directory exists.
 
-    reason: why --resume chose that run. log_from: the size of `log` before (a resumed run has one already).
+    reason: why --resume chose this run. log_from: the earlier size of `log` in bytes (a resumed run already has one).
     done: the run had already succeeded; the driver starts nothing.
     """
 
@@ -62,13 +62,13 @@ class EndedEarly:
 def start_detached(arguments: Sequence[str], *, deadline_s: float = _BEGIN_DEADLINE_S) -> Begun | EndedEarly:
     """Start `ddptrain ARGUMENTS` in its own session, and wait until its run has begun.
 
-    If the wait ends early (by its deadline, or by Ctrl-C), the driver is stopped. Raises ClusterError if it does not
-    begin in time.
+    If the wait ends early (because of the deadline, or Ctrl-C), the driver is stopped. Raises ClusterError if the run
+    does not begin in time.
     """
-    # The job of a CI service does not see what a detached driver writes.
+    # The log of a CI job does not contain the output of a detached driver.
     environ = {**os.environ, ci.SWITCH: "off"}
     process, begun = start_ordered(arguments, b"", environ, deadline_s=deadline_s)
-    process.returncode = 0  # nobody waits for it
+    process.returncode = 0  # no code waits for the process, and Popen must not warn
     return begun
 
 
@@ -81,7 +81,7 @@ def start_ordered(
 ) -> tuple[subprocess.Popen[bytes], Begun | EndedEarly]:
     """Start a driver as start_detached does, and write `request` to its stdin, which stays open.
 
-    The caller has to wait for the process. Raises ClusterError if it does not begin in time.
+    The caller must wait for the process. Raises ClusterError if the run does not begin in time.
     """
     with naming(Path(tempfile.gettempdir())):
         output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
@@ -99,7 +99,7 @@ def start_ordered(
                     process.stdin.close()
             return process, EndedEarly(process.wait(_END_DEADLINE_S) or ExitCode.INTERNAL, _output_of(output.fileno()))
         except BaseException:
-            _end(process)
+            _stop_process(process)
             raise
         finally:
             os.close(ready)
@@ -133,7 +133,7 @@ def _program() -> list[str]:
 
 
 def _read_line(descriptor: int, deadline_s: float) -> bytes:
-    """Read until the other end is closed. Raises ClusterError at the deadline."""
+    """Read until the other end is closed; return the bytes. Raises ClusterError at the deadline."""
     deadline = time.monotonic() + deadline_s
     line = b""
     while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -145,7 +145,7 @@ def _read_line(descriptor: int, deadline_s: float) -> bytes:
 
 
 def _output_of(descriptor: int) -> str:
-    """The content of a file that another process writes; the position in the file does not change."""
+    """Return the content of a file that another process is writing, without changing the position in the file."""
     blocks, at = [], 0
     while block := os.pread(descriptor, _BLOCK_BYTES, at):
         blocks.append(block)
@@ -153,7 +153,7 @@ def _output_of(descriptor: int) -> str:
     return b"".join(blocks).decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _stop_process(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is not None:
         return
     process.terminate()
@@ -172,7 +172,7 @@ def tell_begun(ready: int, layout: RunLayout, reason: str) -> None:
 
     Raises ResultsError if the log can't be written.
     """
-    _tell(ready, _begun(layout, reason, _print_into(layout.driver_log), done=False))
+    _tell(ready, _begun(layout, reason, _redirect_output(layout.driver_log), done=False))
 
 
 def tell_done(ready: int, layout: RunLayout, reason: str) -> None:
@@ -191,8 +191,8 @@ def _tell(ready: int, begun: Begun) -> None:
         pipe.write(json.dumps(dataclasses.asdict(begun)).encode())
 
 
-def _print_into(log: Path) -> int:
-    """Redirect stdout and stderr to the file, copy their output so far, and return its size before."""
+def _redirect_output(log: Path) -> int:
+    """Redirect stdout and stderr to the file, with their output so far; return its earlier size in bytes."""
     descriptor = open_to_append(log)
     try:
         with naming(log):

@@ -18,7 +18,7 @@ _BLOCK_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """A launch. It is not in the command line because it may contain secrets.
+    """The arguments of a launch, which are not in the command line because they may contain secrets.
 
     config: the configuration, as if a file in `folder` contained it; None if the command line names a file.
     overrides: texts as for --set. together: the run ends when the program ends.
@@ -37,12 +37,12 @@ class LaunchRequest:
 def read_launch_request() -> LaunchRequest:
     """Read the request of the program that started this process. Raises UsageError if there is none."""
     try:
-        order = LaunchRequest(**json.loads(_line()))
+        request = LaunchRequest(**json.loads(_line()))
     except (ValueError, TypeError) as error:
         raise UsageError(f"--ordered is for ddptrain.launch, which sends a request on stdin: {error}") from error
-    if order.together:
+    if request.together:
         threading.Thread(target=_end_with_program, name="ddptrain-program", daemon=True).start()
-    return order
+    return request
 
 
 def _line() -> bytes:

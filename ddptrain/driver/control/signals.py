@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """The signal handler: each signal becomes a message, and within `interrupting()` also an exception."""
+    """A signal handler: each signal becomes a message, and within `interrupting()` also an exception."""
 
     def __init__(self, inbox: Inbox) -> None:
         self.inbox = inbox
@@ -26,7 +26,7 @@ class Signals:
         self._interrupts = False
 
     def take(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handle a signal; installed with signal.signal()."""
         self.taken.append(signum)
         if len(self.taken) > 2:  # the third signal: end at once
             os._exit(128 + signum)
@@ -40,7 +40,7 @@ class Signals:
         os.kill(os.getpid(), signum)
 
     def check(self) -> None:
-        """Raise Interrupted if a signal was received: for loops that wait."""
+        """Raise Interrupted if a signal was received. Loops that wait call this."""
         if self.taken:
             raise Interrupted(self.taken[0])
 
@@ -51,7 +51,7 @@ class Signals:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """For blocks that only wait: a signal, also an earlier one, ends them with Interrupted.
+        """Let a signal, also an earlier one, end the block with Interrupted. For blocks that only wait.
 
         Do not import within such a block: an interrupted import leaves a broken module.
         """
@@ -64,9 +64,9 @@ class Signals:
 
 
 class ThreadSignals(Signals):
-    """The signals of one of several runs in this process, which runs in a thread: `send` delivers them to it alone.
+    """The signals of a run that runs in a thread, beside other runs: `send` delivers a signal only to this run.
 
-    Nothing is raised within `interrupting()`: what waits there calls `check` or `pause`.
+    `interrupting()` raises no exception; code that waits there calls `check` or `pause`.
     """
 
     def __init__(self, inbox: Inbox) -> None:
@@ -90,7 +90,7 @@ def signals_to(inbox: Inbox) -> Iterator[Signals]:
     """Handle signals with the yielded object until the block ends, then restore the former handlers.
 
     Ignored signals stay ignored (nohup, background jobs of a shell). Within another such block, a signal that the outer
-    object has received is sent again: nobody has handled it yet.
+    object has already received is sent again, because it has not been handled yet.
     """
     taken = Signals(inbox)
     numbers = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

@@ -1,4 +1,4 @@
-"""Stops a run from another shell or host: a file in its directory, which its driver handles like a signal."""
+"""Stops a run from another shell or host, with a file in its directory that its driver handles like a signal."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.2
 _AGAIN_S = 0.1
-_SEEN_WITHIN_S = 2.0  # a starting cluster may block the first signal until the second
-_ENOUGH = 2  # two signals stop the ranks at once; a third would end the driver before it writes run.json
+_HANDLED_WITHIN_S = 2.0  # a starting cluster may block the first signal until the second arrives
+_SIGNALS_FOR_NOW = 2  # these stop the ranks at once; a third signal would end the driver before it writes run.json
 _MARGIN_S = 30.0
 _DEFAULT_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A request to the driver `pid` on `host`; another driver of the same run ignores it."""
+    """A request to the driver `pid` on `host`; any other driver of the run ignores it."""
 
     pid: int
     host: str
@@ -62,33 +62,33 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(writer: RunWriter, signals: Signals) -> Iterator[None]:
-    """Until the block ends, convert requests in the run directory to signals to this process.
+    """Convert stop requests in the run directory to signals to this process until the block ends.
 
-    Without `now` it is one SIGTERM, also for repeated requests, so that the ranks can save. With `now` it is like
-    Ctrl-C pressed twice.
+    Requests without `now` send one SIGTERM altogether, so that the ranks can save. A request with `now` has the effect
+    of Ctrl-C pressed twice.
     """
-    over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(writer, signals, over), name="ddptrain-stop", daemon=True)
+    ended = threading.Event()
+    watch = threading.Thread(target=_watch, args=(writer, signals, ended), name="ddptrain-stop", daemon=True)
     watch.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         watch.join()
 
 
-def _watch(writer: RunWriter, signals: Signals, over: threading.Event) -> None:
+def _watch(writer: RunWriter, signals: Signals, ended: threading.Event) -> None:
     sent = 0
-    while not over.is_set():
-        request = _taken(writer.layout)
+    while not ended.is_set():
+        request = _take_request(writer.layout)
         if request is not None:
-            with suppress(ResultsError):  # stop also if the disk is full
+            with suppress(ResultsError):  # stop even if the disk is full
                 writer.event({"event": "stop_requested", "now": request.now, "by": request.by})
-            sent += _obey(request, signals, sent, over)
-        over.wait(_LOOK_EVERY_S)
+            sent += _send_signals(request, signals, sent, ended)
+        ended.wait(_LOOK_EVERY_S)
 
 
-def _taken(layout: RunLayout) -> StopRequest | None:
+def _take_request(layout: RunLayout) -> StopRequest | None:
     """Read and delete the request file; return the request if it is for this process."""
     try:
         # Listing the folder makes a network file system refresh it; opening the file alone does not.
@@ -102,17 +102,17 @@ def _taken(layout: RunLayout) -> StopRequest | None:
     return request if (request.pid, request.host) == (os.getpid(), socket.gethostname()) else None
 
 
-def _obey(request: StopRequest, signals: Signals, sent: int, over: threading.Event) -> int:
-    """Send the run the missing signals and return their number; `sent` were sent before."""
-    missing = (_ENOUGH if request.now else 1) - max(sent, len(signals.taken))
+def _send_signals(request: StopRequest, signals: Signals, sent: int, ended: threading.Event) -> int:
+    """Send the missing signals to the run and return their number; `sent` is the number of earlier signals."""
+    missing = (_SIGNALS_FOR_NOW if request.now else 1) - max(sent, len(signals.taken))
     signals.asked = signals.asked or (missing > 0 and not signals.taken)
     # Background jobs of a shell ignore SIGINT.
     can_interrupt = signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     for _ in range(missing):
         before = len(signals.taken)
         signals.send(signal.SIGINT if request.now and can_interrupt else signal.SIGTERM)
-        seen_by = time.monotonic() + _SEEN_WITHIN_S
-        while len(signals.taken) == before and time.monotonic() < seen_by and not over.wait(_AGAIN_S):
+        handled_by = time.monotonic() + _HANDLED_WITHIN_S
+        while len(signals.taken) == before and time.monotonic() < handled_by and not ended.wait(_AGAIN_S):
             continue  # two signals at once would count as one
     return max(0, missing)
 
@@ -122,7 +122,7 @@ def _obey(request: StopRequest, signals: Signals, sent: int, over: threading.Eve
 
 @dataclass(frozen=True, slots=True)
 class StopTarget:
-    """A run to stop: `look` returns its state; `desk` is the folder where its driver looks for requests."""
+    """A run to stop: `look` returns its state; in the folder `desk` its driver looks for requests."""
 
     desk: RunLayout
     look: Callable[[], RunView]
@@ -156,7 +156,7 @@ def stop_run(
 
 
 def is_active(view: RunView) -> bool:
-    """Whether the driver is running, or may be: a driver on another host may be silent during a long epoch."""
+    """Return whether the driver is running, or may be running on another host that cannot be seen from here."""
     return view.status in (RunStatus.RUNNING, RunStatus.UNKNOWN)
 
 
@@ -186,7 +186,7 @@ def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now:
 
 
 def _grace_s(layout: RunLayout) -> float:
-    """failure.grace_s of the run."""
+    """Return failure.grace_s of the run."""
     from ddptrain.config.load import load_data
 
     try:

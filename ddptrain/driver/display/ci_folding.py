@@ -27,7 +27,7 @@ class FoldingRenderer:
         self._open = ""
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
-        """Show the lines; those that are too many go into a section."""
+        """Show the lines; put lines beyond VISIBLE_LINES into a folded section."""
         first = 0 if self._open else max(0, VISIBLE_LINES - self._shown)
         if visible := lines[:first]:
             self._renderer.log(ranks, visible)
@@ -37,7 +37,7 @@ class FoldingRenderer:
         self._shown += len(lines)
 
     def tell(self, message: output_api.Message) -> None:
-        """Pass the message on; one that is shown ends the section."""
+        """Pass the message on; a message that is shown ends the section."""
         match message:
             case output_api.RedrawnLine(rank, text) if text:
                 self.log([rank], [RankLine(text)])

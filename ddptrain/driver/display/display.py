@@ -1,7 +1,7 @@
-"""The display of a run: the driver passes it messages and never waits; a thread of its own shows them.
+"""The display of a run: the driver passes messages to it without waiting; the display's thread shows them.
 
-The thread follows the ranks' log files at its own pace: a slow terminal or pipe delays neither driver nor ranks, and
-memory stays flat however much is printed.
+The thread follows the ranks' log files at its own speed: a slow terminal or pipe delays neither the driver nor the
+ranks, and the memory does not grow with the amount of output.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ddptrain.protocol.worker_notices import SystemSample
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
-MAX_WAITING = 50_000  # messages kept while nobody reads the output; metrics and log lines beyond are dropped
+MAX_WAITING = 50_000  # messages kept while the output is not read; further metrics and log lines are dropped
 CLOSE_DEADLINE_S = 10.0
-LATE_S = 1.0  # how much longer than its deadline the thread may take: it stops waiting for late logs by itself
+LATE_S = 1.0  # added to the deadline, after which the thread itself stops waiting for late logs
 _LAST_WRITE_S = 0.2
-_FEW_LOGS = 64  # are looked at each time, and stay open
+_FEW_LOGS = 64  # up to this number, all logs are checked each time, and stay open
 _ALL_LOGS_S = 2.0
 
 
@@ -48,7 +48,7 @@ class _Close:
 
 
 class Display:
-    """Shows one run. Every method but `close` returns at once, whatever the terminal does."""
+    """Shows one run. All methods except `close` return at once, even if the terminal blocks."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class Display:
 
     @property
     def broken(self) -> bool:
-        """Nothing can be shown any more: stdout is closed at the other end, or the display itself has failed."""
+        """Whether nothing can be shown any more: the reader has closed stdout, or the display itself has failed."""
         return bool(self._stdout.broken or self._failed)
 
     def start(self) -> Self:
-        """Start the display's thread; from now on it also shows what ddptrain logs to stderr."""
+        """Start the display's thread, which also shows what ddptrain logs to stderr."""
         self._thread.start()
         log.divert(self._log_line)
         return self
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Follow the logs of so many ranks, from `offsets` (in bytes, by rank) on."""
+        """Follow the logs of `world_size` ranks, from `offsets` (in bytes, by rank) on."""
         known, is_large = self._tails, world_size > _FEW_LOGS
         self._tails = {
             rank: known.get(rank)
@@ -98,20 +98,20 @@ class Display:
         self._tell(output_api.WorldSize(world_size))
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
-        """The rank's process runs."""
+        """Show that the rank's process runs."""
         self._tell(output_api.RankStarted(rank, host, pid))
 
     def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
-        """The rank's process has ended: `ok`, because it was stopped, or by a failure of its own."""
+        """Show that the rank's process has ended: with success (`ok`), because it was stopped, or with a failure."""
         self._tell(output_api.RankEnded(rank, ok, stopped))
 
     def metrics(self, rank: int, event: Metrics) -> None:
-        """The rank logged metrics."""
+        """Show metrics that the rank logged."""
         if self._renderer.shows_numbers:
             self._tell_if_room(output_api.RankMetrics(rank, event))
 
     def progress(self, rank: int, event: Progress) -> None:
-        """The rank reported progress."""
+        """Show progress that the rank reported."""
         if self._renderer.shows_numbers:
             self._tell_if_room(output_api.RankProgress(rank, event))
 
@@ -131,11 +131,11 @@ class Display:
         self._tell(output_api.RawEvent(obj))
 
     def system(self, sample: SystemSample) -> None:
-        """The use of a host and its ranks was measured."""
+        """Show the measured resource use of a host and its ranks."""
         self._tell_if_room(output_api.SystemUse(sample))
 
     def log_grew(self, rank: int | None = None) -> None:
-        """The log file of this rank has grown: read it soon; None: any may have."""
+        """Note that the log file of this rank has grown and must be read soon; None: any log may have grown."""
         if rank is not None:
             self._grown.append(rank)
         self._wake.set()
@@ -149,14 +149,14 @@ class Display:
     ) -> None:
         """Show every log up to its final size in bytes (None: its size now), then the summary or last event.
 
-        Stops, and says so on stderr, once nothing could be read or written for `deadline_s` seconds.
+        Stop, with a message on stderr, when nothing could be read or written for `deadline_s` seconds.
         """
         if self._close is None:
             message = output_api.Closing(tuple(summary), last_event or {})
             self._close = _Close(final_sizes or {}, message, deadline_s)
             self._wake.set()
             self._join(deadline_s)
-            if self.broken:  # nobody reads stdout, but the user should see how the run ended
+            if self.broken:  # stdout is not read, but the user should see how the run ended
                 self._stderr.write_within("".join(f"{line}\n" for line in summary), _LAST_WRITE_S)
 
     def __enter__(self) -> Self:
@@ -263,7 +263,7 @@ class Display:
             self._renderer.tell(output_api.DriverNotice(text, "warning"))
 
     def _renderer_tell(self, message: output_api.Message) -> None:
-        """Pass a message on; lines that are held back come before a notice, such as that of a failure."""
+        """Pass a message on. Before a notice, for example of a failure, show the lines that the grouper holds."""
         if isinstance(message, output_api.DriverNotice | output_api.Closing | output_api.WorldSize):
             self._show(self._grouper.flush() if self._grouper is not None else ())
         if isinstance(message, output_api.WorldSize):
@@ -282,7 +282,7 @@ class Display:
             self._renderer.log([rank], lines)
 
     def _read_logs(self) -> int:
-        """Show the next piece of every log; return how many bytes the longest had."""
+        """Show the next piece of every log; return the size in bytes of the longest piece."""
         longest = 0
         for rank in self._logs_to_read():
             tail = self._tails[rank]
@@ -293,12 +293,12 @@ class Display:
             if tail.offset - before == READ_BYTES or tail.is_redrawn:
                 self._unread.add(rank)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
-            if state is not None and (self._grouper is None or rank == 0):  # one progress bar stands for all
+            if state is not None and (self._grouper is None or rank == 0):  # of a group: rank 0's bar
                 self._renderer.tell(output_api.RedrawnLine(rank, state))
         return longest
 
     def _logs_to_read(self) -> Iterable[int]:
-        """The ranks whose logs to look at: of many, those that are said to have grown, and all now and then."""
+        """Return the ranks whose logs to read: with many ranks those that have grown, and every 2 s all."""
         now_s = time.monotonic()
         ranks, self._unread = self._unread, set()
         ranks.update(self._grown.popleft() for _ in range(len(self._grown)))
@@ -311,7 +311,7 @@ class Display:
         return not self._inbox and all(tail.drained for tail in self._tails.values())
 
     def _finish(self) -> None:
-        """Show what is left at the end, or say why nothing can be shown."""
+        """Show the rest at the end, or report why nothing can be shown."""
         if self._close and not self._stdout.broken and not self._aborted.is_set():
             for rank, tail in self._tails.items():
                 self._finish_log(rank, tail)
@@ -343,10 +343,10 @@ def open_display(
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    `expect` tells it the number of ranks. "live" without a terminal is "plain". From 17 ranks on, ranks are shown as a
-    group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "". In a CI job, "plain" folds long
-    output of ranks. `bars` are shown instead of those of the ranks. Raises UsageError for an unknown mode, and for an
-    unknown value of DDPTRAIN_CI.
+    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". From 17 ranks on, ranks
+    are shown as a group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "". In a CI job,
+    "plain" folds long output of ranks. `bars` are shown instead of those of the ranks. Raises UsageError for an
+    unknown mode, and for an unknown value of DDPTRAIN_CI.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()

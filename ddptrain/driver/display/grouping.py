@@ -1,4 +1,4 @@
-"""Merges equal lines that several ranks print at nearly the same time into one; pure, time comes in as an argument.
+"""Merges equal lines that several ranks print at nearly the same time. Pure functions: the time is an argument.
 
 [rank 0] epoch 1/20   [rank 1] epoch 1/20   [rank 2] epoch 1/20   ->   [ranks 0-2] epoch 1/20
 """
@@ -26,7 +26,7 @@ class _Group:
 
 
 class LineGrouper:
-    """Holds lines back for a short time and merges equal ones; every rank's own lines stay in their order."""
+    """Holds lines back for a short time and merges equal ones. The lines of each rank keep their order."""
 
     def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
         self._world_size, self._hold_s = world_size, hold_s
@@ -36,9 +36,9 @@ class LineGrouper:
         self._count = self._chars = 0
 
     def add(self, rank: int, lines: Sequence[RankLine], now_s: float) -> None:
-        """Take in lines that a rank has printed, at a monotonic time in seconds."""
+        """Add lines that a rank has printed, at a monotonic time in seconds."""
         for line in lines:
-            # The rank's earlier lines must be shown first: its group has to come after theirs.
+            # The line's group must come after the groups of the rank's earlier lines, which are shown first.
             numbers = self._numbers.setdefault(line, [])
             index = bisect_right(numbers, self._last_of.get(rank, -1))
             if index == len(numbers):
@@ -47,7 +47,7 @@ class LineGrouper:
             self._last_of[rank] = numbers[index]
 
     def due(self, now_s: float) -> Iterator[tuple[list[int], list[RankLine]]]:
-        """Yield what no longer waits: lines that all ranks have printed, and those held long enough."""
+        """Yield the lines that all ranks have printed, or that were held long enough."""
         yield from _runs(self._taken(now_s))
 
     def flush(self) -> Iterator[tuple[list[int], list[RankLine]]]:
@@ -91,11 +91,11 @@ def _runs(groups: Iterator[_Group]) -> Iterator[tuple[list[int], list[RankLine]]
 
 
 def label(ranks: Sequence[int]) -> str:
-    """The prefix of a line: "[rank 3]", "[ranks 0-63]" or, where the numbers are too many, "[32 ranks: 0, 2, ...]"."""
+    """Return the prefix of a line: "[rank 3]", "[ranks 0-63]", or "[32 ranks: 0, 2, ...]" if it would be too long."""
     if len(ranks) == 1:
         return f"[rank {ranks[0]}]"
-    words = format_ranks(ranks)
-    if len(words) <= _MAX_LABEL_CHARS:
-        return f"[ranks {words}]"
-    shown = words[: _MAX_LABEL_CHARS - len("...")].rpartition(", ")[0]
+    numbers = format_ranks(ranks)
+    if len(numbers) <= _MAX_LABEL_CHARS:
+        return f"[ranks {numbers}]"
+    shown = numbers[: _MAX_LABEL_CHARS - len("...")].rpartition(", ")[0]
     return f"[{len(ranks)} ranks: {shown}, ...]"

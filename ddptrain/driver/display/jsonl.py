@@ -18,20 +18,20 @@ _ENDED, _PARTIAL = "}", ', "partial": true}'
 
 
 class JsonRenderer:
-    """Everything that happens, for programs; the last line says how the run ended. Ranks are never grouped."""
+    """Writes all messages as JSON lines; the last line contains the result of the run. Ranks are never grouped."""
 
     redraw_every_s = 1.0
     shows_numbers = True
 
     def __init__(self, stdout: Stream, stderr: Stream, stage: str = "") -> None:
-        """`stage`: the value of a field of that name in each object; "" leaves it out."""
+        """`stage`: the value of the field `stage` in each object; without it if ""."""
         self._stdout, self._stderr = stdout, stderr
         self._mark = {"stage": stage} if stage else {}
         self._progress: dict[int, Progress] = {}  # not yet written
         self._written_s: dict[int, float] = {}
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
-        """Write an object a line; "partial" marks one without a newline (yet): a piece, or a redrawn bar."""
+        """Write one object per line; "partial" marks a line without a newline (yet): a piece, or a redrawn bar."""
         encode = json.encoder.encode_basestring_ascii
         for rank in ranks:
             mark = "".join(f', "{name}": {encode(value)}' for name, value in self._mark.items())
@@ -40,7 +40,7 @@ class JsonRenderer:
             self._stdout.write("".join(rows))
 
     def tell(self, message: output_api.Message) -> None:
-        """Write the message as an object; progress at most once a second and rank."""
+        """Write the message as an object; progress at most once per second for each rank."""
         match message:
             case output_api.RedrawnLine(rank, text) if text:
                 self.log([rank], [RankLine(text, ended=False)])
@@ -94,7 +94,7 @@ class JsonRenderer:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinities, which JSON doesn't have."""
+    """Return the value with None (null) for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Splits the bytes that a rank prints into lines; pure, and the result does not depend on how the bytes arrive."""
+"""Splits the bytes that a rank prints into lines. The result does not depend on the sizes of the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live display: log lines scroll by, and below them the progress bars are kept up to date."""
+"""The live display: log lines, and below them progress bars that are redrawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LiveRows(Protocol):
     status: str
 
     def tell(self, message: output_api.Message) -> None:
-        """Take a message in."""
+        """Update the rows after a message."""
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[progress_bars.Row]:
         """Return the rows as they are now, at most half of the terminal's `rows`, none wider than `columns`."""
@@ -30,8 +30,8 @@ class LiveRows(Protocol):
 class LiveRenderer:
     """Draws on any terminal that can move its cursor up and clear a row.
 
-    The cursor stays visible at the start of the row below the bars: whatever ends this process, the terminal is in
-    order. Log lines and bars go out in one write, so that nothing flickers.
+    The cursor stays visible at the start of the row below the bars, so that the terminal is usable even after a kill.
+    Log lines and bars are written together, to avoid flicker.
     """
 
     redraw_every_s = 0.1
@@ -65,7 +65,7 @@ class LiveRenderer:
         self._above.append(format_lines(ranks, lines, self._colour, on_terminal=True))
 
     def tell(self, message: output_api.Message) -> None:
-        """Take a message in; notices and ddptrain's log are printed above the bars, the summary below them."""
+        """Handle a message; notices and ddptrain's log are printed above the bars, the summary below them."""
         self._bars.tell(message)
         match message:
             case output_api.DriverNotice(text, level):
@@ -100,10 +100,10 @@ class LiveRenderer:
         self._drawn, self._drawn_size = block, size
 
     def _erase(self, columns: int, rows: int) -> str:
-        """Return what moves the cursor up to the first row of the last frame, clearing row by row.
+        """Return the control sequences that move the cursor to the first row of the last frame and clear each row.
 
-        A terminal that has become narrower has wrapped the rows of the last frame. Clearing the rest of the screen at
-        once would be shorter, but if that is the whole screen, tmux keeps a copy of it in its history.
+        A terminal that has become narrower has wrapped the rows of the last frame. A single sequence that clears the
+        rest of the screen would be shorter, but if this is the whole screen, tmux copies it into its history.
         """
         widths = [sum(terminal.cells(piece.text) for piece in row) for row in self._drawn]
         height = sum(max(-(-width // columns), 1) for width in widths)

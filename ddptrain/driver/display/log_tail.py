@@ -15,7 +15,7 @@ class LogTail:
     """Reads a file that may not exist yet, from `offset` (in bytes) up to `end`, once `end` is set."""
 
     def __init__(self, path: Path, offset: int = 0, *, keep_open: bool = True) -> None:
-        """`keep_open`: between two reads; a process has a limited number of open files."""
+        """`keep_open`: keep the file open between reads; the number of open files of a process is limited."""
         self._keep_open = keep_open
         self.path = path
         self.offset = offset
@@ -26,7 +26,7 @@ class LogTail:
 
     @property
     def drained(self) -> bool:
-        """Everything up to `end` has been read."""
+        """Whether everything up to `end` has been read."""
         return self.end is not None and self.offset >= self.end
 
     def read(self) -> list[RankLine]:
@@ -40,7 +40,7 @@ class LogTail:
             data = os.pread(self._fd, size, self.offset)
             if not self._keep_open:
                 self.close()
-        except OSError:  # not there yet, or a network file system has dropped the handle: open it again next time
+        except OSError:  # the file is missing, or a network file system has dropped the handle: open it again next time
             self.close()
             return []
         self.offset += len(data)
@@ -48,24 +48,24 @@ class LogTail:
 
     @property
     def is_redrawn(self) -> bool:
-        """Whether a line that is redrawn, such as a progress bar, is to be shown again later."""
+        """Whether there is a redrawn line, such as a progress bar, that must be shown again later."""
         return bool(self._lines.redrawn or self._shown)
 
     def size(self) -> int:
-        """The file's size now, in bytes; 0 if there is no file."""
+        """Return the file's size now, in bytes; 0 if there is no file."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def redrawn(self, now_s: float, every_s: float) -> str | None:
-        """The new state of a redrawn line, "" once it has ended; None if it is not due or has not changed."""
+        """Return the new state of a redrawn line, "" once it has ended; None if it is not due or has not changed."""
         state = self._lines.redrawn
         if not state:
-            over, self._shown, self._due_s = bool(self._shown), "", 0.0
-            return "" if over else None
+            was_shown, self._shown, self._due_s = bool(self._shown), "", 0.0
+            return "" if was_shown else None
         if not self._due_s:
-            self._due_s = now_s + every_s  # of a bar that ends sooner only the end is shown
+            self._due_s = now_s + every_s  # a bar that ends sooner is shown only at its end
         if now_s < self._due_s or state == self._shown:
             return None
         self._shown, self._due_s = state, now_s + every_s

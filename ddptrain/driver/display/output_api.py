@@ -29,7 +29,7 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """The rank's process has ended; `stopped` says that it was told to, and did not fail."""
+    """The rank's process has ended; `stopped`: because the driver stopped it, not because of a failure."""
 
     rank: int
     ok: bool
@@ -62,7 +62,7 @@ class RedrawnLine:
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """What the driver waits for at the moment."""
+    """What the driver currently waits for."""
 
     text: str
 
@@ -77,7 +77,7 @@ class DriverNotice:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of ddptrain's own log, for users who asked for it with --verbose."""
+    """A line of ddptrain's own log, which DDPTRAIN_LOG or --verbose turns on."""
 
     text: str
 
@@ -123,14 +123,14 @@ Message = (
 class Renderer(Protocol):
     """One kind of output; only the display's thread calls it."""
 
-    redraw_every_s: float  # how often it wants the state of a redrawn line
-    shows_numbers: bool  # whether it wants metrics and progress, of which many ranks send thousands in a second
+    redraw_every_s: float  # seconds between two states of a redrawn line
+    shows_numbers: bool  # whether it shows metrics and progress, of which many ranks send thousands per second
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Show lines that each of these ranks has printed."""
 
     def tell(self, message: Message) -> None:
-        """Take a message in, and show it if this output does."""
+        """Handle a message: show it, if this kind of output shows such messages."""
 
     def refresh(self, now_s: float) -> None:
-        """Bring the output up to date; called after every round, with a monotonic time."""
+        """Update the output; called after every round, with a monotonic time."""

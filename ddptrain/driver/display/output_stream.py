@@ -1,4 +1,4 @@
-"""A text stream for the display's thread: it never raises, and never blocks forever if its reader stops or exits."""
+"""A text stream for the display's thread. It never raises, and never blocks forever if its reader stops or exits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE_CHUNK_BYTES = 1 << 20
 
 
 class Stream:
-    """Writes text to a file; `broken` says why nothing can be written any more ("" while it can)."""
+    """Writes text to a file; `broken` is the reason why nothing can be written any more, or ""."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Stream:
 
     @property
     def is_terminal(self) -> bool:
-        """The stream is a terminal."""
+        """Whether the stream is a terminal."""
         return self.fd >= 0 and os.isatty(self.fd)
 
     @property
     def is_unicode(self) -> bool:
-        """The encoding has every character."""
+        """Whether the encoding has all characters."""
         return self.encoding.startswith("utf")
 
     def write(self, text: str) -> None:
@@ -55,8 +55,8 @@ class Stream:
         self._write(text, self._give_up)
 
     def write_within(self, text: str, timeout_s: float) -> None:
-        """Write as much as the reader reads in that time; at least one write is tried."""
-        end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may be suspended that long
+        """Write as much as the reader reads within `timeout_s`; at least one write is tried."""
+        end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may have been suspended
         self._write(self._guard(text), lambda: not next(not_tried, False) and time.monotonic() > end_s)
 
     def _write(self, text: str, give_up: Callable[[], bool]) -> None:
@@ -75,7 +75,10 @@ class Stream:
             self._break(error)
 
     def _send(self, data: bytes, give_up: Callable[[], bool]) -> None:
-        """Wait for room before each write: a reader that has stopped reading must not block this thread forever."""
+        """Write the data.
+
+        Wait for room before each write, so that a stopped reader cannot block this thread forever.
+        """
         rest = memoryview(data)
         while rest and not give_up():
             if not self._poll.poll(POLL_MS):
@@ -89,7 +92,7 @@ class Stream:
             self.sent_bytes += count
 
     def _break(self, error: Exception) -> None:
-        """Note why, and send later writes of this process, also at interpreter exit, to /dev/null."""
+        """Set `broken`, and redirect later writes of this process, also at interpreter exit, to /dev/null."""
         self.broken = (error.strerror if isinstance(error, OSError) else None) or str(error)
         if self.fd >= 0 and isinstance(error, OSError) and error.errno != errno.EBADF:
             devnull = os.open(os.devnull, os.O_WRONLY)
@@ -105,7 +108,7 @@ def _encoding(file: TextIO | None) -> str:
 
 
 def _descriptor(file: TextIO | None) -> int:
-    """The file's descriptor, after its buffer has been written; -1 if it has none."""
+    """Flush the file and return its descriptor; -1 if it has none."""
     if file is None:
         return -1
     try:
@@ -116,7 +119,7 @@ def _descriptor(file: TextIO | None) -> int:
 
 
 def _chunk_bytes(fd: int) -> int:
-    """The size of one write: a pipe that polls as ready takes PIPE_BUF bytes without blocking."""
+    """Return the size of one write: a pipe that polls as ready takes PIPE_BUF bytes without blocking."""
     if fd >= 0 and stat.S_ISREG(os.fstat(fd).st_mode):
         return FILE_CHUNK_BYTES
     return select.PIPE_BUF

@@ -1,4 +1,4 @@
-"""Plain lines: what ranks print goes to stdout as `[rank 1] text`, messages of ddptrain itself go to stderr."""
+"""Plain lines: the output of ranks goes to stdout as `[rank 1] text`, messages of ddptrain itself go to stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PlainRenderer:
         self._status = ""
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
-        """Write the lines with the prefix of their ranks; a piece of a long line is a line of its own."""
+        """Write the lines with the prefix of their ranks; each piece of a long line becomes a line."""
         self._stdout.write(format_lines(ranks, lines, self._colour, self._on_terminal))
 
     def tell(self, message: output_api.Message) -> None:
@@ -45,11 +45,11 @@ class PlainRenderer:
                 pass  # progress and metrics: for a live display and for JSON
 
     def refresh(self, now_s: float) -> None:
-        """Nothing is held back, so there is nothing to do."""
+        """Do nothing, because all lines are written at once."""
 
 
 def format_lines(ranks: Sequence[int], lines: Sequence[RankLine], colour: bool, on_terminal: bool) -> str:
-    """The lines as text, each with its prefix; on a terminal without control sequences other than colours."""
+    """Return the lines as text, each with its prefix; on a terminal without control sequences other than colours."""
     prefix = label(ranks)
     if colour:
         prefix = coloured(prefix, rank_colour(ranks[0]))
@@ -59,10 +59,10 @@ def format_lines(ranks: Sequence[int], lines: Sequence[RankLine], colour: bool, 
 
 
 def format_own(lines: Sequence[str], colour: bool) -> str:
-    """Lines of ddptrain itself as text, without control sequences other than colours."""
+    """Return lines of ddptrain itself as text, without control sequences other than colours."""
     return "".join(f"{harmless(line, colour)}\n" for line in lines)
 
 
 def format_notice(text: str) -> str:
-    """The text with `ddptrain: ` before each of its lines."""
+    """Return the text with `ddptrain: ` before each of its lines."""
     return "".join(f"ddptrain: {line}\n" for line in text.splitlines())

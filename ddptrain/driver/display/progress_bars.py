@@ -1,7 +1,7 @@
-"""The block under the log lines of a live display: progress bars, and a row that says what the driver does.
+"""The block below the log lines of a live display: progress bars, and a row with the driver's status.
 
-Each rank has a bar; from 17 ranks on one bar stands for all of them. Nothing here writes: `Bars.block` returns rows of
-coloured pieces, fitted to the size of a terminal.
+Each rank has a bar; with 17 or more ranks there is one bar for all. This module writes nothing: `Bars.block` returns
+rows of coloured pieces that fit the size of a terminal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddptrain.results.system.use import SystemSummary
 MIN_BAR, MAX_BAR, GAP = 8, 40, 2  # terminal columns
 LEFT = ("name", "host")  # columns before the bar; all others come after it
 DROPPED_FIRST = ("host", "count", "rate", "eta", "loss")
-SMOOTHING_S = 5.0  # progress of this long ago has a weight of 1/e in the rate
+SMOOTHING_S = 5.0  # in the rate, progress has a weight of 1/e after this time
 
 
 class Piece(NamedTuple):
@@ -69,7 +69,7 @@ class Pace:
         return max(self.total - self.done, 0.0) / self.rate
 
     def update(self, event: Progress) -> None:
-        """Take an event in; progress that goes back or changes its unit starts a new rate."""
+        """Add an event. If the progress decreases or changes its unit, a new rate starts."""
         if not math.isfinite(event.done):
             return
         if self.done is None or event.done < self.done or event.unit != self.unit:
@@ -81,7 +81,7 @@ class Pace:
         self.total = event.total if event.total and 0 < event.total < math.inf else None
 
     def _update_rate(self, done: float, elapsed_s: float) -> None:
-        """Exponential moving average over time, independent of how often events come."""
+        """Update the exponential moving average over time, which does not depend on the frequency of events."""
         if elapsed_s <= 0:
             return
         now = done / elapsed_s
@@ -101,7 +101,7 @@ class RankBar:
     pace: Pace = field(default_factory=Pace)
 
     def tell(self, message: output_api.Message) -> None:
-        """Take in a message about this rank; its next start clears what the last attempt has left."""
+        """Handle a message about this rank. A new start clears the values of the last attempt."""
         match message:
             case output_api.RankStarted(_, host, _):
                 self.host, self.state, self.loss = terminal.harmless(host, False), "running", None
@@ -137,12 +137,12 @@ class Bars:
         self._ranks: dict[int, RankBar] = {}
         self._glyphs = glyphs
         self._all_ranks = all_ranks
-        self._widths: dict[str, int] = {}  # of columns: they only grow, so that bars don't jump
+        self._widths: dict[str, int] = {}  # of columns; they only grow, so that bars stay in place
         self._fitted_to = 0
         self._use = SystemSummary()
 
     def tell(self, message: output_api.Message) -> None:
-        """Take a message in."""
+        """Update the state after a message."""
         match message:
             case output_api.SystemUse(sample):
                 self._use.add(sample)
@@ -161,7 +161,7 @@ class Bars:
                 pass
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
-        """At most half of the rows (but one at least), none of them wider than `columns`."""
+        """Return at most half of the terminal's `rows` (but at least one), none wider than `columns`."""
         room = max(rows // 2, 1)
         bars = sorted(self._ranks.values(), key=lambda bar: bar.rank)
         if len(bars) >= MIN_RANKS and not self._all_ranks:
@@ -174,7 +174,7 @@ class Bars:
         return self._ranks.setdefault(rank, RankBar(rank))
 
     def _each(self, bars: Sequence[RankBar], columns: int, room: int) -> list[Row]:
-        """A bar for each rank, and one row for all ranks that have no room."""
+        """Return a row with a bar for each rank, and one row for all ranks for which there is no room."""
         fit = len(bars) if len(bars) < room else max(room - 2, 0)
         several_hosts = len({bar.host for bar in bars if bar.host}) > 1
         texts = [bar.columns | ({} if several_hosts else {"host": ""}) for bar in bars[:fit]]
@@ -192,7 +192,7 @@ class Bars:
     # --- one bar for many ranks ---
 
     def _group(self, bars: Sequence[RankBar], columns: int) -> list[Row]:
-        """One bar for all ranks, and a row that names the slowest and the fastest."""
+        """Return one bar for all ranks, and a row that names the slowest and the fastest."""
         losses = [bar.loss for bar in bars if bar.loss is not None]
         etas = [bar.pace.eta_s for bar in bars if bar.pace.eta_s is not None and bar.state == "running"]
         eta = f"ETA {_clock(max(etas))}" if etas else ""
@@ -213,7 +213,7 @@ class Bars:
     # --- rows ---
 
     def _fitted(self, texts: Sequence[Mapping[str, str]], columns: int) -> list[str]:
-        """The columns that fit beside a bar; those that matter least are left out first."""
+        """Return the columns that fit beside a bar; the least important ones are left out first."""
         if columns != self._fitted_to:
             self._widths, self._fitted_to = {}, columns
         for row in texts:
@@ -270,7 +270,7 @@ def _columns(pace: Pace, loss: float | None, state: str) -> dict[str, str]:
 
 
 def _sum(bars: Sequence[RankBar]) -> Pace:
-    """Progress and rate of all ranks together; the total is known if it is known of each rank."""
+    """Return the sums of progress and rate over all ranks; the total is known if that of each rank is known."""
     group = Pace()
     paces = [bar.pace for bar in bars if bar.pace.done is not None]
     totals = [pace.total for pace in paces if pace.total is not None]
@@ -285,7 +285,7 @@ def _sum(bars: Sequence[RankBar]) -> Pace:
 
 
 def _extremes(bars: Sequence[RankBar]) -> list[str]:
-    """The slowest and the fastest rank that has reported progress: by progress, then by rate."""
+    """Return the slowest and the fastest rank that has reported progress: by progress, then by rate."""
     known = [bar for bar in bars if bar.pace.done is not None]
     if not known:
         return []
@@ -299,7 +299,7 @@ def _extremes(bars: Sequence[RankBar]) -> list[str]:
 
 
 def _described(bar: RankBar) -> str:
-    """As "rank 3 on node-1 52% 1,234 samples/s"."""
+    """Return a rank's progress as text, for example "rank 3 on node-1 52% 1,234 samples/s"."""
     texts = _columns(bar.pace, None, "")
     host = f"on {bar.host}" if bar.host else ""
     return " ".join(filter(None, (f"rank {bar.rank}", host, texts["percent"] or texts["count"], texts["rate"])))
@@ -320,19 +320,19 @@ def _unit(pace: Pace) -> str:
 
 
 def _number(value: float) -> str:
-    """A number that is easy to read: 12,345 or 3.14."""
+    """Return a number that is easy to read: 12,345 or 3.14."""
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
 def _clock(seconds: float) -> str:
-    """1:05 or 2:00:00."""
+    """Return a duration as 1:05 or 2:00:00."""
     minutes, rest = divmod(int(min(seconds, 360_000_000)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _with_redrawn(rows: Sequence[Row], bars: Sequence[RankBar]) -> list[Row]:
-    """The rows, and under each the progress bar that its rank draws itself."""
+    """Return the rows, each followed by the progress bar that its rank draws itself."""
     both: list[Row] = []
     for row, bar in zip(rows, bars, strict=True):
         both.append(row)

@@ -23,14 +23,14 @@ _RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
 
 
 def last_event(writer: RunWriter, run_end: RunEnd, duration_s: float) -> dict[str, Any]:
-    """The last line of --output json and of events.jsonl, as an object. Writes where the time went into run.json."""
+    """Return the last line of --output json and events.jsonl as an object. Write the use of the time into run.json."""
     spent = time_use(writer.record, read_events(writer.layout.events_jsonl), duration_s)
     writer.update(time_use_s=spent.as_dict(), goodput=spent.goodput)
     return _finished(writer.layout, writer.record, run_end.status, run_end.exit_code, duration_s, run_end.failure)
 
 
 def past_run_event(view: RunView) -> dict[str, Any]:
-    """The same object for a run that ended earlier."""
+    """Return the object of `last_event` for a run that ended earlier."""
     record = view.record
     return _finished(view.layout, record, record.status, record.exit_code or 0, view.duration_s or 0.0, record.failure)
 
@@ -60,7 +60,7 @@ def _finished(
 
 
 def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list[str]:
-    """The lines of the summary: status, metrics, best checkpoint, where the time went, run directory."""
+    """Return the lines of the summary: status, metrics, best checkpoint, use of the time, run directory."""
     record = writer.record
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started
     earlier_s = record.earlier_s
@@ -82,7 +82,7 @@ def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list
 
 
 def _next_step(writer: RunWriter) -> str:
-    """What to do after a run that has not succeeded: its explanation, and the resume if it has a checkpoint."""
+    """Return the commands for a run that has not succeeded: explain, and resume if it has a checkpoint."""
     place = os.path.dirname(writer.layout.where)
     option = "" if place == os.path.abspath(_RUNS_DIR) else f" --runs-dir {shlex.quote(place)}"
     step = f"ddptrain explain {writer.run_id}{option}"
@@ -92,12 +92,12 @@ def _next_step(writer: RunWriter) -> str:
 
 
 def evaluation_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list[str]:
-    """The line at the end of a run that scores checkpoints. Its run directory is removed if it has succeeded."""
+    """Return the summary of an evaluation, without the run directory, which is removed after a success."""
     world_size = writer.record.world_size
     ranks = f" on {counted(world_size, 'rank')}" if world_size else ""
     return [f"evaluation {run_end.status} after {duration_s:.1f} s{ranks}"]
 
 
 def _figure(value: float) -> str:
-    """Four significant digits of a small number, all digits before the point of a large one."""
+    """Return four significant digits of a small number, all digits before the point of a large one."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

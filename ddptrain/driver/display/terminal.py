@@ -1,4 +1,4 @@
-"""What a terminal may receive: the kind of output, colours, and text of ranks without control sequences."""
+"""Chooses the kind of output and colours, and removes control sequences from text for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK_COLOURS = (CYAN, YELLOW, "35", GREEN, "34", "96", "93", "95", "92", "94")  
 
 
 def choose_mode(mode: str, is_terminal: bool, environ: Mapping[str, str]) -> str:
-    """The output for a mode: "live", "plain" or "json". Raises UsageError for an unknown mode."""
+    """Return the output for a mode: "live", "plain" or "json". Raises UsageError for an unknown mode."""
     if mode not in MODES:
         raise UsageError(f"unknown output mode {mode!r}; choose one of {', '.join(MODES)}")
     if mode != "auto":
@@ -27,7 +27,7 @@ def choose_mode(mode: str, is_terminal: bool, environ: Mapping[str, str]) -> str
 
 
 def wants_colour(is_terminal: bool, environ: Mapping[str, str]) -> bool:
-    """NO_COLOR turns colours off, FORCE_COLOR on; without them a terminal gets colours unless TERM is dumb."""
+    """Return whether to use colours: NO_COLOR and FORCE_COLOR decide, else a terminal has colours unless it is dumb."""
     if environ.get("NO_COLOR", ""):
         return False
     force = environ.get("FORCE_COLOR", "").lower()
@@ -37,23 +37,23 @@ def wants_colour(is_terminal: bool, environ: Mapping[str, str]) -> bool:
 
 
 def coloured(text: str, code: str) -> str:
-    """The text in a colour (an SGR code, such as "36"); "" is none."""
+    """Return the text in a colour (an SGR code, such as "36"); "" is none."""
     return f"\x1b[{code}m{text}{RESET}" if code and text else text
 
 
 def rank_colour(rank: int) -> str:
-    """The rank's colour: the same in its prefix and its bar."""
+    """Return the rank's colour (an SGR code) for its prefix and its bar."""
     return RANK_COLOURS[rank % len(RANK_COLOURS)]
 
 
 def harmless(text: str, colour: bool) -> str:
-    """A line without control sequences, which could move the cursor; with `colour`, colours stay and end with it."""
+    """Return a line without control sequences; with `colour`, colours stay, and are reset at its end."""
     text = sanitized(text, colours=colour)
     return text + RESET if "\x1b" in text else text
 
 
 def cells(text: str) -> int:
-    """The number of columns that the text takes on a terminal."""
+    """Return the number of columns that the text takes on a terminal."""
     if text.isascii():
         return len(text)
     return sum(_cells_of(char) for char in text)
@@ -66,7 +66,7 @@ def _cells_of(char: str) -> int:
 
 
 def cropped(text: str, width: int) -> str:
-    """The beginning of the text that fits into `width` columns."""
+    """Return the beginning of the text that fits into `width` columns."""
     if cells(text) <= width:
         return text
     used = 0
@@ -78,7 +78,7 @@ def cropped(text: str, width: int) -> str:
 
 
 def terminal_size(fd: int, environ: Mapping[str, str]) -> tuple[int, int]:
-    """Columns and rows of the terminal now; COLUMNS and LINES, or 80 x 24, if it does not say."""
+    """Return the current columns and rows of the terminal; without a size, COLUMNS and LINES, or 80 x 24."""
     try:
         columns, rows = os.get_terminal_size(fd)
     except OSError:

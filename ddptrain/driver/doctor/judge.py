@@ -1,4 +1,4 @@
-"""Judges what was read of this machine; pure functions."""
+"""Judges the facts of this machine. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ddptrain.driver.cluster_check.judge_facts import judge_facts
 from ddptrain.driver.cluster_check.readings import HostReading
 from ddptrain.protocol.cluster_check import HostFacts
 
-_CLOCK_BAD_S, _CLOCK_WARNING_S = 60.0, 3.0  # the Date of a server has full seconds, and is some time on its way
+_CLOCK_BAD_S, _CLOCK_WARNING_S = 60.0, 3.0  # the Date of a server has whole seconds, and arrives with a delay
 
 
 class Result(StrEnum):
-    """The result of a check; a machine with a bad one is not fit for a run."""
+    """The result of a check; a machine with a bad result is not suitable for a run."""
 
     OK = "ok"
     WARNING = "warning"
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What torch can do here. cuda: the version that it was built for, or "". gpus: how many it can use.
+    """The abilities of torch here. cuda: the version that it was built for, or "". gpus: how many it can use.
 
     problems: what failed, by subject: torch (all of it), torchvision, gloo.
     """
@@ -48,7 +48,7 @@ class TorchFacts:
 
 
 def judge_torch(found: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
-    """The checks of torch; `gpus` are those that the driver (its version: `driver`) sees."""
+    """Yield the checks of torch; `gpus` is the number of GPUs that the NVIDIA driver of version `driver` sees."""
     if failed := found.problems.get("torch"):
         yield Check("torch", Result.BAD, f"torch does not work: {failed}", "install it again: pip install torch")
         return
@@ -83,7 +83,7 @@ def _gpus(found: TorchFacts, gpus: int, driver: str) -> Check:
 
 
 def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
-    """The checks of memory, disk, limits and GPUs: those of a cluster check, for `ranks` ranks."""
+    """Return the checks of memory, disk, limits and GPUs: those of a cluster check, for `ranks` ranks."""
     findings = judge_facts([HostReading(facts.hostname, (), facts)], ranks)
     yield from (Check(each.subject, Result(each.level), each.text, each.hint) for each in findings)
     found = {each.subject for each in findings}
@@ -96,7 +96,7 @@ def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
 
 
 def _interfaces(facts: HostFacts) -> Iterable[Check]:
-    """Whether the interfaces that variables name exist and are up."""
+    """Yield whether the interfaces in the variables of gloo and NCCL exist and are up."""
     up = [each.name for each in facts.interfaces if each.is_up]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = facts.network_env.get(variable, "")
@@ -112,12 +112,12 @@ def _interfaces(facts: HostFacts) -> Iterable[Check]:
 
 
 def _names_one(name: str, up: Sequence[str]) -> bool:
-    """Whether NCCL's rules (a prefix, or = and a name) find an interface."""
+    """Return whether NCCL's rules (a prefix, or = and a name) find an interface."""
     return name[1:] in up if name.startswith("=") else any(each.startswith(name) for each in up)
 
 
 def judge_clock(offset_s: float | None, server: str) -> Check:
-    """The check of the clock. offset_s: how far it is ahead of `server`; None: no server was asked."""
+    """Return the check of the clock. offset_s: how far it is ahead of `server`; None: no server was asked."""
     if offset_s is None:
         return Check("clock", Result.SKIPPED, "not compared: no server is configured or reachable")
     away_s = abs(offset_s)

@@ -68,13 +68,13 @@ def check_machine(runs_dir: str, environ: Mapping[str, str]) -> list[Check]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or the nearest one above it that exists."""
     folder = folder.absolute()
     return next((each for each in (folder, *folder.parents) if each.is_dir()), Path("/"))
 
 
 def _process(module: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """What a process of this Python prints, and why it failed, or ""."""
+    """Run a module with this Python; return its output, and why it failed, or ""."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
@@ -95,7 +95,7 @@ def _decoded(kind: type[Facts], text: str, error: str) -> tuple[Facts | None, st
 
 
 def check_ports() -> Check:
-    """Whether a process can listen on a port of the loopback interface, and another one connect to it."""
+    """Check that a process can listen on a port of the loopback interface, and that a connection to it works."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -107,7 +107,7 @@ def check_ports() -> Check:
 
 
 def _store(runs_dir: str) -> list[Check]:
-    """Whether the store of the runs can be listed; nothing for a folder."""
+    """Check that the object store of the runs can be listed; [] for a folder."""
     if not is_url(runs_dir):
         return []
     try:
@@ -118,11 +118,11 @@ def _store(runs_dir: str) -> list[Check]:
 
 
 def _servers(environ: Mapping[str, str]) -> list[str]:
-    """The servers that are configured: of W&B if there is an API key, and the S3 endpoint."""
+    """Return the URLs of the configured servers: W&B if there is an API key, and the S3 endpoint."""
     access = find_access(environ)
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL", "")
     offline = environ.get("WANDB_MODE", "") in ("offline", "disabled", "dryrun")
-    wandb = (access.base_url or _WANDB) if access.is_there and not offline else ""
+    wandb = (access.base_url or _WANDB) if access.has_credentials and not offline else ""
     return [url for url in (wandb, endpoint) if url]
 
 
@@ -132,7 +132,7 @@ def ask_server(url: str) -> Answer:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         return Answer(shown, "it is not a URL with http:// or https://")
-    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # urllib takes a password for a host
+    bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # urllib reads a password as a host
     request = urllib.request.Request(bare, method="HEAD")
     before = time.time()
     try:
@@ -148,7 +148,7 @@ def ask_server(url: str) -> Answer:
 
 
 def _ahead(date: str, now: float) -> float | None:
-    """How far `now` is ahead of an HTTP date, which has full seconds."""
+    """Return how far `now` is ahead of an HTTP date, which has full seconds."""
     try:
         return now - email.utils.parsedate_to_datetime(date).timestamp() - 0.5
     except ValueError:

@@ -1,4 +1,4 @@
-"""What failed on which rank: the kinds of faults, made of failure events, exits of ranks and failed trackers."""
+"""Faults of ranks: their kinds, and their creation from failure events, exits of ranks and failed trackers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ddptrain.results.run_record import FailureRecord
 
 
 class FaultKind(StrEnum):
-    """What ended a rank; run.json contains it."""
+    """The kind of a fault; run.json contains it."""
 
     EXCEPTION = "exception"  # an exception left the user's code
     EXIT = "exit"  # sys.exit, os._exit
     SIGNAL = "signal"
-    REFUSED = "refused"  # the rank asked for something that is not allowed
+    REFUSED = "refused"  # the rank requested something that is not allowed
     WORKER_LOST = "worker_lost"
     INFRASTRUCTURE = "infrastructure"  # the rank could not be started, or a part of ddptrain failed
     RESULTS = "results"  # the run directory or the spool cannot be written
@@ -40,7 +40,7 @@ _PHASES = {"setup": " (before the process group was up)", "rendezvous": " (while
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Why no more messages will come from a rank: with its worker (WORKER_LOST), or alone."""
+    """Why no more messages will come from a rank. kind: WORKER_LOST if its worker is lost, else only the rank."""
 
     kind: FaultKind
     text: str
@@ -51,8 +51,8 @@ class Fault:
     """Something that ended a rank.
 
     time_ns: wall clock of the rank's host. phase: "setup", "rendezvous" or "". victim: the rank has only lost a peer.
-    timed_out: a victim that waited in a collective operation for a rank that did not come. status: the exit code that
-    the process chose itself.
+    timed_out: a victim that waited in a collective operation for a rank that did not join. status: the exit code that
+    the process chose itself, or None.
     """
 
     rank: int
@@ -78,21 +78,21 @@ class Fault:
         return text + _PHASES.get(self.phase, "") + _interface_hint(text)
 
     def record(self, host: str, log: str) -> FailureRecord:
-        """The fault as run.json contains it; `log` is the path of the rank's log."""
+        """Return the fault as run.json contains it; `log` is the path of the rank's log."""
         return FailureRecord(self.rank, host, self.kind, self.type, self.message, self.traceback, log)
 
 
 def _interface_hint(text: str) -> str:
-    """What to do about a network interface that the host does not have: gloo's message and NCCL's don't say it."""
-    if (found := re.search(r"Unable to find address for: (\S+)", text)) is not None:
-        return f"; the host has no network interface {found[1]}: change GLOO_SOCKET_IFNAME (`ip link` lists them)"
+    """Return what to do about a missing network interface, which the messages of gloo and NCCL do not say; else ""."""
+    if (match := re.search(r"Unable to find address for: (\S+)", text)) is not None:
+        return f"; the host has no network interface {match[1]}: change GLOO_SOCKET_IFNAME (`ip link` lists them)"
     if "no socket interface found" in text.lower():
         return "; the host has no such network interface: change NCCL_SOCKET_IFNAME (`ip link` lists them)"
     return ""
 
 
 def from_failure(rank: int, failure: events.Failure) -> Fault:
-    """The fault that a rank reported itself."""
+    """Return the fault for a failure event of a rank."""
     kind = FaultKind.EXIT if failure.exit_code is not None else FaultKind.EXCEPTION
     return Fault(
         rank=rank,
@@ -109,12 +109,12 @@ def from_failure(rank: int, failure: events.Failure) -> Fault:
 
 
 def from_tracker(rank: int, failed: events.TrackerFailed) -> Fault:
-    """The fault of a rank that has done its work, but one of its trackers has failed."""
+    """Return the fault of a rank that has finished its work, but has a failed tracker."""
     return Fault(rank, FaultKind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
 
 
 def from_exit(ended: RankExit) -> Fault:
-    """The fault of a rank that ended without reporting a failure: it was killed, or it called os._exit."""
+    """Return the fault of a rank that ended without reporting a failure: it was killed, or it called os._exit."""
     if ended.status < 0:
         victim = ended.timed_out
         return Fault(ended.rank, FaultKind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=victim)
@@ -126,7 +126,7 @@ def from_exit(ended: RankExit) -> Fault:
 
 
 def add_thread_failure(fault: Fault, ended: events.ThreadFailure | None) -> Fault:
-    """The fault of a rank with the exception that ended one of its threads before, which may be the reason."""
+    """Return the fault with the exception that ended one of the rank's threads earlier, which may be the reason."""
     if ended is None or fault.kind is FaultKind.HANG or ended.time_ns > fault.time_ns:
         return fault
     first, line_end, rest = fault.message.partition("\n")
@@ -136,18 +136,18 @@ def add_thread_failure(fault: Fault, ended: events.ThreadFailure | None) -> Faul
 
 
 def describe_thread(ended: events.ThreadFailure) -> str:
-    """The exception that ended a thread, in one line."""
+    """Return the exception that ended a thread, in one line."""
     return _one_line(ended.type, ended.message)
 
 
 def _one_line(kind: str, message: str) -> str:
-    """An exception as Python names it in the last line of a traceback: without a colon if it has no message."""
+    """Return an exception as Python names it in the last line of a traceback: without a colon if it has no message."""
     first_line = one_line(message)
     return f"{kind}: {first_line}" if first_line else kind
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5": a worker group may have hundreds of ranks."""
+    """Return ranks as text with ranges: 0, 1, 2, 5 as "0-2, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Finds the rank that a worker group waits for from the stacks of all ranks, not from who reports an error first."""
+"""Finds the rank that a worker group waits for, from the stacks of all ranks, not from the first reported error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<function>.*)")
-_NOT_THE_USERS = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
-# Frames in which a rank waits for other ranks, or for its device, which waits for them.
+_LIBRARY_FILE = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
+# Frames in which a rank waits for other ranks, or for its device, which waits for other ranks.
 _WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD = "_engine_run_backward"
 _SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
@@ -31,7 +31,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What is known of one rank of a worker group that has stopped.
+    """The driver's knowledge of one rank of a worker group that makes no progress.
 
     stacks: None if neither the rank nor its worker has answered. timed_out: the rank has ended its wait by itself.
     works: its CPU or GPU use still counts as progress. ended_calls: the calls of ctx methods that all ranks must call,
@@ -80,9 +80,9 @@ class RankReport:
 
 
 def waits_in(frames: Sequence[str]) -> str:
-    """The operation of torch.distributed that a stack (innermost frame first) is in; "" for any other place.
+    """Return the operation of torch.distributed that a stack (innermost frame first) is in; "" for any other place.
 
-    Its caller does not matter. No frame of other code may be further inside: DDP calls the model as well.
+    The innermost frames must be those of torch, because DDP also calls the model.
     """
     names: list[str] = []
     for frame in frames:
@@ -101,10 +101,10 @@ def waits_in(frames: Sequence[str]) -> str:
 
 
 def users_frame(frames: Sequence[str]) -> str:
-    """The innermost frame of the user's code as "train.py:41 in load"; of any code if there is none of the user's."""
+    """Return the innermost frame of the user's code, or else of any code, as "train.py:41 in load"; "" if none."""
     matches = [match for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
-    own = [match for match in matches if not _NOT_THE_USERS.search(match["file"])]
-    chosen = next(iter(own or matches), None)
+    of_user = [match for match in matches if not _LIBRARY_FILE.search(match["file"])]
+    chosen = next(iter(of_user or matches), None)
     if chosen is None:
         return ""
     name = chosen["file"].rpartition("/")[2]
@@ -121,20 +121,20 @@ def _exit_wait(frames: Sequence[str]) -> str:
 def judge(
     reports: Sequence[RankReport], limit_s: float | None, before: Mapping[int, events.Stacks], time_ns: int
 ) -> Fault | None:
-    """The fault of a worker group that may hang; None if the rank that the others wait for is at work.
+    """Return the fault of a worker group that may hang; None if the rank that other ranks wait for is working.
 
-    `before` are the stacks of the inquiry before this one, which found the rank at work. CPU use in a collective
-    operation may be a busy wait: it counts as work only in the first inquiry, or if another operation has begun since.
+    `before` are the stacks of the previous inquiry, which found the rank working. CPU use in a collective operation may
+    be a busy wait: it counts as work only in the first inquiry, or if another operation has begun since.
     """
     fault = find_missing_rank(reports, limit_s, time_ns)
-    found = next(report for report in reports if report.rank == fault.rank)
-    if limit_s is None or fault.kind is not FaultKind.HANG or not found.works or _waits_since(found, before):
+    missing = next(report for report in reports if report.rank == fault.rank)
+    if limit_s is None or fault.kind is not FaultKind.HANG or not missing.works or _still_waits(missing, before):
         return fault
     return None
 
 
-def _waits_since(report: RankReport, before: Mapping[int, events.Stacks]) -> bool:
-    """Whether a rank is stopped, or still in the collective operation of the inquiry before."""
+def _still_waits(report: RankReport, before: Mapping[int, events.Stacks]) -> bool:
+    """Return whether a rank is stopped, or still in the same collective operation as in the previous inquiry."""
     stacks, last = report.stacks, before.get(report.rank)
     if stacks is None or stacks.state in _STATES:
         return stacks is not None
@@ -143,9 +143,9 @@ def _waits_since(report: RankReport, before: Mapping[int, events.Stacks]) -> boo
 
 
 def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time_ns: int) -> Fault:
-    """The fault of a worker group that has stopped: of the rank that is missing from the collective operation.
+    """Return the fault of the rank that is missing from the collective operation of a worker group.
 
-    `limit_s` is for how long it was silent; None if a rank has ended its wait by itself.
+    `limit_s`: the group was silent for this time; None if a rank has ended its wait by itself.
     """
     alive = [report for report in reports if not report.over and not report.finished]
     gone = [report for report in reports if report.finished]
@@ -154,7 +154,7 @@ def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time
     first = _first(alive or [report for report in reports if not report.over] or list(reports))
     others = [report for report in alive if report is not first]
     message = ", ".join(part for part in (_since(first, limit_s), first.place) if part)
-    message += _those_that_wait(others) + _of_exception(first) + _of_thread(first)
+    message += _waiting_text(others) + _exception_text(first) + _thread_text(first)
     trace = first.thread.traceback if first.thread is not None else ""
     checked = f"{first.checked}; " if first.checked and limit_s is not None else ""
     text = f"{message} ({checked}stacks: artifacts/{STACKS_FOLDER}/)"
@@ -162,7 +162,10 @@ def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time
 
 
 def _first(alive: list[RankReport]) -> RankReport:
-    """The rank that the others wait for: the strongest sign decides; among equals, the longest idle time."""
+    """Return the rank that other ranks wait for.
+
+    The strongest sign decides; with equal signs, the longest idle time.
+    """
     known = [report.stacks.sequence for report in alive if report.stacks and report.stacks.sequence is not None]
     least = min(known, default=0)
     behind = least < max(known, default=0)
@@ -190,7 +193,7 @@ def _since(first: RankReport, limit_s: float | None) -> str:
     return f"no progress for {limit_s:g} s" + (", after the end of its work" if first.finished else "")
 
 
-def _those_that_wait(others: Sequence[RankReport]) -> str:
+def _waiting_text(others: Sequence[RankReport]) -> str:
     waiting = [report for report in others if report.operation]
     if not waiting:
         return ""
@@ -200,12 +203,12 @@ def _those_that_wait(others: Sequence[RankReport]) -> str:
     return f" while rank {format_ranks([report.rank for report in waiting])} {verb} for it in {operation}"
 
 
-def _of_exception(first: RankReport) -> str:
+def _exception_text(first: RankReport) -> str:
     handles = first.stacks.handles if first.stacks is not None else ""
     return f"; it is in an except or finally block after {handles}" if handles else ""
 
 
-def _of_thread(first: RankReport) -> str:
+def _thread_text(first: RankReport) -> str:
     if first.thread is None:
         return ""
     return f"; its thread {first.thread.thread} has ended with {describe_thread(first.thread)}"

@@ -1,7 +1,7 @@
 """Finds a rank that waits in a ctx method which another rank will never call: `if ctx.rank == 0: ctx.checkpoint()`.
 
-Time does not decide: a slow rank may take as long as it needs. A rank can never call the method if it has ended, or if
-it waits for the waiting rank in a later operation.
+There is no time limit, so a slow rank may take as long as it needs. A rank can never call the method if it has ended,
+or if it waits for the waiting rank in a later operation.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ddptrain.protocol import events
 def find_uncalled(reports: Sequence[RankReport], before: Mapping[int, events.Stacks], time_ns: int) -> Fault | None:
     """The fault of a worker group in which a rank waits in a ctx method for ranks that will never call it, or None.
 
-    `before` are the stacks of an earlier inquiry: a rank with the same stack waits, even if no frame shows that.
+    `before` are the stacks of an earlier inquiry: a rank with an unchanged stack waits, even if no frame shows this.
     """
     for report in reports:
         stacks = report.stacks
         if stacks is None or not stacks.waits or report.over:
             continue
-        lacking = [other for other in reports if _lacks(other, stacks)]
-        absent = [other.rank for other in lacking if _can_not_come(other, stacks, before.get(other.rank))]
+        lacking = [other for other in reports if _has_fewer_calls(other, stacks)]
+        absent = [other.rank for other in lacking if _can_never_call(other, stacks, before.get(other.rank))]
         if absent:
             return _fault(report.rank, stacks, absent, time_ns)
     return None
@@ -39,14 +39,14 @@ def _fault(rank: int, stacks: events.Stacks, absent: Sequence[int], time_ns: int
     return Fault(rank, FaultKind.EXCEPTION, time_ns, text)
 
 
-def _lacks(other: RankReport, waiting: events.Stacks) -> bool:
-    """Whether a rank is known to have called the method less often than the rank that waits in it."""
+def _has_fewer_calls(other: RankReport, waiting: events.Stacks) -> bool:
+    """Return whether a rank is known to have called the method less often than the rank that waits in it."""
     calls = other.calls
     return calls is not None and calls.get(waiting.waits, 0) < waiting.calls.get(waiting.waits, 0)
 
 
-def _can_not_come(other: RankReport, waiting: events.Stacks, before: events.Stacks | None) -> bool:
-    """Whether a rank that lacks the call has ended, or waits in an operation that the waiting rank has not begun."""
+def _can_never_call(other: RankReport, waiting: events.Stacks, before: events.Stacks | None) -> bool:
+    """Return whether a rank with fewer calls has ended, or waits in an operation that `waiting` has not begun."""
     if other.finished:
         return True
     stacks = other.stacks

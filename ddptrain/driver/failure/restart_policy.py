@@ -1,4 +1,4 @@
-"""Decides whether another attempt follows: two budgets, and the failures that another attempt cannot repair."""
+"""Decides whether another attempt follows, from two budgets and the kind of the failure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ddptrain.config.run_config import FailureConfig
 from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.failure.fault import LOSSES, Fault, FaultKind
 
-_LONGEST_BACKOFF_S = 60.0
+_MAX_BACKOFF_S = 60.0
 # Another attempt would end the same way.
 _FINAL = frozenset({FaultKind.REFUSED, FaultKind.RESULTS})
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Another attempt follows after `pause_s`; `count` is the number of this one and of those allowed, as text."""
+    """Another attempt follows after `pause_s`; `count` is text such as "restart 1 of 3"."""
 
     pause_s: float
     count: str
@@ -37,7 +37,7 @@ class RestartPolicy:
         self._before: tuple[str, str, int | None] | None = None  # line, traceback and step of the last failure
 
     def after(self, end: AttemptEnd, step: int | None, *, scheduler_is_there: bool) -> Restart | NoRestart:
-        """What follows an attempt; `step` is the last one that the failed rank logged."""
+        """Return what follows an attempt; `step` is the last step that the failed rank logged."""
         if end.moves and scheduler_is_there:
             return Restart(0.0, "for the slow rank: this counts neither as a restart nor as a loss")
         if end.signum is not None or end.loss is not None or (end.fault is None and end.notice is None):
@@ -66,7 +66,7 @@ class RestartPolicy:
 
     def _again(self, lost: bool) -> Restart:
         settings = self.settings
-        pause_s = min(_LONGEST_BACKOFF_S, settings.backoff_s * 2 ** min(32, self._restarts + self._losses))
+        pause_s = min(_MAX_BACKOFF_S, settings.backoff_s * 2 ** min(32, self._restarts + self._losses))
         if lost and self._losses < settings.max_losses:
             self._losses += 1
             return Restart(pause_s, f"loss {self._losses} of {settings.max_losses}")
@@ -75,14 +75,14 @@ class RestartPolicy:
 
 
 def _lost(end: AttemptEnd) -> bool:
-    """Whether a host or worker was lost or preempted, so that the training code is not the reason."""
+    """Return whether the reason is a lost or preempted host or worker, and not the training code."""
     return end.notice is not None or (end.fault is not None and end.fault.kind in LOSSES)
 
 
 def _named(fault: Fault, no_restart: list[str | int]) -> str:
-    """The item of the list that names this failure: its exit code, or its exception type with or without modules."""
-    found = {fault.type, fault.type.rpartition(".")[2]} - {"", "SystemExit"}
+    """Return the item of the list that matches the failure: an exit code, or an exception type; "" if none does."""
+    names = {fault.type, fault.type.rpartition(".")[2]} - {"", "SystemExit"}
     for item in no_restart:
-        if item == fault.status or (isinstance(item, str) and item.rpartition(".")[2] in found):
+        if item == fault.status or (isinstance(item, str) and item.rpartition(".")[2] in names):
             return str(item)
     return ""

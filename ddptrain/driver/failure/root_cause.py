@@ -1,4 +1,4 @@
-"""Which of several faults of an attempt is its root cause."""
+"""Finds the root cause among the faults of an attempt."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from ddptrain.driver.failure.fault import LOSSES, Fault, FaultKind, format_ranks
 
 
 def find_root_cause(faults: Sequence[Fault], finished: Sequence[int] = ()) -> Fault:
-    """The root cause: the earliest fault that is not a victim's; the lowest rank among faults of the same time.
+    """Return the root cause: the earliest fault that is not a victim's; of simultaneous faults, that of the lowest
+    rank.
 
-    If all faults are victims' and some ranks have `finished`, the first of those has left while others needed it. If
-    several ranks report the same loss (their worker's), the lowest rank is named.
+    If all faults are victims' and some ranks have `finished`, the first of these has left while other ranks needed it.
+    If several ranks report the same loss of their worker, the lowest rank is named.
     """
     first = min(faults, key=lambda fault: (fault.victim, fault.time_ns, fault.rank, fault.kind, fault.message))
     if first.victim and finished:
@@ -23,6 +24,6 @@ def find_root_cause(faults: Sequence[Fault], finished: Sequence[int] = ()) -> Fa
 
 
 def returned_early(rank: int, waiting: Sequence[int], time_ns: int) -> Fault:
-    """The fault of a rank that has done its work while others still wait for it."""
+    """Return the fault of a rank that has finished its work while other ranks still wait for it."""
     text = f"returned from the workload while rank {format_ranks(waiting)} waited for it in a collective operation"
     return Fault(rank, FaultKind.EXIT, time_ns, text)

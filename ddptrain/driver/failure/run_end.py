@@ -1,4 +1,4 @@
-"""How a run ends: its status, exit code and root cause, for run.json and the last lines of the command."""
+"""The end of a run: its status, exit code and root cause, for run.json and the last lines of the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ends; `cause` is the one line that names what failed first, empty for a success."""
+    """The end of a run; `cause` is the root cause in one line, "" for a success."""
 
     status: RunStatus
     exit_code: int
@@ -30,7 +30,7 @@ class RunEnd:
 
 
 def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
-    """The end of a run whose last attempt ended in this way."""
+    """Return the end of a run after its last attempt."""
     if end.finished and not end.fault:
         failed = [rank.tracker_fault for rank in end.ranks if rank.tracker_fault is not None]
         if failed:
@@ -50,7 +50,7 @@ def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
 
 
 def _preempted(notice: str, writer: RunWriter) -> RunEnd:
-    """The run was told to end, and can continue from its newest checkpoint."""
+    """Return the end of a run that was told to end, and can continue from its newest checkpoint."""
     newest = writer.record.checkpoints[0]
     failure = FailureRecord(kind="preempted", message=notice)
     cause = f"{notice}; checkpoint {newest} is saved, continue with --resume {writer.run_id}"
@@ -70,7 +70,7 @@ def _gone(notice: str) -> RunEnd:
 
 
 def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
-    """The training has succeeded, but a tracker has failed, and tracking.strict is true."""
+    """Return the end of a run whose training has succeeded, but with a failed tracker and tracking.strict true."""
     cause = f"the training has succeeded, but on rank {fault.rank} {fault.line} (tracking.strict is true)"
     return RunEnd(RunStatus.FAILED, fault.exit_code, cause, _record(end, fault, layout))
 
@@ -87,7 +87,7 @@ def _record(end: AttemptEnd, fault: Fault, layout: RunLayout) -> FailureRecord:
 
 
 def _others(ranks: Sequence[RankState], first: int) -> str:
-    """The ranks that failed in the same way by themselves (one mistake fails on every rank), and the victims."""
+    """Return text about other failed ranks: those with the same error, and the victims; "" if there are none."""
     first_fault = ranks[first].fault
     others = [(rank.spec.rank, rank.fault) for rank in ranks if rank.spec.rank != first and rank.fault is not None]
     victims = [rank for rank, fault in others if fault.victim]
@@ -102,7 +102,7 @@ def _counted_ranks(ranks: Sequence[int]) -> str:
 
 
 def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:
-    """The end of a run that an error of the driver or the cluster ended."""
+    """Return the end of a run that an error of the driver or the cluster ended."""
     if isinstance(error, Interrupted):
         if error.signum == signal.SIGTERM and writer.record.checkpoints:
             return _preempted(was_sent(error.signum), writer)
@@ -117,12 +117,12 @@ def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:
 
 
 def was_sent(signum: int) -> str:
-    """Why ranks are stopped, or told to save and end, after a signal to the driver."""
+    """Return the text for a signal to the driver, as the reason why ranks are stopped or told to save and end."""
     return f"the driver was sent {signal.Signals(signum).name}"
 
 
 def name_stop_command(end: RunEnd) -> RunEnd:
-    """The end of a run that `ddptrain stop` has ended: it names the command instead of the signal."""
+    """Return the end of a run that `ddptrain stop` has ended, with the command in place of the signal."""
     failure = end.failure
     if failure is None or failure.message not in (was_sent(signal.SIGINT), was_sent(signal.SIGTERM)):
         return end

@@ -1,4 +1,4 @@
-"""Says what the system metrics show about a slow rank: throttling, full memory, disk, another process."""
+"""Finds likely causes of a slow rank in the system metrics: throttling, full memory, disk, another process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankUse(NamedTuple):
 
 
 def causes(slow: int, uses: Sequence[RankUse]) -> list[str]:
-    """What may be the reason why the rank `slow` is slow, as text; `uses` are those of all ranks."""
+    """Return texts with the likely causes why the rank `slow` is slow; `uses` are the metrics of all ranks."""
     use = uses[slow]
     return [*_of_gpu(use.rank, [each.rank for each in uses]), *_of_cpu(use, uses), *_of_host(use.host)]
 
@@ -59,14 +59,14 @@ def _of_cpu(use: RankUse, every: Sequence[RankUse]) -> list[str]:
             text += f": other processes use {others:.1f} of {use.host.get('cores', 0.0):.0f} cores of its host"
         return [text]
     used = [each.rank["cpu_percent"] for each in every if "cpu_percent" in each.rank]
-    own = use.rank.get("cpu_percent")
-    if own is not None and others >= _OTHER_CORES and own < _LOW_USE * median_low(used):
-        return [f"it uses {own:.0f} % of a core, and other processes of its host {others:.1f} cores"]
+    percent = use.rank.get("cpu_percent")
+    if percent is not None and others >= _OTHER_CORES and percent < _LOW_USE * median_low(used):
+        return [f"it uses {percent:.0f} % of a core, and other processes of its host {others:.1f} cores"]
     return []
 
 
 def _other_cores(use: RankUse, every: Sequence[RankUse]) -> float:
-    """The cores of the host that processes other than the ranks use."""
+    """Return the number of the host's cores that processes other than ranks use."""
     ranks = sum(each.rank.get("cpu_percent", 0.0) for each in every if each.name == use.name)
     return max(0.0, use.host.get("cores", 0.0) * use.host.get("cpu_percent", 0.0) - ranks) / 100
 

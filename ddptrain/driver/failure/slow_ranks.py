@@ -1,11 +1,11 @@
-"""Finds ranks that are slower than the others by themselves, from their own times in each training step.
+"""Finds ranks that are slower than other ranks, from their own times in each training step.
 
-Ranks of DDP step together, so that all of them look equally slow. What differs is the own time: a slow rank works while
-the others wait for it. A rank is slow if, in the last MIN_STEPS steps and MIN_ROUNDS rounds,
+With DDP all ranks make each step together, so that their steps have equal durations. The own times differ: a slow rank
+works while other ranks wait for it. A rank is slow if, in the last MIN_STEPS steps and MIN_ROUNDS rounds,
 
 - its mean own time is `factor` times the median of all ranks (the lower median: of two ranks, that of the faster one),
-- that was so in at least MOST_ROUNDS of the rounds: something that a rank does now and then does not make it slow,
-- the difference is at least LEAST_SHARE of the step: otherwise nobody waits long for the rank.
+- this was so in at least MIN_SLOW_SHARE of the rounds: occasional additional work does not make a rank slow,
+- the difference is at least MIN_STEP_SHARE of the step: otherwise other ranks do not wait long for this rank.
 
 A round is complete when each rank has sent at least one window of about a second (see rank/steps/step_window.py).
 """
@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 MIN_STEPS = 20
 MIN_ROUNDS = 5
-MOST_ROUNDS = 0.8
-LEAST_SHARE = 0.1
-_MOST_KEPT = MIN_STEPS  # rounds: one of them has at least one step
+MIN_SLOW_SHARE = 0.8
+MIN_STEP_SHARE = 0.1
+_MAX_ROUNDS = MIN_STEPS  # each round has at least one step
 
 
 class Window(NamedTuple):
@@ -35,7 +35,7 @@ class Window(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        """Whether the numbers can be right: they come from a rank, which is not trusted."""
+        """Whether the numbers are possible, because ranks are not trusted."""
         times = (self.own_s, self.waited_s)
         return self.steps > 0 and all(math.isfinite(time) and time >= 0.0 for time in times)
 
@@ -61,10 +61,10 @@ class SlowRank:
 
 
 class StepComparison(NamedTuple):
-    """What is known of the steps of all ranks; a named tuple, because each window replaces it.
+    """The steps of all ranks. A named tuple is fast to replace, which each window does.
 
-    latest: the windows of the round under way, by rank. rounds: the last complete ones. reported: ranks that are known
-    to be slow; each is reported once.
+    latest: the windows of the current round, by rank. rounds: the last complete rounds. reported: ranks that were
+    already reported as slow.
     """
 
     factor: float
@@ -73,16 +73,16 @@ class StepComparison(NamedTuple):
     reported: frozenset[int] = frozenset()
 
     def after(self, rank: int, window: Window) -> tuple[StepComparison, tuple[SlowRank, ...]]:
-        """The next state, and the ranks that are slow from now on."""
+        """Return the next state after a window of a rank, and the ranks that are newly found to be slow."""
         before = self.latest[rank]
         latest = (*self.latest[:rank], before.plus(window) if before else window, *self.latest[rank + 1 :])
         complete = tuple(each for each in latest if each is not None)
         if len(complete) < len(latest):
             return self._replace(latest=latest), ()
         rounds = _last_rounds((*self.rounds, complete))
-        found = tuple(slow for slow in slow_ranks(rounds, self.factor) if slow.rank not in self.reported)
-        reported = self.reported | {slow.rank for slow in found}
-        return self._replace(latest=(None,) * len(latest), rounds=rounds, reported=reported), found
+        new = tuple(slow for slow in slow_ranks(rounds, self.factor) if slow.rank not in self.reported)
+        reported = self.reported | {slow.rank for slow in new}
+        return self._replace(latest=(None,) * len(latest), rounds=rounds, reported=reported), new
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class SlowPolicy:
     factor: float = 1.5
 
     def comparison(self, world_size: int) -> StepComparison | None:
-        """The state before the first window; None if ranks are not compared."""
+        """Return the state before the first window; None if ranks are not compared."""
         return StepComparison(self.factor, (None,) * world_size) if self.action != "off" and world_size > 1 else None
 
 
 def slow_ranks(rounds: Sequence[Round], factor: float) -> list[SlowRank]:
-    """The ranks that were slow in these rounds; none if they have too few steps."""
+    """Return the ranks that were slow in these rounds; none if they have too few steps."""
     if len(rounds) < MIN_ROUNDS or _steps(rounds) < MIN_STEPS:
         return []
     found = []
@@ -108,9 +108,9 @@ def slow_ranks(rounds: Sequence[Round], factor: float) -> list[SlowRank]:
         total = functools.reduce(Window.plus, windows)
         median_s = sum(middle * window.steps for middle, window in zip(medians, windows, strict=True)) / total.steps
         slow = SlowRank(rank, total.steps, total.own_s, total.waited_s, median_s)
-        is_often = sum(window.own_s > factor * middle for window, middle in zip(windows, medians, strict=True))
-        matters = slow.own_s - median_s >= LEAST_SHARE * (slow.own_s + slow.waited_s)
-        if slow.own_s > factor * median_s and is_often >= MOST_ROUNDS * len(rounds) and matters:
+        slow_rounds = sum(window.own_s > factor * middle for window, middle in zip(windows, medians, strict=True))
+        matters = slow.own_s - median_s >= MIN_STEP_SHARE * (slow.own_s + slow.waited_s)
+        if slow.own_s > factor * median_s and slow_rounds >= MIN_SLOW_SHARE * len(rounds) and matters:
             found.append(slow)
     return found
 
@@ -120,8 +120,8 @@ def _steps(rounds: Sequence[Round]) -> int:
 
 
 def _last_rounds(rounds: tuple[Round, ...]) -> tuple[Round, ...]:
-    """The last rounds that have enough steps together."""
-    for count in range(MIN_ROUNDS, _MOST_KEPT + 1):
+    """Return the last rounds that have enough steps together."""
+    for count in range(MIN_ROUNDS, _MAX_ROUNDS + 1):
         if _steps(rounds[-count:]) >= MIN_STEPS:
             return rounds[-count:]
-    return rounds[-_MOST_KEPT:]
+    return rounds[-_MAX_ROUNDS:]

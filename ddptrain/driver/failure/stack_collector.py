@@ -1,4 +1,4 @@
-"""Asks all ranks for their stacks when one may hang or waits in vain, and names the rank that the others wait for."""
+"""Collects the stacks of all ranks if the group may hang, or a rank may wait forever, and finds the missing rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ddptrain.driver.failure.missing_calls import find_uncalled
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
 from ddptrain.protocol import events
 
-ANSWERS_S = 5.0  # for every rank to answer, or for its worker to answer in its place
-_AGAIN = 0.5  # of the limit, between an inquiry that found the ranks at work and the next one
+ANSWERS_S = 5.0  # time for every rank, or its worker, to answer
+_AGAIN = 0.5  # of the limit: the time between an inquiry that found the ranks working and the next one
 
 
 @dataclass(frozen=True, slots=True)
 class _Signs:
-    """What was known of a rank when the ranks were asked; see RankReport."""
+    """The driver's knowledge of a rank when the inquiry began; see RankReport."""
 
     idle_s: float = 0.0
     works: bool = False
@@ -30,11 +30,11 @@ class _Signs:
 
 @dataclass(frozen=True, slots=True)
 class StackCollector:
-    """The state of one inquiry: whether the ranks were asked, and what they have answered.
+    """The state of an inquiry: a request for the stacks of all ranks, and their answers.
 
-    until: when it ends (monotonic seconds), None before it has begun. limit_s: of the hang that is suspected; None if a
-    rank has ended its wait by itself. for_wait: begun because a rank waits in a ctx method. not_before: when the next
-    one may begin. before, waited: the stacks of the last inquiry for a hang, and for a wait.
+    until: its deadline (monotonic seconds), None before it has begun. limit_s: the limit of the suspected hang; None if
+    a rank has ended its wait by itself. for_wait: it began because a rank waits in a ctx method. not_before: when the
+    next inquiry may begin. before, waited: the stacks of the last inquiry for a hang, and for a wait.
     """
 
     until: float | None = None
@@ -56,11 +56,11 @@ class StackCollector:
 
     @property
     def under_way(self) -> bool:
-        """Whether answers are awaited."""
+        """Whether the inquiry waits for answers."""
         return self.begun and not self.closed
 
     def may_begin(self, now: float) -> bool:
-        """Whether a suspicion justifies an inquiry: none has begun, and the last one was not a moment ago."""
+        """Return whether an inquiry may begin: none is in progress, and the last one was not too recently."""
         return not self.begun and now >= self.not_before
 
     def begin(
@@ -73,7 +73,7 @@ class StackCollector:
         *,
         for_wait: bool = False,
     ) -> StackCollector:
-        """The inquiry once the ranks have been asked; `hang` None: a rank has ended its wait by itself, or waits."""
+        """Return the inquiry after its start; `hang` is None if a rank has ended its wait by itself, or waits."""
         signs = {
             rank.spec.rank: _Signs(
                 watchdog.idle_s(rank, activity, now),
@@ -87,7 +87,7 @@ class StackCollector:
         return dataclasses.replace(self, until=now + ANSWERS_S, limit_s=limit_s, signs=signs, for_wait=for_wait)
 
     def after(self, rank: int, event: events.Event) -> StackCollector:
-        """The inquiry after an event of a rank. A late answer of the rank replaces that of its worker."""
+        """Return the inquiry after an event of a rank. A late answer of the rank replaces the answer of its worker."""
         if isinstance(event, events.Stacks) and (rank not in self.stacks or not event.state):
             return dataclasses.replace(self, stacks={**self.stacks, rank: event})
         if is_stacks_file(event):
@@ -97,9 +97,9 @@ class StackCollector:
         return self
 
     def result(self, ranks: Sequence[RankState], now: float, time_ns: int) -> tuple[StackCollector, Fault | None]:
-        """The fault, once every rank has answered or the time is over; None before and after that.
+        """Return the next state, and the fault when every rank has answered or the time is over; None before and after.
 
-        If the rank that the others wait for is at work there is no fault, and another inquiry may begin later.
+        If the rank that other ranks wait for is working, there is no fault, and another inquiry may begin later.
         `time_ns` becomes the time of the fault.
         """
         if self.until is None or self.closed:
@@ -116,18 +116,18 @@ class StackCollector:
         return self._reset(now), None
 
     def _has_moved_on(self, ranks: Sequence[RankState]) -> bool:
-        """Whether a rank has finished since the ranks were asked: those that waited for it then may not any more."""
+        """Return whether a rank has finished since the start of the inquiry; other ranks may not wait any more."""
         return any(rank.finished and not self.signs.get(rank.spec.rank, _Signs()).finished for rank in ranks)
 
     def _reset(self, now: float) -> StackCollector:
-        """No inquiry, with the stacks of this one for the next."""
+        """Return the state before the next inquiry, with the stacks of this one."""
         kept = StackCollector(threads=self.threads, not_before=self.not_before, before=self.before, waited=self.waited)
         if self.for_wait:
             return dataclasses.replace(kept, waited=self.stacks)
         return dataclasses.replace(kept, not_before=now + _AGAIN * (self.limit_s or 0.0), before=self.stacks)
 
     def explained(self, fault: Fault) -> Fault:
-        """The fault with the exception that ended a thread of its rank before."""
+        """Return the fault with the exception that ended a thread of its rank earlier, if there is one."""
         return failure_fault.add_thread_failure(fault, self.threads.get(fault.rank))
 
     def _report(self, rank: RankState) -> RankReport:

@@ -1,12 +1,12 @@
 """Decides from the activity of all ranks whether the worker group may hang.
 
 Activity is events, printed lines, CPU time and GPU use. A rank that has reported progress is expected to do so again:
-after `timeout_s` without an event or a line all ranks are asked for their stacks. As long as the rank uses the CPU or
-the GPU outside of a collective operation it may go on, up to BUSY_LIMIT times `timeout_s`. A rank that has never
-reported may work in silence without a limit: a script that only prints its result must not be killed.
+after `timeout_s` without an event or a line, all ranks are asked for their stacks. As long as the rank uses the CPU or
+the GPU outside of a collective operation it may continue, up to BUSY_LIMIT times `timeout_s`. A rank that has never
+reported may work silently without a limit: a script that only prints its result must not be killed.
 
-With `hang_timeout_s: auto` the limit follows the run: PAUSES times the longest pause between two reports of a rank, at
-least SHORTEST_S, at most LONGEST_S. It is LONGEST_S until the ranks have reported often enough.
+With `hang_timeout_s: auto` the limit is PAUSES times the longest pause between two reports of a rank, at least
+SHORTEST_S, at most LONGEST_S. It is LONGEST_S until the ranks have reported often enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
-LONGEST_S = 600.0  # the limit of `auto` before it follows the run, and at most
+LONGEST_S = 600.0  # the highest limit of `auto`, and the limit until the ranks have reported often enough
 SHORTEST_S = 40.0
 PAUSES = 10
 _ENOUGH_REPORTS = 20
@@ -28,9 +28,9 @@ _ENOUGH_S = 20.0  # since the first report
 BUSY_LIMIT = 6  # times timeout_s: how long a rank that reports may use CPU or GPU without an event or a line
 _LONGEST_EXCUSE_S = 3_600.0
 _CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as activity
-_CUT_S = 5.0  # without a notice of a rank's worker, which sends one every 2 s: the rank's activity is unknown
+_CUT_S = 5.0  # a worker sends a notice every 2 s; without one for this time, the rank's activity is unknown
 _GPU_PERCENT = 5  # GPU use that counts as activity
-# Events that are no activity: the driver asked for them, or they come from a thread while the rank may hang.
+# Events that are not activity: the driver requested them, or a thread sends them while the rank may hang.
 _NO_ACTIVITY = (
     events.Started,
     events.Stacks,
@@ -43,13 +43,13 @@ _NO_ACTIVITY = (
 
 
 def alive_s(hang_timeout_s: float | str | None, lost_after_s: float) -> float:
-    """Seconds between two notices of a quiet rank's worker: often enough for both limits."""
+    """Return the seconds between two notices about a silent rank: short enough for both limits."""
     limit_s = hang_timeout_s if isinstance(hang_timeout_s, float) else lost_after_s
     return min(2.0, lost_after_s / 4, limit_s / 4)
 
 
 def is_stacks_file(event: events.Event) -> bool:
-    """Whether an event is a rank's file of stacks, which the driver asked for."""
+    """Return whether an event is a rank's file of stacks, which the driver has requested."""
     return isinstance(event, events.FileSaved) and event.path.startswith(f"{STACKS_FOLDER}/")
 
 
@@ -63,9 +63,9 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A worker group that may hang: `ranks` were silent for `limit_s`, the longest idle first. Their stacks decide.
+    """A suspected hang of a worker group: `ranks` were silent for `limit_s`, the rank that is idle longest first.
 
-    idle_s: of the first of them.
+    idle_s: the idle time of the first rank.
     """
 
     stage: Stage
@@ -75,7 +75,7 @@ class Hang:
 
 
 class Activity(NamedTuple):
-    """The activity of one rank; a named tuple, because each notice replaces it. Times are monotonic seconds, 0: never.
+    """The activity of one rank. A named tuple is fast to replace. Times are monotonic seconds, 0: never.
 
     spoke_at: of the last event or line. cpu_at, gpu_at: of the last use of the CPU, the GPU. excused_until: the rank
     has announced that it will be quiet. notice_at: of the last notice of its worker. cpu_s: CPU time at the last
@@ -100,33 +100,36 @@ class Activity(NamedTuple):
     longest_pause_s: float = 0.0
 
     def noticed(self, now: float) -> Activity:
-        """The rank's worker has sent a notice. Time in which the worker was cut off does not count."""
+        """Return the activity after a notice of the rank's worker.
+
+        Time in which the worker was cut off is not counted.
+        """
         cut_s = now - self.notice_at
         rested = self.shifted(cut_s, now) if self.notice_at and cut_s > _CUT_S else self
         return rested._replace(notice_at=now)
 
     def spoke(self, now: float) -> Activity:
-        """The rank has sent an event or printed a line."""
+        """Return the activity after an event or a printed line of the rank."""
         pause_s = now - self.spoke_at if self.reported_at else 0.0
         longest_s = max(self.longest_pause_s, pause_s)
         return self._replace(spoke_at=now, cpu_s=self.newest_cpu_s, longest_pause_s=longest_s)
 
     def reported(self, now: float) -> Activity:
-        """The rank has reported metrics or progress."""
+        """Return the activity after a report of metrics or progress."""
         return self._replace(reported_at=self.reported_at or now, report_count=self.report_count + 1)
 
     def grew(self, log_size: int, now: float) -> Activity:
-        """The rank's log has `log_size` bytes, which is more than before if it has printed something."""
+        """Return the activity for a log of `log_size` bytes; if it has grown, the rank has printed a line."""
         if log_size <= self.log_size:
             return self
         return self.spoke(now)._replace(log_size=log_size)
 
     def used_gpu(self, percent: float, now: float) -> Activity:
-        """The GPU of the rank was in use for this share of the last moment, as NVML reports it."""
+        """Return the activity for a GPU use in percent, as NVML reports it."""
         return self._replace(has_gpu=True, gpu_at=now if percent >= _GPU_PERCENT else self.gpu_at)
 
     def shifted(self, seconds: float, now: float) -> Activity:
-        """The same as if these seconds had not passed."""
+        """Return the activity as if these seconds had not passed."""
 
         def later(at: float) -> float:
             return min(now, at + seconds) if at else at
@@ -144,9 +147,9 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """The limits; `timeout_s` None turns the watchdog off. Ranks have start_s() to enter the workload.
+    """The limits; `timeout_s` None turns the watchdog off. Ranks must enter the workload within `start_s`.
 
-    adapts: the limit follows the run, and `timeout_s` is the highest one.
+    adapts: the limit depends on the pauses of the run, and `timeout_s` is the highest limit.
     """
 
     timeout_s: float | None
@@ -165,12 +168,12 @@ class Watchdog:
         return min(self.timeout_s, max(SHORTEST_S, PAUSES * activity.longest_pause_s))
 
     def _knows(self, activity: Activity) -> bool:
-        """Whether the rank has reported often enough for its longest pause to tell something."""
+        """Return whether the rank has reported often enough to use its longest pause."""
         enough = activity.report_count >= _ENOUGH_REPORTS
         return self.adapts and enough and activity.spoke_at - activity.reported_at >= _ENOUGH_S
 
     def after_event(self, activity: Activity, event: events.Event, now: float) -> Activity:
-        """The activity of a rank after an event that it sent."""
+        """Return the activity of a rank after an event that it sent."""
         if isinstance(event, _NO_ACTIVITY) or is_stacks_file(event) or self.timeout_s is None:
             return activity
         if isinstance(event, events.Entered):
@@ -184,8 +187,8 @@ class Watchdog:
         return activity.spoke(now).reported(now)
 
     def after_cpu(self, activity: Activity, seconds: float, now: float) -> Activity:
-        """The activity of a rank that has used `seconds` of CPU time with its children since its start."""
-        used_s = min(activity.cpu_s, seconds)  # less than before: a child has ended, and its CPU time is gone
+        """Return the activity of a rank that has used `seconds` of CPU time with its children since its start."""
+        used_s = min(activity.cpu_s, seconds)  # it can be less than before: the CPU time of an ended child is gone
         limit_s = self.limit_s(activity)
         if limit_s is not None and seconds - used_s >= _CPU_SHARE * limit_s:
             return activity._replace(newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)
@@ -196,7 +199,7 @@ class Watchdog:
         return min(_silent_s(rank, activity, now), now - max(activity.cpu_at, activity.gpu_at))
 
     def works(self, rank: RankState, activity: Activity, now: float) -> bool:
-        """Whether the CPU or GPU use of a rank still counts as progress."""
+        """Return whether the CPU or GPU use of a rank still counts as progress."""
         limit_s = self.limit_s(activity)
         if self.timeout_s is None or limit_s is None:
             return True
@@ -204,7 +207,7 @@ class Watchdog:
         return self.idle_s(rank, activity, now) <= limit_s and (within or not activity.reports)
 
     def checked(self, rank: RankState, activity: Activity, now: float) -> str:
-        """The kinds of activity that were checked for a rank, and the result, as text."""
+        """Return the kinds of activity that were checked for a rank, and the result, as text."""
         silent_s = _silent_s(rank, activity, now)
         cpu_s, gpu_s = (now - max(rank.submitted_at, at) for at in (activity.cpu_at, activity.gpu_at))
         gpu = f"last GPU use {gpu_s:.0f} s ago" if activity.has_gpu else "GPU use not measured"
@@ -219,7 +222,7 @@ class Watchdog:
         return text + (f"; CPU or GPU use alone counts for {for_s}" if over else "")
 
     def overdue(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> Hang | None:
-        """The hang that the worker group may be in; None while the worker of a rank is cut off."""
+        """Return the hang that the worker group may be in; None while the worker of a rank is cut off."""
         if self.timeout_s is None:
             return None
         alive = [pair for pair in zip(ranks, activities, strict=True) if pair[0].submitted_at and not pair[0].over]
@@ -229,7 +232,7 @@ class Watchdog:
         limit_s = self._group_limit_s(stage, [activity for _, activity in alive])
         late = [pair for pair in alive if self._is_late(*pair, now, limit_s)]
         if stage == Stage.TRAIN and any(now - activity.spoke_at <= limit_s for _, activity in alive):
-            # A rank that never reports often waits for the one that does: for a long evaluation on rank 0, say.
+            # A rank that never reports often waits for one that reports, for example during an evaluation on rank 0.
             late = [pair for pair in late if pair[1].reports]
         if not late:
             return None
@@ -237,7 +240,7 @@ class Watchdog:
         return Hang(stage, tuple(rank for _, rank in idle), limit_s, idle[0][0])
 
     def _group_limit_s(self, stage: Stage, activities: Sequence[Activity]) -> float:
-        """The limit of a worker group: the longest one of the ranks that report."""
+        """Return the limit of a worker group: the longest limit of the ranks that report."""
         if stage == Stage.START:
             return self.start_s
         known = [self.limit_s(activity) or 0.0 for activity in activities if activity.reports]
@@ -249,7 +252,7 @@ class Watchdog:
 
 
 def new_watchdog(hang_timeout_s: float | str | None, start_timeout_s: float) -> Watchdog:
-    """The watchdog of a configuration: a limit in seconds, "auto", or None for none."""
+    """Return the watchdog of a configuration: a limit in seconds, "auto", or None for none."""
     if isinstance(hang_timeout_s, str):
         return Watchdog(LONGEST_S, start_timeout_s, adapts=True)
     return Watchdog(hang_timeout_s, start_timeout_s)

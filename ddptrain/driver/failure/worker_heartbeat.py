@@ -1,4 +1,4 @@
-"""Finds workers that are gone without a message: silent ones, those that never begin, and a scheduler that is gone."""
+"""Finds losses without a message: silent workers, workers that never start a rank, and a lost scheduler."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.driver.failure.fault import FaultKind, Loss
 from ddptrain.driver.failure.watchdog import Activity
 
-_SCHEDULER_LOST_S = 3.0  # without a connection to the scheduler, until the attempt is ended
-_SUSPENDED_S = 3.0  # between two ticks: this process was suspended itself, and has heard nobody
+_SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
+_SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeartbeat:
-    """The limits in seconds, and when the driver last looked (monotonic seconds).
+    """The limits in seconds, and the time of the last check (monotonic seconds).
 
-    A worker without a notice for `lost_after_s` is lost or cut off. connected_at: when the scheduler was last there.
+    A worker without a notice for `lost_after_s` is lost or cut off. connected_at: when the scheduler was last
+    connected.
     """
 
     start_timeout_s: float
@@ -27,13 +28,13 @@ class WorkerHeartbeat:
     looked_at: float
 
     def looked(self, now: float, *, connected: bool) -> tuple[WorkerHeartbeat, float]:
-        """The next state, and for how many seconds this process was suspended (0.0: it was not)."""
+        """Return the state after a check, and for how many seconds this process was suspended (0.0: it was not)."""
         slept_s = now - self.looked_at
         next_state = dataclasses.replace(self, looked_at=now, connected_at=now if connected else self.connected_at)
         return next_state, slept_s if slept_s > _SUSPENDED_S else 0.0
 
     def lost_cluster(self, now: float, worker_fault: str | None) -> Loss | None:
-        """The loss of all ranks: the worker that the driver started has ended, or the scheduler is gone."""
+        """Return the loss of all ranks if the driver's own worker has ended, or the scheduler is gone; else None."""
         if worker_fault is not None:
             return Loss(FaultKind.WORKER_LOST, worker_fault)
         if now - self.connected_at > _SCHEDULER_LOST_S:
@@ -43,13 +44,13 @@ class WorkerHeartbeat:
     def lost_ranks(
         self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float
     ) -> Iterator[tuple[RankState, Loss]]:
-        """Ranks to be given up, once all messages have been read."""
+        """Yield ranks that are lost. Must be called when all messages have been read."""
         waiting = [pair for pair in zip(ranks, activities, strict=True) if pair[0].submitted_at and not pair[0].over]
         yield from self._silent([pair for pair in waiting if pair[1].notice_at], now)
         yield from self._not_begun([rank for rank, activity in waiting if not activity.notice_at], now)
 
     def _silent(self, running: Sequence[tuple[RankState, Activity]], now: float) -> Iterator[tuple[RankState, Loss]]:
-        """Workers that have sent nothing for too long: a cut network closes no connection."""
+        """Yield the ranks whose workers were silent for too long, because a cut network closes no connection."""
         silent = [rank for rank, activity in running if now - activity.notice_at > self.lost_after_s]
         alone = len(silent) < len(running) or len({rank.place.slot.host for rank, _ in running}) == 1
         for rank in silent:
@@ -58,7 +59,7 @@ class WorkerHeartbeat:
             yield rank, Loss(FaultKind.WORKER_LOST, text)
 
     def _not_begun(self, submitted: Sequence[RankState], now: float) -> Iterator[tuple[RankState, Loss]]:
-        """Ranks that their worker has not started: a foreign worker can be busy with other tasks for ever."""
+        """Yield the ranks that their workers have not started: a foreign worker may be busy with other tasks."""
         for rank in submitted:
             if now - rank.submitted_at > self.start_timeout_s:
                 text = (

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from ddptrain.driver.worker_group.rank_place import RankPlace
 
 _OFFLINE = frozenset({"offline", "dryrun"})
-# These belong to the driver's own process and file system, so they are not passed to ranks on other hosts.
+# Variables about the driver's own process and file system, which are not passed to ranks on other hosts.
 _DRIVER_ONLY = frozenset({"WANDB_SERVICE", "WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR", KEY})
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raises UsageError if ranks will use this Python and the package of a tracker is not installed.
+    """Raise UsageError if the package of a tracker is not installed, for a cluster on this machine.
 
-    On other clusters the rank prints a warning instead, and runs without that tracker.
+    On other clusters the rank prints a warning, and runs without the tracker.
     """
     if not config.cluster.is_embedded:
         return
@@ -64,12 +64,12 @@ class TrackingSetup:
             self._set_up_wandb({**environ, **config.env}, embedded=config.cluster.is_embedded)
 
     def go_on_from(self, checkpoint: VerifiedCheckpoint | None, series: AllSeries) -> None:
-        """Sets where the next attempt continues; `series` are the metrics up to that checkpoint."""
+        """Set where the next attempt continues; `series` are the metrics up to that checkpoint."""
         self._resumed_from = checkpoint.step if checkpoint else None
         self._series = series
 
     def of(self, place: RankPlace) -> TrackingSpec | None:
-        """The `tracking` field of the spec of the rank at a place; None if it has no tracker."""
+        """Return the field `tracking` of the rank spec for a place; None if the rank has no tracker."""
         chosen = [each for each in self._config.for_rank(place.rank) if each.name != WANDB or self._wandb]
         if not chosen:
             return None
@@ -91,7 +91,7 @@ class TrackingSetup:
             self._tell("W&B is off: WANDB_MODE is disabled")
             return
         mode = "shared" if variable == "shared" else str(self._config.wandb.mode)
-        online = variable not in _OFFLINE and access.is_there
+        online = variable not in _OFFLINE and access.has_credentials
         if not online:
             why = f"WANDB_MODE is {variable}" if variable in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
             apart = ", one run for each rank, because ranks can share a run only online" if mode == "shared" else ""
@@ -113,7 +113,7 @@ class TrackingSetup:
         return f"ddptrain results sync {run_argument(self._writer.layout)}"
 
     def _wandb_id(self, online: bool, base_url: str) -> str:
-        """The id of the W&B run: created once, recorded in run.json, and kept when the run is resumed."""
+        """Return the id of the W&B run: created once, recorded in run.json, and kept when the run is resumed."""
         record = self._writer.record.tracking
         known = {"id": secrets.token_hex(4), **record.get(WANDB, {}), "mode": "online" if online else "offline"}
         if base_url:
@@ -123,7 +123,7 @@ class TrackingSetup:
 
 
 def before(series: AllSeries, rank: int) -> dict[str, tuple[float, float, float]]:
-    """The lowest, the highest and the last finite value of each metric of a rank."""
+    """Return the lowest, the highest and the last finite value of each metric of a rank."""
     finite = {name: list(filter(math.isfinite, one.value)) for (name, of), one in series.items() if of == rank}
     return {name: (min(values), max(values), values[-1]) for name, values in finite.items() if values}
 

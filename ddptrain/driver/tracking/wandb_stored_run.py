@@ -1,4 +1,4 @@
-"""What W&B has recorded of a run in an object store, as a local folder while it is sent to the server."""
+"""A local folder with the W&B recordings of a run in an object store, for sending them to the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STAGED = f"{RECORDED}/data/artifacts/staging"
 class StoredWandbRun:
     """A local copy, `layout`, of a run in `store`. Files are empty until they are fetched, except for state files.
 
-    State files tell which parts were sent.
+    State files show which parts were sent.
     """
 
     def __init__(self, store: RemoteFolder, folder: Path) -> None:
@@ -31,7 +31,7 @@ class StoredWandbRun:
         self._states: dict[str, bytes] = {}
 
     def refresh(self) -> None:
-        """Creates the folder again from the current content of the store. Raises ResultsError."""
+        """Create the folder again from the current content of the store. Raises ResultsError."""
         files = self.store.files(RECORDED)
         self._paths = [path for path in files if is_plain(path) and not path.startswith(TEMPORARY)]
         self._states = self.store.read_all([path for path in self._paths if _is_state(path)])
@@ -43,7 +43,7 @@ class StoredWandbRun:
                 target.write_bytes(self._states.get(path, b""))
 
     def fetch(self, parts: Sequence[RunPart], until: float) -> None:
-        """Fetches the files of these parts, and those of their artifacts.
+        """Fetch the files of these parts, and those of their artifacts.
 
         Raises ResultsError; TimeoutError after `until` (monotonic).
         """
@@ -66,7 +66,7 @@ class StoredWandbRun:
             self.store.fetch(path, self.layout.root / path)
 
     def upload_states(self) -> None:
-        """Writes state files that have changed to the store. Raises ResultsError."""
+        """Write state files that have changed to the store. Raises ResultsError."""
         for path in (self.layout.root / RECORDED).rglob("*"):
             name = path.relative_to(self.layout.root).as_posix()
             if _is_state(name) and path.is_file() and self._states.get(name) != (data := path.read_bytes()):

@@ -1,4 +1,4 @@
-"""Sends what W&B lacks of a run: offline runs, and online runs that ended before everything was sent.
+"""Sends the missing parts of runs to W&B: of offline runs, and of online runs that ended before all was sent.
 
 A part that was sent is marked, and skipped the next time. A part that could not be sent stays for the next time.
 """
@@ -44,7 +44,7 @@ from ddptrain.tracking.wandb.wandb_folders import (
     UNSENT,
     RunPart,
     links_in,
-    waiting,
+    unsent_parts,
 )
 
 _LOCK = ".sync.lock"
@@ -56,7 +56,7 @@ _DATA = "data"  # that folder, below a run's tracking/wandb
 class SyncResult:
     """The result for one run: how many parts were sent, how many still wait, and why.
 
-    `problem` is "" if nothing went wrong. `passed_over` is the reason if the run was skipped. `left_out` counts
+    `problem` is "" if nothing went wrong. `skipped` is the reason if the run was skipped. `left_out` counts
     checkpoints of an offline run that the run directory no longer keeps.
     """
 
@@ -65,13 +65,13 @@ class SyncResult:
     waiting: int = 0
     left_out: int = 0
     problem: str = ""
-    passed_over: str = ""
+    skipped: str = ""
 
     @property
     def summary(self) -> str:
         """The result on one line."""
-        if self.passed_over:
-            return f"{self.run_id}: skipped, {self.passed_over}"
+        if self.skipped:
+            return f"{self.run_id}: skipped, {self.skipped}"
         if self.problem:
             parts = f"{self.waiting} of {self.sent + self.waiting} W&B runs " if self.waiting else ""
             return f"{self.run_id}: {parts}not sent: {self.problem}"
@@ -88,7 +88,7 @@ class _NotSent(Exception):
 
 
 def sync_runs(views: Sequence[RunView], timeout_s: float, tell: Callable[[SyncResult], None]) -> bool:
-    """Sends all runs, within `timeout_s` together. Returns whether everything that should be sent was sent."""
+    """Send all runs, within `timeout_s` together. Return whether everything that should be sent was sent."""
     deadline = time.monotonic() + timeout_s
     all_well = True
     for view in views:
@@ -99,7 +99,7 @@ def sync_runs(views: Sequence[RunView], timeout_s: float, tell: Callable[[SyncRe
 
 
 def sync_run(view: RunView, environ: Mapping[str, str], deadline: float) -> SyncResult:
-    """Sends what the server lacks of a run, until `deadline` (monotonic). Raises UsageError if there is no API key."""
+    """Send the missing parts of a run, until `deadline` (monotonic). Raises UsageError if there is no API key."""
     if view.layout.is_original:
         return _result(view, lambda: _sync_local(view, environ, deadline))
     with temp_folder("ddptrain-sync-") as folder:
@@ -112,9 +112,9 @@ def _result(view: RunView, sync: Callable[[], SyncResult]) -> SyncResult:
     try:
         return sync()
     except _Skipped as reason:
-        return SyncResult(view.run_id, passed_over=str(reason))
+        return SyncResult(view.run_id, skipped=str(reason))
     except RunLocked:
-        return SyncResult(view.run_id, passed_over="another process is sending it")
+        return SyncResult(view.run_id, skipped="another process is sending it")
     except (_NotSent, ResultsError, StoreError) as error:
         return SyncResult(view.run_id, waiting=len(_waiting(view)), problem=str(error))
 
@@ -137,7 +137,7 @@ def _sync_local(view: RunView, environ: Mapping[str, str], deadline: float) -> S
 def _sync_stored(
     view: RunView, local_view: RunView, stored: StoredWandbRun, environ: Mapping[str, str], deadline: float
 ) -> SyncResult:
-    """Sends a run of an object store, whose files are fetched to the folder of `local_view`."""
+    """Send a run of an object store, whose files are fetched to the folder of `local_view`."""
     stored.refresh()
     if not _waiting(local_view):
         return SyncResult(view.run_id)
@@ -162,7 +162,7 @@ def _sync_stored(
 
 
 def _check_ended(view: RunView) -> None:
-    """Raises _Skipped unless the run's driver is known to have ended."""
+    """Raise _Skipped unless the run's driver is known to have ended."""
     if view.is_running:
         raise _Skipped("it is running")
     if view.status == RunStatus.UNKNOWN:
@@ -179,12 +179,12 @@ def _recorded_folder(layout: RunLayout) -> Path:
 
 
 def _waiting(view: RunView) -> list[RunPart]:
-    """The parts that the server lacks."""
-    return waiting(wandb_parts(view.layout, view.record))
+    """Return the parts that the server lacks."""
+    return unsent_parts(wandb_parts(view.layout, view.record))
 
 
 def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of wandb's command.
+    """Return the environment of wandb's command.
 
     Raises _NotSent if the run names a server that the user has not chosen; UsageError if there is no API key.
     """
@@ -193,14 +193,14 @@ def _environment(view: RunView, environ: Mapping[str, str]) -> dict[str, str]:
     if access is None:
         advice = f"set WANDB_BASE_URL={shlex.quote(named)} if your key is to go there"
         raise _NotSent(f"they are for {named}: {advice}")
-    if not access.is_there:
+    if not access.has_credentials:
         raise UsageError("there is no API key of W&B: set WANDB_API_KEY, or run `wandb login`")
     chosen = {name: value for name, value in ((KEY, access.key), (BASE_URL, access.base_url)) if value}
     return sync_environment(environ) | chosen
 
 
 def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> SyncResult:
-    """Sends the parts in rounds: in each, the earliest waiting part of each W&B run; later parts continue it."""
+    """Send the parts in rounds: in each, the earliest waiting part of each W&B run; later parts continue it."""
     sent, left_out, problem = 0, 0, ""
     stuck: set[str] = set()
     while parts := [part for part in _waiting(view) if part.target not in stuck]:
@@ -218,7 +218,7 @@ def _send_all(view: RunView, env: Mapping[str, str], deadline: float) -> SyncRes
 def _send(
     view: RunView, parts: Sequence[RunPart], env: Mapping[str, str], deadline: float
 ) -> tuple[str, dict[RunPart, int]]:
-    """Sends these parts. Returns an error message or "", and how many checkpoints were left out of each part."""
+    """Send these parts. Return an error message or "", and how many checkpoints were left out of each part."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         return "the time limit (--timeout) was over before it began", {}
@@ -230,9 +230,9 @@ def _send(
             if transaction_log.is_empty(part.log):
                 _mark(part)
                 continue
-            family = [each for each in known if each.target == part.target]
+            parts_of_run = [each for each in known if each.target == part.target]
             try:
-                prepared[part] = _prepare(part, family, view, scratch / str(number))
+                prepared[part] = _prepare(part, parts_of_run, view, scratch / str(number))
             except _NotSent as error:
                 problem = problem or str(error)
         if not prepared:
@@ -253,22 +253,22 @@ def _send(
 
 
 def _mark(part: RunPart) -> None:
-    """Marks a part as sent."""
+    """Mark a part as sent."""
     append(part.log.with_suffix(SYNCED), b"")
     with suppress(OSError):
         (part.folder / UNSENT).unlink(missing_ok=True)
 
 
-def _prepare(part: RunPart, family: Sequence[RunPart], view: RunView, scratch: Path) -> tuple[Path, int]:
-    """The log to send, and how many checkpoints were left out because the run no longer keeps them.
+def _prepare(part: RunPart, parts_of_run: Sequence[RunPart], view: RunView, scratch: Path) -> tuple[Path, int]:
+    """Return the log to send, and how many checkpoints were left out because the run no longer keeps them.
 
-    It is the log of the part, or a changed copy of it in `scratch`; `family` are all parts of the same W&B run. A copy
-    is needed if artifacts' files have moved (wandb would silently skip them); if a later part was sent before (then
-    this part must not set the run's final state); and for a part of a shared run (it becomes a run of its rank).
+    It is the log of the part, or a changed copy of it in `scratch`; `parts_of_run` are all parts of the same W&B run. A
+    copy is needed if artifacts' files have moved (wandb would silently skip them); if a later part was sent before
+    (then this part must not set the run's final state); and for a part of a shared run (it becomes a run of its rank).
     Raises _NotSent.
     """
     located = {file: _locate(file, view) for file in transaction_log.staged_files(part.log)}
-    overtaken = family[-1] != part and any(each.sent for each in family)
+    overtaken = parts_of_run[-1] != part and any(each.sent for each in parts_of_run)
     if link := _symlink_in(part):
         raise _NotSent(f"{link} is a symbolic link to something outside of this run: remove it")
     if not overtaken and not part.rank and all(str(path) == file.path for file, path in located.items()):
@@ -304,7 +304,7 @@ def _locate(file: LoggedFile, view: RunView) -> Path | None:
 
 
 def _is_file_in(path: Path, folder: Path) -> bool:
-    """Whether `path`, with symbolic links resolved, is a file of its name in a folder of that name."""
+    """Return whether `path`, with symbolic links resolved, is a file of its name in a folder of that name."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError):
@@ -313,13 +313,13 @@ def _is_file_in(path: Path, folder: Path) -> bool:
 
 
 def _symlink_in(part: RunPart) -> str:
-    """A symbolic link among a part's files, or "". wandb creates none, and would follow it."""
+    """Return a symbolic link among a part's files, or "". wandb creates none, and would follow it."""
     files = part.folder / "files"
     return next((str(path) for path in (files, *files.rglob("*")) if path.is_symlink()), "")
 
 
 def _md5(path: Path) -> str:
-    """The digest as W&B writes it: base64."""
+    """Return the digest as W&B writes it: base64."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
     return base64.b64encode(digest.digest()).decode()

@@ -1,4 +1,4 @@
-"""Moves ranks' files and checkpoints into the run directory, in a thread: hashing a gigabyte must not delay the driver.
+"""Moves ranks' files and checkpoints into the run directory in a thread, because hashing takes long.
 
 If the run directory has no room, the files stay in the rank's staging folder, and the transfer is tried again.
 """
@@ -58,18 +58,18 @@ class ArtifactTransfer:
         self.policy = policy
         self.inbox = inbox
         self._max_failures = max_failures
-        self._failures = 0  # in a row, of all transfers: a disk that is full is so for all of them
+        self._failures = 0  # in a row, over all transfers, because a full disk affects all of them
         self._closed = threading.Event()
         self._queue: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ddptrain-artifacts", daemon=True)
         self._thread.start()
 
-    def bring_checkpoint(self, rank: int, event: events.CheckpointSaved, source_of: Callable[[int], Source]) -> None:
-        """Queues a staged checkpoint; `source_of` says where a rank's files are, or raises LookupError."""
+    def add_checkpoint(self, rank: int, event: events.CheckpointSaved, source_of: Callable[[int], Source]) -> None:
+        """Queue a staged checkpoint; `source_of` says where a rank's files are, or raises LookupError."""
 
         def work() -> Path:
-            with ExitStack() as fetched:
-                folders = [self._at_hand(fetched, source_of(rank), event.staging, event.files)]
+            with ExitStack() as copies:
+                folders = [self._local_folder(copies, source_of(rank), event.staging, event.files)]
                 for part in event.parts:
                     try:
                         source = source_of(part.rank)
@@ -78,21 +78,21 @@ class ArtifactTransfer:
                             f"the checkpoint of step {event.step} has files of rank {part.rank}, which does not exist"
                         )
                         raise CheckpointDamaged(text) from error
-                    folders.append(self._at_hand(fetched, source, part.staging, part.files))
+                    folders.append(self._local_folder(copies, source, part.staging, part.files))
                 return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:])
 
         self._queue.put(_Transfer(rank, f"checkpoint step-{event.step}", work))
 
-    def _at_hand(self, fetched: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
-        """The folder `name` of a rank's staging folder, or a copy of it that exists until `fetched` is closed."""
+    def _local_folder(self, copies: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
+        """Return the folder `name` of a rank's staging folder, or a copy that exists until `copies` is closed."""
         folder = source.staging / _file_name(name)
         if source.fetch is None:
             return folder
         sizes = [(file.name, file.size_bytes) for file in files]
-        return fetched.enter_context(self._fetched(folder, sizes, source.fetch))
+        return copies.enter_context(self._fetched(folder, sizes, source.fetch))
 
-    def bring_file(self, rank: int, event: events.FileSaved, staging: Path, fetch: Fetch | None) -> None:
-        """Queues a staged file for artifacts/ or another area of the run directory."""
+    def add_file(self, rank: int, event: events.FileSaved, staging: Path, fetch: Fetch | None) -> None:
+        """Queue a staged file for artifacts/ or another area of the run directory."""
 
         def work() -> Path:
             name = _file_name(event.staging)
@@ -105,11 +105,11 @@ class ArtifactTransfer:
         self._queue.put(_Transfer(rank, what, work, vital=event.area != TRACKING))
 
     def stop_retrying(self) -> None:
-        """Each transfer is tried once from now on, because the run is ending with an error."""
+        """Try each transfer only once from now on, because the run is ending with an error."""
         self._closed.set()
 
     def close(self, deadline_s: float) -> bool:
-        """Finishes the queue. Returns whether that was possible within `deadline_s` seconds."""
+        """Finish the queue. Return whether it was finished within `deadline_s` seconds."""
         self._queue.put(None)
         self._thread.join(timeout=deadline_s)
         self._closed.set()
@@ -131,7 +131,7 @@ class ArtifactTransfer:
                 self.inbox.put(ArtifactStored(transfer.rank, transfer.what, str(path)))
 
     def _with_retries(self, transfer: _Transfer) -> Path:
-        """Tries again after pauses of 1, 2, 4, ... 60 s if the run directory cannot be written."""
+        """Do the transfer; repeat it after 1, 2, 4, ... 60 s if the run directory cannot be written."""
         while True:
             try:
                 path = transfer.work()
@@ -153,7 +153,7 @@ class ArtifactTransfer:
 
     @contextmanager
     def _fetched(self, source: Path, files: list[tuple[str, int]], fetch: Fetch) -> Iterator[Path]:
-        """Copies files of a remote folder into a temporary folder of the run's scratch folder."""
+        """Copy files of a remote folder into a temporary folder of the run's scratch folder."""
         target = self.writer.layout.scratch_dir / f"fetched-{time.time_ns()}"
         target.mkdir(parents=True)
         try:
@@ -177,7 +177,7 @@ def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch) -> No
 
 
 def _file_name(name: str) -> str:
-    """Returns `name`. Raises UnsafePath unless it is a single file name: a rank must not write to other folders."""
+    """Return `name`. Raises UnsafePath unless it is a single file name: a rank must not write to other folders."""
     if len(safe_relative(name).parts) != 1:
         raise UnsafePath(f"{name!r} is not a file name")
     return name

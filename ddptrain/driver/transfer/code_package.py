@@ -70,7 +70,7 @@ class CodePackage:
 
     @cached_property
     def sample(self) -> list[str]:
-        """Up to 1,000 files, by which a worker recognizes the folder: those that were changed last.
+        """Up to 1,000 files that were changed last, by which a worker recognizes the folder.
 
         A project folder may contain data sets: comparing all files would take too long.
         """
@@ -97,7 +97,7 @@ class CodePackage:
             return content_hash(self.folder, self.names)
 
     def check(self, needed: Path, max_mb: float) -> None:
-        """Raises UsageError if the file `needed` is left out, or if all files have more than `max_mb` megabytes."""
+        """Raise UsageError if the file `needed` is left out, or if all files have more than `max_mb` megabytes."""
         if str(needed.relative_to(self.folder)) not in self.sizes:
             raise UsageError(
                 f"{needed} would not be uploaded to workers that don't see {self.folder}: git or {IGNORE_FILE} "
@@ -114,7 +114,7 @@ class CodePackage:
         )
 
     def archive(self) -> tuple[bytes, str]:
-        """A tar.gz file, equal for equal content, and the hash of its content.
+        """Return a tar.gz file, equal for equal content, and the hash of its content.
 
         The hash may differ from `hash` if files change meanwhile. Raises UsageError if a file cannot be read.
         """
@@ -128,7 +128,7 @@ class CodePackage:
         return buffer.getvalue(), whole.hexdigest()
 
     def _add(self, archive: tarfile.TarFile, name: str) -> bytes:
-        """Adds a file with its current content; returns its line in the hash."""
+        """Add a file with its current content; return its line in the hash."""
         path = self.folder / name
         with _readable():
             info = archive.gettarinfo(str(path), arcname=name)
@@ -147,7 +147,7 @@ class CodePackage:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Turns an OSError into a UsageError that names the file."""
+    """Turn an OSError into a UsageError that names the file."""
     try:
         yield
     except OSError as error:
@@ -179,7 +179,7 @@ def project_of(resolved: ResolvedConfig) -> Project | None:
 
 
 def project_folder(beside: Path, chosen: str | None) -> Path | None:
-    """The folder to upload: the `chosen` one, else the git work tree that contains `beside`, else `beside`.
+    """Return the folder to upload: the `chosen` one, else the git work tree that contains `beside`, else `beside`.
 
     None if that is the home directory or the root directory. Raises UsageError if `chosen` is not a folder.
     """
@@ -194,7 +194,7 @@ def project_folder(beside: Path, chosen: str | None) -> Path | None:
 
 
 def pack(folder: Path, besides: Sequence[Path]) -> CodePackage:
-    """Selects the files of a project: what git tracks or would track, without ignored and secret files.
+    """Select the files of a project: what git tracks or would track, without ignored and secret files.
 
     `besides` are folders, such as that of results, that are left out.
     """
@@ -216,13 +216,13 @@ def _files(folder: Path, besides: Sequence[Path]) -> Iterator[tuple[str, int]]:
 
 
 def _is_ignored(name: str, rules: pathspec.PathSpec[Any]) -> bool:
-    """Whether a file is left out. A rule of the user, such as `!public.pem`, includes a file that looks secret."""
+    """Return whether a file is left out. A rule of the user, such as `!public.pem`, includes a possibly secret file."""
     ignored = rules.check_file(name).include
     return is_secret_file(name) if ignored is None else ignored
 
 
 def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
-    """The paths, below the project folder, of excluded folders.
+    """Yield the paths of excluded folders, relative to the project folder.
 
     If the project is itself inside an excluded folder, only the runs in that folder are excluded.
     """
@@ -233,7 +233,7 @@ def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
 
 
 def _stays_inside(folder: Path, name: str) -> bool:
-    """Whether a symbolic link leads to a place in the folder, both as it is written and when it is resolved."""
+    """Return whether a symbolic link leads to a place in the folder, both as it is written and when it is resolved."""
     path = folder / name
     written = Path(os.path.normpath(path.parent / link_target(path)))
     return written.is_relative_to(folder) and path.resolve().is_relative_to(folder.resolve())
@@ -249,7 +249,7 @@ def _user_rules(folder: Path) -> list[str]:
 
 
 def _list_files(folder: Path, within: str = "") -> Iterator[str]:
-    """All files, without those that git ignores if git is available."""
+    """Yield all files, except those that git ignores, if git is available."""
     listed = _git(folder / within, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
     if listed is None:
         yield from _walk(folder, within)
@@ -274,7 +274,7 @@ def _walk(folder: Path, within: str) -> Iterator[str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """The output of a git command; None if git is missing, or if the folder is not in a work tree."""
+    """Return the output of a git command; None if git is missing, or if the folder is not in a work tree."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, timeout=_GIT_TIMEOUT_S, check=False

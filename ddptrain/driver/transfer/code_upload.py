@@ -36,7 +36,7 @@ def upload_code(
     max_mb: float,
     tell: Callable[[str], None],
 ) -> UploadedCode:
-    """Makes the project's code available to the worker of each place: in its own folder, or in a cache of the host.
+    """Make the project's code available to the worker of each place: in its own folder, or in a cache of the host.
 
     Raises ClusterError if the upload fails; UsageError if the code exceeds `max_mb`, or lacks the file `needed`.
     """
@@ -65,7 +65,7 @@ def upload_code(
 def check_imports(
     worker_group: WorkerGroup, places: Sequence[RankPlace], file: Path, paths: Sequence[Sequence[str]]
 ) -> None:
-    """Checks that the workers have the modules that a workload's file imports; `paths` are their search paths.
+    """Check that the workers have the modules that a workload's file imports; `paths` are their search paths.
 
     Raises ClusterError with the missing modules and their hosts.
     """
@@ -83,7 +83,7 @@ def check_imports(
 
 
 def _imported(file: Path) -> set[str]:
-    """The top-level packages of a file's unconditional imports: those outside of functions, `if` and `try`."""
+    """Return the top-level packages of a file's unconditional imports: those outside of functions, `if` and `try`."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -98,7 +98,7 @@ def _imported(file: Path) -> set[str]:
 
 
 def _send(worker_group: WorkerGroup, worker: str, names: list[str], code: str, archive: bytes) -> str:
-    """Sends the archive in chunks, and returns the folder in which the worker has unpacked it."""
+    """Send the archive in chunks, and return the folder in which the worker has unpacked it."""
     name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
         chunk = archive[offset : offset + READ_LIMIT_BYTES]
@@ -111,7 +111,7 @@ def _send(worker_group: WorkerGroup, worker: str, names: list[str], code: str, a
 def _run_on(
     worker_group: WorkerGroup, workers: list[str], function: Callable[..., Any], *arguments: object
 ) -> dict[str, Any]:
-    """Runs a function on these workers; returns the results by worker. Raises ClusterError."""
+    """Run a function on these workers; return the results by worker. Raises ClusterError."""
     try:
         return dict(worker_group.client.run(function, *arguments, workers=workers))
     except ClusterError:

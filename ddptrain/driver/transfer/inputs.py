@@ -42,7 +42,7 @@ class RunInputs:
         self._files: tuple[str, ...] = ()
 
     def begin(self, params: Mapping[str, object], environ: Mapping[str, str]) -> None:
-        """Starts preparing, in the background. Raises ResultsError; UsageError if the weights have changed."""
+        """Start preparing, in the background. Raises ResultsError; UsageError if the weights have changed."""
         if self._weights is not None:
             self._weights.put(self._folder)
         if not self._target:
@@ -65,7 +65,7 @@ class RunInputs:
             self._process.stdin.flush()
 
     def wait(self, tell: Callable[[str], None]) -> None:
-        """Returns when everything is prepared; passes the lines of the workload's function to `tell`.
+        """Wait until everything is prepared; pass the lines of the workload's function to `tell`.
 
         Raises the error of the function: UsageError, ClusterError or another DdptrainError; RuntimeError for a bug.
         """
@@ -102,7 +102,7 @@ class RunInputs:
         write_file(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
 
     def place(self, worker_group: WorkerGroup, places: Sequence[RankPlace]) -> list[str]:
-        """For each place, the folder of the inputs on its worker: this one, or a copy; "" if there are no inputs.
+        """Return the folder of the inputs on each place's worker: this one, or a copy; "" if there are no inputs.
 
         Raises ClusterError.
         """
@@ -111,7 +111,7 @@ class RunInputs:
         return worker_group.place(places, self._folder, self._files, CONTENTS, "the inputs")
 
     def close(self) -> None:
-        """Kills the process if it still runs, and removes the folder if it is empty."""
+        """Kill the process if it still runs, and remove the folder if it is empty."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -127,7 +127,7 @@ class RunInputs:
 
 
 def _error(failed: Mapping[str, object]) -> Exception:
-    """The error of the process, as an exception of the same kind."""
+    """Return the error of the process, as an exception of the same kind."""
     message, exit_code = str(failed["message"]), int(str(failed["exit_code"]))
     if exit_code == ExitCode.INTERNAL:
         return RuntimeError(message)

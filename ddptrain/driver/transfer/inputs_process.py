@@ -19,9 +19,9 @@ from ddptrain.errors import DdptrainError, ExitCode
 
 
 def main() -> None:
-    """Handles one request. The last message is {"done": true} or {"failed": {"message", "exit_code"}}."""
+    """Handle one request. The last message is {"done": true} or {"failed": {"message", "exit_code"}}."""
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not get into the messages
+    os.dup2(2, 1)  # output of libraries must not mix with the messages
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def prepare(request: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-    """Calls the workload's function with the parameters and the folder to fill."""
+    """Call the workload's function with the parameters and the folder to fill."""
     module, _, attribute = str(request["target"]).partition(":")
     getattr(import_module(module), attribute)(request["params"], Path(request["folder"]), tell)
 

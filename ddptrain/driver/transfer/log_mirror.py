@@ -30,7 +30,7 @@ class _GrowingFile:
         self._take = take
 
     def receive(self, offset: int, data: bytes) -> None:
-        """Takes bytes of a notice: skips what is already here, and fetches what is missing before them."""
+        """Add the bytes of a notice: skip bytes that are already here, and fetch missing bytes before them."""
         if offset > self.have:
             self.advance(offset)
         fresh = data[self.have - offset :]
@@ -39,7 +39,7 @@ class _GrowingFile:
             self.have += len(fresh)
 
     def advance(self, size: int) -> None:
-        """Fetches everything up to `size` bytes. Raises OSError or ClusterError if the file cannot be read."""
+        """Fetch everything up to `size` bytes. Raises OSError or ClusterError if the file cannot be read."""
         while self.have < size:
             data = self._fetch(self.source, self.have, min(READ_LIMIT_BYTES, size - self.have))
             if not data:
@@ -67,19 +67,19 @@ class LogMirror:
             self._append(b"")
 
     def receive(self, stream: str, offset: int, data: bytes) -> None:
-        """Takes bytes of a notice; `stream` is "log" or "events"."""
+        """Add the bytes of a notice; `stream` is "log" or "events"."""
         if stream == "events":
             self._events.receive(offset, data)
         elif self._log is not None:
             self._log.receive(offset, data)
 
     def log_grew(self, log_size: int) -> bool:
-        """Whether the rank's log has more bytes than at the last call."""
+        """Return whether the rank's log has more bytes than at the last call."""
         grew, self._log_size = log_size > self._log_size, log_size
         return grew
 
     def advance(self, log_size: int, events_size: int) -> None:
-        """Fetches everything up to these sizes in bytes. Raises OSError or ClusterError if a file cannot be read."""
+        """Fetch everything up to these sizes in bytes. Raises OSError or ClusterError if a file cannot be read."""
         if self._may_link:  # only now: the worker creates the spool when it starts the rank
             self._link()
         self._events.advance(events_size)
@@ -87,7 +87,7 @@ class LogMirror:
             self._log.advance(log_size)
 
     def _link(self) -> None:
-        """Make the log in the run directory a hard link to the spool's; it is copied if the file system cannot."""
+        """Make the log in the run directory a hard link to the spool's log; if this fails, it will be copied."""
         self._may_link = False
         try:
             os.link(self.spool.log, self.home_log)
@@ -96,14 +96,14 @@ class LogMirror:
             self._append(b"")
 
     def catch_up(self) -> None:
-        """Takes what can be read from a rank whose worker is gone."""
+        """Read as much as possible of the files of a rank whose worker is gone."""
         with suppress(Exception):  # it was on another machine, which is gone: what was read before stays
             self.advance(*self.spool.sizes())
         if self._may_link:
             self._link()  # an empty log, if the rank was never started
 
     def take_events(self) -> Iterator[events.Event]:
-        """The events that have become complete since the last call. Invalid lines are counted and left out."""
+        """Yield the events that are complete since the last call. Invalid lines are counted and left out."""
         lines, self._lines = self._lines, []
         for line in lines:
             try:

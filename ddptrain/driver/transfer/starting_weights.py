@@ -30,7 +30,7 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.secure_files import make_folder, read_bytes
 
 _MODEL_FILE = "model.safetensors"
-_MOST_LISTED_BYTES = 1 << 30
+_MAX_MANIFEST_BYTES = 1 << 30
 _log = Log(__name__)
 
 
@@ -62,7 +62,7 @@ class FetchedWeights:
 def fetch_weights(resolved: ResolvedConfig, resumed: Path | None) -> tuple[ResolvedConfig, FetchedWeights | None]:
     """Return the configuration with the number of the version in place of an alias, and the weights.
 
-    resumed: the directory of a run that goes on; it keeps the version that it began with. Returns no weights if the
+    resumed: the directory of a run that goes on; it keeps the version that it began with. Return no weights if the
     configuration names no model.
 
     Raises UsageError if there is no such version; RegistryDamaged if a file of it is damaged; StoreError.
@@ -99,9 +99,9 @@ def _weights_of(record: VersionRecord, folder: Path) -> FetchedWeights:
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    """The classes of the images that a version was trained on; none if it has no list of images."""
+    """Return the classes of the images that a version was trained on; none if it has no list of images."""
     path = folder / "inputs" / "manifest.json"
-    if not path.is_file() or path.stat().st_size > _MOST_LISTED_BYTES:
+    if not path.is_file() or path.stat().st_size > _MAX_MANIFEST_BYTES:
         return ()
     try:
         return tuple(str(name) for name in json.loads(path.read_bytes())["classes"])
@@ -110,7 +110,7 @@ def _classes(folder: Path) -> tuple[str, ...]:
 
 
 def _recorded(run_dir: Path) -> str | None:
-    """The weights in the config.yaml of a run."""
+    """Return the parameter `weights` in the config.yaml of a run; None if there is none."""
     path = RunLayout(run_dir).config_yaml
     try:
         data = load_data(read_bytes(path), str(path))

@@ -1,4 +1,4 @@
-"""Messages of the scheduler about its workers, for all worker groups of a client: Dask has one handler a topic."""
+"""Messages of the scheduler about its workers, for all worker groups of a client: Dask has one handler per topic."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from distributed import Client
 
-_TOPIC = "all"  # where the scheduler reports workers that come and go
+_TOPIC = "all"  # the topic of messages about new and lost workers
 
 Handler = Callable[[tuple[float, Any]], None]
 
 
 class ClusterNews:
-    """Passes each message on to every worker group that has asked for them."""
+    """Passes each message to every subscribed worker group."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -23,14 +23,14 @@ class ClusterNews:
         self._mutex = threading.Lock()
 
     def add(self, run_id: str, handler: Handler) -> None:
-        """Pass messages on to the worker group of a run from now on."""
+        """Subscribe the worker group of a run."""
         with self._mutex:
             if not self._handlers:
                 self._client.subscribe_topic(_TOPIC, self._deliver)
             self._handlers = {**self._handlers, run_id: handler}  # replaced as a whole: Dask's thread reads it
 
     def remove(self, run_id: str) -> None:
-        """Pass no more messages on to the worker group of a run."""
+        """Unsubscribe the worker group of a run."""
         with self._mutex:
             known = self._handlers
             self._handlers = {name: handler for name, handler in known.items() if name != run_id}

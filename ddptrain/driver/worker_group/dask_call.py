@@ -12,10 +12,10 @@ import dask
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Future
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _LARGEST_GRAPH = "1 GiB"  # Dask advises against 10 MB, which are the specs of some thousand ranks
 
-Question = Coroutine[Any, Any, Any]  # what Client.run and its like return with asynchronous=True
+Question = Coroutine[Any, Any, Any]  # the type of Client.run(..., asynchronous=True) and similar methods
 
 
 def wait_for_answer(
@@ -23,13 +23,13 @@ def wait_for_answer(
 ) -> Any:
     """Wait for the answer until `heard` (a growing count) has not changed for `patience_s` (0: end at once).
 
-    Raises TimeoutError, and whatever the question itself raises.
+    Raises TimeoutError, and any exception of the question.
     """
     asked = send(client, question)
     last, silent_s = heard(), 0.0
-    while not concurrent.futures.wait([asked], _LOOK_S).done:
+    while not concurrent.futures.wait([asked], _POLL_S).done:
         # The time is counted, not read from a clock, because this process may have been suspended itself.
-        last, silent_s = (last, silent_s + _LOOK_S) if heard() == last else (heard(), 0.0)
+        last, silent_s = (last, silent_s + _POLL_S) if heard() == last else (heard(), 0.0)
         if silent_s >= patience_s():
             asked.cancel()
             raise TimeoutError(f"no answer and no message for {silent_s:.0f} s")
@@ -44,7 +44,7 @@ def send(client: Client, question: Question) -> concurrent.futures.Future[Any]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """A call of a function with one argument on one worker; `resources` of Dask that it takes there, {} for none."""
+    """A call of a function with one argument on one worker; `resources`: the Dask resources that it needs."""
 
     key: str
     worker: str

@@ -15,9 +15,9 @@ from ddptrain.worker.spool import READ_LIMIT_BYTES
 def copy_folder(client: Client, run_id: str, worker: str, folder: Path, files: Sequence[str]) -> str:
     """Copy these files of a folder to the run's scratch folder on a worker; return the path of the copy there.
 
-    Folders of the same name in different places get copies of their own.
+    Folders with the same name in different places get different copies.
 
-    Raises OSError, and what Dask raises if the worker is lost.
+    Raises OSError, and any exception of Dask if the worker is lost.
     """
     target = ""
     copy = f"brought-{sha256(str(folder).encode()).hexdigest()[:8]}-{folder.name}"

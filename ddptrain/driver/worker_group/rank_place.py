@@ -40,13 +40,13 @@ class RankPlace:
 def rank_places(
     chosen: Sequence[slots.Slot], about: Mapping[str, Mapping[str, str]], shared: Mapping[str, bool]
 ) -> list[RankPlace]:
-    """The places of the ranks 0, 1, ... in these slots.
+    """Return the places of the ranks 0, 1, ... in these slots.
 
-    about: by worker, what it says of its host. shared: by worker, whether it sees the driver's files.
+    about: the description of each worker's host. shared: whether each worker sees the driver's files.
     """
     hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
     size = Counter(slot.host for slot in chosen)
-    seen: Counter[str] = Counter()
+    local_ranks: Counter[str] = Counter()
     places, view = [], file_view()
     for rank, slot in enumerate(chosen):
         of_worker = about[slot.worker]
@@ -54,7 +54,7 @@ def rank_places(
         places.append(
             RankPlace(
                 rank=rank,
-                local_rank=seen[slot.host],
+                local_rank=local_ranks[slot.host],
                 local_world_size=size[slot.host],
                 node_rank=hosts[slot.host],
                 slot=slot,
@@ -65,5 +65,5 @@ def rank_places(
                 same_files=of_worker.get("files", "") == view != "",
             )
         )
-        seen[slot.host] += 1
+        local_ranks[slot.host] += 1
     return places

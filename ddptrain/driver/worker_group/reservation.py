@@ -12,7 +12,7 @@ from ddptrain.config.sections.clusters import RankRange
 from ddptrain.config.wording import counted
 from ddptrain.errors import ClusterError
 
-_QUIET_S = 1.0  # of waiting before it is shown
+_QUIET_S = 1.0  # a shorter wait is not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class WaitHooks:
 
 
 class SlotQueue:
-    """The wait for slots: shows what it waits for, and ends it in time."""
+    """Waits for slots: shows the reason, and ends the wait at the time limit."""
 
     def __init__(self, request: SlotRequest, hooks: WaitHooks) -> None:
         self.request, self.hooks = request, hooks
@@ -70,7 +70,7 @@ class SlotQueue:
         self.shown = ""
 
     def wait(self, refusal: slots.Refusal) -> int | None:
-        """Wait a moment after a refusal; return how many slots to request next (None: all).
+        """Wait for a short time after a refusal; return how many slots to request next (None: all).
 
         Raises ClusterError if the wait is over, or if it cannot succeed.
         """
@@ -80,7 +80,7 @@ class SlotQueue:
         least = self.request.least
         if least is not None and waited_s >= self.request.gather_s and refusal.free >= least:
             offer = min(refusal.free, self.request.ranks or refusal.free)
-            if offer != refusal.asked:  # else it was refused: others are before this run in the queue
+            if offer != refusal.asked:  # else it was refused: other runs are first
                 return offer
         enough = refusal.total >= (least or refusal.asked)
         patience_s = self.request.wait_s if enough else self.request.start_timeout_s

@@ -29,20 +29,20 @@ class SpareSlots:
         return sorted(self._avoided)
 
     def find(self, slow: Iterable[slots.Slot]) -> bool:
-        """Whether other hosts have free slots in place of these. If so, the next reservation avoids these."""
-        own = [(slot.worker, slot.index) for slot in slow]
+        """Return whether other hosts have free slots in place of these. If so, the next reservation avoids these."""
+        slow_slots = [(slot.worker, slot.index) for slot in slow]
         try:
-            asked = self._client.run_on_scheduler(slots.find_spare, self._run_id, own, asynchronous=True)
+            asked = self._client.run_on_scheduler(slots.find_spare, self._run_id, slow_slots, asynchronous=True)
             answer: dict[str, Any] = dask_call.wait_for_answer(self._client, asked, lambda: _ANSWER_S, lambda: 0)
         except Exception as error:  # Dask raises any type while a connection breaks, and the run can go on as it is
             _log.info("spare slots not found", error=str(error))
             return False
-        _log.info("spare slots looked for", slow=own, **answer)
+        _log.info("spare slots looked for", slow=slow_slots, **answer)
         if answer["found"]:
             self._avoided |= {(str(worker), int(index)) for worker, index in answer["avoid"]}
         return bool(answer["found"])
 
     def give_up(self) -> bool:
-        """Avoid no slots any more: others have taken the spare ones meanwhile. Returns whether there were any."""
+        """Stop avoiding slots, because other runs have taken the spare slots. Return whether any were avoided."""
         had, self._avoided = bool(self._avoided), set()
         return had

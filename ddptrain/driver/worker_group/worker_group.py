@@ -58,7 +58,7 @@ class WorkerGroup:
         foreign: bool = True,
         news: ClusterNews | None = None,
     ) -> None:
-        """A worker may be silent for `lost_after_s`; a cluster that is not `foreign` adapts its own limits to that.
+        """A worker may be silent for `lost_after_s`; a cluster that is not `foreign` adapts its limits to this value.
 
         `news` is shared by the worker groups of a client; by default there is only this one.
         """
@@ -145,7 +145,7 @@ class WorkerGroup:
         return places
 
     def _about(self, hosts: Mapping[str, str], lost_after_s: float | None) -> Mapping[str, Mapping[str, str]]:
-        """The workers' descriptions of themselves. Raises ClusterError with the host of a worker that cannot answer."""
+        """Return the descriptions of the workers' hosts. Raises ClusterError, which names the host, if one fails."""
         about: Mapping[str, Any] = self.client.run(
             driver_calls.describe_host,
             self.run_id,
@@ -261,18 +261,18 @@ class WorkerGroup:
         return self.client.status == "running"
 
     def forget(self, worker: str) -> None:
-        """A worker is lost: send it nothing any more, because that would only wait for a connection."""
+        """Send nothing more to a lost worker, which would only wait for a connection; reserve none of its slots."""
         _log.info("worker lost", worker=worker, of_this_run=self.has(worker))
         self._workers.discard(worker)
         self.avoid(worker)
 
     def avoid(self, worker: str) -> None:
-        """Reserve no slots of this worker any more: it is lost, or about to go."""
+        """Reserve no more slots of this worker, which is lost or about to stop."""
         _log.info("worker is avoided from now on", worker=worker)
         self._avoided.add(worker)
 
     def has(self, worker: str) -> bool:
-        """Whether this is a worker of the group that is not known to be lost."""
+        """Return whether this is a worker of the group that is not known to be lost."""
         return worker in self._workers
 
     def stop(self, specs: Sequence[RankSpec], grace_s: float) -> None:
@@ -295,7 +295,7 @@ class WorkerGroup:
         self._order(driver_calls.send_command, [spec.key for spec in specs], str(command))
 
     def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
-        """Bytes of a file in a worker's spool, through the scheduler. Raises ClusterError if they cannot be read.
+        """Return bytes of a file in a worker's spool, through the scheduler. Raises ClusterError if they can't be read.
 
         A worker that is silent for too long meanwhile is lost, and a message in the inbox says so.
         """
@@ -308,7 +308,7 @@ class WorkerGroup:
             raise ClusterError(f"could not read {path} from the worker {worker}: {error}") from error
 
     def _answered(self, worker: str, function: Callable[..., Any], *arguments: object) -> bytes:
-        """The answer of a worker. A network that is cut for less than lost_after_s only delays it."""
+        """Call a function on a worker and return its answer. A network cut shorter than lost_after_s only delays it."""
         deadline = time.monotonic() + self.lost_after_s
         while True:
             run = self.client.run(function, *arguments, workers=[worker], asynchronous=True)
@@ -324,7 +324,7 @@ class WorkerGroup:
             time.sleep(_AGAIN_S)
 
     def _patience_s(self, worker: str) -> float:
-        """How long to wait for a worker's answer without a notice about any of its ranks."""
+        """Return how many seconds to wait for a worker's answer without a notice about any of its ranks."""
         if not self.has(worker):
             return 0.0
         has_ranks = any(
@@ -333,7 +333,7 @@ class WorkerGroup:
         return self.lost_after_s if has_ranks else max(_ANSWER_S, self.lost_after_s)
 
     def _check_on(self, worker: str, error: Exception) -> None:
-        """Find out whether an error means that a worker is lost, before the error itself is reported."""
+        """Note the loss of a worker that an error may mean, before the error itself is reported."""
         if isinstance(error, TimeoutError) and self.has(worker):
             self.forget(worker)
             self.inbox.put(WorkerLost(worker))
@@ -380,7 +380,7 @@ class WorkerGroup:
 
 
 def _of_network(error: OSError) -> bool:
-    """Whether the request may not have reached the worker; other errors are the worker's answer."""
+    """Return whether the request may not have reached the worker; other errors are the worker's answer."""
     return isinstance(error, CommClosedError) or (type(error) is OSError and error.errno is None)
 
 

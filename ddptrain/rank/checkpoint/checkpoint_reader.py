@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Resumed:
     """The checkpoint that a run continues from: its `step`, its `epoch`, and in `data` the extra state.
 
-    world_size: the number of ranks that saved it. rank_state: this rank's own; None if the number of ranks differs.
+    world_size: the number of ranks that saved it. rank_state: that of this rank; None if the number of ranks differs.
     """
 
     step: int
@@ -28,7 +28,7 @@ class Resumed:
     world_size: int = 0
 
 
-def loaded(
+def load_checkpoint(
     spec: RankSpec,
     device: torch.device,
     model: torch.nn.Module,
@@ -36,7 +36,7 @@ def loaded(
     more: Mapping[str, Any],
     note: Callable[[str], None],
 ) -> tuple[Resumed, dict[str, Any]]:
-    """Load the checkpoint of `spec` into the given objects; return it, and its whole state."""
+    """Load the checkpoint of `spec` into the given objects; return the result for the user, and all of its state."""
     state = file_format.read(Path(spec.checkpointing.resume_from), model, optimizer, device)
     extra: dict[str, Any] = state["extra"]
     for name, value in more.items():
@@ -45,19 +45,19 @@ def loaded(
         else:
             note(f"the checkpoint of step {state['step']} contains no {name!r}: it starts from the beginning")
     ranks = state.get("ranks") or []
-    own = ranks[spec.rank] if len(ranks) == spec.placement.world_size else None
-    data = {name: _on(device, value) for name, value in extra.items() if name not in more}
-    _restore_random(spec, device, ranks, own, note)
-    rank_state = own["rank_state"] if own else None
+    rank_data = ranks[spec.rank] if len(ranks) == spec.placement.world_size else None
+    data = {name: _moved(device, value) for name, value in extra.items() if name not in more}
+    _restore_random(spec, device, ranks, rank_data, note)
+    rank_state = rank_data["rank_state"] if rank_data else None
     resumed = Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or spec.placement.world_size)
     return resumed, state
 
 
 def _restore_random(
-    spec: RankSpec, device: torch.device, ranks: list[Any], own: Any, note: Callable[[str], None]
+    spec: RankSpec, device: torch.device, ranks: list[Any], rank_data: Any, note: Callable[[str], None]
 ) -> None:
-    if own:
-        random_state.restore(own["random"], device)
+    if rank_data:
+        random_state.restore(rank_data["random"], device)
     elif ranks:
         world_size = spec.placement.world_size
         note(
@@ -69,10 +69,10 @@ def _restore_random(
         random_state.reseed(ranks[0]["random"], spec.rank)
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    """Move the tensors in plain data to the device."""
+def _moved(device: torch.device, value: Any) -> Any:
+    """Return plain data with all tensors moved to the device."""
     if type(value) in (list, tuple, set):
-        return type(value)(_on(device, item) for item in value)
+        return type(value)(_moved(device, item) for item in value)
     if isinstance(value, dict):
-        return {key: _on(device, item) for key, item in value.items()}
+        return {key: _moved(device, item) for key, item in value.items()}
     return value.to(device) if hasattr(value, "to") else value

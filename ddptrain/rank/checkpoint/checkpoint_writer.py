@@ -1,4 +1,4 @@
-"""Writes checkpoints in a thread while training continues, one at a time. A failed write is repeated."""
+"""Writes checkpoints in a thread while training continues, one after the other. Repeats failed writes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot
 from ddptrain.rank.emitter import Emitter
 
 _POLL_S = 0.01
-_LONGEST_PAUSE_S = 60.0
-_STRAGGLE_S = 0.5  # how much later than rank 0 another rank may arrive while the worker group is being stopped
-_NICENESS = 5  # of the thread: training steps have priority
+_MAX_PAUSE_S = 60.0
+_LATE_S = 0.5  # while the worker group is being stopped, another rank may be this much later than rank 0
+_NICENESS = 5  # the priority of the thread is lower than that of training steps
 
 
 class _Dropped(Exception):
@@ -36,7 +36,7 @@ class _Dropped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """A checkpoint to write, the `number`-th of this attempt; `own` is the state of this rank."""
+    """A checkpoint to write, the `number`-th of this attempt; `rank_data` is the encoded state of this rank."""
 
     number: int
     step: int
@@ -44,11 +44,11 @@ class PendingCheckpoint:
     metrics: Mapping[str, float]
     folder: Path
     snapshot: Snapshot
-    own: bytes
+    rank_data: bytes
 
 
 def state_key(number: int, rank: int) -> str:
-    """Return the key of the store under which a rank leaves its state for the `number`-th checkpoint."""
+    """Return the key of the store for a rank's state in the `number`-th checkpoint."""
     return f"state/{number}/{rank}"
 
 
@@ -58,15 +58,15 @@ def part_key(number: int, rank: int) -> str:
 
 
 def done_key(rank: int) -> str:
-    """Return the key of the store that says that a rank will not call ctx.checkpoint again."""
+    """Return the key of the store that is set when a rank will not call ctx.checkpoint again."""
     return f"done/{rank}"
 
 
 class CheckpointWriter:
     """Writes the checkpoints of a worker group. At most one checkpoint is being written.
 
-    Rank 0 alone writes, except for a sharded model: then each rank writes its slices, and leaves in the store which
-    files these are, after they are durable. Rank 0 tells the driver once it has the files of all ranks.
+    Only rank 0 writes, except for a sharded model: then each rank writes its slices, and sets a key of the store with
+    the names of the files when they are durable. Rank 0 tells the driver when the files of all ranks are complete.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class CheckpointWriter:
         self._emitter = emitter
         self._store = store
         self._thread: threading.Thread | None = None
-        self._folder: Path | None = None  # of the last checkpoint: a full disk is named by it
+        self._folder: Path | None = None  # of the last checkpoint, for error messages
         self._hurry = threading.Event()
-        self._silent: set[int] = set()  # ranks that missed a checkpoint: not waited for again
+        self._silent: set[int] = set()  # ranks that missed a checkpoint: rank 0 does not wait for them again
         self.error: BaseException | None = None
-        self.gathers = False  # whether it waits for the states of other ranks
-        self._straggle_s = _STRAGGLE_S
+        self.waits_for_ranks = False  # whether it waits for the states of other ranks
+        self._late_s = _LATE_S
 
     @property
     def is_writing(self) -> bool:
@@ -95,13 +95,13 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, save: PendingCheckpoint) -> None:
-        """Start to write a checkpoint; no other one may be in progress."""
+        """Start to write a checkpoint. No other checkpoint may be in progress."""
         self._folder = save.folder.parent
         self._thread = threading.Thread(target=self._run, args=(save,), name="ddptrain-saver", daemon=True)
         self._thread.start()
 
     def wait(self, deadline_s: float | None = None, *, hurry: bool = False) -> bool:
-        """Wait until no checkpoint is in progress; return whether that was so before the deadline.
+        """Wait until no checkpoint is in progress; return False after `deadline_s` seconds.
 
         hurry: do not repeat a failed write.
 
@@ -144,48 +144,48 @@ class CheckpointWriter:
             self.error = error
 
     def _write_whole(self, save: PendingCheckpoint) -> None:
-        ranks = self._gathered(save)
-        files = self._written_files(save, lambda: checkpoint_files.write(save.folder, save.snapshot, ranks))
+        ranks = self._gather_states(save)
+        files = self._write_with_retries(save, lambda: checkpoint_files.write(save.folder, save.snapshot, ranks))
         self._written(save.step, save.folder, save.metrics)
         self._announce(save, files)
 
     def _write_part(self, save: PendingCheckpoint, shards: Shards) -> None:
-        """Write the slices of a rank other than 0, then leave its files and its state in the store."""
+        """Write the slices of a rank other than 0, then store the names of its files and its state."""
         rank = self._spec.rank
-        files = self._written_files(save, lambda: checkpoint_files.write_shards(save.folder, shards, rank))
+        files = self._write_with_retries(save, lambda: checkpoint_files.write_shards(save.folder, shards, rank))
         part = events.CheckpointPart(rank, save.folder.name, files)
         try:
             self._store.set(part_key(save.number, rank), json.dumps(asdict(part)))
-            self._store.set(state_key(save.number, rank), save.own)
-        except RuntimeError as error:  # the store has ended: so has the worker group
+            self._store.set(state_key(save.number, rank), save.rank_data)
+        except RuntimeError as error:  # the store has ended, and so has the worker group
             raise _Dropped from error
 
     def _write_first_part(self, save: PendingCheckpoint, shards: Shards) -> None:
         """Write the slices of rank 0, wait for the other ranks, and tell the driver."""
         began = time.monotonic()
-        files = self._written_files(save, lambda: checkpoint_files.write_shards(save.folder, shards, 0))
-        self._straggle_s = _STRAGGLE_S + time.monotonic() - began  # the others write about as much
-        ranks = self._gathered(save)
-        if None in ranks:  # the slices of a rank are missing; _miss has told so
+        files = self._write_with_retries(save, lambda: checkpoint_files.write_shards(save.folder, shards, 0))
+        self._late_s = _LATE_S + time.monotonic() - began  # other ranks write about as much
+        ranks = self._gather_states(save)
+        if None in ranks:  # the slices of a rank are missing; _note_missing has reported it
             raise _Dropped
-        parts = [self._part(save.number, rank) for rank in range(1, len(ranks))]
-        retried = [*files]
+        parts = [self._part_of_rank(save.number, rank) for rank in range(1, len(ranks))]
+        shard_files = [*files]
 
         def write() -> tuple[StagedFile, ...]:
-            if not retried:  # a failed write has deleted the folder
-                retried.extend(checkpoint_files.write_shards(save.folder, shards, 0))
+            if not shard_files:  # a failed write has deleted the folder
+                shard_files.extend(checkpoint_files.write_shards(save.folder, shards, 0))
             try:
-                return *retried, *checkpoint_files.write_state(save.folder, save.snapshot, ranks)
+                return *shard_files, *checkpoint_files.write_state(save.folder, save.snapshot, ranks)
             except OSError:
-                retried.clear()
+                shard_files.clear()
                 raise
 
-        self._announce(save, self._written_files(save, write), tuple(part for part in parts if part.files))
+        self._announce(save, self._write_with_retries(save, write), tuple(part for part in parts if part.files))
 
-    def _part(self, number: int, rank: int) -> events.CheckpointPart:
-        found: dict[str, Any] = json.loads(self._store.get(part_key(number, rank)))
+    def _part_of_rank(self, number: int, rank: int) -> events.CheckpointPart:
+        part: dict[str, Any] = json.loads(self._store.get(part_key(number, rank)))
         self._store.delete(part_key(number, rank))
-        return events.CheckpointPart(rank, found["staging"], tuple(StagedFile(**file) for file in found["files"]))
+        return events.CheckpointPart(rank, part["staging"], tuple(StagedFile(**file) for file in part["files"]))
 
     def _announce(
         self, save: PendingCheckpoint, files: tuple[StagedFile, ...], parts: tuple[events.CheckpointPart, ...] = ()
@@ -193,12 +193,12 @@ class CheckpointWriter:
         place = save.step, save.folder.name, files, save.epoch, dict(save.metrics), parts
         self._emitter.emit(events.CheckpointSaved(time.time_ns(), *place))
 
-    def _written_files(
+    def _write_with_retries(
         self, save: PendingCheckpoint, write: Callable[[], tuple[StagedFile, ...]]
     ) -> tuple[StagedFile, ...]:
-        """Return the files that `write` has written into the folder of `save`.
+        """Call `write`, which writes files into the folder of `save`, and return the files.
 
-        A failed write is repeated, unless the process may not write such a large file: that limit stays.
+        A failed write is repeated, unless a file exceeds the limit on the size of files.
         """
         failures = 0
         while True:
@@ -207,7 +207,7 @@ class CheckpointWriter:
             except OSError as error:
                 shutil.rmtree(save.folder, ignore_errors=True)
                 failures += 1
-                pause_s = min(2.0 ** (failures - 1), _LONGEST_PAUSE_S)
+                pause_s = min(2.0 ** (failures - 1), _MAX_PAUSE_S)
                 is_last = failures >= self._spec.checkpointing.max_failures or error.errno == errno.EFBIG
                 given_up = is_last or self._hurry.is_set()
                 self._report_failure(save, error, failures, given_up)
@@ -219,36 +219,36 @@ class CheckpointWriter:
         with suppress(OSError):  # the disk of the events may be full, too
             self._emitter.emit(events.CheckpointFailed(time.time_ns(), save.step, message, failures, given_up))
 
-    def _gathered(self, save: PendingCheckpoint) -> list[Any]:
-        """Return the state of each rank, or None for a rank that misses the checkpoint. Raises _Dropped."""
+    def _gather_states(self, save: PendingCheckpoint) -> list[Any]:
+        """Return the state of each rank, None for a rank that has not called ctx.checkpoint. Raises _Dropped."""
         deadline = time.monotonic() + self._spec.group.timeout_s
-        self.gathers = True
+        self.waits_for_ranks = True
         try:
-            others = [self._awaited(rank, save, deadline) for rank in range(1, self._spec.placement.world_size)]
+            others = [self._wait_for_state(rank, save, deadline) for rank in range(1, self._spec.placement.world_size)]
         finally:
-            self.gathers = False
-        return [snapshot.from_bytes(save.own), *others]
+            self.waits_for_ranks = False
+        return [snapshot.from_bytes(save.rank_data), *others]
 
-    def _awaited(self, rank: int, save: PendingCheckpoint, deadline: float) -> Any:
+    def _wait_for_state(self, rank: int, save: PendingCheckpoint, deadline: float) -> Any:
         key = state_key(save.number, rank)
         while True:
             gone = rank in self._silent or self._store.has(done_key(rank))
-            if self._store.has(key):  # tested last: a rank leaves its state before it says that it is done
+            if self._store.has(key):  # tested last, because a rank sets its state before it sets its key "done"
                 break
             if self._hurry.is_set():
-                deadline = min(deadline, time.monotonic() + self._straggle_s)
+                deadline = min(deadline, time.monotonic() + self._late_s)
             late = time.monotonic() > deadline
             if late and not gone and self._hurry.is_set():
                 raise _Dropped
             if late or gone:
-                self._miss(rank, save.step, sharded=save.snapshot.shards is not None)
+                self._note_missing(rank, save.step, sharded=save.snapshot.shards is not None)
                 return None
             time.sleep(_POLL_S)
         state = snapshot.from_bytes(self._store.get(key))
         self._store.delete(key)
         return state
 
-    def _miss(self, rank: int, step: int, *, sharded: bool) -> None:
+    def _note_missing(self, rank: int, step: int, *, sharded: bool) -> None:
         if rank not in self._silent:
             self._silent.add(rank)
             lost = "no checkpoint of the sharded model is saved" if sharded else "its random state is not saved"

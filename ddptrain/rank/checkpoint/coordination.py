@@ -1,7 +1,7 @@
-"""How ranks agree, through the worker group's store, on when to save and when to end.
+"""Lets ranks agree, through the worker group's store, on when to save and when to end.
 
-A collective would have to run at the same place in every rank, on the device, between the user's own collectives. A key
-in the store can be set and read at any time, from any thread.
+A collective operation would have to run at the same place in every rank, on the device, between the user's own
+collectives. A key in the store can be set and read at any time, from any thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PreemptedExit(SystemExit):
 
 
 class WorkerGroupStore:
-    """The worker group's store (TCPStore) for one rank: keys of this attempt.
+    """One rank's client of the worker group's store (TCPStore); keys are those of this attempt.
 
     Every thread has its own connection, because a connection is busy while it waits for a key. All calls raise
     RuntimeError if the store has ended.
@@ -45,14 +45,14 @@ class WorkerGroupStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._connection().set(self._prefix + key, value)  # type: ignore[arg-type]  # bytes are taken as they are
+        self._connection().set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub lacks bytes
 
     def has(self, key: str) -> bool:
-        """Return whether a key is set; does not wait."""
+        """Return whether a key is set, without waiting."""
         return bool(self._connection().check([self._prefix + key]))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; waits until it is set, at most the time limit of the group."""
+        """Wait until a key is set, at most the time limit of the group; return its value."""
         value: bytes = self._connection().get(self._prefix + key)
         return value
 
@@ -88,17 +88,17 @@ class CheckpointCalls:
         self._lock = threading.Lock()
         self._entered = 0
         self._last: float | None = None
-        self.told_to_end = False
-        self.saves = False  # whether the workload has resumed or saved; if not, there is no call to wait for
+        self.told_to_end = False  # whether the ranks agree on a last call
+        self.saves = False  # whether the workload resumes, saves or reads ctx.preempted; if not, it is stopped at once
         self.notified = False  # whether the notice has arrived, also for a workload that never saves
-        self.seen = False  # whether the workload has read ctx.preempted after the notice
-        self.complete = False  # whether it has saved its last step
+        self.read_preempted = False  # whether the workload has read ctx.preempted after the notice
+        self.complete = False  # whether the last call had last=True
         self.has_saved = bool(spec.checkpointing.resume_from)  # whether any attempt has saved a checkpoint
 
     @property
     def ends_early(self) -> bool:
-        """Whether a workload that returns now returns because of the preemption, before its work is done."""
-        return self.seen and not self.complete
+        """Whether a workload that returns now does so because of the preemption, before its work is complete."""
+        return self.read_preempted and not self.complete
 
     def enter(self) -> int:
         """Return the number of the call that begins now, from 1."""
@@ -117,7 +117,7 @@ class CheckpointCalls:
             if self._spec.placement.world_size == 1:
                 self._last = entered + 1
                 return
-        # In a thread: a store that has ended delays the call, and the caller must read further commands.
+        # In a thread, because a store that has ended delays the call, and the caller must read further commands.
         threading.Thread(target=self._publish, args=(entered,), name="ddptrain-publish", daemon=True).start()
 
     def _publish(self, entered: int) -> None:
@@ -151,16 +151,16 @@ class SaveSchedule:
 
     def __init__(self, spec: RankSpec, store: WorkerGroupStore) -> None:
         self._every_epochs, self._every_steps = spec.checkpointing.every_epochs, spec.checkpointing.every_steps
-        self._pace = (
+        self._interval = (
             SaveInterval(spec, store, spec.checkpointing.every_s) if spec.checkpointing.every_s is not None else None
         )
         self._always = spec.checkpointing.every_steps is None and spec.checkpointing.every_s is None
         self.step = 0
 
     def now(self, call: int, step: int, epoch: float | None) -> bool:
-        """Return whether this call saves: by its epoch, its step or the clock, or because none of these can decide."""
-        # In every call, so that all ranks read the same keys.
-        by_clock = self._pace is not None and self._pace.due(call)
+        """Return whether this call saves: because of its epoch, step or time, or because no setting applies to it."""
+        # This runs in every call, so that all ranks read the same keys.
+        by_clock = self._interval is not None and self._interval.due(call)
         every, before = self._every_steps, self.step
         self.step = step
         if by_clock or (every is not None and step // every > before // every):
@@ -171,47 +171,47 @@ class SaveSchedule:
 
     def saved(self) -> None:
         """Restart the clock after a checkpoint."""
-        if self._pace is not None:
-            self._pace.restart()
+        if self._interval is not None:
+            self._interval.restart()
 
 
 class SaveInterval:
     """Decides by rank 0's clock whether `every_s` seconds have passed since the last checkpoint.
 
-    All ranks compare in the same calls. In each of them rank 0 chooses the next one: after half of the calls that fit
-    into the remaining time, but not more calls than before, because the first calls say little about later ones.
+    All ranks check in the same calls. In each check rank 0 chooses the call of the next check: after half of the calls
+    that fit into the remaining time, but at most twice the current number, because the first calls may be slower.
     """
 
     def __init__(self, spec: RankSpec, store: WorkerGroupStore, every_s: float) -> None:
-        self._leads, self._alone = spec.rank == 0, spec.placement.world_size == 1
+        self._is_rank_zero, self._is_only_rank = spec.rank == 0, spec.placement.world_size == 1
         self._store = store
         self._every_s = every_s
-        self._look_at = 1
-        self._looked_at = 0
-        self._looked_s = self._since_s = time.monotonic()
+        self._next_check = 1
+        self._checked_call = 0
+        self._checked_s = self._since_s = time.monotonic()
 
     def due(self, call: int) -> bool:
         """Return whether all ranks save in their call of that number."""
-        if call < self._look_at:
+        if call < self._next_check:
             return False
-        if not self._leads:
-            due, look_at = self._store.get(f"pace/{call}").split()
-            self._look_at = int(look_at)
+        if not self._is_rank_zero:
+            due, next_check = self._store.get(f"pace/{call}").split()
+            self._next_check = int(next_check)
             return due == b"1"
         is_due = self._measure(call, time.monotonic())
-        if not self._alone:
-            self._store.set(f"pace/{call}", f"{int(is_due)} {self._look_at}")
+        if not self._is_only_rank:
+            self._store.set(f"pace/{call}", f"{int(is_due)} {self._next_check}")
         return is_due
 
     def restart(self) -> None:
-        """Count the seconds from now on."""
+        """Measure `every_s` from now on."""
         self._since_s = time.monotonic()
 
     def _measure(self, call: int, now: float) -> bool:
         left_s = self._every_s - (now - self._since_s)
         is_due = left_s <= 0
-        call_s = (now - self._looked_s) / (call - self._looked_at)
+        call_s = (now - self._checked_s) / (call - self._checked_call)
         room = (self._every_s if is_due else left_s) / max(call_s, 1e-9)
-        self._looked_at, self._looked_s = call, now
-        self._look_at = call + max(1, min(int(room / 2), call))
+        self._checked_call, self._checked_s = call, now
+        self._next_check = call + max(1, min(int(room / 2), call))
         return is_due

@@ -1,8 +1,8 @@
 """The files of a checkpoint: tensors as safetensors, the rest as a state that loads without executing a pickle.
 
-safetensors and torch.save do not write the files. Here they are written in large pieces, which release the GIL for the
-training thread, are hashed at the same time, and raise the OSError of the disk. Large files go to the disk without the
-page cache (O_DIRECT): this takes half of the CPU time, and the training data stays in the cache.
+This module writes the files itself, not with safetensors or torch.save: in large pieces, which release the GIL for the
+training thread, with their hash, and with the OSError of the disk. Large files bypass the page cache (O_DIRECT), which
+halves the CPU time and keeps the training data in the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt ref
 STATE_FILE = "state.pt"
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 20
-_PAGE_BYTES = 4096  # O_DIRECT needs memory, length and position in the file in multiples of it
+_PAGE_BYTES = 4096  # for O_DIRECT, memory address, length and file position must be multiples of this
 _DIRECT_BYTES = 64 << 20  # smaller files stay in the page cache, from which a restart reads them
 _REFERENCE = "ddptrain.tensor"  # {_REFERENCE: name} in state.pt refers to the tensor of that name in TENSORS_FILE
 
@@ -50,7 +50,7 @@ def write(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> t
 def write_state(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None) -> tuple[StagedFile, ...]:
     """Write everything but the weights into a folder. Raises OSError if a write fails."""
     large: dict[str, Tensor] = {}
-    state = _map(snapshot.state, Tensor, lambda tensor: _set_aside(tensor, large))
+    state = _map(snapshot.state, Tensor, lambda tensor: _refer_if_large(tensor, large))
     file = io.BytesIO()
     torch.save({**state, "ranks": ranks}, file)
     files = [_write_file(folder / TENSORS_FILE, _safetensors(large, {}))] if large else []
@@ -58,7 +58,7 @@ def write_state(folder: Path, snapshot: Snapshot, ranks: list[Any] | None = None
 
 
 def write_shards(folder: Path, shards: Shards, rank: int) -> tuple[StagedFile, ...]:
-    """Write a rank's slices into a new folder; none if it has none. Raises OSError if a write fails."""
+    """Write a rank's slices, if it has any, into a new folder; return the files. Raises OSError if a write fails."""
     folder.mkdir(parents=True)
     files = []
     if shards.model or rank == 0:
@@ -101,11 +101,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Load everything but the weights, on the CPU."""
     state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
     large = load_file(folder / TENSORS_FILE) if (folder / TENSORS_FILE).exists() else {}
-    found: dict[str, Any] = _map(state, dict, lambda item: _fetched(item, large))
-    return found
+    restored: dict[str, Any] = _map(state, dict, lambda item: _resolved(item, large))
+    return restored
 
 
-def _set_aside(tensor: Tensor, large: dict[str, Tensor]) -> Any:
+def _refer_if_large(tensor: Tensor, large: dict[str, Tensor]) -> Any:
     if (
         tensor.numel() * tensor.element_size() < _LARGE_BYTES
         or tensor.dtype not in SAFETENSORS_TYPES
@@ -117,12 +117,12 @@ def _set_aside(tensor: Tensor, large: dict[str, Tensor]) -> Any:
     return {_REFERENCE: name}
 
 
-def _fetched(item: dict[Any, Any], large: Mapping[str, Tensor]) -> Any:
+def _resolved(item: dict[Any, Any], large: Mapping[str, Tensor]) -> Any:
     return large[item[_REFERENCE]] if item.keys() == {_REFERENCE} else item
 
 
 def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each instance of `kind` in nested containers; items are changed before their container."""
+    """Apply `change` to each instance of `kind` in nested containers, to items before their container."""
     if type(value) in (list, tuple, set):
         value = type(value)(_map(item, kind, change) for item in value)
     elif isinstance(value, dict):
@@ -133,7 +133,7 @@ def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """Return the bytes of a safetensors file: the header with its length, and the tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # Whole pages first, for O_DIRECT. Then wide types: so each tensor is aligned to the size of its elements.
+    # Tensors of whole pages first, for O_DIRECT. Then wide types, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda name: (tensors[name].nbytes % _PAGE_BYTES > 0, -tensors[name].itemsize, name))
     end = 0
     for name in names:
@@ -179,7 +179,7 @@ def _is_whole_pages(piece: memoryview, position: int) -> bool:
 
 
 def _write_direct(descriptor: int, chunk: memoryview) -> None:
-    """Write whole pages without the page cache, or with it where the file system or the memory does not allow that."""
+    """Write whole pages without the page cache, or with it if the file system or the memory requires that."""
     flags, written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

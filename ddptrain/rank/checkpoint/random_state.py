@@ -15,8 +15,8 @@ from ddptrain.file_ops import sha256
 def capture(device: torch.device) -> dict[str, Any]:
     """Return the states of Python, NumPy and torch, as tensors and numbers that load without executing a pickle."""
     version, words, gauss = random.getstate()
-    of_numpy: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = of_numpy
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     return {
         "python": [version, torch.tensor(words), gauss],
         "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
@@ -26,7 +26,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore a captured state; a device that is not in it keeps its own."""
+    """Restore a captured state; the state of a GPU stays if none was captured."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -37,7 +37,7 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def reseed(state: Mapping[str, Any], rank: int) -> None:
-    """Set states for a rank that the checkpoint does not have. They depend only on the saved `state` and the rank."""
+    """Set random states that depend only on `state` and the rank, for a checkpoint without the state of this rank."""
     digest = sha256(state["torch"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
     seed = int.from_bytes(digest[:7], "little")
     random.seed(seed)

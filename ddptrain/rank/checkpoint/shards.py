@@ -1,7 +1,7 @@
-"""A rank's slices of a sharded model and its optimizer: which it saves, and how it loads them.
+"""Selects and loads a rank's slices of a sharded model and its optimizer.
 
-A checkpoint of any number of ranks, also of a model that is not sharded, is loaded exactly: each rank reads the slices
-that it needs.
+A checkpoint of any number of ranks, also of a model that is not sharded, is loaded without loss: each rank reads the
+slices that it needs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ddptrain.protocol.tensor_slices import OPTIMIZER, Place, SavedTensor, read_
 from ddptrain.rank.checkpoint.snapshot import Shards, memory_of, require_savable, unwrapped
 from ddptrain.workloads.saved_weights import tensor_of
 
-_NAMES = "ddptrain.names"  # in the optimizer's saved parameter groups: the weights' names instead of numbers
+_NAMES = "ddptrain.names"  # key in the optimizer's saved parameter groups: the names of weights, in place of numbers
 
 
 def own_shards(model: nn.Module, optimizer: Optimizer | None, copy: Callable[[Tensor], Tensor]) -> Shards:
-    """Return copies of the slices that this rank saves. Of equal slices, the first rank that has one saves it.
+    """Return copies of the slices that this rank saves. The first rank that has a slice saves it.
 
     Raises TypeError if a tensor cannot be saved, or the optimizer has a parameter that the model does not.
     """
@@ -31,12 +31,12 @@ def own_shards(model: nn.Module, optimizer: Optimizer | None, copy: Callable[[Te
     places: dict[str, Place] = {}
     tied: dict[str, str] = {}
     others: dict[str, Any] = {}
-    seen: dict[object, str] = {}
+    names_by_memory: dict[object, str] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             others[name] = value
             continue
-        first = seen.setdefault(memory_of(_local(value)) or name, name)
+        first = names_by_memory.setdefault(memory_of(_local(value)) or name, name)
         if first != name:
             tied[name] = first
         elif (own := _own_slice(f"the weight {name!r}", value)) is not None:
@@ -70,7 +70,7 @@ def _optimizer_state(optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Any]]:
 
 
 def _checked(name: str, key: str, parameter: Tensor, value: Tensor) -> str:
-    """Return the words for a tensor of an optimizer. Raises TypeError if it is unknown to which slice it belongs."""
+    """Return a description of an optimizer's tensor for errors. Raises TypeError if its slice cannot be determined."""
     what = f"the optimizer's {key} of {name!r}"
     if isinstance(parameter, DTensor) and value.numel() > 1 and value.shape != parameter.shape:
         raise TypeError(
@@ -81,7 +81,7 @@ def _checked(name: str, key: str, parameter: Tensor, value: Tensor) -> str:
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
-    """The names of the optimizer's parameters. Raises TypeError."""
+    """Return the names of the optimizer's parameters. Raises TypeError if the model lacks a parameter."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -98,7 +98,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def place_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The size and the offset of this rank's slice: each Shard divides a dimension as torch.chunk does."""
+    """Return the size and the offset of this rank's slice. Each Shard divides a dimension as torch.chunk does."""
     size, offset = list(tensor.shape), [0] * tensor.dim()
     coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     for ranks, position, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
@@ -112,7 +112,7 @@ def place_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _own_slice(what: str, tensor: Tensor) -> tuple[Tensor, Place] | None:
-    """The slice that this rank saves, or None if another rank has the same, or it is empty."""
+    """Return the slice that this rank saves; None if it is empty, or another rank saves the same slice."""
     require_savable(what, tensor)
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
@@ -136,9 +136,10 @@ def _own_slice(what: str, tensor: Tensor) -> tuple[Tensor, Place] | None:
 
 
 def load_weights(folder: Path, model: nn.Module, others: Mapping[str, Any]) -> None:
-    """Load the weights of a checkpoint into a sharded model, in place; `others` is its state that is no tensor.
+    """Load the weights of a checkpoint into a sharded model, in place; `others` are values that are not tensors.
 
-    Raises RuntimeError, which lists missing and unexpected names and wrong shapes, if they do not fit; SlicesError.
+    Raises RuntimeError, which lists missing and unexpected names and wrong shapes, if they do not fit; SlicesError if
+    files are damaged.
     """
     bare = unwrapped(model)
     saved, tied = saved_model(folder)
@@ -163,7 +164,7 @@ def load_weights(folder: Path, model: nn.Module, others: Mapping[str, Any]) -> N
 
 
 def _own_part(saved: SavedTensor, like: Tensor) -> Tensor:
-    """The part of a saved tensor that belongs on this rank."""
+    """Return this rank's part of a saved tensor; `like` is the tensor of the model."""
     if not isinstance(like, DTensor):
         return tensor_of(saved)
     size, offset = place_of(like)
@@ -176,15 +177,15 @@ _SavedOptimizer = tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]  # grou
 def load_optimizer(folder: Path, saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     """Load the state of an optimizer; model and checkpoint may be sharded or not.
 
-    Raises RuntimeError if its parameters are not those of the checkpoint; SlicesError.
+    Raises RuntimeError if its parameters are not those of the checkpoint; SlicesError if files are damaged.
     """
     current = _names(unwrapped(model), optimizer)
     numbers: dict[str, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             numbers[current[parameter]] = len(numbers)
-    is_of_shards = _NAMES in saved["param_groups"][0]
-    saved_groups, saved_state = _of_shards(folder, saved) if is_of_shards else _of_whole(saved, list(numbers))
+    is_sharded = _NAMES in saved["param_groups"][0]
+    saved_groups, saved_state = _state_of_shards(folder, saved) if is_sharded else _state_of_whole(saved, list(numbers))
     groups = []
     for group, now in zip(saved_groups, optimizer.param_groups, strict=False):
         names = [current[parameter] for parameter in now["params"]]
@@ -205,7 +206,7 @@ def load_optimizer(folder: Path, saved: Mapping[str, Any], model: nn.Module, opt
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _of_shards(folder: Path, saved: Mapping[str, Any]) -> _SavedOptimizer:
+def _state_of_shards(folder: Path, saved: Mapping[str, Any]) -> _SavedOptimizer:
     state: dict[str, dict[str, Any]] = {}
     for full, value in {**read_shards(folder, OPTIMIZER)[0], **saved["loose"]}.items():
         name, _, key = full.rpartition("/")
@@ -213,8 +214,8 @@ def _of_shards(folder: Path, saved: Mapping[str, Any]) -> _SavedOptimizer:
     return [dict(group) for group in saved["param_groups"]], state
 
 
-def _of_whole(saved: Mapping[str, Any], order: list[str]) -> _SavedOptimizer:
-    """The state that Optimizer.state_dict() returns, where parameters are numbered in the order of the groups."""
+def _state_of_whole(saved: Mapping[str, Any], order: list[str]) -> _SavedOptimizer:
+    """Return groups and state by names; Optimizer.state_dict() numbers the parameters in the order of the groups."""
     count = sum(len(group["params"]) for group in saved["param_groups"])
     if count != len(order):
         raise RuntimeError(f"the optimizer in the checkpoint has {count} parameters, this one {len(order)}")
@@ -223,7 +224,7 @@ def _of_whole(saved: Mapping[str, Any], order: list[str]) -> _SavedOptimizer:
 
 
 def _placed_like(parameter: Tensor, value: Any) -> Any:
-    """A value of the optimizer's state: sliced as its parameter is, if it has the parameter's shape."""
+    """Return a value of the optimizer's state, divided like its parameter if it has the parameter's shape."""
     if not isinstance(value, SavedTensor | Tensor):
         return value
     if not isinstance(parameter, DTensor) or tuple(value.shape) != tuple(parameter.shape):
@@ -234,7 +235,7 @@ def _placed_like(parameter: Tensor, value: Any) -> Any:
     else:
         local = value[tuple(slice(at, at + n) for at, n in zip(offset, size, strict=True))].clone()
     mesh, device = parameter.device_mesh, parameter.to_local().device
-    # `stride` and `shape` are given, because slices of different sizes cannot be multiplied to the whole.
+    # `shape` and `stride` are needed because DTensor would assume that all slices have the same size.
     return DTensor.from_local(
         local.to(device), mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

@@ -1,4 +1,4 @@
-"""Copies the state of the training into host memory, so that training continues while the copy is written."""
+"""Copies the state of the training into host memory. Training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _COPY_THREADS = 4  # one thread does not use all of the memory's bandwidth
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The weights by name, further names of shared weights (name -> name of the weight), and the rest as plain data.
+    """The weights by name, further names of tied weights (name -> name of the weight), and the rest as plain data.
 
-    shards: of a sharded model, this rank's slices of the weights and of the optimizer's state; `weights` is empty then.
+    shards: this rank's slices of the weights and of the optimizer's state, for a sharded model; `weights` is then
+    empty.
     """
 
     weights: Mapping[str, Tensor]
@@ -44,8 +45,9 @@ class Snapshot:
 class Shards:
     """A rank's slices of tensors by name, with the place of each: the whole tensor's shape, and the slice's offset.
 
-    tied: as in Snapshot. others: of the model's state, what is no tensor. optimizer_rest: the optimizer's settings, and
-    what is no slice of its state; None without an optimizer. An optimizer's tensor is named <weight>/<name>.
+    tied: as in Snapshot. others: values of the model's state that are not tensors. optimizer_rest: the optimizer's
+    settings, and values of its state that are not tensors; None without an optimizer. An optimizer's tensor is named
+    <weight>/<name>.
     """
 
     model: Mapping[str, Tensor]
@@ -58,7 +60,7 @@ class Shards:
 
 
 class HostBuffers:
-    """The memory of one snapshot, reused for the next; memory for tensors of a GPU is pinned."""
+    """The memory for one snapshot, reused for the next one; memory for tensors of a GPU is pinned."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
@@ -73,7 +75,7 @@ class HostBuffers:
 
         The previous snapshot must no longer be in use. The copies are complete when this returns.
 
-        Raises TypeError if something would only load by executing a pickle.
+        Raises TypeError if a value could only be loaded by executing a pickle.
         """
         self._used = 0
         self._to_copy.clear()
@@ -93,7 +95,7 @@ class HostBuffers:
         return Snapshot(weights, shards.tied if shards else tied, plain, shards)
 
     def complete(self) -> None:
-        """Copy the large tensors of the CPU, and wait for the copies from GPUs: then all copies hold their values."""
+        """Copy the large tensors of the CPU, and wait until the copies from GPUs are complete."""
         if self._to_copy:
             with ThreadPoolExecutor(_COPY_THREADS) as pool:
                 list(pool.map(lambda pair: pair[0].copy_(pair[1]), self._to_copy))
@@ -102,14 +104,14 @@ class HostBuffers:
             torch.cuda.current_stream(device).synchronize()
 
     def _weights(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        """Return each weight once, the names that share one, and what is no tensor (a module's extra state)."""
+        """Return the weights, further names of tied weights, and values that are not tensors (extra states)."""
         weights: dict[str, Tensor] = {}
         tied: dict[str, str] = {}
-        seen: dict[object, str] = {}
+        names_by_memory: dict[object, str] = {}
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 continue
-            first = seen.setdefault(memory_of(value) or name, name)
+            first = names_by_memory.setdefault(memory_of(value) or name, name)
             if first != name:
                 tied[name] = first
             else:
@@ -118,7 +120,7 @@ class HostBuffers:
         return weights, tied, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
 
     def named(self, name: str, value: Any) -> Any:
-        """As `plain`. Raises TypeError, which names the part of the checkpoint."""
+        """Return what `plain` returns. Raises TypeError, which names the part of the checkpoint."""
         try:
             return self.plain(value)
         except _NotPlain as error:
@@ -139,7 +141,7 @@ class HostBuffers:
             return number
         if hasattr(value, "state_dict"):
             return self.plain(value.state_dict())
-        return _proven(value)
+        return _copied_by_torch(value)
 
     def _copy(self, tensor: Tensor) -> Tensor:
         source = tensor.detach()
@@ -148,7 +150,7 @@ class HostBuffers:
         buffer = self._buffer(source)
         if (
             source.is_cpu and source.nbytes >= _HUGE_BYTES and torch.get_num_threads() == 1
-        ):  # else torch divides the work
+        ):  # with more threads, torch divides the work itself
             self._to_copy.append((buffer, source))
             return buffer
         buffer.copy_(source, non_blocking=source.is_cuda)
@@ -161,8 +163,8 @@ class HostBuffers:
         self._used += 1
         if number == len(self._buffers):
             self._buffers.append(_host_memory(like))
-        have = self._buffers[number]
-        fits = have.shape == like.shape and have.dtype == like.dtype and (have.is_pinned() or not like.is_cuda)
+        old = self._buffers[number]
+        fits = old.shape == like.shape and old.dtype == like.dtype and (old.is_pinned() or not like.is_cuda)
         if not fits:
             self._buffers[number] = _host_memory(like)
         return self._buffers[number]
@@ -176,9 +178,9 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return whether parameters of the model are divided among ranks.
 
-    The parameters alone do not tell: after a forward pass without gradients, FSDP has whole ones until state_dict().
+    The parameters alone do not show it: after a forward pass without gradients, FSDP has whole ones until state_dict().
     """
-    if "torch.distributed.tensor" not in sys.modules:  # imported by whoever divides a model
+    if "torch.distributed.tensor" not in sys.modules:  # imported by all code that shards a model
         return False
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -197,7 +199,7 @@ def plain_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Decode the bytes of `plain_bytes`; nothing is executed."""
+    """Decode the bytes of `plain_bytes` without executing a pickle."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -208,17 +210,17 @@ def require_savable(what: str, tensor: Tensor) -> None:
 
 
 def memory_of(tensor: Tensor) -> object:
-    """Return a key that two tensors share only if they are the same memory; None if that is unknown."""
+    """Return a key that is equal for two tensors only if they use the same memory; None if this is unknown."""
     if tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.device.type == "meta":
         return None
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _host_memory(like: Tensor) -> Tensor:
-    """Return an empty contiguous tensor of that shape and type.
+    """Return an uninitialized contiguous tensor in host memory with the shape and type of `like`.
 
-    Large ones are in shared memory: a fork (of a data loader's workers) would make the next copy into private memory
-    copy each page once more. Large pages make the first copy faster where the kernel has them for shared memory.
+    Large tensors are in shared memory: after a fork (of data loader workers), the next copy into private memory would
+    first copy each page. Huge pages make the first copy faster if the kernel supports them for shared memory.
     """
     size = like.numel() * like.element_size()
     if like.is_cuda or size < _HUGE_BYTES:
@@ -230,11 +232,11 @@ def _host_memory(like: Tensor) -> Tensor:
 
 
 class _NotPlain(TypeError):
-    """A part of the state would only load by executing a pickle."""
+    """A part of the state could only be loaded by executing a pickle."""
 
 
-def _proven(value: Any) -> Any:
-    """Return a copy of another object if it loads with weights_only. It must fail now rather than at the resume."""
+def _copied_by_torch(value: Any) -> Any:
+    """Save and load an object with weights_only; return the copy. Raises _NotPlain now, rather than at the resume."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -244,11 +246,11 @@ def _proven(value: Any) -> Any:
         raise _NotPlain(
             "must load without executing a pickle: give numbers, text, lists, dictionaries, tensors, "
             f"or objects with state_dict(), not {type(value).__qualname__} ({_reason(error)})"
-        ) from None  # torch's message advises to execute the pickle, in colours
+        ) from None  # torch's own message advises the user to execute the pickle
 
 
 def _reason(error: Exception) -> str:
-    """The reason in an error of torch.save or torch.load, in one line without escape sequences."""
+    """Return the reason for an error of torch.save or torch.load, in one line without escape sequences."""
     text = sanitized(str(error))
-    found = re.search(r"Unsupported [^\n]+? was not an allowed global", text)
-    return found[0] if found else one_line(text) or type(error).__name__
+    match = re.search(r"Unsupported [^\n]+? was not an allowed global", text)
+    return match[0] if match else one_line(text) or type(error).__name__

@@ -1,7 +1,7 @@
 """The program of a rank that measures the cluster, run as a module. The argument is the ProbePlan as JSON.
 
-It creates no default process group: each measurement has a group of its own, so that a host that can't be reached
-spoils only its own measurements. Each result is a line in the log, which the driver reads also if the rank hangs.
+It creates no default process group: each measurement has a separate group, so that a host that can't be reached affects
+only its own measurements. Each result is a line in the log, which the driver can read even if the rank hangs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Probe:
 
     def run(self) -> None:
         """Measure everything. Raises RuntimeError if the store of rank 0 can't be reached."""
-        _tell(ProbeLine("start", "begun"))
+        _write_line(ProbeLine("start", "begun"))
         if self.plan.gpu:
             torch.cuda.set_device(self.device)
         if not self.plan.only:
@@ -61,18 +61,18 @@ class Probe:
             self._pairs(store)
         if self.plan.only != "pairs":
             self._all(store)
-        # The store ends with rank 0. After the all-reduce of all ranks all of them leave at about the same time.
+        # The store ends with rank 0. After the all-reduce of all ranks, all end at about the same time.
         pairs_s = self.plan.timeout_s * len(self.plan.rounds) if self.plan.only == "pairs" else 0.0
         _leave(store, self.size, _LEAVE_S + pairs_s)
-        _tell(ProbeLine("end", "done"))
+        _write_line(ProbeLine("end", "done"))
 
     def _alone(self) -> None:
-        _measured("gemm", -1, lambda: {"gflops": gemm_gflops(self.device, self.plan.gemm_s)}, self._throttled)
+        _run_stage("gemm", -1, lambda: {"gflops": gemm_gflops(self.device, self.plan.gemm_s)}, self._throttled)
         if self.plan.gpu:
-            _measured("copy", -1, lambda: {"gb_s": copy_gb_s(self.device, self.plan.copy_s)})
+            _run_stage("copy", -1, lambda: {"gb_s": copy_gb_s(self.device, self.plan.copy_s)})
 
     def _throttled(self) -> str:
-        """Why the GPU has reduced its clocks during the measurement."""
+        """Return the reasons why the GPU has reduced its clocks, as text; "" without a GPU or a reason."""
         if not self.plan.gpu:
             return ""
         import pynvml
@@ -86,7 +86,7 @@ class Probe:
     def _inside(self, store: Store) -> None:
         if self.local_size > 1:
             name, rank, size = f"local/{self.node}", self.local_rank, self.local_size
-            _measured("local", -1, lambda: self._reduced(store, name, rank, size, nccl=self.plan.gpu))
+            _run_stage("local", -1, lambda: self._reduced(store, name, rank, size, nccl=self.plan.gpu))
 
     def _pairs(self, store: Store) -> None:
         nccl = self.plan.nccl_pairs
@@ -102,10 +102,10 @@ class Probe:
         peer = first if is_second else second
         if not self.succeeded and self.failed >= _GIVE_UP_AFTER:
             store.set(f"out/{self.node}", "1")
-            _tell(ProbeLine("pair", "skipped", peer, text="this host could not reach the hosts before"))
+            _write_line(ProbeLine("pair", "skipped", peer, text="this host could not reach the hosts before"))
             return
         if store.check([f"out/{peer}"]):
-            _tell(ProbeLine("pair", "skipped", peer, text="the other host could not reach anyone"))
+            _write_line(ProbeLine("pair", "skipped", peer, text="the other host could not reach anyone"))
             return
         name = f"pair/{number}/{first}-{second}"
         if nccl:
@@ -114,7 +114,7 @@ class Probe:
             size = before + int(store.get(f"size/{second}"))
         else:
             rank, size = int(is_second), 2
-        if _measured("pair", peer, lambda: self._reduced(store, name, rank, size, nccl=nccl)):
+        if _run_stage("pair", peer, lambda: self._reduced(store, name, rank, size, nccl=nccl)):
             self.succeeded += 1
         else:
             self.failed += 1
@@ -124,18 +124,18 @@ class Probe:
             return
         if self.failed and not self.succeeded:
             store.set("no-all", "1")
-        # Nobody waits for hosts that could not reach anyone.
+        # No rank waits for hosts that could not reach any other host.
         store.add("ready", 1)
         deadline = time.monotonic() + self.plan.timeout_s
         while store.add("ready", 0) < self.size and not store.check(["no-all"]):
             if time.monotonic() > deadline:
-                _tell(ProbeLine("all", "failed", text="not all ranks came this far"))
+                _write_line(ProbeLine("all", "failed", text="not all ranks came this far"))
                 return
             time.sleep(0.01)
         if store.check(["no-all"]):
-            _tell(ProbeLine("all", "skipped", text="a host could not reach any other"))
+            _write_line(ProbeLine("all", "skipped", text="a host could not reach any other"))
             return
-        _measured("all", -1, lambda: self._reduced(store, "all", self.rank, self.size, nccl=self.plan.gpu))
+        _run_stage("all", -1, lambda: self._reduced(store, "all", self.rank, self.size, nccl=self.plan.gpu))
 
     def _reduced(self, store: Store, name: str, rank: int, size: int, *, nccl: bool) -> dict[str, float]:
         group = Group(store, name, rank, size, self.plan.timeout_s, self.device, nccl=nccl)
@@ -144,42 +144,42 @@ class Probe:
         return values
 
 
-def _measured(
+def _run_stage(
     stage: str, peer: int, measure: Callable[[], dict[str, float]], remark: Callable[[], str] = lambda: ""
 ) -> bool:
-    """Measure, and write what came out. Returns whether it succeeded."""
-    _tell(ProbeLine(stage, "begun", peer))
-    before, began = _waits_s(), time.monotonic()
+    """Run a measurement and write its result or its error. Return whether it succeeded."""
+    _write_line(ProbeLine(stage, "begun", peer))
+    before, began = _core_waits_s(), time.monotonic()
     try:
         values = measure()
-        waited_s = max((waited - before.get(thread, 0.0) for thread, waited in _waits_s().items()), default=0.0)
+        waited_s = max((waited - before.get(thread, 0.0) for thread, waited in _core_waits_s().items()), default=0.0)
         values = {**values, WAITED: min(1.0, waited_s / (time.monotonic() - began))}
         text = remark()
     except Exception as error:  # torch, CUDA and NCCL raise many types; the check names the error
-        _tell(ProbeLine(stage, "failed", peer, text=one_line(error)))
+        _write_line(ProbeLine(stage, "failed", peer, text=one_line(error)))
         return False
-    _tell(ProbeLine(stage, "done", peer, values, text))
+    _write_line(ProbeLine(stage, "done", peer, values, text))
     return True
 
 
-def _waits_s() -> dict[str, float]:
-    """For how many seconds each thread of this process could run and had no core; empty without /proc (not Linux)."""
-    found = {}
+def _core_waits_s() -> dict[str, float]:
+    """Return how many seconds each thread was ready but had no core; {} if the system does not tell (not Linux)."""
+    waits_s = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError, ValueError, IndexError):  # the thread has ended
-            found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
-    return found
+            waits_s[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+    return waits_s
 
 
 def _leave(store: Store, size: int, wait_s: float) -> None:
-    """Tell the store that this rank has ended, and wait for the others, who may still use a connection."""
+    """Tell the store that this rank is done, and wait for the other ranks, which may still use a connection."""
     store.add("left", 1)
     deadline = time.monotonic() + wait_s
     while store.add("left", 0) < size and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _tell(line: ProbeLine) -> None:
+def _write_line(line: ProbeLine) -> None:
     os.write(1, line.line().encode())
 
 

@@ -1,4 +1,4 @@
-"""Counts the calls of ctx methods that all ranks must make, and reports when this rank waits for others in one.
+"""Counts the calls of ctx methods that all ranks must make, and reports when this rank waits for others in a call.
 
 A rank that waits in such a call cannot know whether the other ranks are slow or will never come. It reports that it
 waits; the driver then asks all ranks for their stacks and counts (see driver/failure/missing_calls.py).
@@ -19,14 +19,14 @@ from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.steps.non_training_time import other_time
 
-FIRST_REPORT_S = 2.0  # from the begin of a wait to its first report; each further interval is twice as long
+FIRST_REPORT_S = 2.0  # from the start of a wait to its first report; each further interval is twice as long
 _MAX_INTERVAL_S = 60.0
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A call that may wait; `for_others` says whether it waits for other ranks, and not for a disk."""
+    """A call that may wait; `for_others` tells whether it waits for other ranks now, and not for a disk."""
 
     name: str
     step: int | None
@@ -35,7 +35,7 @@ class Wait:
 
 
 class CollectiveCalls:
-    """The calls of one rank, counted by the name of the method."""
+    """Counts the calls of one rank by the name of the method."""
 
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec, self._emitter = spec, emitter
@@ -50,19 +50,21 @@ class CollectiveCalls:
 
     @property
     def wait(self) -> Wait | None:
-        """The call in which the rank waits for other ranks now."""
+        """The call in which the rank waits for other ranks now; None if it does not wait."""
         wait = self.current
         return wait if wait is not None and wait.for_others() else None
 
     def enter(self, name: str) -> int:
-        """Count a call. Returns its number, from 1."""
+        """Count a call. Return its number, from 1."""
         self._counts[name] += 1
         return self._counts[name]
 
     def waiting(
         self, name: str, step: int | None = None, for_others: Callable[[], bool] = lambda: True
     ) -> AbstractContextManager[None]:
-        """The rank may wait for others inside this block, in a call that it has entered."""
+        """Return a context manager for a block in which the rank may wait for other ranks, in a call that it has
+        entered.
+        """
         if self._thread is None and self._spec.placement.world_size > 1:
             self._thread = threading.Thread(target=self._watch, name="ddptrain-calls", daemon=True)
             self._thread.start()
@@ -91,7 +93,10 @@ class CollectiveCalls:
 
 
 class _Waiting(AbstractContextManager[None]):
-    """A block in which a rank may wait. No generator: ctx.checkpoint may be called after each step."""
+    """A block in which a rank may wait.
+
+    A class is faster than a generator: ctx.checkpoint may be called in each step.
+    """
 
     __slots__ = ("_before", "_calls", "_wait")
 

@@ -1,7 +1,7 @@
-"""Values that all ranks compute together (ctx.mean and ctx.all_finite), in a process group of their own.
+"""Values that all ranks compute together (ctx.mean and ctx.all_finite), in a separate process group.
 
-In the default group, a call that other ranks do not make would be matched with their next gradient reduction, and both
-would read wrong data. In a group of its own it waits, and the wait is reported (see calls.py).
+In the default group, a call that other ranks do not make would meet their next gradient reduction, and both would read
+wrong data. In a separate group the call waits, and the wait is reported (see calls.py).
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from torch import distributed
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.collective.calls import CollectiveCalls
 
-_CODES = {"mean": 1.0, "all_finite": 2.0}  # by which ranks notice that they are in different calls
+_CODES = {"mean": 1.0, "all_finite": 2.0}  # ranks compare these codes, to notice that they are in different calls
 
 
 class CollectiveValues:
-    """One rank's part. The first call creates the process group, on the CPU."""
+    """One rank's part of the computations. The first call creates the process group, on the CPU."""
 
     def __init__(self, spec: RankSpec, calls: CollectiveCalls) -> None:
         self._spec, self._calls = spec, calls
         self._group: Any = None
 
     def mean(self, value: float | torch.Tensor, weight: float) -> float:
-        """The mean over all ranks, each with its `weight`; NaN if all weights are 0."""
+        """Return the mean over all ranks, each with its `weight`; NaN if all weights are 0."""
         number = value.detach().double().mean().item() if isinstance(value, torch.Tensor) else float(value)
-        total, weights = self._summed("mean", number * weight, weight)
+        total, weights = self._sum("mean", number * weight, weight)
         return total / weights if weights else float("nan")
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
-        """Whether all numbers of all ranks are finite. Returns the same on all ranks."""
+        """Return whether all numbers of all ranks are finite: the same result on all ranks."""
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        (bad, _) = self._summed("all_finite", float(not bool(torch.isfinite(tensor).all())), 0.0)
+        (bad, _) = self._sum("all_finite", float(not bool(torch.isfinite(tensor).all())), 0.0)
         return not bad
 
-    def _summed(self, name: str, first: float, second: float) -> tuple[float, float]:
-        """The sums of both numbers over all ranks. Raises RuntimeError if ranks are in different calls."""
+    def _sum(self, name: str, first: float, second: float) -> tuple[float, float]:
+        """Return the sums of both numbers over all ranks. Raises RuntimeError if ranks are in different calls."""
         self._calls.enter(name)
         code = _CODES[name]
         sums = torch.tensor([code, code * code, first, second], dtype=torch.float64)

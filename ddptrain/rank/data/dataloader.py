@@ -1,4 +1,4 @@
-"""ctx.loader: all ranks together read each sample once per epoch, and resume within an epoch from a checkpoint."""
+"""ctx.loader: all ranks together read each sample once per epoch; a run can be resumed within an epoch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 
 class RankSampler(Sampler[int]):
-    """This rank's indices in an epoch: all ranks draw the same order, and take its samples in turn.
+    """This rank's indices in an epoch: all ranks draw the same order, and take samples from it in turn.
 
-    The first `taken` samples of the order are skipped: any number of ranks read them before a resume. If the rest can't
-    be divided evenly, its first samples are repeated, because DDP waits for all ranks in each step; with `drop_last`
-    an incomplete step of all ranks is left out instead.
+    The first `taken` samples of the order are skipped, because ranks read them before a resume. If the rest can't be
+    divided evenly, its first samples are repeated, because DDP waits for all ranks in each step; with `drop_last` an
+    incomplete step of all ranks is dropped instead.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class RankSampler(Sampler[int]):
         return iter(self._order()[self._rank :: self._world_size].tolist())
 
     def __len__(self) -> int:
-        """Samples of this rank in the whole epoch, independent of the position."""
+        """Return the number of this rank's samples in the whole epoch, independent of the position."""
         return self._total(0) // self._world_size
 
     @property
     def remaining(self) -> int:
-        """Samples of this rank that remain in the epoch."""
+        """The number of this rank's samples that remain in the epoch."""
         return self._total(self.taken) // self._world_size
 
     def _total(self, taken: int) -> int:
-        """Samples of all ranks after the first `taken`, with repeated or without dropped ones."""
+        """Return the number of samples of all ranks after the first `taken`, repeated but not dropped ones included."""
         left = max(0, len(self._data) - taken)
         if self._drop_last:
             return left - left % self._step
@@ -69,7 +69,7 @@ class RankLoader(DataLoader[Any]):
         self._rank_sampler, self._batch_size = sampler, batch_size
         self._step = batch_size * sampler._world_size  # noqa: SLF001
         self.is_at_last_batch = False  # whether the batch that is in use is the last one of its epoch
-        # As a batch sampler, because DataLoader does not allow changes of its own sampler between epochs.
+        # A batch sampler, because DataLoader does not allow changes of its `sampler` between epochs.
         super().__init__(dataset, batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **more)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's returns its own iterator class
@@ -90,25 +90,25 @@ class RankLoader(DataLoader[Any]):
 
     @property
     def remaining(self) -> int:
-        """Batches of this rank that remain in the epoch `epoch`."""
+        """The number of this rank's batches that remain in the epoch `epoch`."""
         return -(-self._rank_sampler.remaining // self._batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Starts an epoch at its first sample; for the current epoch the position stays."""
+        """Go to the first sample of an epoch; do nothing if it is the current epoch."""
         if epoch != self._rank_sampler.epoch:
             self._rank_sampler.epoch, self._rank_sampler.taken = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position: the epoch, and the number of its samples that all ranks together have read."""
+        """Return the position: the epoch, and the number of its samples that all ranks together have read."""
         size = len(self._rank_sampler._data)  # noqa: SLF001
         return {"epoch": self.epoch, "taken": min(self._rank_sampler.taken, size)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues at a position; after a complete epoch the next one starts."""
+        """Continue at a position; if its epoch is complete, start the next one."""
         size = len(self._rank_sampler._data)  # noqa: SLF001
-        over = state["taken"] >= size
-        self._rank_sampler.epoch = state["epoch"] + int(over)
-        self._rank_sampler.taken = 0 if over else state["taken"]
+        is_complete = state["taken"] >= size
+        self._rank_sampler.epoch = state["epoch"] + int(is_complete)
+        self._rank_sampler.taken = 0 if is_complete else state["taken"]
 
 
 def make_loader(
@@ -123,7 +123,10 @@ def make_loader(
     drop_last: bool,
     **more: Any,
 ) -> RankLoader:
-    """The loader of ctx.loader; `more` are arguments of DataLoader. Raises TypeError for other data, or a sampler."""
+    """Create the loader for ctx.loader; `more` are arguments of DataLoader.
+
+    Raises TypeError for data without a length, and for a sampler in `more`.
+    """
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise TypeError(f"ctx.loader needs data that has a length, not {dataset!r}: use torch's DataLoader for it")
     if own := more.keys() & {"sampler", "batch_sampler"}:
@@ -132,7 +135,7 @@ def make_loader(
     defaults: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": more.get("num_workers", 0) > 0,
-        # Random numbers of workers, such as for augmentation, differ between ranks and repeat in each run.
+        # Random numbers of workers, for example for augmentation, differ between ranks, but are equal in each run.
         "generator": torch.Generator().manual_seed((seed * 1_000_003 + rank) % (1 << 63)),
     }
     return RankLoader(dataset, sampler, batch_size, **{**defaults, **more})

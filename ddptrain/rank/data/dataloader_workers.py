@@ -1,7 +1,7 @@
 """Makes DataLoader workers ignore SIGTERM unless their rank sends it, so that a preempted rank can finish its step.
 
-A batch system sends SIGTERM to all processes of a job. The rank treats it as a notice of preemption; its DataLoader
-workers would end, and make the rank fail.
+A batch system sends SIGTERM to all processes of a job. The rank handles it as a preemption notice, but its DataLoader
+workers would end, and the rank would fail.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _torch_worker_loop = worker._worker_loop  # noqa: SLF001
 
 
 def protect() -> None:
-    """Applies this to all DataLoaders that this process makes from now on."""
+    """Protect the workers of all DataLoaders that this process creates from now on."""
     worker._worker_loop = worker_loop  # noqa: SLF001
 
 
 def worker_loop(*args: Any, **kwargs: Any) -> None:
-    """The main function of a DataLoader worker: torch's loop, and a thread that checks the sender of SIGTERM."""
+    """Run torch's loop of a DataLoader worker, and a thread that checks the sender of SIGTERM."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_await_sigterm_of_rank, args=(os.getppid(),), daemon=True).start()
     _torch_worker_loop(*args, **kwargs)

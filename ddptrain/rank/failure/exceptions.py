@@ -55,7 +55,7 @@ _LOADER_FRAMES = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|p
 
 
 def failure(error: BaseException, phase: str) -> events.Failure:
-    """The event for an exception that ends the rank, with the current time."""
+    """Return the event for an exception that ends the rank, with the current time."""
     text, trace = _text(error), user_traceback(error)
     if (wrapped := _FROM_LOADER.match(text)) is not None:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
@@ -72,9 +72,9 @@ def failure(error: BaseException, phase: str) -> events.Failure:
 
 
 def handled(phase: str) -> events.Failure | None:
-    """The event for the exception that the main thread handles in an `except` or `finally`, with the current time.
+    """Return the event for the exception that the main thread is handling in an `except` or `finally` block.
 
-    None if there is none, or if it says only that another rank is gone.
+    Return None if there is none, or if it only says that another rank is gone.
     """
     if (error := handled_error()) is None:
         return None
@@ -83,20 +83,20 @@ def handled(phase: str) -> events.Failure | None:
 
 
 def handled_error() -> Exception | None:
-    """The exception that the main thread handles; None if there is none, or only a SystemExit or the like."""
+    """Return the exception that the main thread is handling; None if there is none, or only a SystemExit or similar."""
     # Python 3.11 has a tuple in place of the exception. There is no public API.
-    found: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
-    error = found[1] if isinstance(found, tuple) else found
+    current: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    error = current[1] if isinstance(current, tuple) else current
     return error if isinstance(error, Exception) else None
 
 
 def _text(error: BaseException) -> str:
-    """The argument of the exception if it is a text (str() of a KeyError would put it in quotes), else its str()."""
+    """Return the exception's only argument if it is text (str() of a KeyError would add quotes), else its str()."""
     return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
 
 
 def message_of(error: BaseException) -> str:
-    """str() of a user's exception, which may raise one itself."""
+    """Return str() of a user's exception; str() itself may raise an exception."""
     try:
         return str(error)
     except Exception:  # any user's code
@@ -104,7 +104,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _earlier(error: BaseException, phase: str) -> str:
-    """The exception that this one follows from, as a note; "" if there is none, or if the message contains it."""
+    """Return the exception that caused this one, as a note; "" if there is none, or if the message contains it."""
     *_, first = [each for each in _chain(error) if "RemoteTraceback" not in type(each).__name__]  # text of `error`
     text = one_line(message_of(first))
     message = message_of(error)
@@ -115,13 +115,13 @@ def _earlier(error: BaseException, phase: str) -> str:
 
 
 def _with_note(message: str, note: str) -> str:
-    """The message with a note in parentheses at the end of its first line, which may be the only one that is shown."""
+    """Return the message with a note in parentheses at the end of its first line, often the only line shown."""
     first, line_end, rest = message.partition("\n")
     return f"{first} ({note}){line_end}{rest}" if note else message
 
 
 def _ended_loader_workers(error: BaseException) -> str:
-    """How DataLoader workers have ended whose batch the rank was waiting for; "" if the error has another reason.
+    """Return how DataLoader workers ended whose batch the rank was waiting for; "" if the error has another reason.
 
     If a worker ends while its batch is on the way, the rank gets only a broken connection or a missing socket.
     """
@@ -136,7 +136,7 @@ def _ended_loader_workers(error: BaseException) -> str:
 
 
 def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
-    """Message and traceback of the exception in a DataLoader worker, with the frames of the rank that waited for it."""
+    """Return message and traceback of the exception in a DataLoader worker, with the frames of the rank that waited."""
     trace = wrapped["trace"].rstrip("\n") + "\n"
     last = list(re.finditer(rf"^(?:[\w.]+\.)?{wrapped['type']}(?::\ |$)", trace, re.MULTILINE))
     message = trace[last[-1].end() :].strip() if last else ""
@@ -154,7 +154,7 @@ def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
 
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
-    """The event for sys.exit() with another argument than 0, with the current time."""
+    """Return the event for a sys.exit() that is not a success, with the current time."""
     return _event("SystemExit", f"sys.exit({stop.code!r})", user_traceback(stop), phase, exit_code=exit_code(stop))
 
 
@@ -170,32 +170,32 @@ def _event(kind: str, message: str, trace: str, phase: str, *, exit_code: int | 
 
 
 def exit_code(stop: SystemExit) -> int:
-    """The exit code that Python would use: the low byte of an integer, 0 for None, 1 for anything else."""
+    """Return the exit code that Python would use: the low byte of an integer, 0 for None, 1 for anything else."""
     if stop.code is None:
         return 0
     return stop.code & 0xFF if isinstance(stop.code, int) else 1
 
 
 def add_search_path(error: BaseException) -> None:
-    """Add the interpreter and sys.path to an import error: they are the worker's, not those of the command.
+    """Add the interpreter and sys.path to an import error, because the worker's differ from those of the command.
 
     The folders of the standard library are left out, and so are repetitions.
     """
     if isinstance(error, ModuleNotFoundError) and sys.executable not in str(error):
         library = os.path.dirname(os.__file__)
         zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info.major}{sys.version_info.minor}.zip")
-        own = {library, os.path.join(library, "lib-dynload"), zipped}
-        folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in own]
+        standard = {library, os.path.join(library, "lib-dynload"), zipped}
+        folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in standard]
         error.add_note(f"not found by {sys.executable} in {', '.join(folders)}")
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone, or follows from such an error."""
+    """Return whether the error only says that another rank is gone, or follows from such an error."""
     return any(_is_from_torch(each) and _contains(each, _LOST_PEER_MESSAGES) for each in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that its traceback shows above it: its causes, and what was handled when it was raised."""
+    """Yield the error, then the earlier errors that its traceback shows: causes, and errors that were being handled."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -205,7 +205,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_from_torch(error: BaseException) -> bool:
-    """Whether the error can come from torch.distributed, and not from a connection of the user's code."""
+    """Return whether the error can be from torch.distributed, and not from a connection of the user's code."""
     if isinstance(error, OSError):
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         return any("/torch/distributed/" in file for file in files)

@@ -37,12 +37,12 @@ class StackReporter:
         self._spec = spec
         self._emitter = emitter
         self._counter = itertools.count()
-        # Opened now: C code cannot open files.
+        # Opened now, because faulthandler's C code cannot open files.
         dump_fd = open_append(Path(spec.host.staging) / STACKS_DUMP, create_mode=0o600)
         faulthandler.register(STACKS_SIGNAL, file=dump_fd, all_threads=True)
 
     def report(self) -> None:
-        """Emit the stacks now. Called in another thread than the main thread."""
+        """Emit the stacks now. Must be called in a thread other than the main thread."""
         with contextlib.suppress(OSError):  # a full disk must not end the thread that handles commands
             self._report()
 
@@ -68,16 +68,16 @@ class StackReporter:
 
 
 def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:
-    """The frames as "file:line function", at most _MAX_FRAMES."""
-    found: list[str] = []
-    while frame is not None and len(found) < _MAX_FRAMES:
-        found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+    """Return the frames as "file:line function", at most _MAX_FRAMES."""
+    frames: list[str] = []
+    while frame is not None and len(frames) < _MAX_FRAMES:
+        frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return tuple(found)
+    return tuple(frames)
 
 
 def _sequence() -> int | None:
-    """The number of collective operations begun in the default group; None if it is not initialized."""
+    """Return the number of collective operations begun in the default group; None if unknown."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         if c10d is None or not c10d.is_initialized():

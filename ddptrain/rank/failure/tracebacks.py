@@ -20,7 +20,7 @@ _ONE_FRAME = re.compile(_FRAME)
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the frames of the launcher, which say nothing about the fault."""
+    """Return the traceback without the frames of the launcher, which say nothing about the fault."""
     lines = traceback.TracebackException.from_exception(error)
     dispatch = str(getattr(sys.modules.get("dask_pytorch_ddp.dispatch"), "__file__", ""))
     kept = [frame for frame in lines.stack if frame.filename not in {*_LAUNCHER, dispatch}]
@@ -29,8 +29,8 @@ def user_traceback(error: BaseException) -> str:
 
 
 def shortened(trace: str) -> str:
-    """The traceback with one line in place of each sequence of frames of torch, ddptrain or Python's import system."""
-    return _FRAMES.sub(lambda found: _shorten(found.group()), trace)
+    """Return the traceback with one line for each sequence of frames of torch, ddptrain or Python's import system."""
+    return _FRAMES.sub(lambda match: _shorten(match[0]), trace)
 
 
 def _shorten(frames: str) -> str:
@@ -47,20 +47,20 @@ def _shorten(frames: str) -> str:
 
 
 def _library(frame: str) -> str:
-    """The library of a frame; "" for the user's code and the built-in workloads."""
+    """Return the library of a frame; "" for the user's code and the built-in workloads."""
     match = _FILE.match(frame)
     file = match[1] if match else ""
     if file.startswith("<frozen "):
         return "Python"
-    if found := _LIBRARY.search(file):
-        return found[1]
+    if installed := _LIBRARY.search(file):
+        return installed[1]
     path = Path(file)
     internal = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "workloads")
     return "ddptrain" if internal else ""
 
 
 def clipped(text: str, limit: int) -> str:
-    """The text without its middle if it has more than `limit` characters."""
+    """Return the text without its middle if it has more than `limit` characters."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n... [{len(text) - limit} characters] ...\n{text[-limit // 2 :]}"

@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-_COMPRESS_LEVEL = 1  # zlib's fastest: the training step waits for it
+_COMPRESS_LEVEL = 1  # zlib's fastest level, because the training step waits
 _MODES = ("L", "RGB", "RGBA")
 _DEPTHS = (1, 3, 4)
 
 
 def is_image(value: Any) -> bool:
-    """Whether the value is a PIL image, or a tensor or array with at least two dimensions."""
+    """Return whether the value is a PIL image, or a tensor or array with at least two dimensions."""
     return isinstance(value, Image.Image) or (hasattr(value, "ndim") and value.ndim >= 2)
 
 
 def png(image: Any) -> bytes:
-    """Encodes an image as PNG.
+    """Encode an image as PNG.
 
-    It is a tensor [3, H, W], [1, H, W] or [H, W], an array [H, W, 3], [H, W, 1] or [H, W], or a PIL image. Tensors and
-    arrays are uint8, or floats from 0 to 1 (values outside are clipped, NaN becomes 0).
+    `image` is a tensor [3, H, W], [1, H, W] or [H, W], an array [H, W, 3], [H, W, 1] or [H, W], or a PIL image. Tensors
+    and arrays are uint8, or floats from 0 to 1 (values outside are clipped, NaN becomes 0).
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: `image` is none of these.
         ValueError: it has another shape.
     """
     pil_image = image if isinstance(image, Image.Image) else _to_pil(image)
@@ -55,7 +55,7 @@ def _to_pil(image: Any) -> Image.Image:
 
 
 def _bytes(array: Any) -> Any:
-    """The values as uint8, 0 to 255."""
+    """Return the values as uint8, 0 to 255."""
     if array.dtype == np.uint8:
         return array
     if array.dtype == np.bool_:

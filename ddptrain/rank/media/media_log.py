@@ -32,7 +32,7 @@ class MediaLog:
         self._saved: Counter[tuple[str, int | None]] = Counter()  # images by name and step
 
     def image(self, name: str, image: Any, step: int | None, caption: str) -> None:
-        """Saves an image for ctx.log_image."""
+        """Save an image for ctx.log_image."""
         _check_name(name)
         _, kept = self._save_image(name, image, step, for_trackers=self._tracked.wants(Image))
         if kept is not None:
@@ -41,33 +41,35 @@ class MediaLog:
     def table(
         self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None, form: str
     ) -> None:
-        """Saves a table for ctx.log_table."""
+        """Save a table for ctx.log_table."""
         _check_name(name)
         if form not in _ENCODERS:
             raise ValueError(f"a table is written as csv or parquet, not as {form!r}")
-        heads = tuple(str(column) for column in columns)
-        wanted = self._tracked.wants(Table)
+        names = tuple(str(column) for column in columns)
+        for_trackers = self._tracked.wants(Table)
         tracked_rows: list[tuple[Any, ...]] = []
         written: list[list[_Cell]] = []
         for row in rows:
-            if len(row) != len(heads):
-                raise ValueError(f"table {name!r} has {len(heads)} columns, row {len(written)} has {len(row)} values")
-            cells = [self._cell(name, step, column, value, wanted) for column, value in zip(heads, row, strict=True)]
+            if len(row) != len(names):
+                raise ValueError(f"table {name!r} has {len(names)} columns, row {len(written)} has {len(row)} values")
+            cells = [
+                self._cell(name, step, column, value, for_trackers) for column, value in zip(names, row, strict=True)
+            ]
             written.append([in_file for in_file, _ in cells])
-            if wanted:
+            if for_trackers:
                 tracked_rows.append(tuple(tracked for _, tracked in cells))
         prefix = f"step-{step}-" if step is not None else ""
-        self._files.save(f"tables/{name}/{prefix}rank-{self._rank}.{form}", _ENCODERS[form](heads, written))
-        if wanted:
+        self._files.save(f"tables/{name}/{prefix}rank-{self._rank}.{form}", _ENCODERS[form](names, written))
+        if for_trackers:
             kept = [cell.path for row in tracked_rows for cell in row if isinstance(cell, Image)]
-            self._tracked.put_with_files(Table(time.time_ns(), name, heads, tuple(tracked_rows), step), *kept)
+            self._tracked.put_with_files(Table(time.time_ns(), name, names, tuple(tracked_rows), step), *kept)
 
-    def _cell(self, name: str, step: int | None, column: str, value: Any, wanted: bool) -> tuple[_Cell, Any]:
-        """A value as it is written to the file, and as it is passed to trackers."""
+    def _cell(self, name: str, step: int | None, column: str, value: Any, for_trackers: bool) -> tuple[_Cell, Any]:
+        """Return the value for the file, and the value for trackers."""
         if type(value) in (int, float, str, bool) or value is None:
             return value, value
         if is_image(value):
-            path, kept = self._save_image(name, value, step, for_trackers=wanted)
+            path, kept = self._save_image(name, value, step, for_trackers=for_trackers)
             return path, Image(time.time_ns(), name, kept, "", step) if kept is not None else None
         item = value.item() if hasattr(value, "item") else value
         if not isinstance(item, int | float | str | bool):
@@ -77,7 +79,7 @@ class MediaLog:
         return item, item
 
     def _save_image(self, name: str, image: Any, step: int | None, *, for_trackers: bool) -> tuple[str, Path | None]:
-        """Returns the path of the image below artifacts/, and its file for trackers if they want one."""
+        """Save an image. Return its path below artifacts/, and its file for trackers (None without `for_trackers`)."""
         data = png(image)
         number = self._saved[name, step]
         self._saved[name, step] += 1
@@ -86,7 +88,7 @@ class MediaLog:
         kept: list[Path] = []
 
         def keep(staged: Path) -> None:
-            with suppress(OSError):  # then trackers lack the image, but the run directory has it
+            with suppress(OSError):  # trackers then lack the image, but the run directory has it
                 kept.append(self._tracked.keep(staged, ".png"))  # trackers recognize the format by the suffix
 
         self._files.save(path, data, keep if for_trackers else None)
@@ -107,7 +109,7 @@ def _csv(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> bytes:
 
 
 def _parquet(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> bytes:
-    """Raises TypeError if a column holds values of different types, for example text and numbers."""
+    """Return the table as Parquet. Raises TypeError if a column has different types, such as text and numbers."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

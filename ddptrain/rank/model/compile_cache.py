@@ -1,8 +1,8 @@
-"""The compile cache of a host: what torch.compile has compiled, for the other ranks and for later runs.
+"""The compile cache of a host: code that torch.compile has generated, for other ranks and for later runs.
 
-Each key has a folder below the user's cache folder. Inductor keeps its graphs, kernels and shared libraries there, and
-Triton's, and compares all that a graph depends on by itself. It executes these files, so a folder that another user
-could write to is never used.
+Each key has a folder below the user's cache folder. Inductor stores its graphs, kernels and shared libraries there, and
+those of Triton, and checks itself whether a stored graph is still valid. It executes these files, so a folder that
+another user could write to is never used.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _log = log.Log("ddptrain.rank.compile_cache")
 
 
 class CompileCache:
-    """The cache of one key. A shared lock keeps it from being deleted as long as this process lives.
+    """The cache of one key. A shared lock prevents its deletion as long as this process runs.
 
-    The ranks of a host compile one after the other: the first one compiles a graph, the others load it. If a process
-    was killed meanwhile, which may have left incomplete files, the next one deletes the content.
+    The ranks of a host compile one after the other: the first rank compiles a graph, other ranks load it. If a process
+    was killed while it compiled, files may be incomplete, so the next process deletes the content.
     """
 
     def __init__(self, key: str, folder: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Raises OSError if the folder cannot be created, or if another user could write to it."""
+        """Raise OSError if the folder cannot be created, or if another user could write to it."""
         root = folder or platformdirs.user_cache_path("ddptrain") / "compile"
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         require_private(root)
@@ -58,7 +58,7 @@ class CompileCache:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Only one process of the host is in this block. If the file system has no locks or is full, several may be."""
+        """Allow only one process of the host in the block; several if the file system has no locks or is full."""
         with ExitStack() as held:
             try:
                 descriptor = open_regular(self._compiling, CREATE)
@@ -74,7 +74,7 @@ class CompileCache:
             yield
 
     def clear(self) -> None:
-        """Deletes the content. What other processes have loaded stays in their memory."""
+        """Delete the content. Code that other processes have loaded stays in their memory."""
         self.is_empty = True
         for path in self.folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -84,10 +84,10 @@ class CompileCache:
 
 
 def inductor_backend(spec: RankSpec, device: torch.device, note: Callable[[str], None]) -> Callable[..., Any] | str:
-    """The backend for torch.compile that keeps what it compiles; "inductor" if the cache is not ours.
+    """Return the backend for torch.compile that stores generated code in the cache.
 
-    A TORCHINDUCTOR_CACHE_DIR of the user stays. Without a usable cache folder, the rank compiles in its staging folder,
-    and `note` gets the reason. Sets the variable for this process.
+    Return "inductor" if the user has set TORCHINDUCTOR_CACHE_DIR, or if there is no usable cache folder: the rank then
+    compiles in its staging folder, and `note` gets the reason. Otherwise set the variable for this process.
     """
     chosen = spec.env.get(_VARIABLE, "")
     if chosen and not Path(chosen).name.startswith(_TORCHS_OWN):
@@ -105,7 +105,7 @@ def inductor_backend(spec: RankSpec, device: torch.device, note: Callable[[str],
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def compile_one(*args: Any, **kwargs: Any) -> Any:
-            """Compiles or loads a forward or backward graph. There is no collective operation in it."""
+            """Compile or load a forward or backward graph, without collective operations."""
             with cache.exclusive():
                 try:
                     return compile_fx_inner(*args, **kwargs)
@@ -123,9 +123,10 @@ def inductor_backend(spec: RankSpec, device: torch.device, note: Callable[[str],
 
 
 def cache_key(code: Code, device: torch.device) -> str:
-    """The folder's name: of the project and workload, Python, torch and the device.
+    """Return the folder's name, a hash of the project's path, the workload, and the versions of Python, torch and
+    device.
 
-    Not of the content of the project: inductor compares graphs, so an edit that leaves the model alone loses nothing.
+    The project's content is not part of it: inductor compares graphs, so only an edit of the model invalidates code.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     parts = ("" if code.content_hash else code.workdir, code.workload, code.script, code.module)
@@ -134,7 +135,7 @@ def cache_key(code: Code, device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """The name of the processor and its instructions, for which kernels are compiled."""
+    """Return the name and the instruction sets of the processor, for which kernels are compiled."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
@@ -142,12 +143,12 @@ def _processor() -> str:
 
 
 def require_private(folder: Path) -> None:
-    """Raises OSError if another user could write to the folder, or replace it or one of the folders above it."""
+    """Raise OSError if another user could write to the folder, or replace it or one of the folders above it."""
     if problem := why_not_private(folder, folder.lstat()):
         raise PermissionError(problem)
     for above in folder.resolve().parents:
         status = above.stat()
-        # A group with the number of the user is the user's own: with it, many systems have the umask 002.
+        # A group with the id of the user contains only the user; systems with such groups often have the umask 002.
         others = 0o002 if status.st_gid == os.geteuid() else 0o022
         is_open = bool(status.st_mode & others) and not status.st_mode & stat.S_ISVTX
         if status.st_uid not in (0, os.geteuid()) or is_open:
@@ -155,7 +156,7 @@ def require_private(folder: Path) -> None:
 
 
 def prune(root: Path, limit_bytes: int) -> None:
-    """Deletes the folders that were used least recently until the cache is within its limit, except those in use."""
+    """Delete the least recently used folders until the cache is within its limit; skip folders in use."""
     keys = sorted(
         (path for path in root.iterdir() if path.is_dir() and not path.is_symlink()), key=lambda p: -p.stat().st_mtime
     )
@@ -190,7 +191,7 @@ def _delete(folder: Path) -> bool:
 
 
 def _forget_loaded_code() -> None:
-    """Has inductor read no module again that it has loaded from the cache."""
+    """Make inductor forget the modules that it has loaded from the cache."""
     from torch._inductor.utils import clear_caches
 
     clear_caches()

@@ -1,4 +1,4 @@
-"""Gradient accumulation and the gradient scaler of fp16: what ctx.backward and ctx.step do."""
+"""Gradient accumulation and the gradient scaler of fp16: the implementation of ctx.backward and ctx.step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from ddptrain.rank.checkpoint.snapshot import is_sharded, unwrapped
 
-_MOST_SKIPPED = 100  # steps in a row: the loss scale has fallen from 65536 to 5e-26
+_MAX_SKIPPED = 100  # steps in a row, which reduce the loss scale from 65536 to 5e-26
 
 
 @dataclass(slots=True)
 class _Window:
-    """The accumulation window of an optimizer: how many calls of ctx.step it has had."""
+    """The accumulation window of an optimizer; `done` is its number of calls of ctx.step."""
 
     optimizer: Optimizer
     done: int = 0
@@ -31,8 +31,8 @@ class _Window:
 class GradientSteps:
     """Sums up the gradients of `accumulate` micro-batches, and takes the steps of the optimizers.
 
-    DDP averages the gradients over the ranks in the last micro-batch of a window only. A window also ends with the last
-    batch of an epoch (`is_last_batch`), and the gradient is the mean over the micro-batches that it has.
+    DDP averages the gradients over the ranks only in the last micro-batch of a window. A window also ends with the last
+    batch of an epoch (`is_last_batch`); the gradient is the mean over the micro-batches of the window.
     """
 
     def __init__(self, device: torch.device, *, is_last_batch: Callable[[], bool] = lambda: False) -> None:
@@ -44,8 +44,10 @@ class GradientSteps:
         self._scale_is_due = False
         self._skipped_in_a_row = 0
         self._windows: list[_Window] = []
-        self._resumed: list[int] = []  # positions of the windows of a checkpoint; optimizers come in the same order
-        self._unsynced: set[DistributedDataParallel] = set()  # the last gradients were not averaged over the ranks
+        self._resumed: list[int] = []  # `done` of the windows of a checkpoint, by optimizer
+        self._unsynced: set[DistributedDataParallel] = (
+            set()
+        )  # models whose last gradients were not averaged over the ranks
 
     @property
     def scale(self) -> float:
@@ -53,7 +55,7 @@ class GradientSteps:
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
     def use(self, precision: str, accumulate: int) -> None:
-        """Sets the size of a window, and creates the scaler for fp16. Raises ValueError if `accumulate` is below 1."""
+        """Set the size of a window, and create the scaler for fp16. Raises ValueError if `accumulate` is below 1."""
         if accumulate < 1:
             raise ValueError(f"accumulate is {accumulate!r}: it must be at least 1")
         self.accumulate = accumulate
@@ -61,12 +63,12 @@ class GradientSteps:
             self._scaler = torch.amp.GradScaler(self._device.type)
 
     def attach(self, model: nn.Module) -> None:
-        """Has DDP average the gradients in the last micro-batch of a window only."""
+        """Make DDP average the gradients only in the last micro-batch of a window."""
         if self.accumulate > 1 and isinstance(model, DistributedDataParallel):
             model.register_forward_pre_hook(self._choose_sync)
 
     def _choose_sync(self, model: nn.Module, _inputs: Any) -> None:
-        """Runs before each forward pass, because DDP decides there what the backward pass does."""
+        """Choose whether DDP averages the gradients. Runs before each forward pass, in which DDP reads the setting."""
         assert isinstance(model, DistributedDataParallel)
         if not torch.is_grad_enabled():
             return
@@ -75,15 +77,15 @@ class GradientSteps:
         (self._unsynced.discard if syncs else self._unsynced.add)(model)
 
     def _done(self, model: nn.Module) -> int:
-        """The position in the window of the optimizer that has the parameters of the model."""
-        own = {id(parameter) for parameter in model.parameters()}
+        """Return the number of micro-batches in the window of the model's optimizer."""
+        ids = {id(parameter) for parameter in model.parameters()}
         for window in self._windows:
-            if any(id(parameter) in own for parameter in window.parameters()):
+            if any(id(parameter) in ids for parameter in window.parameters()):
                 return window.done
         return next(iter(self._resumed[len(self._windows) :]), 0)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a loss. Raises RuntimeError if those of the window so far were deleted."""
+        """Add the gradients of a loss. Raises RuntimeError if the earlier gradients of the window were deleted."""
         for window in self._windows:
             if window.done and all(parameter.grad is None for parameter in window.parameters()):
                 raise RuntimeError(
@@ -94,7 +96,7 @@ class GradientSteps:
         (self._scaler.scale(loss) if self._scaler is not None else loss).backward()
 
     def step(self, optimizer: Optimizer, clip: float | None = None, *, last: bool = False) -> bool:
-        """Counts a micro-batch; at the end of a window takes the step. Returns whether the optimizer took one.
+        """Count a micro-batch; at the end of a window take a step. Return whether the optimizer took a step.
 
         Raises FloatingPointError if a gradient was infinite or NaN in 100 steps in a row.
         """
@@ -135,14 +137,14 @@ class GradientSteps:
     def _count_skipped(self, *, is_finite: bool) -> None:
         self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
         self.skipped += int(not is_finite)
-        if self._skipped_in_a_row >= _MOST_SKIPPED:
+        if self._skipped_in_a_row >= _MAX_SKIPPED:
             raise FloatingPointError(
-                f"the gradients were infinite or NaN in {_MOST_SKIPPED} steps in a row: lower the learning rate, or "
+                f"the gradients were infinite or NaN in {_MAX_SKIPPED} steps in a row: lower the learning rate, or "
                 "set precision: bf16 (or fp32)"
             )
 
     def _update_scale(self) -> None:
-        """Updates the loss scale, once no optimizer has gradients that were computed with the old one."""
+        """Update the loss scale when no optimizer has gradients that were computed with the old scale."""
         if self._scaler is not None and self._scale_is_due and not any(window.done for window in self._windows):
             self._scaler.update()
             self._scale_is_due = False
@@ -150,10 +152,10 @@ class GradientSteps:
     # --- checkpoints ---
 
     def state(self, modules: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The state for a checkpoint: the scaler, and the window with the gradients of `modules`; None if empty.
+        """Return the state for a checkpoint: the scaler, and the window with the gradients of `modules`; None if empty.
 
-        Within a window all ranks must call it: it replaces their gradients by the mean over the ranks. The final
-        gradient is the same, and any number of ranks can continue with the mean.
+        Within a window all ranks must call it, because it replaces the gradients by their mean over the ranks. This
+        does not change the final gradient, and any number of ranks can continue with the mean.
         """
         self._update_scale()
         state: dict[str, Any] = {}
@@ -167,7 +169,7 @@ class GradientSteps:
         return state or None
 
     def restore(self, state: Mapping[str, Any] | None, modules: Mapping[str, Any]) -> None:
-        """Continues with the state of a checkpoint, before the first call of `step`."""
+        """Continue with the state of a checkpoint, before the first call of `step`."""
         state = state or {}
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(dict(state["scaler"]))
@@ -175,22 +177,22 @@ class GradientSteps:
         self._resumed = list(state.get("windows", ()))
         factor = self.scale / state["scaler"]["scale"] if "scaler" in state else self.scale
         for name, module in _only_modules(modules).items():
-            found = state.get("gradients", {}).get(name, {})
+            saved = state.get("gradients", {}).get(name, {})
             for key, parameter in module.named_parameters():
-                if key in found:
-                    gradient = _placed_as(parameter, found[key].to(parameter.device, parameter.dtype, copy=True))
+                if key in saved:
+                    gradient = _placed_as(parameter, saved[key].to(parameter.device, parameter.dtype, copy=True))
                     parameter.grad = gradient if factor == 1.0 else gradient * factor
 
 
 def average_gradients(model: DistributedDataParallel) -> None:
-    """Replaces the gradients of a model by their mean over the ranks. All ranks must call it."""
+    """Replace the gradients of a model by their mean over the ranks. All ranks must call it."""
     group = model.process_group
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     present = torch.tensor([float(parameter.grad is not None) for parameter in parameters]).to(parameters[0].device)
     dist.all_reduce(present, group=group)
     for parameter, count in zip(parameters, present.tolist(), strict=True):
         if not count:
-            continue  # no rank has used it
+            continue  # no rank has used the parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         dist.all_reduce(parameter.grad, group=group)
@@ -206,11 +208,11 @@ def _only_modules(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients by name; of a sharded model the whole ones, for which all ranks must call it."""
-    found = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+    """Return the gradients by name. For a sharded model, all ranks must call it, and the gradients are whole."""
+    gradients = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
     if not is_sharded(module):
-        return found
-    return {name: _whole(gradient).cpu() for name, gradient in found.items()}
+        return gradients
+    return {name: _whole(gradient).cpu() for name, gradient in gradients.items()}
 
 
 def _whole(gradient: Any) -> Tensor:
@@ -219,7 +221,7 @@ def _whole(gradient: Any) -> Tensor:
 
 
 def _placed_as(parameter: Any, whole: Tensor) -> Tensor:
-    """A gradient as its parameter is placed: this rank's part, if the parameter is sharded."""
+    """Return a gradient with the placement of its parameter: this rank's part if the parameter is sharded."""
     if not hasattr(parameter, "placements"):
         return whole
     from torch.distributed.tensor import distribute_tensor

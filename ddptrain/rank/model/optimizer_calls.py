@@ -1,4 +1,4 @@
-"""ctx.backward and ctx.step: the part of a rank's context that takes the steps of optimizers. Its use is optional."""
+"""ctx.backward and ctx.step: the optional part of a rank's context that takes the steps of optimizers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class OptimizerCalls(TimedActivities):
         def is_last_batch() -> bool:
             return any(loader.is_at_last_batch for loader in self._loaders)
 
-        made = GradientSteps(self.device, is_last_batch=is_last_batch)
-        made.use(self._spec.prepare.get("precision", "fp32"), self._spec.prepare.get("accumulate", 1))
-        return made
+        steps = GradientSteps(self.device, is_last_batch=is_last_batch)
+        steps.use(self._spec.prepare.get("precision", "fp32"), self._spec.prepare.get("accumulate", 1))
+        return steps
 
     @property
     def accumulate(self) -> int:
-        """The number of batches for one step of the optimizer: of `prepare`, or of the configuration's `prepare`."""
+        """The number of batches per step of the optimizer, from ctx.prepare or the configuration."""
         return self._gradients.accumulate
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()`, with the loss scale of fp16. `loss` is the mean over this rank's batch.
+        """Call `loss.backward()`, with the loss scale of fp16. `loss` is the mean over this rank's batch.
 
         Raises:
             RuntimeError: optimizer.zero_grad() was called before all batches of a step were accumulated.
@@ -49,12 +49,13 @@ class OptimizerCalls(TimedActivities):
         self._gradients.backward(loss)
 
     def step(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None, last: bool = False) -> bool:
-        """Call it after `backward` of each batch. Returns whether the optimizer took a step and the weights changed.
+        """Count a batch, after its `backward`; return whether the optimizer took a step, so that the weights have
+        changed.
 
         With `accumulate` the optimizer takes a step with every N-th batch and with the last batch of an epoch. Its
         gradient is the mean over these batches, also if the last step of an epoch has fewer than N; then the gradients
-        are set to zero. ctx.loader knows the last batch; with another loader pass last=True for it, on all ranks.
-        `clip` is the largest norm of the gradient. With fp16 a step with infinite gradients is left out, and logged as
+        are set to zero. ctx.loader detects the last batch; with any other loader pass last=True for it, on all ranks.
+        `clip` is the largest norm of the gradient. With fp16 a step with infinite gradients is skipped, and logged as
         train/skipped_steps and train/loss_scale.
 
             ctx.backward(loss)

@@ -1,4 +1,4 @@
-"""ctx.prepare: device, precision, compilation, memory format and DDP of a model. Its use is optional."""
+"""ctx.prepare (optional): device, precision, compilation, memory format and DDP of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepare_model(
     compile_backend: Callable[[], Any] = lambda: "inductor",
     **ddp: Any,
 ) -> nn.Module:
-    """Moves the model to the device, applies `settings` (see config), and wraps it in DDP or shards it.
+    """Move the model to the device, apply `settings` (see config), and wrap it in DDP or shard it.
 
     `compile_backend` returns the backend of torch.compile. `ddp` are arguments of DistributedDataParallel, which does
     not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
@@ -33,7 +33,7 @@ def prepare_model(
     sharded = checked_strategy(settings, ddp) != DDP
     if sharded and precision == "fp16":
         raise ValueError("precision fp16 needs strategy ddp: choose bf16 or fp32 for a model that ranks share")
-    if not sharded:  # layer by layer otherwise: the whole model may be too large for the device
+    if not sharded:  # a sharded model is moved layer by layer, because it may be too large for the device
         model = model.to(device)
     checkpoint_activations(model, settings.get("activation_checkpointing") or ())
     if settings.get("channels_last"):

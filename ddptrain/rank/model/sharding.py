@@ -1,4 +1,4 @@
-"""Distributes a model over ranks (FSDP2), and computes chosen layers again in the backward pass to save memory."""
+"""Shards a model over ranks (FSDP2), and recomputes chosen layers in the backward pass to save memory."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def checked_strategy(settings: Mapping[str, Any], ddp: Mapping[str, Any]) -> str
 
 
 def checkpoint_activations(model: nn.Module, classes: Sequence[str]) -> None:
-    """Compute the layers of these classes again in the backward pass. Raises ValueError for an unknown class."""
+    """Recompute the layers of these classes in the backward pass. Raises ValueError for an unknown class."""
     for layer in layers_of(model, classes, "activation_checkpointing"):
         # In place, so that the weights keep their names.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def layers_of(model: nn.Module, classes: Sequence[str], setting: str) -> list[nn.Module]:
-    """Return the layers of these classes. Raises ValueError, with the classes that there are, if one has no layer."""
+    """Return the layers of these classes. Raises ValueError, which lists the existing classes, for an unknown class."""
     class_names = {type(layer).__name__ for layer in model.modules()}
     if missing := [name for name in classes if name not in class_names]:
         names = ", ".join(sorted(class_names))
@@ -59,9 +59,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def shard_model(
     model: nn.Module, device: torch.device, settings: Mapping[str, Any], dtype: torch.dtype | None
 ) -> nn.Module:
-    """Distribute the parameters over the ranks, in place; all ranks must call it. All begin with rank 0's weights.
+    """Shard the parameters over the ranks, in place; all ranks must call it. All ranks start with rank 0's weights.
 
-    dtype: of the forward and backward pass; gradients are summed in float32. A model on the meta device is
+    dtype: the type in the forward and backward pass; gradients are summed in float32. A model on the meta device is
     initialized after it was sharded, by the `reset_parameters` of its layers.
 
     Raises ValueError if hosts have different numbers of ranks, or a layer on the meta device cannot initialize itself.
@@ -117,8 +117,8 @@ def _copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
 
 def _check_initializers(model: nn.Module) -> None:
     for name, layer in model.named_modules():
-        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in own) and not hasattr(layer, "reset_parameters"):
+        tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in tensors) and not hasattr(layer, "reset_parameters"):
             raise ValueError(
                 f"layer {name or type(layer).__name__!r} is on the meta device, and {type(layer).__name__} has no "
                 "method reset_parameters() that initializes it: add one, or create the model on the CPU"

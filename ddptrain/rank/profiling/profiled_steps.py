@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class ProfiledSteps(TimedActivities):
-    """The part of a rank's context that records steps. `_profiler` is None while no profile is wanted: no cost."""
+    """The part of a rank's context that records steps.
+
+    `_profiler` is None while there is no profile, which costs no time.
+    """
 
     _files: ArtifactFiles
     device: torch.device
@@ -30,12 +33,12 @@ class ProfiledSteps(TimedActivities):
         raise NotImplementedError
 
     def profile(self, steps: tuple[int, int], *, ranks: Sequence[int] | None = None) -> None:
-        """Record the steps `steps[0]` to `steps[1]` (from 1, both included) with torch.profiler.
+        """Record the steps `steps[0]` to `steps[1]` (counted from 1, both included) with torch.profiler.
 
         `ranks`: None for every rank that calls this method. Writes, below artifacts/profile/steps-<a>-<b>/, a Chrome
         trace rank-<r>.pt.trace.json.gz, and a table rank-<r>.csv of the operators that took most time.
 
-        A step is over when the workload reports it, by ctx.checkpoint(step=), ctx.log(step=) or
+        A step is complete when the workload reports it with ctx.checkpoint(step=), ctx.log(step=) or
         ctx.progress(unit="steps"). The profile begins at the first report of a step >= steps[0] - 1 (with steps[0] = 1
         in this call) and ends at the first report of a step >= steps[1]. A profile that fails is a warning.
 
@@ -73,14 +76,14 @@ class ProfiledSteps(TimedActivities):
                 self._profiler, self._last_profiled = None, step
 
     def end_profile(self, *, complete: bool) -> None:
-        """End a profile with the workload; it is saved if `complete`, else discarded."""
+        """End the current profile with the workload: save it if `complete`, else discard it."""
         if self._profiler is not None:
             self._profiler.close(complete=complete)
             self._profiler = None
 
 
 def note_unused(spec: RankSpec, emitter: Emitter) -> None:
-    """Tell the user of a script that has not asked for its context that nothing was recorded."""
+    """Report that no steps were recorded, for a script that has not called ddptrain.context()."""
     if spec.profile is not None and spec.rank == spec.profile.speaker:
         text = f"{spec.profile} were not recorded: the script has not called ddptrain.context(); {HOW_TO_REPORT}"
         note(emitter, text)

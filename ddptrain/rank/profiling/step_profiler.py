@@ -35,11 +35,11 @@ _GZIP_LEVEL = 3  # a fifth of the size, in a tenth of the time of level 9
 
 
 class StepProfiler:
-    """Records the steps of `wanted` on one rank, which learns the number of the present step from the workload.
+    """Records the steps of `wanted` on one rank. The workload reports the number of each step.
 
     The profile begins at the first report of a step >= wanted.first - 1 and ends at the first report of a step >=
-    wanted.last. Only reports of the thread that created this object count. No method raises: a profile that fails
-    must not end a training.
+    wanted.last. Reports of threads other than the one that created this object are ignored. No method raises, because a
+    failed profile must not end the training.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class StepProfiler:
         self.is_over = False
         self._rank, self._device, self._files, self._emitter = rank, device, files, emitter
         self._thread = threading.get_ident()
-        self._step = -1  # the last one that was reported
+        self._step = -1  # the last reported step
         self._began_after = 0
         self._profile: profile | None = None
         self._step_mark: record_function | None = None
 
     def reported(self, step: int) -> None:
-        """The workload is done with `step` (0: it is about to begin)."""
+        """Handle the report that the workload has completed `step` (0: that it is about to begin)."""
         if self.is_over or step <= self._step or threading.get_ident() != self._thread:
             return
         before, self._step = self._step, step
@@ -69,11 +69,11 @@ class StepProfiler:
                 self._give_up(before)
             elif step >= self.wanted.first - 1:
                 self._begin(step)
-        except Exception as error:  # whatever torch.profiler raises, the training goes on
+        except Exception as error:  # the training continues, whatever torch.profiler raises
             self._discard(f"{type(error).__name__}: {one_line(error)}")
 
     def close(self, *, complete: bool) -> None:
-        """End the profile with the workload: what there is of it is saved if `complete`, else discarded."""
+        """End the profile with the workload: save the recorded steps if `complete`, else discard them."""
         if self.is_over:
             return
         try:
@@ -82,9 +82,9 @@ class StepProfiler:
             elif complete:
                 self._warn_unseen()
             elif self._profile is not None:
-                # It still records: to stop it takes seconds, which a rank that is being ended may not have.
+                # The profile is not stopped: this takes seconds, and a rank that is being stopped may not have them.
                 self._note(f"{self.wanted} were not recorded: rank {self._rank} has ended before", "info")
-        except Exception as error:  # whatever torch.profiler raises, the end of the rank is reported as it was
+        except Exception as error:  # whatever torch.profiler raises, it must not replace the result of the rank
             self._discard(f"{type(error).__name__}: {one_line(error)}")
         self.is_over = True
 
@@ -92,18 +92,18 @@ class StepProfiler:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes its state to stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto writes its state to stderr
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(self._device)  # kernels of earlier steps are not in the profile
-        found = profile(activities=activities)
-        found.start()
-        self._profile, self._began_after = found, step
+        started = profile(activities=activities)
+        started.start()
+        self._profile, self._began_after = started, step
         self._mark(step + 1)
 
     def _mark(self, step: int | None) -> None:
-        """End the mark of a step in the trace, and begin the next one."""
+        """End the mark of the current step in the trace, and begin the mark of `step` (None: of no step)."""
         from torch.profiler import record_function
 
         if self._step_mark is not None:
@@ -115,29 +115,29 @@ class StepProfiler:
 
     def _save(self) -> None:
         began = time.monotonic()
-        found = self._stop()
-        assert found is not None, "only during a profile"
+        stopped = self._stop()
+        assert stopped is not None, "only during a profile"
         steps = StepProfile(self._began_after + 1, self._step)
         folder = f"{FOLDER}/steps-{steps.first}-{steps.last}"
-        table = operator_table(found.key_averages(), has_gpu=self._device.type == "cuda")
-        self._save_trace(found, f"{folder}/rank-{self._rank}.pt.trace.json.gz")
+        table = operator_table(stopped.key_averages(), has_gpu=self._device.type == "cuda")
+        self._save_trace(stopped, f"{folder}/rank-{self._rank}.pt.trace.json.gz")
         self._files.save(f"{folder}/rank-{self._rank}.csv", table)
         took_s = time.monotonic() - began
         self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
 
     def _stop(self) -> profile | None:
-        """End the recording; return it."""
-        found, self._profile, self.is_over = self._profile, None, True
-        if found is not None:
+        """End the recording and return it; None if there is none."""
+        stopped, self._profile, self.is_over = self._profile, None, True
+        if stopped is not None:
             self._mark(None)
-            found.stop()
-        return found
+            stopped.stop()
+        return stopped
 
-    def _save_trace(self, found: profile, path: str) -> None:
-        """Raises OSError."""
+    def _save_trace(self, recorded: profile, path: str) -> None:
+        """Compress the trace and announce it as an artifact. Raises OSError."""
         raw, staged = (self._files.new_staging(FOLDER) for _ in range(2))
         try:
-            found.export_chrome_trace(str(raw))
+            recorded.export_chrome_trace(str(raw))
             _require_complete(raw)
             with raw.open("rb") as source, gzip.open(staged, "wb", _GZIP_LEVEL) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
@@ -149,13 +149,13 @@ class StepProfiler:
             raw.unlink(missing_ok=True)
 
     def _discard(self, reason: str) -> None:
-        with suppress(Exception):  # torch.profiler may fail again; the reason is that of the first failure
+        with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
             self._stop()
         self.is_over = True
         self._note(f"{self.wanted} of rank {self._rank} were not recorded: {reason}")
 
     def _give_up(self, before: int) -> None:
-        """The last step is over before the first one was reported."""
+        """End the profile: the last step is complete, and no report came in time to begin."""
         self.is_over = True
         if self._rank != self.wanted.speaker:
             return
@@ -185,7 +185,7 @@ def note(emitter: Emitter, text: str, level: str = "warning") -> None:
 
 
 def _require_complete(path: Path) -> None:
-    """Raises OSError if a trace was cut off: torch.profiler ignores that the disk is full."""
+    """Raise OSError if a trace is incomplete, because torch.profiler ignores a full disk."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _END_BYTES))

@@ -1,4 +1,4 @@
-"""How the rank server starts ranks and stores: by a fork where that is equivalent to a fresh process."""
+"""Starts ranks and stores for the rank server: by a fork if this is equivalent to a fresh process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ddptrain.rank.server import process_control
 def start_rank(
     spec_fd: int, log_fd: int, events_fd: int, commands_fd: int, *, why_cold: str, close: Sequence[int]
 ) -> tuple[int, str]:
-    """Start the rank whose spec is in the file behind `spec_fd`. Returns its pid and how it was started, for the log.
+    """Start the rank whose spec is in the open file `spec_fd`. Return its pid and how it was started, for the log.
 
-    `commands_fd` is the read end of the pipe for commands. `why_cold` says why this process must not fork, "" if it
-    may. `close` lists the descriptors that a forked child must close.
+    `commands_fd` is the read end of the pipe for commands. `why_cold` is the reason why this process must not fork, ""
+    if it may. `close` lists the descriptors that a forked child must close.
     """
     from ddptrain.rank import rank_process
 
@@ -39,12 +39,12 @@ def start_rank(
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The names whose values differ, or that only one of the two has."""
+    """Return the names whose values differ, or that are in only one of the mappings."""
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def start_store(host: str, port: int, listen_fd: int, *, close: Sequence[int]) -> int:
-    """Start a process that hosts a TCPStore on a listening socket. Returns its pid."""
+    """Start a process that hosts a TCPStore on a listening socket. Return its pid."""
     return _fork(lambda: _run_store(host, port, listen_fd), {*close} - {listen_fd})
 
 
@@ -53,7 +53,7 @@ def _fork(main: Callable[[], int], close: set[int]) -> int:
     if pid == 0:
         _become_child(main, close)
     with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)  # parent and child both do it, so that neither can be too late
+        os.setpgid(pid, pid)  # the child does the same, so that the group exists before either of them continues
     return pid
 
 

@@ -1,4 +1,4 @@
-"""Controls processes through the kernel: names, signals, death with the parent. On other systems than Linux a no-op."""
+"""Controls processes: names, signals, death with the parent. Most functions do nothing on systems other than Linux."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when its parent exits, for whatever reason."""
+    """Make the kernel send SIGKILL to this process when its parent exits for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -42,7 +42,7 @@ def name_process(name: str, title: str = "") -> None:
     """
     if title:
         os.environ["SPT_NOENV"] = "1"
-        with contextlib.suppress(ImportError):  # a worker of somebody else's cluster may lack it
+        with contextlib.suppress(ImportError):  # a foreign worker may lack this package
             import setproctitle
 
             setproctitle.setproctitle(title)
@@ -51,7 +51,7 @@ def name_process(name: str, title: str = "") -> None:
 
 
 def thread_count() -> int:
-    """The number of threads of this process; 1 if the system does not say."""
+    """Return the number of threads of this process; 1 if the system does not say."""
     tasks = Path("/proc/self/task")
     return len(os.listdir(tasks)) if tasks.exists() else 1
 
@@ -63,7 +63,7 @@ def signal_group(pgid: int, number: int) -> None:
 
 
 def kill_descendants() -> None:
-    """SIGKILL all descendants of this process: children of ranks that have left their process group."""
+    """Send SIGKILL to all descendants of this process, also to those that have left the process group of their rank."""
     for pid in _children(os.getpid()):
         _kill_tree(pid)
 

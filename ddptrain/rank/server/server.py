@@ -1,8 +1,8 @@
 """The rank server: a process that imports torch once and forks ranks on request.
 
-It serves one worker over a socket pair, or all workers of a host that share it over a listening socket
-(`protocol/socket_dir.py`). A packet is one JSON message, with file descriptors where needed. A child belongs to the
-connection that requested it and is stopped when that connection ends; the server exits after its last connection.
+The server serves one worker over a socket pair, or all workers of a host over a listening socket
+(`protocol/socket_dir.py`). A packet is one JSON message, some with file descriptors. A child belongs to the connection
+that requested it, and is stopped when this connection ends. The server exits after its last connection.
 
     request  {"op": "rank", "id", "slot", "cpus"} + fds [spec, log, events]
              {"op": "store", "id", "host", "port"} + fd [listening]      {"op": "stop", "id", "grace_s"}
@@ -11,7 +11,7 @@ connection that requested it and is stopped when that connection ends; the serve
              {"report": "exited", "id", "pid", "status", "time_ns"}
              {"report": "broken", "message"}: the server cannot serve; with "id": this child could not be started
 
-`slot` names a GPU or a slot of one worker. It holds one rank at a time: a new rank waits until the old process has
+`slot` names a GPU or a slot of one worker. A slot has one rank at a time: a new rank waits until the old process has
 exited. `cpus` are the cores that the rank may use.
 
 The server runs no torch operation and never initializes CUDA, so a forked rank is equivalent to a fresh process. If
@@ -44,21 +44,21 @@ from ddptrain.rank.server import children, process_control
 
 MAX_MESSAGE_BYTES = 64 * 1024
 ORPHAN_GRACE_S = 2.0  # between SIGTERM and SIGKILL for ranks whose worker is gone
-SLOT_TIMEOUT_S = 60.0  # how long a rank waits for its slot; a killed process exits much faster
+SLOT_TIMEOUT_S = 60.0  # the longest wait of a rank for its slot; a killed process exits much faster
 _MAX_FDS = 4
 
 _log = log.Log("ddptrain.rank.server")
 
 
 class Connection:
-    """The connection to one worker: requests come in, reports go out."""
+    """The connection to one worker: receives requests, sends reports."""
 
     def __init__(self, link: socket.socket) -> None:
         self.socket = link
-        self.closing = False  # it sends no more requests, and its children are being stopped
+        self.closing = False  # the worker sends no more requests, and its children are being stopped
 
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """The next request and its file descriptors; None at the end of the connection."""
+        """Return the next request and its file descriptors; None at the end of the connection."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE_BYTES, _MAX_FDS)
         except OSError:
@@ -72,7 +72,7 @@ class Connection:
         try:
             self.socket.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            self.socket.shutdown(socket.SHUT_RDWR)  # the worker hangs: it must not block the other workers
+            self.socket.shutdown(socket.SHUT_RDWR)  # a worker that hangs must not block the other workers
         except OSError:
             pass
 
@@ -116,7 +116,7 @@ class RankServer:
         self.folder = folder
         self.children: dict[int, Child] = {}
         self.queue: list[QueuedRank] = []
-        self.why_cold = "it still imports"  # why no rank can be forked; "" if ranks can be forked
+        self.why_cold = "it still imports"  # the reason why no rank can be forked; "" if ranks can be forked
         self.serving = False
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -125,7 +125,7 @@ class RankServer:
         """Import torch, report "ready", and serve until all workers are gone and all children have exited."""
         process_control.name_process("ddptrain-ranks", "ddptrain rank server")
         process_control.become_subreaper()
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up pipe
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the wake-up pipe
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._import_torch()
         self._selector.register(self._wake_r, selectors.EVENT_READ, lambda: os.read(self._wake_r, 4096))
@@ -150,7 +150,7 @@ class RankServer:
         except BaseException:
             message = traceback.format_exc()
             while not self._retire():
-                pass  # workers may still connect; after this loop none can, and all connected ones get the report
+                pass  # a worker has just connected; after this loop none can, and all that are connected get the report
             for connection in self.connections:
                 connection.report(report="broken", message=message)
             raise
@@ -162,7 +162,7 @@ class RankServer:
     # --- connections ---
 
     def _accept(self) -> bool:
-        """Accept all pending connections. Returns whether there were any."""
+        """Accept all pending connections. Return whether there were any."""
         accepted = []
         while self.listener is not None:
             try:
@@ -177,14 +177,14 @@ class RankServer:
         return bool(accepted)
 
     def _greet(self, connections: Iterable[Connection]) -> None:
-        """Read requests of these workers from now on, and report "ready" to them."""
+        """Start to read requests of these workers, and report "ready" to them."""
         for connection in connections:
             handle = functools.partial(self._handle_request, connection)
             self._selector.register(connection.socket, selectors.EVENT_READ, handle)
             connection.report(report="ready", pid=os.getpid(), warm=not self.why_cold)
 
     def _retire(self) -> bool:
-        """Remove the shared folder so that no worker can connect. Returns False if one has just connected."""
+        """Remove the shared folder, so that no worker can connect. Return False if a worker has just connected."""
         if self.folder is None:
             return True
         with socket_dir.locked(self.folder) as folder:
@@ -212,7 +212,7 @@ class RankServer:
         elif request["op"] == "command":
             self._send_command(connection, request["id"], request["command"])
         else:
-            pid = children.start_store(request["host"], request["port"], fds[0], close=self._own_fds())
+            pid = children.start_store(request["host"], request["port"], fds[0], close=self._fds_to_close())
             os.close(fds[0])
             self._adopt(Child(request["id"], pid, "", connection))
 
@@ -226,10 +226,10 @@ class RankServer:
             self._stop(connection, child.id, ORPHAN_GRACE_S)
 
     def _is_over(self) -> bool:
-        """Close the connections whose children have all exited. Returns whether nothing is left to serve."""
+        """Close the connections whose children have all exited. Return whether nothing is left to serve."""
         owners = [child.owner for child in self.children.values()]
         done = [connection for connection in self.connections if connection.closing and connection not in owners]
-        # Retire before the last connection is closed: the worker at its end expects the folder to be gone.
+        # Retire before the last connection is closed, because its worker expects that the folder is gone.
         over = len(done) == len(self.connections) and not self.children and self._retire()
         for connection in done:
             connection.socket.close()
@@ -255,7 +255,7 @@ class RankServer:
     def _start(self, queued: QueuedRank) -> None:
         try:
             if queued.cpus is not None:
-                os.sched_setaffinity(0, queued.cpus)  # the child inherits it; the server itself needs no certain core
+                os.sched_setaffinity(0, queued.cpus)  # the child inherits this; the server itself may run on any core
             child = self._start_rank(queued)
         except Exception:  # this rank cannot start; others can
             queued.owner.report(report="broken", id=queued.id, message=traceback.format_exc())
@@ -264,12 +264,12 @@ class RankServer:
         self._dequeue(queued)
 
     def _start_rank(self, queued: QueuedRank) -> Child:
-        """Start the rank, with a pipe for commands."""
+        """Start a rank, with a pipe for its commands."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(write_end, False)
         try:
             spec_fd, log_fd, events_fd = queued.fds
-            close = [*self._own_fds(), write_end]
+            close = [*self._fds_to_close(), write_end]
             pid, how = children.start_rank(spec_fd, log_fd, events_fd, read_end, why_cold=self.why_cold, close=close)
         except BaseException:
             os.close(write_end)
@@ -297,8 +297,8 @@ class RankServer:
         self.queue.remove(queued)
         _close_all(queued.fds)
 
-    def _own_fds(self) -> list[int]:
-        """Descriptors that a forked child must close."""
+    def _fds_to_close(self) -> list[int]:
+        """Return the descriptors that a forked child must close."""
         links: list[Any] = [connection.socket for connection in self.connections]
         links += [self._selector, *([self.listener] if self.listener is not None else [])]
         queued = [fd for queued in self.queue for fd in queued.fds]
@@ -317,7 +317,7 @@ class RankServer:
             process_control.signal_group(child.pid, signal.SIGTERM)
 
     def _reap(self) -> None:
-        """Report all children that have exited, and kill what is left of their process groups."""
+        """Report all children that have exited, and kill the other processes of their groups."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -328,7 +328,7 @@ class RankServer:
             time_ns = time.time_ns()
             child = self.children.pop(pid, None)
             if child is None:
-                continue  # an orphan of a rank
+                continue  # an orphaned child of a rank
             process_control.signal_group(pid, signal.SIGKILL)
             if child.commands_fd is not None:
                 os.close(child.commands_fd)
@@ -339,7 +339,7 @@ class RankServer:
                 process_control.kill_descendants()
 
     def _kill_overdue(self) -> None:
-        """SIGKILL children whose grace period is over, again every second until they have exited."""
+        """Send SIGKILL to children whose grace period is over, every second until they have exited."""
         now = time.monotonic()
         for child in self.children.values():
             if child.kill_at is not None and child.kill_at <= now:
@@ -348,7 +348,7 @@ class RankServer:
                 child.kill_at = now + 1.0
 
     def _timeout_s(self) -> float | None:
-        """Seconds until the next deadline; None if there is none."""
+        """Return the seconds until the next deadline; None if there is none."""
         deadlines = [child.kill_at for child in self.children.values() if child.kill_at is not None]
         deadlines += [queued.deadline for queued in self.queue]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -360,9 +360,9 @@ def _close_all(fds: Iterable[int]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process: `private FD` (its worker's socket) or `shared FD FOLDER` (a listening socket)."""
+    """Run the server. Arguments: `private FD` (its worker's socket) or `shared FD FOLDER` (a listening socket)."""
     gc.disable()  # garbage collection takes a fifth of torch's import time and finds nothing
-    with contextlib.suppress(UsageError):  # the driver has refused a wrong DDPTRAIN_LOG already
+    with contextlib.suppress(UsageError):  # the driver has already reported a wrong DDPTRAIN_LOG
         log.to_stderr()
     kind, fd, *folder = sys.argv[1:]
     link = socket.socket(fileno=int(fd))

@@ -36,35 +36,35 @@ def import_everything() -> None:
 
 
 def _import_pydantic() -> None:
-    """Import what the check of a workload's params imports and searches at its first call, 0.2 s of CPU time."""
+    """Run the check of a workload's params once: its first call imports and searches modules, 0.2 s of CPU time."""
     from ddptrain.rank.entrypoint import bind
 
     def workload(ctx: object, name: str) -> None:
-        """An example of a workload with a parameter."""
+        """Stand for a workload with a parameter."""
 
     bind(workload, {"name": ""})
 
 
 def _find_backends() -> None:
-    """Have torch search the installed packages for the code of gloo and NCCL, 0.1 s of CPU time in each rank."""
+    """Make torch search the installed packages for gloo and NCCL, which would take 0.1 s of CPU time in each rank."""
     from torch.distributed.distributed_c10d import BackendConfig
 
-    with contextlib.suppress(Exception):  # of another package: the rank that creates a process group reports it
+    with contextlib.suppress(Exception):  # an error of another package: a rank that creates a process group reports it
         BackendConfig("cpu:gloo,cuda:nccl")
 
 
 def _keep_operators() -> None:
-    """Don't have each rank take back, at its exit, the operators that torch has registered: 0.05 s of CPU time."""
+    """Prevent that each rank unregisters torch's operators at its exit, which takes 0.05 s of CPU time."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public list
-        found = finalizer.peek()
-        if found is not None and getattr(found[1], "__module__", "") == "torch.library":
+        registered = finalizer.peek()
+        if registered is not None and getattr(registered[1], "__module__", "") == "torch.library":
             finalizer.atexit = False
 
 
 def _import_dispatch() -> None:
     """Import dask_pytorch_ddp.dispatch without Dask, which it needs only for one annotation.
 
-    Importing Dask takes 0.3 s. The placeholder modules are removed afterwards: user code that imports Dask gets Dask.
+    Importing Dask takes 0.3 s. The placeholder modules are removed afterwards, so that user code can import Dask.
     """
     placeholders = {name: types.ModuleType(name) for name in ("dask", "dask.distributed") if name not in sys.modules}
     for module in placeholders.values():

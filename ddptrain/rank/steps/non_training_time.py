@@ -1,4 +1,4 @@
-"""The time of this process that is no training: checkpoints, evaluations, and calls that wait for other ranks."""
+"""The time of this process without training: checkpoints, evaluations, and calls that wait for other ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 
 
 class OtherTime:
-    """Adds up the blocks of the main thread: `with other_time:`. A block inside a block counts once.
+    """Sums up the durations of blocks in the main thread: `with other_time:`. A block inside a block counts once.
 
-    ctx.checkpoint may be called after each step, so this is no generator: it takes a third of the time.
+    A class takes a third of the time of a generator, and ctx.checkpoint may be called after each step.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class OtherTime:
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
-            return  # training goes on meanwhile
+            return  # training continues meanwhile
         if not self._depth:
             self._began = time.perf_counter()
         self._depth += 1

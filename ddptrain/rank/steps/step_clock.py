@@ -1,11 +1,11 @@
-"""Measures each step of DDP: from the end of the last gradient exchange to the next one, and how long that one took.
+"""Measures each step of DDP: the time from the end of a gradient exchange to the next one, and the wait in that one.
 
-A backward pass ends with two callbacks of the autograd engine around DDP's own, which waits for the gradients of the
-other ranks. Between them is the wait; all of the time before is the rank's own work, with its data loading. For this a
-hook on two parameters notices that a backward pass has begun. It changes no gradient. DDP's own logging data
-(`_get_ddp_logging_data`) is not used: it measures each hundredth step, and on a GPU it waits for the device.
+A hook on two parameters notices that a backward pass has begun; it does not change gradients. Then two callbacks of the
+autograd engine are queued, one before and one after DDP's own callback, which waits for the gradients of other ranks.
+The time between the two callbacks is the wait; all time before is the rank's own work, with its data loading. DDP's
+logging data (`_get_ddp_logging_data`) are not used: they measure each hundredth step, and on a GPU wait for the device.
 
-On a GPU, CUDA events measure the same in the stream, and are read later, so that nothing waits for the device.
+On a GPU, CUDA events measure the same in the stream. They are read later, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ddptrain.rank.steps.non_training_time import OtherTime, other_time
 from ddptrain.rank.steps.step_window import StepWindow
 from ddptrain.rank.steps.waiting_time import WaitingTime
 
-_MOST_PENDING = 256  # steps on the GPU whose events are not complete
+_MAX_PENDING = 256  # steps on the GPU whose events are not complete
 
 
 class _Mark(NamedTuple):
-    """A moment: on the CPU in seconds, on a GPU as a CUDA event. other_s: time that was no training, until then."""
+    """A moment: seconds on the CPU, a CUDA event on a GPU. other_s: the time without training until then."""
 
     at: Any
     other_s: float
@@ -41,7 +41,7 @@ class _Mark(NamedTuple):
 class StepClock:
     """Measures the steps of all DDP models of this process.
 
-    `report` gets own time and wait in seconds of each step but the first, `first` is called after that.
+    `report` gets the own time and the wait in seconds of each step except the first; `first` is called after the first.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class StepClock:
         self._other = other
         self._task = -1
         self._on_gpu = False
-        self._arrived: _Mark | None = None
-        self._left: _Mark | None = None
-        self._pending: deque[tuple[_Mark, _Mark, _Mark]] = deque(maxlen=_MOST_PENDING)
+        self._ready: _Mark | None = None
+        self._exchanged: _Mark | None = None
+        self._pending: deque[tuple[_Mark, _Mark, _Mark]] = deque(maxlen=_MAX_PENDING)
         self._is_off = False
 
     def watch(self, model: DistributedDataParallel) -> None:
@@ -73,35 +73,35 @@ class StepClock:
             parameter.register_hook(lambda _: self._on_gradient(reference, on_gpu=on_gpu))
 
     def _on_gradient(self, reference: weakref.ref[DistributedDataParallel], *, on_gpu: bool) -> None:
-        """A backward pass has come to a watched parameter; DDP queues its callback after this."""
-        task = torch._C._current_graph_task_id()  # noqa: SLF001  # there is no public way
+        """Queue our first callback: a backward pass has reached a watched parameter. DDP queues its callback later."""
+        task = torch._C._current_graph_task_id()  # noqa: SLF001  # there is no public function
         if self._is_off or task == self._task:
             return
         self._task = task
         model: Any = reference()
         if model is not None and model.require_backward_grad_sync:
             self._on_gpu = on_gpu
-            self._queue(self._on_arrived)
+            self._queue(self._on_ready)
 
     def _queue(self, callback: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001  # as FSDP does
 
-    def _on_arrived(self) -> None:
-        """The rank has computed all gradients. The callback that is queued now comes after DDP's."""
-        self._arrived = self._mark()
-        self._queue(self._on_left)
+    def _on_ready(self) -> None:
+        """Note that the rank has computed all gradients. The callback that is queued now runs after DDP's."""
+        self._ready = self._mark()
+        self._queue(self._on_exchanged)
 
-    def _on_left(self) -> None:
-        """The rank has the gradients of all ranks."""
-        before, arrived, self._left, self._arrived = self._left, self._arrived, self._mark(), None
-        if before is None and self._left is not None:
+    def _on_exchanged(self) -> None:
+        """Measure the step: the rank has received the gradients of all ranks."""
+        before, ready, self._exchanged, self._ready = self._exchanged, self._ready, self._mark(), None
+        if before is None and self._exchanged is not None:
             self._first()
-        if self._left is None or arrived is None or before is None:
+        if self._exchanged is None or ready is None or before is None:
             return
-        step = (before, arrived, self._left)
+        step = (before, ready, self._exchanged)
         try:
             self._measure(step)
-        except Exception:  # a measurement must not end the training: it is left out from now on
+        except Exception:  # an error of the measurement must not end the training
             self._is_off = True
 
     def _mark(self) -> _Mark | None:
@@ -114,22 +114,22 @@ class StepClock:
         return _Mark(event, self._other.total_s)
 
     def _measure(self, step: tuple[_Mark, _Mark, _Mark]) -> None:
-        before, arrived, left = step
+        before, ready, exchanged = step
         if not self._on_gpu:
-            other_s = arrived.other_s - before.other_s
-            self._report(max(0.0, arrived.at - before.at - other_s), left.at - arrived.at)
+            other_s = ready.other_s - before.other_s
+            self._report(max(0.0, ready.at - before.at - other_s), exchanged.at - ready.at)
             return
         self._pending.append(step)
         while self._pending and self._pending[0][2].at.query():
-            before, arrived, left = self._pending.popleft()
-            own_s = before.at.elapsed_time(arrived.at) / 1e3 - (arrived.other_s - before.other_s)
-            self._report(max(0.0, own_s), arrived.at.elapsed_time(left.at) / 1e3)
+            before, ready, exchanged = self._pending.popleft()
+            own_s = before.at.elapsed_time(ready.at) / 1e3 - (ready.other_s - before.other_s)
+            self._report(max(0.0, own_s), ready.at.elapsed_time(exchanged.at) / 1e3)
 
 
 def measure_steps(emitter: Emitter | None, waiting: WaitingTime | None) -> None:
     """Measure the steps of each DistributedDataParallel that this process creates from now on.
 
-    emitter: where summaries for the comparison of ranks go. waiting: what adds up the waits of this rank.
+    emitter: receives summaries for the comparison of ranks. waiting: sums up the waits of this rank.
     """
     window = StepWindow()
 
@@ -138,9 +138,9 @@ def measure_steps(emitter: Emitter | None, waiting: WaitingTime | None) -> None:
             waiting.add("ranks", waited_s)
         if emitter is None:
             return
-        if (found := window.add(own_s, waited_s, time.perf_counter())) is not None:
-            with suppress(OSError):  # the disk is full: the workload notices that by itself
-                emitter.emit(events.StepTimes(time.time_ns(), *found))
+        if (summary := window.add(own_s, waited_s, time.perf_counter())) is not None:
+            with suppress(OSError):  # the disk is full; the workload gets an error, too
+                emitter.emit(events.StepTimes(time.time_ns(), *summary))
 
     clock = StepClock(report, first=waiting.first_step if waiting is not None else lambda: None)
     wrapped = DistributedDataParallel.__init__

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 WINDOW_S = 1.0
 _WARM_UP_STEPS = 3  # the first steps of a rank allocate memory and compile
-_CUT = 10  # one of so many steps is left out, the longest ones: something that rank 0 does now and then
+_CUT = 10  # one of 10 steps is left out, the longest ones: rank 0 sometimes does additional work in a step
 
 
 class StepWindow:
@@ -19,7 +19,10 @@ class StepWindow:
         self._skipped = 0
 
     def add(self, own_s: float, waited_s: float, now: float) -> tuple[int, float, float] | None:
-        """Add a step that ended at `now`. Returns a complete window: its steps, own time and wait per step."""
+        """Add a step that ended at `now`.
+
+        Return (steps, own time per step, wait per step) of a complete window, or None.
+        """
         if self._skipped < _WARM_UP_STEPS:
             self._skipped += 1
             return None
@@ -36,6 +39,6 @@ class StepWindow:
 
 
 def cut_mean(values: Sequence[float]) -> float:
-    """The mean without the largest tenth of the values; of fewer than ten values, all count."""
+    """Return the mean without the largest tenth of the values; with fewer than ten values, the mean of all."""
     kept = sorted(values)[: len(values) - len(values) // _CUT]
     return sum(kept) / len(kept)

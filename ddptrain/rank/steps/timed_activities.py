@@ -1,4 +1,4 @@
-"""Measures what a rank does besides training steps, for the line `time` at the end of a run."""
+"""Measures activities of a rank other than training steps, for the line `time` at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_identity import RankIdentity
 from ddptrain.rank.steps.non_training_time import other_time
 
-_LEAST_S = 0.01  # shorter ones are not recorded: ctx.checkpoint may be called after each step
+_MIN_S = 0.01  # shorter activities are not recorded, because ctx.checkpoint may be called after each step
 
 
 class TimedActivities(RankIdentity):
@@ -21,9 +21,9 @@ class TimedActivities(RankIdentity):
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:
-        """Measure a block, as `with ctx.timed("evaluation"):`. "evaluation" appears in where the time of a run went.
+        """Measure the time of a block: `with ctx.timed("evaluation"):`. The line `time` of the run shows "evaluation".
 
-        Every rank may use it; what rank 0 measures is recorded in events.jsonl, if it took at least 0.01 s.
+        Every rank may use it. Times of rank 0 of at least 0.01 s are recorded in events.jsonl.
         """
         began = time.monotonic()
         try:
@@ -31,6 +31,6 @@ class TimedActivities(RankIdentity):
                 yield
         finally:
             seconds = time.monotonic() - began
-            if self.rank == 0 and seconds >= _LEAST_S:
-                with suppress(OSError):  # the disk is full: what the block raised matters more
+            if self.rank == 0 and seconds >= _MIN_S:
+                with suppress(OSError):  # the disk is full: an exception of the block is more important
                     self._emitter.emit(events.Timed(time.time_ns(), activity, seconds))

@@ -1,4 +1,4 @@
-"""Adds up how long rank 0 waits for data and for other ranks, and reports it for the accounting of the run's time."""
+"""Sums up how long rank 0 waits for data and for other ranks, and reports this for the line `time` of the run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 
 _EVERY_S = 10.0  # from one report to the next
-_LEAST_S = 0.01
+_MIN_S = 0.01
 
 
 class WaitingTime:
-    """The waits of this process in seconds, by "data" or "ranks"; reported as timed activities."""
+    """Sums up the waits of this process in seconds, for "data" and for "ranks"; reports them as timed activities."""
 
     def __init__(self, emitter: Emitter) -> None:
         self._emitter = emitter
@@ -31,19 +31,19 @@ class WaitingTime:
             self.flush()
 
     def first_step(self) -> None:
-        """The first step, with its compilation, has just ended."""
+        """Report the time until the end of the first step, which has just ended. It includes compilation."""
         self._emit("first step", time.monotonic() - self._began)
 
     def flush(self) -> None:
-        """Report what has been added since the last report."""
+        """Report the waits since the last report."""
         self._reported_at = time.monotonic()
         for name, seconds in self._seconds.items():
             self._emit(name, seconds)
         self._seconds.clear()
 
     def _emit(self, name: str, seconds: float) -> None:
-        if seconds >= _LEAST_S:
-            with suppress(OSError):  # the disk is full: the workload notices that by itself
+        if seconds >= _MIN_S:
+            with suppress(OSError):  # the disk is full; the workload gets an error, too
                 self._emitter.emit(events.Timed(time.time_ns(), name, seconds))
 
 
@@ -52,7 +52,7 @@ def measure_data(waiting: WaitingTime) -> None:
     from torch.utils.data import dataloader
 
     base: Any = getattr(dataloader, "_BaseDataLoaderIter", None)
-    if base is None:  # torch has changed: the wait counts as training
+    if base is None:  # another version of torch: the wait counts as training
         return
     next_batch = base.__next__
 

@@ -21,7 +21,7 @@ from ddptrain.results.system.use import use_lines
 from ddptrain.results.timing.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, duration, number, plain_table
-from ddptrain.tracking.wandb.wandb_folders import waiting
+from ddptrain.tracking.wandb.wandb_folders import unsent_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,7 +207,7 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
         seen |= {url} - {None}
         place = " ".join(filter(None, (found.get("mode"), _below_run(view.run_id, found.get("folder", "")))))
         lines.append((tracker, url or place or ", ".join(found.values())))
-    if not view.is_running and waiting(wandb_parts(view.layout, view.record)):
+    if not view.is_running and unsent_parts(wandb_parts(view.layout, view.record)):
         lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view.layout)}"))
     return lines
 

@@ -1,4 +1,4 @@
-"""Finds W&B's API key and server where wandb itself looks for them, without importing wandb (which takes seconds)."""
+"""Finds W&B's API key and server where wandb looks for them, without importing wandb, which takes seconds."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Access:
     mode: str = ""  # from wandb's settings file: online, offline, ...
 
     @property
-    def is_there(self) -> bool:
-        """Whether there are credentials."""
+    def has_credentials(self) -> bool:
+        """Whether there is a key or a token file."""
         return bool(self.key) or self.by_token
 
 
 def find_access(environ: Mapping[str, str]) -> Access:
-    """Looks in the environment, then in ~/.netrc, then in wandb's settings file."""
+    """Search the environment, then ~/.netrc, then wandb's settings file."""
     settings = _settings(environ)
     base_url = environ.get(BASE_URL) or settings.get("base_url", "")
     by_token = bool(environ.get(TOKEN_FILE))
@@ -46,22 +46,22 @@ def find_access(environ: Mapping[str, str]) -> Access:
 
 
 def access_to(named: str, environ: Mapping[str, str]) -> Access | None:
-    """The credentials for a run that names a server (or ""); None if the user has not chosen that server.
+    """Return the credentials for the server `named` in a run's record (or ""); None if the user has not chosen it.
 
     A run directory or a store may belong to another user, so `named` must not decide where credentials go. They go to
     the server of the environment or of wandb's settings file, or to a named server that ~/.netrc has a key for.
     """
-    own = find_access(environ)
-    if not named or environ.get(BASE_URL) or _origin(named) == _origin(own.base_url):
-        return own
-    has_own = environ.get(KEY) or environ.get(TOKEN_FILE)
-    if not has_own and _is_private(named) and (key := _from_netrc(environ, named, or_default=False)):
+    chosen = find_access(environ)
+    if not named or environ.get(BASE_URL) or _origin(named) == _origin(chosen.base_url):
+        return chosen
+    in_environment = environ.get(KEY) or environ.get(TOKEN_FILE)
+    if not in_environment and _is_private(named) and (key := _from_netrc(environ, named, or_default=False)):
         return Access(key.strip(), named)
-    return None if own.is_there else own
+    return None if chosen.has_credentials else chosen
 
 
 def _origin(url: str) -> tuple[object, ...]:
-    """Equal for two addresses of one server; "" is wandb's default."""
+    """Return a value that is equal for two addresses of one server; "" is wandb's default server."""
     try:
         parts = urlsplit(url.strip())
         if not url or parts.hostname in _PUBLIC:
@@ -72,7 +72,7 @@ def _origin(url: str) -> tuple[object, ...]:
 
 
 def _is_private(url: str) -> bool:
-    """Whether the connection is encrypted, or stays on this host."""
+    """Return whether the connection is encrypted, or stays on this host."""
     scheme, hostname, *_ = (*_origin(url), "")
     return scheme == "https" or hostname in ("127.0.0.1", "::1", "localhost")
 
@@ -82,7 +82,7 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 
 def _from_netrc(environ: Mapping[str, str], base_url: str, *, or_default: bool = True) -> str:
-    """The key for that server. With `or_default`, also the entry `default`, which is for any server."""
+    """Return the key for a server; "" if there is none. `or_default` also accepts the entry `default`."""
     home = _home(environ)
     files = [Path(environ["NETRC"]).expanduser()] if environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
     host = urlsplit(base_url).netloc
@@ -91,12 +91,12 @@ def _from_netrc(environ: Mapping[str, str], base_url: str, *, or_default: bool =
         try:
             if not file.exists():
                 continue
-            known = netrc.netrc(str(file))
+            parsed = netrc.netrc(str(file))
         except (OSError, netrc.NetrcParseError, UnicodeDecodeError):
             return ""
-        find = known.authenticators if or_default else known.hosts.get
-        found = (find(host) for host in hosts)
-        return next((entry[2] for entry in found if entry and entry[2]), "")
+        find = parsed.authenticators if or_default else parsed.hosts.get
+        logins = (find(host) for host in hosts)
+        return next((entry[2] for entry in logins if entry and entry[2]), "")
     return ""
 
 

@@ -1,6 +1,6 @@
-"""The private parts of wandb that ddptrain uses, and all of them.
+"""All uses of private parts of wandb.
 
-tests/unit/tracking/wandb/test_internals.py fails if a version of wandb has changed one, and says what to check.
+tests/unit/tracking/wandb/test_internals.py fails if a new version of wandb has changed one, and says what to check.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import wandb
 
-# Called when wandb has accepted an artifact; the second argument is for when_answered().
+# Called when wandb has accepted an artifact; the second argument is the handle for when_answered().
 ArtifactAccepted = Callable[["wandb.Artifact", Any], None]
 
 
 def skip_server_requests(run: wandb.Run, accepted: ArtifactAccepted) -> None:
-    """Makes run.log_artifact() work without a request to the server.
+    """Make run.log_artifact() work without a request to the server.
 
-    wandb asks the server whether the artifact's type fits, and would wait for a server that is gone. The public API
-    object that it creates for this request also imports half of wandb.
+    wandb asks the server whether the artifact's type is right, and would wait for an unreachable server. For this
+    request it also creates a public API object, which imports half of wandb.
     """
 
     class NoApi:
@@ -32,7 +32,7 @@ def skip_server_requests(run: wandb.Run, accepted: ArtifactAccepted) -> None:
 
 
 def when_answered(handle: Any, answered: Callable[[str], None]) -> None:
-    """Calls `answered` with the server's error message, or "", once an upload has ended; in wandb's own thread.
+    """Call `answered` in wandb's thread with the server's error message, or "", once an upload has ended.
 
     wandb itself does not report an artifact that the server refuses.
     """
@@ -46,7 +46,7 @@ def when_answered(handle: Any, answered: Callable[[str], None]) -> None:
 
 
 def remove_exit_handler() -> None:
-    """Starts wandb's service process, and removes the exit handler that wandb has registered for it.
+    """Start wandb's service process, and remove the exit handler that wandb registers for it.
 
     The handler would wait for an unreachable server, and report a run that is just being opened as finished.
     """
@@ -54,11 +54,11 @@ def remove_exit_handler() -> None:
 
     with suppress(Exception):  # an untested version of wandb: then only the exit of a broken run takes longer
         connection: Any = wandb_setup.singleton().ensure_service()
-        connection._cleanup()  # noqa: SLF001  # there is no public way
+        connection._cleanup()  # noqa: SLF001  # there is no public function
 
 
 def parse_record(data: bytes) -> Any:
-    """A record of a transaction log, as wandb's protobuf message `Record`."""
+    """Return a record of a transaction log, as wandb's protobuf message `Record`."""
     from wandb.proto import wandb_internal_pb2
 
     return wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]  # protobuf creates the class at import

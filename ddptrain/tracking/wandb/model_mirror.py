@@ -1,7 +1,7 @@
-"""The mirror `wandb`: versions with an alias are artifacts of type `model`, with the same aliases and version-<n>.
+"""The mirror `wandb`: versions with an alias become artifacts of type `model`, with the same aliases and version-<n>.
 
-W&B's own v0, v1, ... count its versions, so v<n> cannot be an alias. Its server keeps one version of the same files:
-an artifact that was logged before only gets its aliases.
+W&B numbers its versions v0, v1, ..., so v<n> cannot be an alias. Its server stores equal files only once: an artifact
+that was logged before only gets the new aliases.
 
 Options: project and entity (by default those of the run that trained the version).
 """
@@ -23,7 +23,7 @@ from ddptrain.tracking.wandb.credentials import find_access
 
 _OFFLINE = frozenset({"offline", "dryrun", "disabled"})
 _TYPE = "model"
-_OPEN_SHARE, _FINISH_SHARE = 0.4, 0.9  # of the time that is left
+_OPEN_SHARE, _FINISH_SHARE = 0.4, 0.9  # shares of the remaining time for opening and for finishing the run
 _FINISH_RESERVE_S = 1.0
 
 
@@ -31,7 +31,7 @@ def mirror(model: MirroredModel) -> None:
     """Log the versions as artifacts. Raises ClusterError if W&B does not take them; RegistryDamaged, StoreError."""
     access = find_access(os.environ)
     variable = (os.environ.get("WANDB_MODE") or access.mode).lower()
-    if variable in _OFFLINE or not access.is_there:
+    if variable in _OFFLINE or not access.has_credentials:
         why = f"WANDB_MODE is {variable}" if variable in _OFFLINE else "no API key in WANDB_API_KEY or ~/.netrc"
         model.tell(f"W&B does not get the versions of {model.name}: {why}")
         return
@@ -40,7 +40,7 @@ def mirror(model: MirroredModel) -> None:
 
 
 def _log(model: MirroredModel, folder: Path, key: str) -> None:
-    """Log all versions in a small run of their own, of the job type `model-registry`."""
+    """Log all versions in a separate run of the job type `model-registry`."""
     from ddptrain.tracking.wandb import wandb_run
     from ddptrain.tracking.wandb.wandb_artifacts import Uploads
 
@@ -54,10 +54,10 @@ def _log(model: MirroredModel, folder: Path, key: str) -> None:
     except (Exception, SystemExit) as error:  # wandb raises many types, and exits with its service
         raise ClusterError(f"W&B has opened no run ({wandb_run.reason_of(error)})") from error
     problem: DdptrainError | None = None
-    for version in reversed(model.versions):  # W&B's own alias `latest` is that of the last one: the champion
+    for version in reversed(model.versions):  # the last one gets W&B's alias `latest`: it must be the champion
         try:
             artifact = _artifact(model, version)
-        except DdptrainError as error:  # a damaged version does not hold up the others
+        except DdptrainError as error:  # the other versions are logged even if one is damaged
             problem = error
             continue
         run.log_artifact(artifact, aliases=[*version.aliases, f"version-{version.number}"])
@@ -96,7 +96,7 @@ def _run_options(model: MirroredModel, folder: Path) -> Any:
 
 
 def _recorded(version: MirroredVersion) -> Mapping[str, Any]:
-    """W&B's project and entity of the run that has trained the version, as its run.json has them."""
+    """Return W&B's project and entity of the run that has trained the version, from its run.json; {} if unknown."""
     with suppress(OSError, ValueError, AttributeError, DdptrainError):  # a damaged version is reported later
         run = json.loads((version.open() / "run.json").read_text(encoding="utf-8"))
         return {"project": run.get("name"), **(run.get("tracking", {}).get("wandb") or {})}

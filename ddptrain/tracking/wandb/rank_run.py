@@ -17,8 +17,8 @@ from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-_FINISH_SHARE = 0.8  # of the time for the end is for wandb; the rest for items that still wait, and for messages
-_EXTRA_WAIT_S = 15.0  # beyond rank 0's time for opening the run: it may start later than the others
+_FINISH_SHARE = 0.8  # wandb's share of the time for the end; the rest is for queued items and messages
+_EXTRA_WAIT_S = 15.0  # added to rank 0's time for opening the run, because rank 0 may start later than other ranks
 _OPEN, _NOT_OPEN = "open", "not open"
 
 
@@ -42,11 +42,14 @@ class RankRun:
 
     @property
     def prefix(self) -> str:
-        """Begins the names of metrics if ranks share a run."""
+        """The prefix of the names of metrics if ranks share a run, else ""."""
         return f"rank_{self._facts.rank}/" if self.mode == "shared" else ""
 
     def open(self) -> tuple[wandb.Run, str]:
-        """Opens the run; also returns why it is offline although online was wanted, or "". Raises what wandb raises."""
+        """Open the run. Raises any exception of wandb.
+
+        Also return why the run is offline although online was wanted, or "".
+        """
         problem = ""
         if self.online:
             run, problem = self._open_online()
@@ -57,7 +60,7 @@ class RankRun:
         return open_run(self.run_options("offline"), self.uploads), problem
 
     def _open_online(self) -> tuple[wandb.Run | None, str]:
-        """The run, or None and the reason."""
+        """Return the run and "", or None and the reason."""
         is_shared = self.mode == "shared" and self._facts.world_size > 1
         signal = SharedRunSignal(self._facts.attempt, self._environ) if is_shared else None
         is_primary = self._facts.rank == 0
@@ -73,7 +76,7 @@ class RankRun:
         return run, problem
 
     def run_options(self, mode: str) -> RunOptions:
-        """The options for opening the run "online", "shared" or "offline"."""
+        """Return the options for opening the run "online", "shared" or "offline"."""
         config = None if mode == "shared" and self._facts.rank else self._config()
         is_own = self._facts.rank and mode != "shared"
         run_id = f"{self._base_id}-{self._facts.rank}" if is_own else self._base_id
@@ -81,7 +84,7 @@ class RankRun:
         return RunOptions(mode, run_id, self.folder, config, *timeouts, settings=self._settings(mode))
 
     def _config(self) -> dict[str, Any]:
-        """The configuration without secrets, and where the rank runs."""
+        """Return the configuration without secrets, and where the rank runs."""
         facts = self._facts
         placement = {name: getattr(facts, name) for name in ("run_id", "attempt", "world_size", "hosts", "rank")}
         return {**facts.config, **placement}
@@ -99,7 +102,7 @@ class RankRun:
         }
         if mode != "shared":
             return settings
-        # The suffix keeps the folders apart: their names have only the second in which a rank has opened its run.
+        # Without the suffix, folders of ranks that open their runs in the same second would have the same name.
         label = f"rank_{facts.rank}"
         settings |= {"x_label": label, "x_primary": facts.rank == 0, "x_sync_dir_suffix": label}
         if facts.rank:  # rank 0 names and finishes the run
@@ -110,11 +113,11 @@ class RankRun:
         return self.mode == "process" or (self.mode == "shared" and mode == "offline")
 
     def _name(self, mode: str) -> str | None:
-        given = self._environ.get("WANDB_NAME") or self._options.get("name")
+        chosen = self._environ.get("WANDB_NAME") or self._options.get("name")
         if not self._is_one_of_many(mode):
-            return given or self._facts.run_id
+            return chosen or self._facts.run_id
         rank = f"rank_{self._facts.rank}"
-        return f"{given}-{rank}" if given else rank
+        return f"{chosen}-{rank}" if chosen else rank
 
 
 class SharedRunSignal:
@@ -135,12 +138,12 @@ class SharedRunSignal:
         return TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
 
     def send(self, *, is_open: bool) -> None:
-        """Called by rank 0. If the store is gone, so are the ranks that wait."""
+        """Tell the other ranks, from rank 0. Errors are ignored: without the store, no rank is waiting any more."""
         with contextlib.suppress(RuntimeError, KeyError, ValueError):
             self._store(10.0).set(self._key, _OPEN if is_open else _NOT_OPEN)
 
     def wait(self, timeout_s: float) -> str:
-        """Waits until the run is open. Returns why it is not, or ""."""
+        """Wait for rank 0. Return why the run is not open, or ""."""
         try:
             state = self._store(timeout_s).get(self._key).decode()
         except (RuntimeError, KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Decides which numbers go to W&B, and groups them into rows, one for each step. Also finds best values."""
+"""Selects the numbers for W&B, and groups them into one row for each step. Also finds best values."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class BestValues:
         self._values: dict[str, tuple[str, float, float]] = {}  # name -> goal, best, last
 
     def add(self, name: str, goal: str, *values: float) -> None:
-        """Further values of a metric; `goal` is "min" or "max"."""
+        """Add values of a metric; `goal` is "min" or "max"."""
         for value in values:
             _, best, _ = self._values.get(name, (goal, value, value))
             better = min if goal == "min" else max
             self._values[name] = goal, value if math.isnan(best) else better(best, value), value
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """As in the summary of a W&B run: {"val/loss": {"min": 0.2, "last": 0.3}}."""
+        """Return the values for the summary of a W&B run: {"val/loss": {"min": 0.2, "last": 0.3}}."""
         return {name: {goal: best, "last": last} for name, (goal, best, last) in self._values.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """A value that was held back, and its position."""
+    """A value that was not logged yet, and its position."""
 
     value: float
     step: float
@@ -42,23 +42,23 @@ class HeldValue:
 
 
 class RowFilter:
-    """Lets a metric through once in `every` steps, and at the end the last value that was held back.
+    """Selects one value of a metric in `every` steps, and at the end the last value that was not selected.
 
-    A metric that is not logged at every step is always let through, and so is the first value of each whole epoch: then
-    metrics that are logged once an epoch are complete, even if an epoch has few steps.
+    All values of a metric that is not logged at every step are selected, and the first value of each whole epoch. So
+    metrics that are logged once per epoch are complete, even if an epoch has few steps.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._step: float | None = None
         self._tick = 0  # the number of steps at which anything was logged
-        self._seen: dict[str, int] = {}  # name -> tick of its last value
+        self._last_tick: dict[str, int] = {}  # name -> tick of its last value
         self._epochs: dict[str, float] = {}  # name -> whole epoch of its last value that had one
-        self._sent: dict[str, float] = {}  # name -> step of the last value that was let through
+        self._sent: dict[str, float] = {}  # name -> step of the last value that was selected
         self._held: dict[str, HeldValue] = {}
 
     def take(self, values: Mapping[str, float], step: float | None, epoch: float | None, time_s: float) -> list[str]:
-        """The names of the values to log now; all of them if there is no step."""
+        """Return the names of the values to log now; all names if there is no step."""
         if step is None:
             return list(values)
         if step != self._step:
@@ -71,7 +71,7 @@ class RowFilter:
                 self._held.pop(name, None)
             else:
                 self._held[name] = HeldValue(value, step, epoch, time_s)
-            self._seen[name] = self._tick
+            self._last_tick[name] = self._tick
         return due
 
     def _begins_epoch(self, name: str, epoch: float | None) -> bool:
@@ -84,10 +84,10 @@ class RowFilter:
         sent = self._sent.get(name)
         if sent is None or not 0 <= step - sent < self._every:  # steps may start again from a lower number
             return True
-        return step != sent and self._tick - self._seen[name] > 1
+        return step != sent and self._tick - self._last_tick[name] > 1
 
     def rest(self) -> dict[float, dict[str, HeldValue]]:
-        """By step, the values that are still held back; afterwards none is."""
+        """Return the values that were not logged, by step, and forget them."""
         rows: dict[float, dict[str, HeldValue]] = {}
         for name, held in self._held.items():
             rows.setdefault(held.step, {})[name] = held
@@ -106,17 +106,17 @@ class WandbRow:
     since_s: float = field(default_factory=time.monotonic)
 
     def fits(self, step: float | None, values: Mapping[str, Any]) -> bool:
-        """Whether the row can take these values: of the same step, and none of the names twice."""
+        """Return whether these values belong to the row: they have its step, and none of its names."""
         return step is not None and step == self.step and not self.values.keys() & values.keys()
 
     def add(self, values: Mapping[str, Any], epoch: float | None, time_s: float) -> None:
-        """Adds values of the row's step."""
+        """Add values, which have the row's step."""
         self.values |= values
         self.epoch = self.epoch if epoch is None else epoch
         self.time_s = max(self.time_s, time_s)
 
     def as_logged(self, prefix: str, attempt: int) -> dict[str, Any]:
-        """The row for wandb.Run.log, each name with the prefix."""
+        """Return the row for wandb.Run.log, with `prefix` before each name."""
         row: dict[str, Any] = {f"{prefix}{name}": value for name, value in self.values.items()}
         for name, value in ((STEP, self.step), (EPOCH, self.epoch), (ATTEMPT, attempt)):
             if value is not None:

@@ -1,6 +1,6 @@
 """Runs wandb's own command `wandb sync`, which sends transaction logs, in a process with a time limit.
 
-Its exit code does not tell whether a log was sent. A file beside the log does: its suffix is SYNCED.
+Its exit code does not tell whether a log was sent: then there is a file with the suffix SYNCED beside the log.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_PASSED_ON = frozenset(
 _PATHS = ("WANDB_CONFIG_DIR", "WANDB_CREDENTIALS_FILE", TOKEN_FILE)
 _KILL_S = 2.0
 _MAX_REASON = 300  # characters of wandb's error message
-# Not the line that names a log file: the file is deleted with the folder in which the command ran.
+# Without the line that names wandb's log file, which is deleted with the folder in which the command ran.
 _ERROR = re.compile(r"^(?:.*\bERROR|Error:) +(?!Find detailed error logs)(.+?)\s*$", re.MULTILINE)
 _LINK = re.compile(r"/(?P<id>[^/\]\s]+)\] View run .*?at (?P<url>https?://\S+)")
 
@@ -39,23 +39,25 @@ class SyncOutput:
 
 
 def sync_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment for the command: without how runs are recorded, with absolute paths."""
+    """Return the user's environment for the command: without variables about the recording of runs, with absolute
+    paths.
+    """
     env = {name: value for name, value in environ.items() if name not in _NOT_PASSED_ON}
     env |= {name: str(Path(env[name]).expanduser().absolute()) for name in _PATHS if env.get(name)}
     return {"WANDB_ERROR_REPORTING": "false", **env, "NO_COLOR": "1"}
 
 
 def sync_logs(logs: Sequence[Path], env: Mapping[str, str], scratch: Path, timeout_s: float) -> SyncOutput:
-    """Sends these logs, and ends the command after `timeout_s`.
+    """Send these logs; kill the command after `timeout_s`.
 
-    `scratch` is an empty folder, in which the command runs and writes: it would read settings, the server among them,
-    from its working directory, and Python would import modules from there.
+    `scratch` is an empty folder, in which the command runs and writes: from any other working directory the command
+    would read settings such as the server, and Python would import modules.
     """
-    own = {name: f"{scratch}/{name}" for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
-    for folder in own.values():
+    folders = {name: f"{scratch}/{name}" for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR")}
+    for folder in folders.values():
         Path(folder).mkdir()
-    own["TMPDIR"] = str(scratch)  # where it leaves its log file, and everything if it is killed
-    text, ended = _run(logs, {**env, **own}, scratch, timeout_s)
+    folders["TMPDIR"] = str(scratch)  # for wandb's log file, and for all temporary files if wandb is killed
+    text, ended = _run(logs, {**env, **folders}, scratch, timeout_s)
     errors = _ERROR.findall(text)
     reason = errors[-1] if errors else "" if ended else f"it was not done in {timeout_s:.0f} s"
     if key := env.get(KEY):
@@ -65,7 +67,7 @@ def sync_logs(logs: Sequence[Path], env: Mapping[str, str], scratch: Path, timeo
 
 
 def _run(logs: Sequence[Path], env: Mapping[str, str], cwd: Path, timeout_s: float) -> tuple[str, bool]:
-    """What the command prints, and whether it ended in time."""
+    """Return the output of the command, and whether it ended in time."""
     command = [sys.executable, "-P", "-m", "wandb", "sync", "--include-online", "--include-synced", *map(str, logs)]
     process = subprocess.Popen(
         command,
@@ -85,14 +87,14 @@ def _run(logs: Sequence[Path], env: Mapping[str, str], cwd: Path, timeout_s: flo
 
 @contextmanager
 def _killed_at_end(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Kills the process and everything that it has started when the block is left, if it still runs."""
+    """Kill the process and its descendants at the end of the block, if the process still runs."""
     import psutil
 
     try:
         yield
     finally:
         with suppress(psutil.Error):
-            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-            for each in family if process.poll() is None else ():
+            processes = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for each in processes if process.poll() is None else ():
                 with suppress(psutil.Error):
                     each.kill()

@@ -30,17 +30,17 @@ from ddptrain.tracking.wandb.wandb_folders import SENDING
 _GATHER_S = 0.5  # a row waits this long for more values of its step
 _DISK_CHECK_S = 10.0
 _DISK_FULL_BYTES = 1 << 16
-_FINISH_MARGIN_S = 0.3  # then wandb's own timeout ends run.finish() before ours does
+_FINISH_MARGIN_S = 0.3  # our timeout is longer, so that wandb's own timeout ends run.finish() first
 _WATCH_EVERY = 10  # rows from one set of histograms to the next
-_STALE_S = 3.0  # a row that is older says nothing about the model as it is now
+_STALE_S = 3.0  # an older row gets no histograms, because these show the model as it is now
 
 
 class WentOffline(RuntimeError):
-    """With `tracking.strict`: the server could not be reached, or lacks something; everything is on the disk."""
+    """With `tracking.strict`: the server could not be reached, or did not get everything; all of it is on the disk."""
 
 
 class WandbTracker:
-    """Logs what one rank logs to W&B; see ddptrain.tracking.protocol.Tracker."""
+    """Sends what one rank logs to W&B; see ddptrain.tracking.protocol.Tracker."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
@@ -58,7 +58,7 @@ class WandbTracker:
         self._next_disk_check_s = 0.0
 
     def start(self, facts: Facts) -> None:
-        """Opens the run: online if that is wanted and possible, else offline."""
+        """Open the run: online if this is wanted and possible, else offline."""
         self._facts = facts
         self._rank_run = RankRun(self._options, facts, os.environ)
         folder, uploads = self._rank_run.folder, self._rank_run.uploads
@@ -81,14 +81,15 @@ class WandbTracker:
     def _report_run(self) -> None:
         facts, run = self._facts, self._run
         if self._offline_reason:
-            text = f"{self._offline_reason}: training continues, and is recorded offline; {self._sync} sends it later"
+            text = f"{self._offline_reason}: training continues, and is recorded offline; "
+            text += f"{self._sync_command} sends it later"
             if facts.rank == 0:
                 facts.tell(text)
-            else:  # the user gets the message once; the log of each rank has it
+            else:  # the user sees rank 0's message; this one goes to the rank's log
                 print(f"ddptrain: {text}", file=sys.stderr)
         elif run.url and facts.rank == 0:
             facts.tell(run.url)
-        found = {
+        reported = {
             "mode": "offline" if run.offline else self._rank_run.mode,
             "id": run.id,
             "name": run.name or "",
@@ -98,17 +99,17 @@ class WandbTracker:
             "url": run.url or "",
             "folder": str(run.settings.sync_dir),
         }
-        facts.found({name: str(value) for name, value in found.items() if value})
+        facts.found({name: str(value) for name, value in reported.items() if value})
 
     @property
-    def _sync(self) -> str:
+    def _sync_command(self) -> str:
         return f"`{self._facts.from_driver.get('sync_command') or f'ddptrain results sync {self._facts.run_id}'}`"
 
     def log(self, item: items.Item) -> None:
-        """Takes one item; its files have been copied when this returns."""
+        """Log one item; its files have been copied when this method returns."""
         with self._lock:
             try:
-                self._take(item)
+                self._log_item(item)
                 if self._row_error is not None:
                     raise self._row_error
             except OSError as error:
@@ -116,7 +117,7 @@ class WandbTracker:
                     raise
                 self._report_full_disk()
 
-    def _take(self, item: items.Item) -> None:
+    def _log_item(self, item: items.Item) -> None:
         match item:
             case items.Numbers():
                 self._log_numbers(item)
@@ -144,7 +145,7 @@ class WandbTracker:
             self._add(step, {name: values[name] for name in due}, item.epoch, time_s)
 
     def _add(self, step: float | None, values: Mapping[str, Any], epoch: float | None, time_s: float) -> None:
-        """Adds values to the row of their step. It is logged when values of another step come, or after 0.5 s."""
+        """Add values to the row of their step, which is logged when values of another step come, or after 0.5 s."""
         if self._row is not None and not self._row.fits(step, values):
             self._flush()
         if self._row is None:
@@ -155,7 +156,7 @@ class WandbTracker:
             self._flush()
 
     def _flush(self) -> None:
-        """Logs the row, if there is one."""
+        """Log the current row, if there is one."""
         row, self._row = self._row, None
         if row is None:
             return
@@ -172,7 +173,7 @@ class WandbTracker:
         self._check_disk()
 
     def _check_disk(self, *, now: bool = False) -> None:
-        """Reports a full disk, once: wandb silently drops what it cannot write."""
+        """Report a full disk once, because wandb silently drops what it cannot write."""
         if not now and time.monotonic() < self._next_disk_check_s:
             return
         self._next_disk_check_s = time.monotonic() + _DISK_CHECK_S
@@ -198,23 +199,23 @@ class WandbTracker:
         return goal_of(name, str(checkpoint.get("metric") or ""), str(checkpoint.get("mode") or "min"))
 
     def _define(self, name: str) -> None:
-        """Makes the summary keep the best value of a metric in addition to the last."""
+        """Let the summary of the W&B run contain the best value of a metric in addition to the last."""
         if self._is_first(f"metric {name}") and (goal := self._goal(name)):
             step = f"{self._prefix}{STEP}"
-            with suppress(wandb.Error):  # a name that wandb refuses here, for example with a *: it keeps the last value
+            with suppress(wandb.Error):  # wandb refuses some names, for example with a *: their last value is kept
                 self._run.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
 
     def _histograms(self, row: WandbRow) -> dict[str, Any]:
-        """Histograms of the model for every tenth row, but none for an old row: they show the model as it is now."""
+        """Return histograms of the model for every tenth row; {} for an old row, as they show the model of now."""
         watch = self._options.get("watch", "off")
         if self._model is None or watch == "off" or time.time() - row.time_s > _STALE_S:
             return {}
         self._rows_until_watch -= 1
         if self._rows_until_watch > 0:
             return {}
-        found = media.histograms(self._model, watch)
-        self._rows_until_watch = _WATCH_EVERY if found else 1  # gradients exist only during a part of each step
-        return {f"{self._prefix}{name}": value for name, value in found.items()}
+        histograms = media.histograms(self._model, watch)
+        self._rows_until_watch = _WATCH_EVERY if histograms else 1  # gradients exist only during a part of each step
+        return {f"{self._prefix}{name}": value for name, value in histograms.items()}
 
     def _log_table(self, item: items.Table) -> None:
         max_rows = int(self._options.get("table_rows", 1000))
@@ -231,7 +232,7 @@ class WandbTracker:
         self._run.log_artifact(artifact)
 
     def _flush_rows(self) -> None:
-        """Logs a row 0.5 s after its first value. Runs in a thread until finish()."""
+        """Log each row 0.5 s after its first value. Runs in a thread until finish()."""
         while True:
             with self._lock:
                 while self._row is None and not self._closed:
@@ -247,7 +248,10 @@ class WandbTracker:
             time.sleep(left_s)
 
     def finish(self, state: State) -> None:
-        """Ends the run. Raises WentOffline if it is strict, should have been online, and the server lacks something."""
+        """End the run.
+
+        Raises WentOffline if tracking.strict is true and the server did not get everything, although it should have.
+        """
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -259,21 +263,21 @@ class WandbTracker:
         incomplete = ""
         if not complete:
             incomplete = f"W&B has not taken everything in {self._rank_run.finish_timeout_s:g} s"
-            self._facts.tell(f"{incomplete}; {self._sync} sends the rest")
+            self._facts.tell(f"{incomplete}; {self._sync_command} sends the rest")
         if lost := self._rank_run.uploads.problem:
             self._facts.tell(lost)
         if self._facts.from_driver.get("strict") and (reason := self._offline_reason or lost or incomplete):
             raise WentOffline(reason)
 
     def _end_run(self, state: State) -> bool:
-        """Ends wandb's run; returns whether W&B has taken everything. A full disk is reported once."""
+        """End wandb's run. Return whether W&B got everything; True also after the report of a full disk."""
         try:
             return wandb_run.finish(self._run, state, self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             self._report_full_disk()
-            return True  # the warning about the disk says what is missing
+            return True  # the message about the disk is enough
 
     def _log_rest(self) -> None:
         self._flush()

@@ -1,4 +1,4 @@
-"""Reads and rewrites wandb's transaction log: the file of a run with everything that was logged.
+"""Reads and rewrites wandb's transaction log, a file with everything that a run has logged.
 
 The format is LevelDB's log format: blocks of 32 KiB. Each record is written in pieces: crc32 (of type and data),
 length, type, data. A piece is a whole record, or the first, a middle or the last piece of one. A record is a protobuf
@@ -23,7 +23,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(log: Path) -> Iterator[bytes]:
-    """The records of a log, up to the first damaged one. Raises OSError; ValueError if it is not such a log."""
+    """Yield the records of a log, up to the first damaged one. Raises OSError, or ValueError if it is not a log."""
     with log.open("rb") as file:
         if file.read(len(_HEADER)) != _HEADER:
             raise ValueError(f"{log} is not a transaction log of wandb")
@@ -54,7 +54,7 @@ def _crc(kind: int, data: bytes | memoryview) -> int:
 
 
 def write(log: Path, contents: Iterable[bytes]) -> None:
-    """Writes a log with these records. Raises OSError."""
+    """Write a log with these records. Raises OSError."""
     with log.open("wb") as file:
         file.write(_HEADER)
         for record in contents:
@@ -79,7 +79,7 @@ def _write_record(file: BinaryIO, record: bytes) -> None:
 
 
 def is_empty(log: Path) -> bool:
-    """Whether there is nothing to send: the process was killed before it wrote the record of the run."""
+    """Return whether there is nothing to send, because the process was killed before it wrote the record of the run."""
     try:
         return not any(parse_record(data).HasField("run") for data in records(log))
     except ValueError:
@@ -88,9 +88,9 @@ def is_empty(log: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoggedFile:
-    """A file of an artifact, as the log names it; the artifact is lost without it. `md5` is "" if it is unknown.
+    """A file of an artifact; without it the artifact cannot be sent. `md5` is "" if it is unknown.
 
-    With `is_list`, it is wandb's list of the artifact's files, which wandb writes beside the log if they are many.
+    is_list: the file is wandb's list of the artifact's files, which wandb writes if there are many.
     """
 
     path: str
@@ -100,12 +100,12 @@ class LoggedFile:
 
 
 def staged_files(log: Path) -> list[LoggedFile]:
-    """The files of all artifacts in a log. Raises OSError, ValueError."""
+    """Return the files of all artifacts in a log. Raises OSError, ValueError."""
     return [file for data in records(log) for file, _ in _staged(parse_record(data))]
 
 
 def _staged(record: Any) -> Iterator[tuple[LoggedFile, Any]]:
-    """The files of an artifact's record, each with its entry in the record's list."""
+    """Yield the files of an artifact's record, each with its entry in the record's list."""
     if listed := record.artifact.manifest.manifest_file_path:
         yield LoggedFile(listed, "", "", is_list=True), None
     for entry in record.artifact.manifest.contents:
@@ -116,7 +116,7 @@ def _staged(record: Any) -> Iterator[tuple[LoggedFile, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class SeparateRun:
-    """The run that a rank's log of a shared run is sent as."""
+    """The separate W&B run that a rank's log of a shared run is sent to."""
 
     id: str
     name: str
@@ -130,10 +130,10 @@ def rewrite(
     exit_code: int | None = None,
     separate: SeparateRun | None = None,
 ) -> None:
-    """Writes a copy of a log, with the paths that `locate` returns for staged files.
+    """Write a copy of a log, with the paths that `locate` returns for staged files.
 
-    Artifacts with a file that is not located are left out. `exit_code` and `separate` replace the values in the log.
-    Raises OSError, ValueError.
+    Artifacts are left out if `locate` returns None for one of their files. `exit_code` and `separate` replace the
+    values in the log. Raises OSError, ValueError.
     """
 
     def changed(data: bytes) -> bytes | None:
@@ -155,4 +155,4 @@ def rewrite(
             return data
         return bytes(record.SerializeToString())
 
-    write(new, (made for data in records(log) if (made := changed(data)) is not None))
+    write(new, (record for data in records(log) if (record := changed(data)) is not None))

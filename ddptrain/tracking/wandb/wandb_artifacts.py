@@ -1,4 +1,4 @@
-"""Artifacts of an online run: checkpoints without copies, and what became of each upload."""
+"""Artifacts of a run: checkpoints without copies, and the state of each upload."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Uploads:
     """The uploads of a run. wandb sends one after the other, in the background."""
 
     def __init__(self) -> None:
-        self._all: list[Upload] = []
+        self._uploads: list[Upload] = []
 
     def watch(self, artifact: wandb.Artifact, handle: Any) -> None:
-        """Follows an artifact that wandb has accepted; see internals.skip_server_requests."""
+        """Record what becomes of an artifact that wandb has accepted; see internals.skip_server_requests."""
         upload = Upload(artifact)
-        self._all.append(upload)
+        self._uploads.append(upload)
 
         def answered(error: str) -> None:
             upload.refused = " ".join(hide_credentials(error).split())[:_MAX_REASON]
@@ -55,27 +55,27 @@ class Uploads:
         internals.when_answered(handle, answered)
 
     def pending(self, artifact: wandb.Artifact) -> Upload | None:
-        """The upload of an artifact; None once the server has answered, or if wandb has not accepted it."""
-        return next((upload for upload in self._all if upload.artifact is artifact), None)
+        """Return the upload of an artifact; None once the server has answered, or if wandb has not accepted it."""
+        return next((upload for upload in self._uploads if upload.artifact is artifact), None)
 
     @property
     def problem(self) -> str:
-        """One line about what the server lacks, or ""."""
-        lost = [upload for upload in self._all if upload.is_lost]
-        found = []
+        """What the server lacks, in one line, or ""."""
+        lost = [upload for upload in self._uploads if upload.is_lost]
+        missing = []
         if replaced := sum(upload.replaced for upload in lost):
-            found.append(f"checkpoints ({replaced}) that were replaced by newer ones before they were sent")
+            missing.append(f"checkpoints ({replaced}) that were replaced by newer ones before they were sent")
         if refused := [upload.refused for upload in lost if not upload.replaced]:
-            found.append(f"{len(refused)} of {len(self._all)} artifacts; the last error: {refused[-1]}")
-        return f"W&B lacks {' and '.join(found)}" if found else ""
+            missing.append(f"{len(refused)} of {len(self._uploads)} artifacts; the last error: {refused[-1]}")
+        return f"W&B lacks {' and '.join(missing)}" if missing else ""
 
 
 class CheckpointArtifacts:
     """Creates artifacts of checkpoints without copying the files: the copies of a long run would fill the disk.
 
-    Online, a checkpoint that waits to be sent keeps a hard link below `sending`. Only as many wait as the run directory
-    keeps, plus the one that is being sent, so a slow server still gets some of them. Offline, the artifact names the
-    files in the run directory (`run_dir`), where they are looked up when they are sent.
+    Online, a checkpoint that waits for its upload has hard links below `sending`. As many checkpoints wait as the run
+    directory keeps, plus the one that is being sent; a slow server gets only some of all checkpoints. Offline, the
+    artifact contains the paths of the files in the run directory (`run_dir`), for a later upload.
     """
 
     def __init__(self, sending: Path, run_dir: Path, run_id: str, keep: int, uploads: Uploads) -> None:
@@ -83,10 +83,10 @@ class CheckpointArtifacts:
         self._keep = keep
         self._uploads = uploads
         self._waiting: list[tuple[wandb.Artifact, Path]] = []
-        self.close()  # removes what a rank that was killed has left
+        self.close()  # deletes the links of a rank that was killed
 
     def create(self, item: items.Checkpoint, *, offline: bool) -> wandb.Artifact:
-        """The artifact with the files of a checkpoint. Raises OSError."""
+        """Create the artifact with the files of a checkpoint. Raises OSError."""
         name = artifact_name(f"checkpoint_{self._run_id}")
         artifact = wandb.Artifact(name, type=CHECKPOINT_TYPE, metadata={"step": item.step, **item.metrics})
         folder = item.folder if offline else self._keep_until_sent(item, artifact)
@@ -107,7 +107,7 @@ class CheckpointArtifacts:
         return folder
 
     def _make_room(self) -> None:
-        """Deletes what was sent, and the oldest that wait; but not the first, which is being sent."""
+        """Delete the links of sent checkpoints, and of the oldest waiting ones, except the one that is being sent."""
         waiting = []
         for artifact, folder in self._waiting:
             if self._uploads.pending(artifact) is None:
@@ -122,5 +122,5 @@ class CheckpointArtifacts:
         self._waiting = waiting
 
     def close(self) -> None:
-        """Deletes the links."""
+        """Delete all links."""
         shutil.rmtree(self._sending, ignore_errors=True)

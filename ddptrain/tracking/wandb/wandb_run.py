@@ -26,7 +26,7 @@ FLUSH_S = 0.25  # wandb writes rows to its log file this often; rows in the file
 _KEY = "WANDB_API_KEY"
 _SERVICE = "WANDB_SERVICE"  # <version>-<process>-<address> of wandb's service process
 _MAX_REASON = 300  # characters of wandb's error message
-# Settings whose environment variable has another name.
+# Settings whose environment variable has a different name.
 _VARIABLES = {
     "root_dir": "WANDB_DIR",
     "run_name": "WANDB_NAME",
@@ -54,7 +54,7 @@ class RunOptions:
 
 
 def prepare(folder: Path) -> None:
-    """Keeps everything that wandb writes in `folder`, and silences wandb. The user's own variables have priority."""
+    """Make wandb write only into `folder` and print nothing, unless the user's environment variables differ."""
     if f"-{os.getpid()}-" not in os.environ.get(_SERVICE, ""):
         os.environ.pop(_SERVICE, None)  # inherited from a parent process: its service may have ended
     defaults = {
@@ -68,7 +68,10 @@ def prepare(folder: Path) -> None:
 
 
 def open_run(options: RunOptions, uploads: Uploads) -> wandb.Run:
-    """Opens the run; `uploads` follows its artifacts. Raises what wandb raises, after removing what it left."""
+    """Open the run; `uploads` records the state of its artifacts.
+
+    Raises any exception of wandb, after deleting the folders that wandb has created.
+    """
     before = _run_folders(options)
     internals.remove_exit_handler()
     try:
@@ -88,14 +91,14 @@ def open_run(options: RunOptions, uploads: Uploads) -> wandb.Run:
 
 
 def _mark(run: wandb.Run, text: str = "") -> None:
-    """Records whether the server has everything of an online run; see wandb_folders.py."""
+    """Record whether the server has everything of an online run; see wandb_folders.py."""
     with contextlib.suppress(OSError):
         if not run.offline:
             (Path(str(run.settings.sync_dir)) / UNSENT).write_text(text)
 
 
 def settings_for(options: RunOptions, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings for wandb, without those that an environment variable sets: the variables have priority."""
+    """Return the settings for wandb, without those that an environment variable sets: the variables have priority."""
     settings: dict[str, Any] = {
         "mode": options.mode,
         "run_id": options.run_id,
@@ -132,7 +135,7 @@ def _variable(setting: str) -> str:
 
 
 def _run_folders(options: RunOptions) -> set[Path]:
-    """The folders of exactly this run: other ranks may open theirs at the same time."""
+    """Return the folders of this run, but not those of other ranks, which may open theirs at the same time."""
     kind = "offline-run" if options.mode == "offline" else "run"
     folder = Path(os.environ["WANDB_DIR"]) / "wandb" if os.environ.get("WANDB_DIR") else options.folder
     suffix = options.settings.get("x_sync_dir_suffix")
@@ -140,13 +143,13 @@ def _run_folders(options: RunOptions) -> set[Path]:
 
 
 def stop_service() -> None:
-    """Ends wandb's service process."""
+    """Stop wandb's service process."""
     with contextlib.suppress(Exception, SystemExit):  # wandb may exit with the exit code of the process
         wandb.teardown()
 
 
 def finish(run: wandb.Run, state: str, timeout_s: float) -> bool:
-    """Ends the run. Returns whether all was sent, or offline written, in time. Raises what wandb raises."""
+    """End the run. Return whether everything was sent (offline: written) in time. Raises any exception of wandb."""
     if state == "preempted":
         run.mark_preempting()
     _mark(run)  # before finish(), because this thread may be abandoned
@@ -162,7 +165,7 @@ def finish(run: wandb.Run, state: str, timeout_s: float) -> bool:
 
 
 def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
-    """Whether the call has ended in time; otherwise it continues in its thread. Raises what it raises.
+    """Return whether the call has ended in time; if not, it continues in a thread. Raises the exception of the call.
 
     wandb's own timeout has no effect while artifacts wait for a server that is gone.
     """
@@ -183,7 +186,7 @@ def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """wandb's error message on one line, without secrets."""
+    """Return wandb's error message on one line, without secrets."""
     text = " ".join(f"{error}".split()) or type(error).__name__
     text = text.partition(" Consider increasing")[0]
     if key := os.environ.get(_KEY):

@@ -1,4 +1,4 @@
-"""The state of GPUs, with NVML: CUDA is not initialized, and no memory of the GPU is used."""
+"""Metrics of GPUs, read with NVML: CUDA is not initialized, and no memory of the GPU is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Measure = Callable[[Any, Any], float]
 
-# What each metric is read with: NVML's module and a device handle.
+# The function that reads each metric; its arguments are NVML's module and a device handle.
 _MEASURES: dict[str, Measure] = {
     "gpu_percent": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     "gpu_memory_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
@@ -33,7 +33,7 @@ _MEASURES: dict[str, Measure] = {
 
 
 class GpuReader:
-    """Reads GPUs. What a GPU cannot measure (a MIG instance has no utilization) is not asked for again."""
+    """Reads GPUs. A metric that a GPU cannot measure (a MIG instance has no utilization) is not requested again."""
 
     def __init__(self, nvml: Any = None) -> None:
         """`nvml`: the module to use, for tests; by default that of nvidia-ml-py, if there is an NVIDIA driver."""
@@ -41,7 +41,10 @@ class GpuReader:
         self._refused: dict[str, set[str]] = {}
 
     def read(self, name: str, metrics: Iterable[str] = tuple(_MEASURES)) -> dict[str, float]:
-        """The metrics of a GPU; `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID. Empty without NVML."""
+        """Return the metrics of a GPU; {} without NVML.
+
+        `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID.
+        """
         nvml = self._nvml or _nvml()
         if nvml is None:
             return {}
@@ -51,19 +54,19 @@ class GpuReader:
         except nvml.NVMLError:
             return {}
         refused = self._refused.setdefault(name, set())
-        found = {}
+        values = {}
         for metric in metrics:
             if metric not in refused:
                 try:
-                    found[metric] = float(_MEASURES[metric](nvml, gpu))
+                    values[metric] = float(_MEASURES[metric](nvml, gpu))
                 except nvml.NVMLError:
                     refused.add(metric)
-        return found
+        return values
 
 
 @functools.cache
 def _nvml() -> Any:
-    """The initialized NVML, which stays open until the process ends; None without an NVIDIA driver."""
+    """Return the initialized NVML, which stays open until the process ends; None without an NVIDIA driver."""
     import pynvml
 
     try:
@@ -77,6 +80,6 @@ _reader = GpuReader()
 
 
 def gpu_percent(name: str) -> int | None:
-    """The utilization of a GPU in percent; None if it cannot be measured: without a driver, or for a MIG instance."""
+    """Return the utilization of a GPU in percent; None without a driver, or for a MIG instance."""
     percent = _reader.read(name, ("gpu_percent",)).get("gpu_percent")
     return int(percent) if percent is not None else None

@@ -1,4 +1,4 @@
-"""The use of a rank and its children, such as DataLoader workers."""
+"""The resource use of a rank and its children, such as DataLoader workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROC = Path("/proc")
 
 
 class ProcessUse(NamedTuple):
-    """The counters of one process; None: not readable, as those of other users."""
+    """The counters of one process; None if a counter is not readable, for example of another user's process."""
 
     cpu_s: float
     rss_bytes: int
@@ -26,21 +26,21 @@ class ProcessUse(NamedTuple):
 
 
 def members(groups: Iterable[int]) -> dict[int, list[int]]:
-    """The pids in each of these process groups."""
-    found: dict[int, list[int]] = {group: [] for group in groups}
+    """Return the pids of the processes in each of these process groups."""
+    pids: dict[int, list[int]] = {group: [] for group in groups}
     for name in os.listdir(_PROC):
         if name.isdecimal():
             try:
                 group = os.getpgid(int(name))
             except OSError:
-                continue  # it has ended
-            if group in found:
-                found[group].append(int(name))
-    return found
+                continue  # the process has ended
+            if group in pids:
+                pids[group].append(int(name))
+    return pids
 
 
 def process_use(pid: int) -> ProcessUse | None:
-    """The counters of a process; None if it has ended."""
+    """Return the counters of a process; None if it has ended."""
     read = written = files = None
     try:
         process = psutil.Process(pid)
@@ -54,7 +54,7 @@ def process_use(pid: int) -> ProcessUse | None:
 
 
 def core_wait_s(pid: int, proc: Path = _PROC) -> float | None:
-    """For how many seconds the main thread was ready and had no core; None if the kernel does not count that."""
+    """Return how many seconds the main thread was ready but had no core; None if the kernel does not count this."""
     try:
         return int((proc / str(pid) / "schedstat").read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -63,20 +63,20 @@ def core_wait_s(pid: int, proc: Path = _PROC) -> float | None:
 
 @dataclass(slots=True)
 class RankMeter:
-    """Measures one rank, whose process group has the number `pid`."""
+    """Measures one rank; `pid` is that of its main process, and the number of its process group."""
 
     pid: int
     _at: float = field(default_factory=time.monotonic)
     _before: Mapping[str, float] = field(default_factory=dict)
 
     def read(self, pids: Iterable[int], now: float) -> dict[str, float]:
-        """The metrics of the rank with its processes `pids` since the last call; empty if it has ended."""
+        """Return the metrics of the rank since the last call; {} if it has ended. `pids` are its processes."""
         uses = [use for pid in pids if (use := process_use(pid)) is not None]
         if not uses:
             return {}
-        found = {"rss_bytes": float(sum(use.rss_bytes for use in uses)), "processes": float(len(uses))}
+        metrics = {"rss_bytes": float(sum(use.rss_bytes for use in uses)), "processes": float(len(uses))}
         if any(use.open_files is not None for use in uses):
-            found["open_files"] = float(sum(use.open_files or 0 for use in uses))
+            metrics["open_files"] = float(sum(use.open_files or 0 for use in uses))
         counters = {"cpu_percent": 100 * sum(use.cpu_s for use in uses)}
         for name, values in (
             ("read_bytes_s", [use.read_bytes for use in uses]),
@@ -86,10 +86,10 @@ class RankMeter:
                 counters[name] = float(sum(value or 0 for value in values))
         if (waited_s := core_wait_s(self.pid)) is not None:
             counters["cpu_wait_percent"] = 100 * waited_s
-        return found | self._rates(counters, now)
+        return metrics | self._rates(counters, now)
 
     def _rates(self, counters: Mapping[str, float], now: float) -> dict[str, float]:
-        """The increase of each counter per second. It is not negative: a child that has ended takes its own along."""
+        """Return the increase of each counter per second, at least 0: the counters of ended children are gone."""
         seconds, before = now - self._at, self._before
         self._at, self._before = now, counters
         if seconds <= 0:

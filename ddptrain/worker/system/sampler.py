@@ -21,7 +21,7 @@ from ddptrain.worker.system.process_metrics import RankMeter, members
 _FIRST_S = 1.0  # from the start of a run's ranks to their first sample, so that short runs have one
 _log = Log(__name__)
 
-_SHM = Path("/dev/shm")  # noqa: S108  # it is measured, not written to
+_SHM = Path("/dev/shm")  # noqa: S108  # it is measured; nothing is written there
 
 Send = Callable[[SystemSample], None]
 
@@ -41,7 +41,7 @@ class SampledRank:
 
 @dataclass(slots=True)
 class _RunClock:
-    """When the next sample of a run is due, in monotonic seconds, and its own meter of the host."""
+    """When the next sample of a run is due (monotonic), the interval in seconds, and the run's meter of the host."""
 
     due: float
     every_s: float
@@ -49,7 +49,7 @@ class _RunClock:
 
 
 class SystemSampler:
-    """Samples while there are ranks; its thread ends with the last of them."""
+    """Samples the host while it has ranks; the thread ends with the last rank."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -73,7 +73,7 @@ class SystemSampler:
             self._lock.notify()
 
     def remove(self, key: str) -> None:
-        """Sample a rank no more."""
+        """Stop sampling a rank."""
         with self._lock:
             self._ranks.pop(key, None)
             left = {(rank.run_id, rank.attempt) for rank, _ in self._ranks.values()}
@@ -97,7 +97,7 @@ class SystemSampler:
             try:
                 for send, sample in self._samples(ranks, clock.host):
                     send(sample)
-            except Exception as error:  # /proc and NVML may surprise: the ranks must not suffer from that
+            except Exception as error:  # unexpected values of /proc and NVML must not affect the ranks
                 _log.warning("system metrics not sampled", run=run[0], error=f"{type(error).__name__}: {error}")
 
     def _samples(
@@ -105,25 +105,25 @@ class SystemSampler:
     ) -> Iterator[tuple[Send, SystemSample]]:
         groups = members(rank.pid for rank, _ in ranks)
         now, time_ns = time.monotonic(), time.time_ns()
-        found: dict[int, Mapping[str, float]] = {}
+        uses: dict[int, Mapping[str, float]] = {}
         for rank, meter in ranks:
             use = meter.read(groups[rank.pid], now)
             if use and rank.gpu is not None:
                 use |= self._gpus.read(rank.gpu)
             if use:
-                found[rank.rank] = _rounded(use)
-        if not found:
+                uses[rank.rank] = _rounded(use)
+        if not uses:
             return
         first = ranks[0][0]
-        use_of_host, numbers = _rounded(host.read(now)), sorted(found)
+        use_of_host, numbers = _rounded(host.read(now)), sorted(uses)
         for start in range(0, len(numbers), MAX_SAMPLED_RANKS):
             part = numbers[start : start + MAX_SAMPLED_RANKS]
-            uses = {str(rank): found[rank] for rank in part}
-            yield first.send, SystemSample(first.attempt, part[0], time_ns, socket.gethostname(), use_of_host, uses)
+            selected = {str(rank): uses[rank] for rank in part}
+            yield first.send, SystemSample(first.attempt, part[0], time_ns, socket.gethostname(), use_of_host, selected)
 
 
 def _rounded(use: Mapping[str, float]) -> dict[str, float]:
-    """Short numbers: whole bytes, and two digits of others."""
+    """Return the values rounded: large ones to whole numbers, others to two decimal places."""
     return {name: round(value) if abs(value) >= 1000 else round(value, 2) for name, value in use.items()}
 
 
@@ -139,44 +139,44 @@ class HostMeter:
         self._counters = _counters()
 
     def read(self, now: float) -> dict[str, float]:
-        """The metrics of the host since the last call."""
+        """Return the metrics of the host; rates are means since the last call."""
         before, self._counters = self._counters, _counters()
         seconds, self._at = now - self._at, now
-        found = {"cores": float(os.cpu_count() or 1)}
+        metrics = {"cores": float(os.cpu_count() or 1)}
         memory = psutil.virtual_memory()
-        found |= {"memory_bytes": float(memory.total - memory.available), "memory_total_bytes": float(memory.total)}
-        found["swap_bytes"] = float(psutil.swap_memory().used)
+        metrics |= {"memory_bytes": float(memory.total - memory.available), "memory_total_bytes": float(memory.total)}
+        metrics["swap_bytes"] = float(psutil.swap_memory().used)
         for name, folder in (("shm", _SHM), ("disk", self._folder)):
             if (space := _space(folder)) is not None:
-                found[f"{name}_bytes"], found[f"{name}_total_bytes"] = space
+                metrics[f"{name}_bytes"], metrics[f"{name}_total_bytes"] = space
         if (files := _open_files()) is not None:
-            found["open_files"] = files
+            metrics["open_files"] = files
         if seconds <= 0:
-            return found
+            return metrics
         used = {name: self._counters[name] - before[name] for name in self._counters if name in before}
         busy_s, wait_s, all_s = (used.pop(name, 0.0) for name in ("busy_s", "iowait_s", "all_s"))
         if all_s > 0:
-            found |= {"cpu_percent": 100 * busy_s / all_s, "iowait_percent": 100 * wait_s / all_s}
-        return found | {name: max(0.0, value / seconds) for name, value in used.items()}
+            metrics |= {"cpu_percent": 100 * busy_s / all_s, "iowait_percent": 100 * wait_s / all_s}
+        return metrics | {name: max(0.0, value / seconds) for name, value in used.items()}
 
 
 def _counters() -> dict[str, float]:
-    """Counters that only grow: CPU seconds, and bytes of disks and network."""
+    """Return counters that only grow: CPU seconds, and bytes of disks and network."""
     times = psutil.cpu_times()
     idle_s, iowait_s = times.idle, getattr(times, "iowait", 0.0)
-    # Guests are contained in user and nice.
+    # The times `user` and `nice` include those of guests.
     all_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    found = {"busy_s": all_s - idle_s - iowait_s, "iowait_s": iowait_s, "all_s": all_s}
+    counters = {"busy_s": all_s - idle_s - iowait_s, "iowait_s": iowait_s, "all_s": all_s}
     if (disks := psutil.disk_io_counters()) is not None:
-        found |= {"disk_read_bytes_s": float(disks.read_bytes), "disk_write_bytes_s": float(disks.write_bytes)}
+        counters |= {"disk_read_bytes_s": float(disks.read_bytes), "disk_write_bytes_s": float(disks.write_bytes)}
     cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-    found["network_receive_bytes_s"] = float(sum(card.bytes_recv for card in cards))
-    found["network_send_bytes_s"] = float(sum(card.bytes_sent for card in cards))
-    return found
+    counters["network_receive_bytes_s"] = float(sum(card.bytes_recv for card in cards))
+    counters["network_send_bytes_s"] = float(sum(card.bytes_sent for card in cards))
+    return counters
 
 
 def _space(folder: Path) -> tuple[float, float] | None:
-    """Used and total bytes of a file system."""
+    """Return the used and total bytes of a file system; None if it can't be read."""
     try:
         state = os.statvfs(folder)
     except OSError:

@@ -185,9 +185,9 @@ def test_step_of_the_rank_that_failed_counts_and_not_that_of_the_checkpoint(monk
     bench = Bench(monkeypatch)
     bench.series.checkpoint = SAVED
     end = AttemptEnd((running(0, step=0), running(1)), None, None)
-    assert (bench.series._reached(end, 0), bench.series._reached(end, 1)) == (0, 3)
+    assert (bench.series._last_step(end, 0), bench.series._last_step(end, 1)) == (0, 3)
     bench.series.checkpoint = None
-    assert bench.series._reached(end, 1) is None
+    assert bench.series._last_step(end, 1) is None
 
 
 def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,8 +248,8 @@ def test_scheduler_of_the_users_own_that_is_busy_is_given_longer(silent: int, mo
             raise TimeoutError("timed out after 3 s")
         return "a client"
 
-    monkeypatch.setattr("ddptrain.driver.connect._tried", tried)
-    monkeypatch.setattr("ddptrain.driver.connect._why_not", lambda target: "")
+    monkeypatch.setattr("ddptrain.driver.connect._try_connect", tried)
+    monkeypatch.setattr("ddptrain.driver.connect._connection_problem", lambda target: "")
     address = f"tcp://127.0.0.1:{silent}"
     client: object = connected(Target(address, name="dev"), 300, told.append)
     assert client == "a client" and told == [f"waiting for the Dask scheduler at {address}: timed out after 3 s"]
@@ -299,15 +299,15 @@ def test_socket_of_a_local_cluster_that_cannot_be_opened_says_why(monkeypatch: p
 
     monkeypatch.setattr(unix_comm, "connect_plain", connect_plain)
     local = Target("unix:///run/s")
-    assert connect._why_not(local) == "" and closed == [True] and opened == [("unix:///run/s", 3.0)]
+    assert connect._connection_problem(local) == "" and closed == [True] and opened == [("unix:///run/s", 3.0)]
     outcome[0] = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-    assert connect._why_not(local) == "connection refused"
+    assert connect._connection_problem(local) == "connection refused"
     outcome[0] = OSError("Bad PATH")
-    assert connect._why_not(local) == "bad path"
+    assert connect._connection_problem(local) == "bad path"
     outcome[0] = PermissionError("process 7 has it")
     with pytest.raises(ClusterError, match=r"^unix:///run/s belongs to a cluster of another user: process 7 has it$"):
-        connect._why_not(local)
-    assert connect._why_not(Target("ucx://h:1")) == ""
+        connect._connection_problem(local)
+    assert connect._connection_problem(Target("ucx://h:1")) == ""
 
 
 @pytest.mark.parametrize(
@@ -342,9 +342,9 @@ def test_each_try_may_take_twice_as_long_until_the_limit_of_its_kind_of_cluster(
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(connect, "time", clock)
-    monkeypatch.setattr(connect, "_look_before_dask", lambda target: None)
-    monkeypatch.setattr(connect, "_tried", tried)
-    monkeypatch.setattr(connect, "_why_not", lambda target: reason)
+    monkeypatch.setattr(connect, "_check_greeting", lambda target: None)
+    monkeypatch.setattr(connect, "_try_connect", tried)
+    monkeypatch.setattr(connect, "_connection_problem", lambda target: reason)
     with pytest.raises(ClusterError) as raised:
         connected(Target("tcp://h:1", name=name), timeout_s, waits.append)
     assert tries == limits and told in str(raised.value)
@@ -382,11 +382,11 @@ def test_peer_that_never_answers_ends_the_try_two_seconds_after_dasks_own_limit(
     monkeypatch.setattr(connect, "Client", new_client)
     target = Target("tcp://h:1")
     if answers:
-        client: object = connect._tried(target, 5.0)
+        client: object = connect._try_connect(target, 5.0)
         assert client == "client" and limits == [7.0, None]
     else:
         with pytest.raises(TimeoutError, match="something accepts the connection there, and says nothing"):
-            connect._tried(target, 5.0)
+            connect._try_connect(target, 5.0)
         assert limits == [7.0]
         while not given:
             time.sleep(0.001)
@@ -414,8 +414,8 @@ def test_only_addresses_of_the_user_are_looked_at_before_dask_connects(
         raise OSError("Dask's own attempt follows")
 
     monkeypatch.setattr(port_diagnosis, "check_greeting", check)
-    monkeypatch.setattr(connect, "_why_not", lambda target: seen.append(("tls", target.address)))
-    connect._look_before_dask(target)
+    monkeypatch.setattr(connect, "_connection_problem", lambda target: seen.append(("tls", target.address)))
+    connect._check_greeting(target)
     assert seen == looked_at
 
 
@@ -473,8 +473,8 @@ def test_limits_of_dask_are_set_and_its_messages_turned_off_before_the_first_try
     monkeypatch.setattr(
         warnings, "filterwarnings", lambda action, category: ignored.append((action, category.__name__))
     )
-    monkeypatch.setattr(connect, "_look_before_dask", lambda target: None)
-    monkeypatch.setattr(connect, "_tried", lambda target, limit_s: "client")
+    monkeypatch.setattr(connect, "_check_greeting", lambda target: None)
+    monkeypatch.setattr(connect, "_try_connect", lambda target, limit_s: "client")
     client: object = connected(Target("tcp://h:1", foreign=foreign), 9.0, print, 40.0)
     assert client == "client" and settings == [{"limit": 40.0}]
     assert levels == {"distributed": 50, "distributed.client": 50}

@@ -337,7 +337,7 @@ def test_rank_waits_for_others_and_not_for_its_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, gathers: bool, writes: bool, waits: bool
 ) -> None:
     rank = Rank(tmp_path, rank=number)
-    monkeypatch.setattr(rank.context, "_saver", SimpleNamespace(gathers=gathers, is_writing=writes))
+    monkeypatch.setattr(rank.context, "_writer", SimpleNamespace(waits_for_ranks=gathers, is_writing=writes))
     assert rank.context._waits_for_others() is waits
     rank.file.close()
 
@@ -363,7 +363,7 @@ def test_rank_that_has_returned_is_not_waited_for(
 ) -> None:
     rank = Rank(tmp_path, rank=1)
     notes: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(rank.context, "_saver", Notes(notes, "saver", wait=lambda *_: True))
+    monkeypatch.setattr(rank.context, "_writer", Notes(notes, "saver", wait=lambda *_: True))
     monkeypatch.setattr(rank.context, "_store", Notes(notes, "store"))
     assert rank.context.close(3.0, failed=failed)
     waited = ("saver.wait", 3.0, {"hurry": failed})

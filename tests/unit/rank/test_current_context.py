@@ -12,7 +12,7 @@ from ddptrain.rank import current_context
 
 def test_call_in_a_process_that_is_no_rank_is_an_error() -> None:
     with pytest.raises(
-        current_context.NoRank, match="in a process that is no rank: it is for code that `ddptrain train`"
+        current_context.NoRank, match="in a process that is not a rank: it is for code that `ddptrain train`"
     ):
         ddptrain.context()
 

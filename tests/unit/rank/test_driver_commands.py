@@ -133,7 +133,7 @@ def test_handler_listens_to_sigterm_forks_and_each_command(bench: Bench, monkeyp
             emitted.append(self.parts)
 
     orders = SimpleNamespace(on=handlers.__setitem__, listen=lambda: emitted.append(f"listens to {len(handlers)}"))
-    parts = vars(bench.handler) | {"orders": orders, "emitter": SimpleNamespace(emit=emitted.append)}
+    parts = vars(bench.handler) | {"commands": orders, "emitter": SimpleNamespace(emit=emitted.append)}
     handler = CommandHandler(**parts)
     monkeypatch.setattr(driver_commands, "StackReporter", Reporter)
     monkeypatch.setattr(os, "register_at_fork", lambda *, after_in_child: at_fork.append(after_in_child))

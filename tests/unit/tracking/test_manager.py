@@ -95,7 +95,7 @@ def test_what_a_slow_tracker_has_no_room_for_is_dropped_counted_and_told(house: 
     assert slow.steps == list(range(11))
     assert quick.steps == list(range(31))
     assert [text.partition(";")[0] for text in house.warnings] == [
-        "hanging is too slow: 10 items wait for it, and it does not get further ones",
+        "hanging is too slow: 10 items are in its queue, and further ones are dropped",
         "hanging was too slow for 20 of 31 items",
     ]
 

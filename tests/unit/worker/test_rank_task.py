@@ -153,12 +153,12 @@ def test_numbers_of_a_rank_wait_only_in_a_large_run(tmp_path: Path, world_size: 
     watch.spool.create()
     time.sleep(0.01)
     watch.spool.events.write_bytes(events.encode(events.Metrics(1, {"a": 1.0}, 1)))
-    assert watch.look()
+    assert watch.report_news()
     task.batch.flush()
     assert (stage.messages == []) is waits
     with watch.spool.events.open("ab") as file:
         file.write(events.encode(events.Noticed(1)))
-    watch.look()
+    watch.report_news()
     task.batch.flush()
     newest = stage.notices[-1]
     assert isinstance(newest, Growth)

@@ -194,8 +194,8 @@ def test_checkpoints_and_files_are_brought_from_the_place_of_the_rank(bench: Ben
     done(bench, actions.FetchArtifact(0, SAVED))
     done(bench, actions.FetchArtifact(0, FILE))
     checkpoint, file = bench.notes
-    assert checkpoint == ("transfer.bring_checkpoint", 0, SAVED, bench.attempt._source)
-    assert file == ("transfer.bring_file", 0, FILE, "/spool-0", None)
+    assert checkpoint == ("transfer.add_checkpoint", 0, SAVED, bench.attempt._source)
+    assert file == ("transfer.add_file", 0, FILE, "/spool-0", None)
     assert str(bench.attempt._source(0).staging) == "/spool-0"
     distant = bench.attempt._source(1)
     assert distant.fetch is not None
@@ -258,11 +258,11 @@ def test_loop_looks_now_and_then_and_at_deadlines(
     attempt: Any = bench.attempt
     attempt.state = SimpleNamespace(due=lambda: due)
     attempt.inbox = SimpleNamespace(empty=lambda: all_read)
-    attempt._looked_at, attempt._tick_s = looked_at, tick_s
+    attempt._ticked_at, attempt._tick_s = looked_at, tick_s
     attempt.worker_fault, attempt.worker_group._returns["connected"] = lambda: "fault", True
     attempt._tick()
     assert bench.handled == ([inbox.Tick(True, "fault", all_read)] if looks else [])
-    assert bench.notes == ([("recorder.flush",)] if looks else []) and attempt._looked_at == (
+    assert bench.notes == ([("recorder.flush",)] if looks else []) and attempt._ticked_at == (
         100.0 if looks else looked_at
     )
 
@@ -280,7 +280,7 @@ def test_message_is_waited_for_until_the_next_deadline(
     attempt: Any = bench.attempt
     attempt.state = SimpleNamespace(due=lambda: due)
     attempt.inbox = SimpleNamespace(empty=lambda: True, get=get)
-    attempt._take_one()
+    attempt._handle_next()
     assert waits == [pytest.approx(timeout_s)] and bench.notes == [("recorder.flush",)] and bench.handled == []
 
 
@@ -290,7 +290,7 @@ def test_loss_of_a_worker_comes_with_its_reason(bench: Bench, clock: Clock) -> N
     attempt.state = SimpleNamespace(due=lambda: None, ranks=bench.ranks)
     attempt.inbox = SimpleNamespace(empty=lambda: False, get=lambda timeout: lost)
     attempt.worker_fault = lambda: "killed"
-    attempt._take_one()
+    attempt._handle_next()
     assert bench.handled == [inbox.WorkerLost("tcp://h1", reason="killed")] and bench.notes == []
 
 
@@ -308,7 +308,7 @@ def test_attempt_ends_when_its_ranks_have_and_checkpoints_on_their_way_have_ten_
         attempt.state.over, attempt.state.transfers = count >= 2, int(count < left)
         clock.now += 150.0 if count > 2 else 0.0
 
-    attempt._take_one, attempt._tick = take, lambda: order.append("tick")
+    attempt._handle_next, attempt._tick = take, lambda: order.append("tick")
     end: object = attempt.run()
     assert end == "end" and bench.handled == [inbox.Begin()] and bench.notes == [("recorder.flush",)]
     assert order == ["take", "tick", "take", "tick", *["take"] * (takes - 2)]
@@ -369,7 +369,7 @@ def test_attempt_starts_from_the_limits_that_it_is_given(
     assert (state.steps is None) == (action == "off") and state.ranks[0].submitted_at == 0.0
     heartbeat = state.presence
     assert (heartbeat.start_timeout_s, heartbeat.lost_after_s, heartbeat.looked_at) == (30.0, 60.0, 100.0)
-    assert attempt._tick_s == pytest.approx(0.02) and attempt._looked_at == 0.0
+    assert attempt._tick_s == pytest.approx(0.02) and attempt._ticked_at == 0.0
     (spool, log, options) = made[0]
     assert spool.log.is_relative_to(tmp_path / "r-1" / "attempt-1" / "rank-1") and log == Path("log")
     assert options["shared"] is False

@@ -144,7 +144,7 @@ class Process:
     ],
 )
 def test_driver_is_killed_ten_seconds_after_sigterm_and_always_waited_for(process: Any, calls: list[Any]) -> None:
-    detach._end(process)
+    detach._stop_process(process)
     assert process.calls == calls
 
 
@@ -223,7 +223,7 @@ def test_output_of_this_process_goes_on_in_the_log(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
         print("so far", flush=True)
-        assert detach._print_into(tmp_path / "log") == len("earlier\n")
+        assert detach._redirect_output(tmp_path / "log") == len("earlier\n")
         print("later", flush=True)
         print("an error", file=err, flush=True)
     assert (tmp_path / "log").read_text() == "earlier\nso far\nlater\nan error\n"

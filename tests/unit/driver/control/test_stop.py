@@ -30,14 +30,14 @@ from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 
-SEEN_WITHIN_S = stop._SEEN_WITHIN_S  # as it is outside of these tests
+SEEN_WITHIN_S = stop._HANDLED_WITHIN_S  # as it is outside of these tests
 OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two signals is never sent before the first was taken."""
-    monkeypatch.setattr(stop, "_SEEN_WITHIN_S", 60.0)
+    monkeypatch.setattr(stop, "_HANDLED_WITHIN_S", 60.0)
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_only_signals_that_are_missing_are_sent_one_after_the_other(
     signals: Any = Sent(clock, 3)
     signals.earlier = earlier
     over: Any = clock
-    assert stop._obey(replace(OURS, now=now), signals, sent, over) == len(signums)
+    assert stop._send_signals(replace(OURS, now=now), signals, sent, over) == len(signums)
     assert signals.sent == signums and signals.asked is asked
     assert clock.waits == [0.1] * 3 * len(signums)
 
@@ -285,13 +285,13 @@ def test_signal_that_is_not_seen_is_waited_for_two_seconds_or_until_the_run_is_o
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(stop, "time", clock)
-    monkeypatch.setattr(stop, "_SEEN_WITHIN_S", SEEN_WITHIN_S)
+    monkeypatch.setattr(stop, "_HANDLED_WITHIN_S", SEEN_WITHIN_S)
     signals: Any = Sent(clock, 999)
     over: Any = clock
-    stop._obey(OURS, signals, 0, over)
+    stop._send_signals(OURS, signals, 0, over)
     assert clock.now == pytest.approx(102.0, abs=0.11)
     clock.over_after = len(clock.waits)
-    stop._obey(OURS, signals, 0, over)
+    stop._send_signals(OURS, signals, 0, over)
     assert len(clock.waits) == clock.over_after + 1
 
 
@@ -365,8 +365,8 @@ def test_full_disk_does_not_keep_a_run_from_being_stopped(monkeypatch: pytest.Mo
         obeyed.append(sent)
         return 1
 
-    monkeypatch.setattr(stop, "_taken", lambda layout: OURS)
-    monkeypatch.setattr(stop, "_obey", obey)
+    monkeypatch.setattr(stop, "_take_request", lambda layout: OURS)
+    monkeypatch.setattr(stop, "_send_signals", obey)
     full: Any = SimpleNamespace(layout=None, event=event)
     over: Any = SimpleNamespace(is_set=lambda: next(looks), wait=waits.append)
     stop._watch(full, cast(Any, None), over)

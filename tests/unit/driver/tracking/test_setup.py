@@ -56,7 +56,7 @@ def test_netrc_may_be_another_file_and_may_be_damaged(home: dict[str, str]) -> N
     path = netrc(home, "api.wandb.ai", "elsewhere")
     assert find_access({**home, "NETRC": str(path)}).key == KEY
     path.write_text("machine\x00 {")
-    assert not find_access({**home, "NETRC": str(path)}).is_there
+    assert not find_access({**home, "NETRC": str(path)}).has_credentials
 
 
 def test_settings_file_of_wandb_is_read(home: dict[str, str]) -> None:
@@ -64,11 +64,11 @@ def test_settings_file_of_wandb_is_read(home: dict[str, str]) -> None:
     folder.mkdir(parents=True)
     (folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:1\nmode = offline\n")
     access = find_access(home)
-    assert (access.base_url, access.mode, access.is_there) == ("http://127.0.0.1:1", "offline", False)
+    assert (access.base_url, access.mode, access.has_credentials) == ("http://127.0.0.1:1", "offline", False)
 
 
 def test_token_file_takes_the_place_of_a_key(home: dict[str, str]) -> None:
-    assert find_access({**home, "WANDB_IDENTITY_TOKEN_FILE": "/token"}).is_there
+    assert find_access({**home, "WANDB_IDENTITY_TOKEN_FILE": "/token"}).has_credentials
 
 
 def test_access_does_not_show_its_key() -> None:

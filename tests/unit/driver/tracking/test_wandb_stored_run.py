@@ -25,7 +25,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.tracker_records import wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.tracking.wandb import transaction_log
-from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, OPEN, SENT, waiting
+from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, OPEN, SENT, unsent_parts
 from tests.unit.results.conftest import Stage, stage, writer
 from tests.unit.results.stores import WatchedFs, watched_store
 
@@ -83,7 +83,7 @@ def test_only_what_waits_is_fetched_and_only_how_it_stands_goes_back(
     stored_run = StoredWandbRun(store, tmp_path / "borrowed")
     stored_run.refresh()
     assert contents(stored_run.layout.root) == {f"{ONE}/unsent": b"sent", f"{TWO}/unsent": b"open"}
-    (part,) = waiting(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
+    (part,) = unsent_parts(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
     assert part.folder == stored_run.layout.root / TWO
     with pytest.raises(TimeoutError):
         stored_run.fetch([part], time.monotonic() - 1)
@@ -103,7 +103,7 @@ def test_only_what_waits_is_fetched_and_only_how_it_stands_goes_back(
         f"{TWO.removeprefix('tracking/')}/run-w2.wandb.synced",
     ]
     stored_run.refresh()
-    assert not waiting(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
+    assert not unsent_parts(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
 
 
 def test_checkpoints_are_not_fetched_after_the_time_limit(
@@ -111,7 +111,7 @@ def test_checkpoints_are_not_fetched_after_the_time_limit(
 ) -> None:
     stored_run = StoredWandbRun(stored[0], tmp_path / "borrowed")
     stored_run.refresh()
-    (part,) = waiting(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
+    (part,) = unsent_parts(wandb_parts(stored_run.layout, RunRecord(run_id="a-run")))
     fetched: list[str] = []
     clock = SimpleNamespace(monotonic=lambda: float(len(fetched)))
     fetch = stored[0].fetch
@@ -155,7 +155,7 @@ def test_run_that_another_machine_is_sending_is_left_alone(
     claim = dataclasses.replace(Claim.of_this_process(), host="elsewhere")
     stored[0].write(f"{WANDB}/{LOCK}", json.dumps(dataclasses.asdict(claim)).encode())
     environ = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    assert came_of(view, environ).passed_over == "another process is sending it"
+    assert came_of(view, environ).skipped == "another process is sending it"
 
 
 def test_store_that_is_away_is_told_as_what_could_not_be_sent(

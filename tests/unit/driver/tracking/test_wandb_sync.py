@@ -61,12 +61,12 @@ def sync(layout: RunLayout) -> SyncResult:
 
 def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: RunLayout) -> None:
     kept = Heartbeat(layout.heartbeat_file)
-    assert sync(layout).passed_over == "it is running"
+    assert sync(layout).skipped == "it is running"
     kept.close()
 
 
 def test_run_of_another_host_that_shows_no_sign_of_life_is_not_taken_for_a_finished_one(layout: RunLayout) -> None:
-    assert sync(layout).passed_over == "its driver may be running on another-host, which cannot be seen from this host"
+    assert sync(layout).skipped == "its driver may be running on another-host, which cannot be seen from this host"
 
 
 @pytest.mark.usefixtures("home")
@@ -83,7 +83,7 @@ def test_run_of_another_host_whose_heart_has_stopped_is_sent(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
 def test_run_of_another_user_is_left_alone(layout: RunLayout) -> None:
     os.chown(layout.root, 65534, 65534)
-    assert sync(layout).passed_over == "it belongs to another user"
+    assert sync(layout).skipped == "it belongs to another user"
     assert not (layout.tracking_dir / "wandb" / ".sync.lock").exists()
 
 
@@ -396,7 +396,7 @@ def test_stored_run_of_which_nothing_waits_is_not_locked(monkeypatch: pytest.Mon
         (SyncResult("r"), "r: nothing to send to W&B"),
         (SyncResult("r", sent=2), "r: 2 sent to W&B"),
         (SyncResult("r", sent=2, left_out=1), "r: 2 sent to W&B, without 1 checkpoint that the run no longer keeps"),
-        (SyncResult("r", passed_over="it is running"), "r: skipped, it is running"),
+        (SyncResult("r", skipped="it is running"), "r: skipped, it is running"),
         (SyncResult("r", sent=2, waiting=1, problem="refused"), "r: 1 of 3 W&B runs not sent: refused"),
         (SyncResult("r", problem="damaged"), "r: not sent: damaged"),
     ],

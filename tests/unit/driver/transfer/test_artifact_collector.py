@@ -56,7 +56,7 @@ class FullDisk:
 
 def bring(transfer: ArtifactTransfer, staged: tuple[CheckpointSaved, Path]) -> None:
     event, folder = staged
-    transfer.bring_checkpoint(0, event, lambda rank: Source(folder.parent, None))
+    transfer.add_checkpoint(0, event, lambda rank: Source(folder.parent, None))
 
 
 @pytest.mark.parametrize("name", ["write_file", "sync_folder", "_publish"])
@@ -124,7 +124,7 @@ def test_run_can_do_without_what_trackers_have_written(
     transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path, area: str, vital: bool
 ) -> None:
     (tmp_path / "file-0").write_bytes(b"other than announced")
-    transfer.bring_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
+    transfer.add_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
     message = inbox.get(timeout=60)
     assert isinstance(message, ArtifactFailed)
     assert message.vital is vital
@@ -135,7 +135,7 @@ def test_checkpoint_with_files_of_an_unknown_rank_is_not_added(
 ) -> None:
     event, folder = stage(1)
     event = dataclasses.replace(event, parts=(CheckpointPart(7, "checkpoint-0", event.files),))
-    transfer.bring_checkpoint(0, event, lambda rank: {0: Source(folder.parent, None)}[rank])
+    transfer.add_checkpoint(0, event, lambda rank: {0: Source(folder.parent, None)}[rank])
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed) and "files of rank 7, which does not exist" in str(failed.error)
     assert not (transfer.writer.layout.checkpoints_dir / "step-1").exists()
@@ -152,7 +152,7 @@ def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
         return path.read_bytes()[offset : offset + size]
 
     sources = {0: Source(folder.parent, None), 1: Source(there.parent, fetch)}
-    transfer.bring_checkpoint(0, event, lambda rank: sources[rank])
+    transfer.add_checkpoint(0, event, lambda rank: sources[rank])
     assert isinstance(inbox.get(timeout=60), ArtifactStored)
     home = transfer.writer.layout.checkpoints_dir / "step-1"
     assert (home / "model.rank-1.safetensors").read_bytes() == b"remote"
@@ -167,7 +167,7 @@ def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory
     def fetch(path: Path, offset: int, size: int) -> bytes:
         raise ConnectionError("no route")
 
-    transfer.bring_checkpoint(0, event, lambda rank: Source(folder.parent, fetch))
+    transfer.add_checkpoint(0, event, lambda rank: Source(folder.parent, fetch))
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed) and failed.unreachable and str(failed.error) == "no route"
 
@@ -187,7 +187,7 @@ def test_file_of_a_worker_on_another_machine_is_fetched_in_pieces(
         return data[offset : offset + size]
 
     event = FileSaved(1, "plots/a.png", "file-0", len(data), hashlib.sha256(data).hexdigest(), "artifacts")
-    transfer.bring_file(3, event, tmp_path, fetch)
+    transfer.add_file(3, event, tmp_path, fetch)
     home = transfer.writer.layout.root / "artifacts" / "plots" / "a.png"
     assert inbox.get(timeout=60) == ArtifactStored(3, "artifact plots/a.png", str(home))
     assert home.read_bytes() == data and asked == [("file-0", 0, 4), ("file-0", 4, 4), ("file-0", 8, 2)]
@@ -197,7 +197,7 @@ def test_file_that_is_shorter_than_announced_is_out_of_reach(
     transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path
 ) -> None:
     event = FileSaved(1, "a/b", "file-0", 3, "ab", "tracking")
-    transfer.bring_file(2, event, tmp_path, lambda path, offset, size: b"12"[offset:])
+    transfer.add_file(2, event, tmp_path, lambda path, offset, size: b"12"[offset:])
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed)
     assert (failed.rank, failed.what, failed.vital, failed.unreachable) == (2, "tracking file a/b", False, True)

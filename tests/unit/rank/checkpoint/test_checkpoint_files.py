@@ -60,12 +60,12 @@ def test_file_of_tensors_has_wide_types_first_and_no_gaps() -> None:
 )
 def test_large_tensors_of_the_state_have_a_file_of_their_own(tensor: Tensor, aside: bool) -> None:
     large: dict[str, Tensor] = {"0": torch.zeros(1)}
-    told = file_format._set_aside(tensor, large)
+    told = file_format._refer_if_large(tensor, large)
     assert (told == {"ddptrain.tensor": "1"} and large["1"] is tensor) if aside else told is tensor
     assert len(large) == (2 if aside else 1)
     if aside:
-        assert file_format._fetched(told, large) is tensor
-        assert file_format._fetched({**told, "more": 1}, large) == {**told, "more": 1}
+        assert file_format._resolved(told, large) is tensor
+        assert file_format._resolved({**told, "more": 1}, large) == {**told, "more": 1}
 
 
 def test_each_container_is_searched_and_keeps_its_type() -> None:

@@ -45,7 +45,7 @@ class Bench:
     def load(self, *, rank: int = 0, world_size: int = 2, **more: Any) -> Resumed:
         spec = make_spec(rank=rank, world_size=world_size, resume_from="/runs/r/step-3")
         model: Any = "model"
-        resumed, state = checkpoint_reader.loaded(spec, CPU, model, None, more, self.notes.append)
+        resumed, state = checkpoint_reader.load_checkpoint(spec, CPU, model, None, more, self.notes.append)
         assert state is self.state
         return resumed
 
@@ -117,5 +117,5 @@ class OnDevice:
     ],
 )
 def test_tensors_in_plain_data_are_moved_to_the_device(make: Callable[[Any], Any], moved: Any) -> None:
-    found = checkpoint_reader._on(torch.device("cuda", 1), make(OnDevice()))
+    found = checkpoint_reader._moved(torch.device("cuda", 1), make(OnDevice()))
     assert found == moved and type(found) is type(moved)

@@ -176,7 +176,7 @@ class FullDisk:
         self.left, self._code = times, code
         self._write = os.write
         monkeypatch.setattr(os, "write", self.write)
-        monkeypatch.setattr(checkpoint_writer, "_LONGEST_PAUSE_S", 0.05)
+        monkeypatch.setattr(checkpoint_writer, "_MAX_PAUSE_S", 0.05)
 
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         if isinstance(data, memoryview) and self.left > 0:  # a checkpoint's; events are bytes
@@ -218,7 +218,7 @@ def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries_and_a_limit
     assert [event.given_up for event in told] == given_up
     assert list((tmp_path / "staging").iterdir()) == []  # half a checkpoint would keep the disk full
     rank.context.checkpoint(model=model, step=2)
-    until(lambda: rank.context._saver.error is not None)
+    until(lambda: rank.context._writer.error is not None)
     with pytest.raises(OSError, match=reason):
         rank.context.checkpoint(model=model, step=3, epoch=0.5)
     rank.file.close()

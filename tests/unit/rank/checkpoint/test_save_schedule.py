@@ -88,7 +88,7 @@ def test_single_rank_tells_nobody(clock: Clock) -> None:
 
 def test_calls_without_a_duration_are_looked_at_again(clock: Clock) -> None:
     pace = interval(Store())
-    assert not pace.due(1) and pace._look_at == 2  # no more than twice the calls before
+    assert not pace.due(1) and pace._next_check == 2  # no more than twice the calls before
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_clock_begins_again_after_a_checkpoint(clock: Clock) -> None:
     assert schedule.now(2, 2, None)
     schedule.saved()
     clock.now += 59
-    assert not schedule.now(schedule._pace._look_at, 3, None)  # type: ignore[union-attr]
+    assert not schedule.now(schedule._interval._next_check, 3, None)  # type: ignore[union-attr]
 
 
 # --- the last call ---
@@ -133,7 +133,7 @@ def calls_of(store: Store, rank: int = 0, world_size: int = 2, **more: Any) -> C
 def test_calls_are_counted_from_1_and_say_that_the_workload_saves() -> None:
     calls = calls_of(Store())
     assert [calls.saves, calls.enter(), calls.enter(), calls.saves] == [False, 1, 2, True]
-    assert not calls.is_last(9) and (calls.notified, calls.seen, calls.complete) == (False, False, False)
+    assert not calls.is_last(9) and (calls.notified, calls.read_preempted, calls.complete) == (False, False, False)
     assert not calls.has_saved and calls_of(Store(), resume_from="c").has_saved
 
 
@@ -144,7 +144,7 @@ def test_workload_that_has_read_the_notice_ends_early_unless_it_is_complete(
     seen: bool, complete: bool, ends: bool
 ) -> None:
     calls = calls_of(Store())
-    calls.seen, calls.complete = seen, complete
+    calls.read_preempted, calls.complete = seen, complete
     assert calls.ends_early is ends
 
 

@@ -159,7 +159,7 @@ def test_group_that_is_stopped_waits_for_ranks_as_long_as_rank_zero_has_written(
         return write(folder, shards, rank)
 
     monkeypatch.setattr(file_format, "write_shards", slow)
-    monkeypatch.setattr(checkpoint_writer, "_STRAGGLE_S", 5.0)
+    monkeypatch.setattr(checkpoint_writer, "_LATE_S", 5.0)
     for rank in ranks:
         rank.start()
     stopping = threading.Thread(target=first.writer.wait, args=(20,), kwargs={"hurry": True})

@@ -101,7 +101,7 @@ def test_hurry_drops_what_can_not_be_complete_and_keeps_what_can(group: Group, m
     group.start(1)
     assert group.saver.wait(60, hurry=True)
     assert not (group.folder / "checkpoint-1").exists() and group.events() == []
-    monkeypatch.setattr(checkpoint_writer, "_STRAGGLE_S", 60.0)
+    monkeypatch.setattr(checkpoint_writer, "_LATE_S", 60.0)
     group.start(2)
     timer = threading.Timer(0.1, lambda: group.other.set(state_key(2, 1), plain_bytes("just in time")))
     timer.start()
@@ -113,9 +113,9 @@ def test_hurry_drops_what_can_not_be_complete_and_keeps_what_can(group: Group, m
 
 def test_wait_reports_that_a_checkpoint_is_still_being_written(group: Group) -> None:
     group.start(1)
-    assert not group.saver.wait(0.05) and group.saver.gathers
+    assert not group.saver.wait(0.05) and group.saver.waits_for_ranks
     group.other.set(state_key(1, 1), snapshot.plain_bytes(None))
-    assert group.saver.wait(60) and not group.saver.gathers
+    assert group.saver.wait(60) and not group.saver.waits_for_ranks
 
 
 # --- without a group ---
@@ -143,7 +143,7 @@ def test_pauses_between_tries_double_up_to_a_minute(tmp_path: Path) -> None:
 
     save: Any = SimpleNamespace(folder=folder, step=7)
     with pytest.raises(OSError, match="No space left"):
-        writer._written_files(save, write)
+        writer._write_with_retries(save, write)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0] and not folder.exists()
     assert [(event.step, event.failures, event.given_up) for event in told.events] == [
         *((7, failures, False) for failures in range(1, 9)),
@@ -164,7 +164,7 @@ def test_failed_write_is_not_repeated_in_a_hurry(tmp_path: Path, before: bool, t
 
     save: Any = SimpleNamespace(folder=tmp_path / "checkpoint-0", step=7)
     with pytest.raises(OSError, match="disk"):
-        writer._written_files(save, write)
+        writer._write_with_retries(save, write)
     assert len(tried) == tries
     assert [(event.message, event.given_up) for event in told.events] == [("disk", before)]
 

@@ -67,9 +67,9 @@ class Bench:
                 bench.closed += 1
 
         monkeypatch.setattr(process, "Group", Group)
-        monkeypatch.setattr(process, "_tell", self.lines.append)
+        monkeypatch.setattr(process, "_write_line", self.lines.append)
         monkeypatch.setattr(process, "time", self.clock)
-        monkeypatch.setattr(process, "_waits_s", dict)
+        monkeypatch.setattr(process, "_core_waits_s", dict)
 
         def gemm_gflops(device: torch.device, seconds: float) -> float:
             self.clock.sleep(1.0)
@@ -220,14 +220,14 @@ def test_rank_waits_a_second_for_the_others_before_it_ends(bench: Bench, others:
 
 def test_time_without_a_core_is_that_of_the_thread_that_waited_longest(bench: Bench) -> None:
     waits = iter([{"1": 5.0, "2": 1.0}, {"1": 5.5, "2": 2.0, "3": 0.25}, {}, {"1": 9.0}])
-    bench.monkeypatch.setattr(process, "_waits_s", lambda: next(waits))
+    bench.monkeypatch.setattr(process, "_core_waits_s", lambda: next(waits))
 
     def measure() -> dict[str, float]:
         bench.clock.now += 4.0
         return {"x": 1.0}
 
-    assert process._measured("gemm", -1, measure, lambda: "hot")
-    assert process._measured("gemm", 3, measure)
+    assert process._run_stage("gemm", -1, measure, lambda: "hot")
+    assert process._run_stage("gemm", 3, measure)
     assert [line.values for line in bench.lines] == [{}, {"x": 1.0, WAITED: 0.25}, {}, {"x": 1.0, WAITED: 1.0}]
     assert [(line.peer, line.text) for line in bench.lines] == [(-1, ""), (-1, "hot"), (3, ""), (3, "")]
 
@@ -239,14 +239,14 @@ def test_waits_are_read_for_each_thread_in_seconds(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         process, "Path", lambda path: SimpleNamespace(glob=lambda pattern: tmp_path.glob("*/schedstat"))
     )
-    assert process._waits_s() == {"11": 2.5}
+    assert process._core_waits_s() == {"11": 2.5}
 
 
 def test_line_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[int, bytes]] = []
     monkeypatch.setattr(os, "write", lambda *given: written.append(given))
     line = ProbeLine("pair", "begun", 3)
-    process._tell(line)
+    process._write_line(line)
     assert written == [(1, line.line().encode())]
 
 

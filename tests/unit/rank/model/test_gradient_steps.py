@@ -177,7 +177,7 @@ def test_scale_changes_only_when_no_optimizer_has_gradients_of_the_old_one() -> 
 def test_steps_that_are_skipped_again_and_again_end_the_run(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_steps, "_MOST_SKIPPED", 3)
+    monkeypatch.setattr(gradient_steps, "_MAX_SKIPPED", 3)
     training = Training(make_rank(precision="fp16"))
     for _ in range(2):
         training.batch(ROWS * float("nan"))

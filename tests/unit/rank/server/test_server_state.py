@@ -150,7 +150,7 @@ def test_forked_child_closes_what_belongs_to_others(bench: Bench) -> None:
     assert child.commands_fd is not None
     pipes = [bench.server._wake_r, bench.server._wake_w, child.commands_fd]
     expected = [*links, bench.server.listener.fileno(), bench.server._selector.fileno(), *queued, *pipes]
-    assert sorted(bench.server._own_fds()) == sorted(expected) and len(queued) == 6
+    assert sorted(bench.server._fds_to_close()) == sorted(expected) and len(queued) == 6
 
 
 def test_rank_waits_for_its_slot_60_seconds(bench: Bench) -> None:

@@ -193,8 +193,8 @@ def test_a_step_has_own_time_without_other_work_and_a_wait_and_the_first_one_onl
     monkeypatch.setattr(clock, "_queue", queued.append)
     monkeypatch.setattr(clock, "_mark", lambda: next(marks))
     for _ in range(3):
-        clock._on_arrived()
-        assert queued == [clock._on_left]
+        clock._on_ready()
+        assert queued == [clock._on_exchanged]
         queued.pop()()
     assert firsts == [1]
     assert measured == [(2.0, 0.5), (0.0, 2.0)]
@@ -204,8 +204,8 @@ def test_a_measurement_that_fails_is_the_last_one(monkeypatch: pytest.MonkeyPatc
     clock = StepClock(lambda own_s, waited_s: 1 / 0)  # type: ignore[arg-type]
     monkeypatch.setattr(clock, "_queue", lambda callback: None)
     for is_off in (False, True):
-        clock._on_arrived()
-        clock._on_left()
+        clock._on_ready()
+        clock._on_exchanged()
         assert clock._is_off is is_off
 
 
@@ -275,7 +275,7 @@ def test_backward_pass_is_measured_once_if_it_exchanges_gradients(
     clock.watch(model)  # type: ignore[arg-type]
     first.hooks[0](None)
     last.hooks[0](None)
-    assert queued == [clock._on_arrived] and clock._on_gpu
+    assert queued == [clock._on_ready] and clock._on_gpu
     task[0], model.require_backward_grad_sync = 6, False
     first.hooks[0](None)
     assert len(queued) == 1
@@ -294,8 +294,8 @@ def test_callback_comes_after_those_of_the_engine(clock: StepClock, monkeypatch:
     queued: list[Any] = []
     engine = SimpleNamespace(queue_callback=queued.append)
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
-    clock._queue(clock._on_left)
-    assert queued == [clock._on_left]
+    clock._queue(clock._on_exchanged)
+    assert queued == [clock._on_exchanged]
 
 
 class Event:
@@ -337,10 +337,10 @@ def test_step_whose_moment_is_unknown_is_left_out(clock: StepClock, monkeypatch:
     monkeypatch.setattr(clock, "_mark", lambda: next(marks))
     monkeypatch.setattr(clock, "_measure", measured.append)
     for _ in range(4):
-        clock._on_arrived()
-        clock._on_left()
+        clock._on_ready()
+        clock._on_exchanged()
     assert measured == [(at[3], at[4], at[5])] and firsts == [1]
-    clock._on_left()
+    clock._on_exchanged()
     assert len(measured) == 1, "nothing has arrived"
 
 

@@ -14,7 +14,7 @@ from ddptrain.tracking.wandb.wandb_folders import (
     checkpoint_folder,
     links_in,
     parts_below,
-    waiting,
+    unsent_parts,
 )
 
 
@@ -44,17 +44,17 @@ def test_part_is_sent_by_its_mark(tmp_path: Path, offline: bool, mark: str | Non
 
 def test_killed_part_is_not_sent_again_if_the_run_continued_online(tmp_path: Path) -> None:
     make(tmp_path, "000001", mark=OPEN)
-    assert times(waiting(parts_below(tmp_path))) == ["000001"]
+    assert times(unsent_parts(parts_below(tmp_path))) == ["000001"]
     make(tmp_path, "000002", mark=SENT)
-    assert waiting(parts_below(tmp_path)) == []
+    assert unsent_parts(parts_below(tmp_path)) == []
     make(tmp_path, "000003", mark=OPEN)
-    assert times(waiting(parts_below(tmp_path))) == ["000003"], "nothing came after it"
+    assert times(unsent_parts(parts_below(tmp_path))) == ["000003"], "nothing came after it"
 
 
 def test_part_that_ended_without_being_sent_waits_whatever_came_after_it(tmp_path: Path) -> None:
     make(tmp_path, "000001", mark="")
     make(tmp_path, "000002", mark=SENT)
-    assert times(waiting(parts_below(tmp_path))) == ["000001"]
+    assert times(unsent_parts(parts_below(tmp_path))) == ["000001"]
 
 
 def test_rank_of_a_shared_run_is_sent_as_a_run_of_its_own(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_rank_of_a_shared_run_is_sent_as_a_run_of_its_own(tmp_path: Path) -> Non
     shared, whole = parts_below(tmp_path)
     assert (shared.run_id, shared.rank, shared.target) == ("w1", "rank_2", "w1-rank_2")
     assert (whole.run_id, whole.rank, whole.target) == ("w1", "", "w1")
-    assert waiting([shared, whole]) == [shared], "the other run continued, this one did not"
+    assert unsent_parts([shared, whole]) == [shared], "the other run continued, this one did not"
 
 
 def test_other_folders_and_links_are_no_parts(tmp_path: Path) -> None:
