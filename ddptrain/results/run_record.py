@@ -83,9 +83,10 @@ class AttemptRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class SlowRankRecord(_Part):
-    """A rank whose own work took longer than that of the others: `own_s` in each of `steps` steps, others `median_s`.
+    """A rank whose own work takes longer than the work of other ranks.
 
-    causes: what the system metrics showed at `found_at`, as text.
+    own_s: seconds of its own work in each step; median_s: the median over all ranks. steps: how many steps were
+    measured. causes: what the system metrics showed at `found_at`, as text.
     """
 
     attempt: int = 1
@@ -152,7 +153,7 @@ class DriverRecord(_Part):
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """The record of this process as a driver."""
+        """Return the record of this process as a driver."""
         return cls(os.getpid(), socket.gethostname(), boot_id())
 
     @property

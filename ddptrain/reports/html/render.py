@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.markdown_text import is_plain_link
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.run_record import EnvironmentValue, RunStatus
 from ddptrain.results.tracker_records import tracker_outputs
 from ddptrain.text_tables import clean, duration, number
@@ -124,12 +124,12 @@ def _environment() -> Environment:
 
 
 def _time(text: str | None) -> str:
-    parsed = moment(text)
+    parsed = parse_time(text)
     return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else ""
 
 
 def _short_number(value: object) -> str:
-    """Numbers with four digits; other texts as they are."""
+    """Return numbers with four digits; other texts as they are."""
     try:
         return f"{float(str(value)):.4g}" if value is not None else ""
     except ValueError:
@@ -142,7 +142,7 @@ def _variables(variables: Mapping[str, EnvironmentValue]) -> list[tuple[str, str
 
 
 def _links(view: RunView) -> list[tuple[str, str]]:
-    """The addresses of trackers that are plain HTTP addresses."""
+    """Return the addresses of trackers that are plain HTTP addresses."""
     found = [(name, one.get("url", "")) for name, one in tracker_outputs(view.layout, view.record).items()]
     return [(name[:50], url) for name, url in dict.fromkeys(found) if is_plain_link(url)][:10]
 

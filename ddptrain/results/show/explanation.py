@@ -15,7 +15,7 @@ _RESUMABLE = (RunStatus.FAILED, RunStatus.PREEMPTED, RunStatus.CANCELLED)
 
 @dataclass(frozen=True, slots=True)
 class RunExplanation:
-    """What to know about the end of a run. look: commands and files. next: commands, or a sentence."""
+    """The explanation of a run's end. look: commands and files to look at. next: the next commands, or a sentence."""
 
     run_id: str
     status: str
