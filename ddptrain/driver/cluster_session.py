@@ -91,9 +91,9 @@ class SharedCluster:
         self._mutex = threading.Lock()
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The name of the cluster for messages."""
-        return self._cluster.words
+        return self._cluster.description
 
     def begin(self) -> None:
         """Do nothing: the cluster is up."""
@@ -106,10 +106,10 @@ class SharedCluster:
         """Why a worker that the command has started has ended; None while all run."""
         return self._cluster.worker_fault()
 
-    def mend(self, *, leaving: bool) -> None:
+    def replace_workers(self, *, leaving: bool) -> None:
         """Replace workers that have ended. One that is about to end stays while other runs save on it."""
         with self._mutex:
-            self._cluster.mend(leaving=False)
+            self._cluster.replace_workers(leaving=False)
 
     def last_words(self) -> str:
         """The last log lines of the workers, if available."""

@@ -27,7 +27,7 @@ class VerifiedCheckpoint:
     files: tuple[str, ...]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Its step and epoch, for messages."""
         epoch = f", epoch {self.epoch:g}" if self.epoch is not None else ""
         return f"step {self.step}{epoch}"

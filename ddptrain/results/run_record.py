@@ -100,7 +100,7 @@ class SlowRankRecord(_Part):
     causes: tuple[str, ...] = ()
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The record as a line."""
         times = f"{self.own_s / self.median_s:.1f} times" if self.median_s else "longer than"
         reason = "; ".join(self.causes) or "the system metrics show no reason"
@@ -157,7 +157,7 @@ class DriverRecord(_Part):
         return cls(os.getpid(), socket.gethostname(), boot_id())
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The process, for messages."""
         return f"process {self.pid} on {self.host}"
 

@@ -55,7 +55,7 @@ _log = Log(__name__)
 
 
 class _NoLock(JournalFileOpenLock):
-    """Replaces Optuna's lock file, which a killed driver would leave: one driver owns the sweep, and _mutex orders threads."""
+    """Replaces Optuna's lock file, which a killed driver would leave behind. _mutex orders this driver's threads."""
 
     def acquire(self) -> bool:
         return True

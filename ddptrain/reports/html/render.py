@@ -151,7 +151,7 @@ def _environment_rows(view: RunView) -> Iterator[tuple[str, str]]:
     record = view.record
     yield "directory", view.layout.where
     if record.driver.host:
-        yield "driver", record.driver.words
+        yield "driver", record.driver.description
     hosts = sorted({rank.host for attempt in record.attempts for rank in attempt.ranks if rank.host})
     if hosts:
         yield "hosts of the ranks", ", ".join(hosts[:50])

@@ -114,8 +114,9 @@ def _refuse_unless_ended(view: RunView, expected_driver: DriverRecord | None) ->
         raise UsageError(f"run {view.run_id} can't be resumed: {view.problem}")
     if view.is_running and view.layout.is_original:
         raise RunLocked(
-            f"run {view.run_id} is running on another host: {driver.words} still writes to it; wait for it to end, or "
+            f"run {view.run_id} is running on another host: {driver.description} still writes to it; "
+            "wait for it to end, or "
             f"stop it with ddptrain stop {view.run_id}"
         )
     if expected_driver is not None and driver != expected_driver:
-        raise RunLocked(f"run {view.run_id} was resumed by {driver.words} in the meantime; run the command again")
+        raise RunLocked(f"run {view.run_id} was resumed by {driver.description} in the meantime; run the command again")
