@@ -126,11 +126,11 @@ class Run:
 
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
-        from ddptrain.results.metrics import MetricsReader, counting
+        from ddptrain.results.metrics import MetricsReader, drop_replaced
         from ddptrain.results.run_store import NeededFiles
 
         view = self._view(NeededFiles.METRICS)
-        lines = counting(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
+        lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
         return [
             {
                 "time_s": line.time_s,

@@ -166,7 +166,7 @@ def check(
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
-    """The variables of `--env NAME=VALUE`. Raises UsageError."""
+    """Return the variables of `--env NAME=VALUE`. Raises UsageError."""
     from ddptrain.errors import UsageError
 
     for text in given:

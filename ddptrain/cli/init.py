@@ -60,7 +60,7 @@ def init(
 
 
 def _starter(workload: Workload) -> dict[str, str]:
-    """The content of each file of a new project; the YAML file is the first."""
+    """Return the content of each file of a new project; the YAML file is the first."""
     from importlib.resources import files
 
     from ddptrain.config.config_file import shipped_configs
@@ -75,7 +75,7 @@ def _starter(workload: Workload) -> dict[str, str]:
 
 
 def _translated(tool: str, command: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The YAML file for a command of torchrun, and what the user should know. Raises UsageError."""
+    """Return the YAML file for a command of torchrun, and what the user should know. Raises UsageError."""
     import yaml
 
     from ddptrain.config.torchrun import translate

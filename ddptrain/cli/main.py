@@ -52,7 +52,7 @@ _BROKEN_PIPE = 128 + 13  # a shell's exit code for a program that SIGPIPE ended
 
 
 def _leave_with(code: int | None, **_: Any) -> None:
-    """A command's return value is its exit code."""
+    """Exit with the return value of the command."""
     raise typer.Exit(code or 0)
 
 
@@ -116,12 +116,12 @@ add_examples(app)
 
 @functools.cache
 def command_tree(full: typer.Typer, names: frozenset[str]) -> Callable[..., Any]:
-    """The commands of these names with their options: typer reads the signatures of functions, which is slow."""
+    """Return the commands of these names with their options: typer reads the signatures of functions, which is slow."""
     return get_command(_app_for(full, names))
 
 
 def _names(full: typer.Typer) -> Iterator[str]:
-    """The names of all commands and groups."""
+    """Yield the names of all commands and groups."""
     yield from map(command_name, full.registered_commands)
     for group in full.registered_groups:
         yield group.name or ""
@@ -167,7 +167,7 @@ def _named_or_empty(info: CommandInfo, words: Container[str]) -> CommandInfo:
         return info
 
     def empty() -> None:
-        """Stand for a command that is listed, and not called."""
+        """Do nothing: the placeholder for a command that is listed but not called."""
 
     empty.__doc__ = getattr(info.callback, "__doc__", None)
     other = copy.copy(info)
@@ -201,7 +201,7 @@ def _call(argv: Sequence[str] | None) -> int:
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """The exit code that the interpreter would use for this exception."""
+    """Return the exit code that the interpreter would use for this exception."""
     if leaving.code == 1 and isinstance(leaving.__context__, BrokenPipeError):
         return _BROKEN_PIPE  # typer's 1 would mean that training failed
     if leaving.code is None or isinstance(leaving.code, int):
@@ -217,7 +217,7 @@ def _report(error: DdptrainError) -> None:
 
 
 def _wants_json(argv: Sequence[str]) -> bool:
-    """Whether the command was asked for one JSON object a line, by `--output json`."""
+    """Return whether the command was asked for one JSON object a line, by `--output json`."""
     ours = argv[: argv.index("--")] if "--" in argv else argv
     return "--output=json" in ours or ("--output", "json") in itertools.pairwise(ours)
 
@@ -253,7 +253,7 @@ def _write_crash_log(error: Exception) -> Path:
 
 
 def _crash_dir() -> Path | None:
-    """The folder of the crash logs, or None for the system's temporary folder."""
+    """Return the folder of the crash logs, or None for the system's temporary folder."""
     with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         folder = Path(state) / PROGRAM

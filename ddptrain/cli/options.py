@@ -144,7 +144,7 @@ def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) 
 
 
 def _cluster_fields(cluster: str) -> list[str]:
-    """The changes of `--cluster`: a name, an address (with a port) or a scheduler file replaces other settings."""
+    """Return the overrides for `--cluster`, whose value is a name, an address (with a port) or a scheduler file."""
     import json
     import re
 

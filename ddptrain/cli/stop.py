@@ -60,7 +60,7 @@ def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
 
 
 def _stop_target(runs_dir: str, run: str) -> StopTarget:
-    """The run to stop, and the folder where its driver looks for requests.
+    """Return the run to stop, and the folder where its driver looks for requests.
 
     Raises:
         RunNotFound: there is no such run.
@@ -93,7 +93,7 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
 
 
 def _words(view: RunView, *, was_active: bool) -> str:
-    """The end of the run in one line."""
+    """Return the end of the run in one line."""
     from ddptrain.errors import one_line
     from ddptrain.results.run_record import RunStatus
 

@@ -127,7 +127,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
 
 
 def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
-    """The options and arguments of this command as they were typed, except `leave_out`."""
+    """Return the options and arguments of this command as they were typed, except `leave_out`."""
     options: list[str] = []
     arguments: list[str] = []
     for param in ctx.command.params:

@@ -114,7 +114,7 @@ def _name(param: Any) -> str:
 
 
 def _wrong_value(error: Any) -> str:
-    """What is wrong with the value of an option; typer's message leaves it out."""
+    """Return what is wrong with the value of an option; typer's message leaves it out."""
     message = str(error.message).removeprefix("Value error, ")
     cause = error.__cause__
     details = cause.errors(include_url=False)[0] if hasattr(cause, "errors") else {}

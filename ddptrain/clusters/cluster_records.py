@@ -106,7 +106,7 @@ class Deployment:
         return where_to_run(self.record.host, this_host()) if self.relation == Relation.OTHER else ""
 
     def check_here(self, hint: str = "") -> None:
-        """Raises ClusterError, with the `hint`, on a host that can neither use nor end the cluster."""
+        """Raise ClusterError, with the `hint`, on a host that can neither use nor end the cluster."""
         if where := self.elsewhere:
             raise ClusterError(f"the cluster {self.name} runs on {where}{'; ' if hint else ''}{hint}")
 
@@ -122,7 +122,7 @@ class Deployment:
 
 
 def clusters_dir() -> Path:
-    """The folder of all clusters, created with mode 0700. Raises ClusterError."""
+    """Return the folder of all clusters, created with mode 0700. Raises ClusterError."""
     from platformdirs import user_state_path
 
     folder = user_state_path("ddptrain", appauthor=False) / "clusters"
@@ -150,13 +150,13 @@ def create(record: ClusterRecord) -> Deployment:
 
 
 def every() -> list[Deployment]:
-    """All clusters of this user, by name."""
+    """Return all clusters of this user, by name."""
     folders = (folder for folder in sorted(clusters_dir().iterdir()) if re.fullmatch(NAME_PATTERN, folder.name))
     return [deployment for folder in folders if (deployment := _load(folder))]
 
 
 def find(name: str) -> Deployment:
-    """The cluster of that name. Raises ClusterNotFound, with the most similar name."""
+    """Return the cluster of that name. Raises ClusterNotFound, with the most similar name."""
     deployment = _load(clusters_dir() / name) if re.fullmatch(NAME_PATTERN, name) else None
     if deployment is None:
         known = [each.name for each in every()]
@@ -182,7 +182,7 @@ def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
 
 
 def is_locked(name: str) -> bool:
-    """Whether a command is starting, scaling or ending the cluster now."""
+    """Return whether a command is starting, scaling or ending the cluster now."""
     descriptor = _open_lock(name)
     try:
         return not try_lock(descriptor, shared=True)

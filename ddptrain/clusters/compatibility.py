@@ -60,7 +60,7 @@ class Answers:
 
 
 def check_cluster(client: Client, workers: Sequence[str], needs: Needs) -> None:
-    """Raises ClusterError, with a table of versions, if a process does not fit or answer; workers may leave."""
+    """Raise ClusterError, with a table of versions, if a process does not fit or answer; workers may leave."""
     arguments = (_PACKAGES, needs.module, needs.sys_path)
     driver = json.loads(compatibility_probe.look(*arguments))
     answers = client.sync(_ask, client, workers, _expression(*arguments))
@@ -70,7 +70,7 @@ def check_cluster(client: Client, workers: Sequence[str], needs: Needs) -> None:
 
 
 def _expression(*arguments: object) -> str:
-    """The probe as one expression for `eval`, which every Python has and pickle sends by name."""
+    """Return the probe as one expression for `eval`, which every Python has and pickle sends by name."""
     names = {"__name__": "ddptrain.probe"}
     source = inspect.getsource(compatibility_probe)
     return f"(lambda names: (exec({source!r}, names), names['look'](*{arguments!r}))[1])({names!r})"
@@ -101,7 +101,7 @@ async def _ask(client: Client, workers: Sequence[str], expression: str) -> Answe
 def judge(
     versions: Mapping[str, Mapping[str, str | None]], driver: Mapping[str, str | None]
 ) -> dict[str, frozenset[str]]:
-    """For each process, the columns that do not fit."""
+    """Return the columns that do not fit, by process."""
     torch = _usual_torch(versions, driver["torch"])
     wrong = {}
     for who, answer in versions.items():
@@ -118,13 +118,13 @@ def judge(
 
 
 def _usual_torch(versions: Mapping[str, Mapping[str, str | None]], of_driver: str | None) -> str | None:
-    """The version that all workers should have: the driver's if a worker has it, else the most frequent one."""
+    """Return the version that all workers should have: the driver's if a worker has it, else the most frequent one."""
     counts = Counter(answer["torch"] for who, answer in versions.items() if who != _SCHEDULER and answer["torch"])
     return of_driver if of_driver in counts or not counts else counts.most_common(1)[0][0]
 
 
 def _numbers(version: str | None) -> tuple[int, ...]:
-    """The first two parts: the minor version of Python, year and month of Dask."""
+    """Return the first two parts: the minor version of Python, year and month of Dask."""
     return tuple(int(part) for part in re.findall(r"\d+", version or "0")[:2])
 
 
@@ -140,7 +140,7 @@ def _message(
 
 
 def _cells(answer: Mapping[str, str | None], needs: Needs, optional: Sequence[str]) -> dict[str, str]:
-    """The cells of the row; the workload column is left out if it would only repeat that of ddptrain."""
+    """Return the cells of the row; the workload column is left out if it would only repeat that of ddptrain."""
     missing = {column: "-" if column in optional else "missing" for column in answer}
     cells = {column: value or missing[column] for column, value in answer.items()}
     if needs.module.partition(".")[0] == "ddptrain":
@@ -149,7 +149,7 @@ def _cells(answer: Mapping[str, str | None], needs: Needs, optional: Sequence[st
 
 
 def _advice(answers: Answers, wrong: frozenset[str], driver: Mapping[str, str | None], needs: Needs) -> str:
-    """The line that says what to do."""
+    """Return the line that says what to do."""
     torch = _usual_torch(answers.versions, driver["torch"])
     wanted = {
         "ddptrain": f"ddptrain=={driver['ddptrain']}",
@@ -174,7 +174,7 @@ def _advice(answers: Answers, wrong: frozenset[str], driver: Mapping[str, str | 
     return "To do: " + "; ".join(steps)
 
 
-# --- the table: processes with equal answers share a row, values that do not fit are marked ---
+# --- The table: processes with equal answers share a row; values that do not fit are marked. ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class VersionRow:
 
 
 def table(title: str, rows: Sequence[VersionRow], below: str) -> str:
-    """The lines of the table, at most 90 characters wide if possible. Workers with equal values share a row."""
+    """Return the lines of the table, at most 90 characters wide if possible. Workers with equal values share a row."""
     alike: dict[tuple[object, ...], list[VersionRow]] = {}
     for row in rows:
         kind = row.who if not _is_address(row.who) else ""
@@ -201,7 +201,7 @@ def table(title: str, rows: Sequence[VersionRow], below: str) -> str:
 
 
 def _aligned(groups: Sequence[tuple[str, VersionRow]], columns: Mapping[str, int]) -> list[str]:
-    """The lines of one row; a name that is too long for its column gets a line of its own."""
+    """Return the lines of one row; a name that is too long for its column gets its own line."""
     room = _WIDTH - len(_INDENT) - sum(len(_GAP) + width for width in columns.values())
     names_width = min(max(len(name) for name, _ in groups), max(_LEAST_NAMES_WIDTH, room))
     lines = [" " * names_width + _GAP + _joined(columns, columns)]
@@ -242,7 +242,7 @@ def _is_address(who: str) -> bool:
 
 
 def _names(groups: Sequence[Sequence[VersionRow]]) -> list[str]:
-    """The label of each group: its hosts, or worker addresses if a host is in several groups."""
+    """Return the label of each group: its hosts, or worker addresses if a host is in several groups."""
     hosts = [{_host(row.who) for row in group if _is_address(row.who)} for group in groups]
     names = []
     for index, group in enumerate(groups):
@@ -258,7 +258,7 @@ def _names(groups: Sequence[Sequence[VersionRow]]) -> list[str]:
 
 
 def _host(address: str) -> str:
-    """The host of an address, as tcp://10.0.0.1:40000 or tls://[::1]:40000."""
+    """Return the host of an address, as tcp://10.0.0.1:40000 or tls://[::1]:40000."""
     location = address.partition("://")[2]
     return re.sub(r":\d+$", "", location)
 
@@ -273,7 +273,7 @@ def folded(names: Sequence[str]) -> list[str]:
 
 
 def _varying(group: Sequence[Sequence[str]]) -> int | None:
-    """The position of the last number in which the names of a group differ."""
+    """Return the position of the last number in which the names of a group differ."""
     places = [place for place in range(1, len(group[0]), 2) if len({parts[place] for parts in group}) > 1]
     return places[-1] if places else None
 
@@ -288,7 +288,7 @@ def _folded_at(group: Sequence[Sequence[str]], place: int | None) -> list[str]:
 
 
 def _ranges(numbers: Sequence[str]) -> str:
-    """The numbers as [1-3,7]; a single number has no brackets."""
+    """Return the numbers as [1-3,7]; a single number has no brackets."""
     if len(numbers) == 1:
         return numbers[0]
     runs: list[list[str]] = []
@@ -301,5 +301,5 @@ def _ranges(numbers: Sequence[str]) -> str:
 
 
 def _is_next(number: str, following: str) -> bool:
-    """Whether both have the same zero padding, so that a range is unambiguous."""
+    """Return whether both have the same zero padding, so that a range is unambiguous."""
     return len(number) == len(following) or not (number.startswith("0") or following.startswith("0"))

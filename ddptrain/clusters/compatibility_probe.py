@@ -18,7 +18,7 @@ _RUNS_HERE = ("ddptrain", "distributed")
 
 
 def look(packages: tuple[str, ...], module: str, folders: tuple[str, ...]) -> str:
-    """Versions by name as JSON, null for what is missing, and "workload": whether `module` is here or in `folders`."""
+    """Return versions by name as JSON (null: missing), and "workload": whether `module` is here or in `folders`."""
     # What was missing a moment ago may have been installed. importlib.metadata looks at the folders' times by itself.
     for finder in sys.path_importer_cache.values():
         if finder is not None and hasattr(finder, "invalidate_caches"):

@@ -34,7 +34,7 @@ _NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s", "check", "
 
 
 def default_name(config: ClusterConfig) -> str:
-    """The configured name or, without one, the name of the backend."""
+    """Return the configured name or, without one, the name of the backend."""
     return config.name or config.backend
 
 
@@ -75,7 +75,7 @@ def ensure_up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None 
 
 
 def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
-    """Raises UsageError if the running cluster has other settings, ClusterError if it has lost workers."""
+    """Raise UsageError if the running cluster has other settings, ClusterError if it has lost workers."""
     record, name = view.deployment.record, view.name
     changes = different_settings(record.settings, config.model_dump(mode="json"))
     if tls is not None and tls != (view.deployment.tls_dir is not None):
@@ -93,7 +93,7 @@ def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
 
 
 def different_settings(started: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """The settings, as cluster.ranks, that differ in the running cluster; not those of the start and of waiting."""
+    """Return the settings, as cluster.ranks, that differ in the running cluster, except those of start and waiting."""
     names = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
     return [f"cluster.{name}" for name in names if started.get(name) != asked.get(name)]
 
@@ -142,7 +142,7 @@ def scale(name: str, slots: int, tell: Tell) -> View:
 
 
 def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
-    """The last log lines of each process, also of ended ones, or of one source. Raises UsageError, ClusterError."""
+    """Return the last log lines of each process, also of ended processes. Raises UsageError, ClusterError."""
     deployment = cluster_records.find(name)
     deployment.check_here()
     found = dict(_provider(deployment.record.backend).logs(deployment, lines))
@@ -156,7 +156,7 @@ def logs(name: str, lines: int, source: str | None = None) -> dict[str, str]:
 
 
 def last_words(name: str) -> str:
-    """The last log lines of the processes that have not joined the cluster, for an error message."""
+    """Return the last log lines of the processes that have not joined the cluster, for an error message."""
     from ddptrain.clusters import wait_ready
 
     try:
@@ -207,7 +207,10 @@ def _bring_up(config: ClusterConfig, deployment: Deployment, provider: Provider,
 
 
 def _look_or_clean_up(name: str, tell: Tell) -> View | None:
-    """The cluster if it is up; otherwise its rest is ended. Raises UsageError if that is not sure, ClusterError."""
+    """Return the cluster if it is up; otherwise end its remaining processes.
+
+    Raises UsageError if it is uncertain whether the cluster is up; ClusterError.
+    """
     try:
         deployment = cluster_records.find(name)
     except cluster_records.ClusterNotFound:
@@ -250,7 +253,7 @@ def _provider(backend: str) -> Provider:
 
 
 def _encrypts(provider: Provider, backend: str, wanted: bool | None) -> bool:
-    """Whether to make a certificate: as requested, else the default of the backend; some backends make their own."""
+    """Return whether to make a certificate: as requested, or the backend's default. Some backends make their own."""
     usual: bool | None = getattr(provider, "tls", None)
     if usual is None and wanted is not None:
         raise UsageError(f"backend {backend} has its own encryption: leave --tls and --no-tls out")

@@ -103,7 +103,7 @@ def start(order: DaemonOrder) -> DaemonId:
 
 
 def alive(daemon: DaemonId) -> bool:
-    """Whether this process runs; not after a restart of its host. Raises ClusterError on any other host."""
+    """Return whether this process runs; not after a restart of its host. Raises ClusterError on any other host."""
     here = this_host()
     where = relation(daemon.host, here)
     if where == Relation.OTHER:
@@ -152,7 +152,7 @@ def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
 
 
 def tail(folder: str, name: str, lines: int) -> str:
-    """The last lines of the log of a process, "" if there is none."""
+    """Return the last lines of the log of a process, "" if there is none."""
     try:
         with Path(folder, f"{name}.log").open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -176,7 +176,7 @@ def read(folder: str, name: str, timeout_s: float) -> Any:
 
 
 def describe(names: Sequence[str]) -> dict[str, Any]:
-    """This host: {"version", "addresses": {name: its address here, or ""}, "reached_at": its end of the ssh}."""
+    """Describe this host: {"version", "addresses": {name: its address here, or ""}, "reached_at": the ssh address}."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "version": __version__,
@@ -186,7 +186,7 @@ def describe(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _own_address(name: str) -> str:
-    """The address that the name resolves to, or "" if it does not belong to this host."""
+    """Return the address that the name resolves to, or "" if it does not belong to this host."""
     import socket
 
     with suppress(OSError):
@@ -221,7 +221,7 @@ def _labelled(label: str) -> Path:
 
 
 def _created(pid: int) -> float:
-    """The start time of a process by a clock that is never set: seconds since boot on Linux; 0 if it does not exist."""
+    """Return when a process started, by a monotonic clock (Linux: seconds since boot); 0 if it does not exist."""
     try:
         if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
             words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

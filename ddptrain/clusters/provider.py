@@ -16,7 +16,7 @@ class Cluster(Protocol):
     """A Dask cluster with slots for ranks, during one run. What a subclass leaves out does nothing."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The name of the cluster for messages."""
 
     def begin(self) -> None:
@@ -24,22 +24,22 @@ class Cluster(Protocol):
         return
 
     def connect(self) -> Target:
-        """Start what is missing and return the scheduler's address. Raises ClusterError."""
+        """Start the processes that do not run yet; return the scheduler's address. Raises ClusterError."""
 
     def worker_fault(self) -> str | None:
-        """Why a worker that this object has started has ended; None while all run."""
+        """Return why a worker that this object has started has ended; None while all run."""
         return None
 
-    def mend(self, *, leaving: bool) -> None:
-        """Replace workers that this object has started and that have ended, or are about to end (`leaving`)."""
+    def replace_workers(self, *, leaving: bool) -> None:
+        """Replace workers of this object that have ended or will end soon (`leaving`)."""
         return
 
     def last_words(self) -> str:
-        """The last log lines of the workers, if available: for the error that too few workers have joined."""
+        """Return the last log lines of the workers, if available: for the error that too few workers have joined."""
         return ""
 
     def close(self) -> None:
-        """End everything that this object has started; an attached cluster stays as it was."""
+        """End everything that this object has started; an attached cluster keeps running."""
         return
 
 
@@ -54,7 +54,7 @@ class Provider(Protocol):
         """
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The last log lines of each process, by source, also of failed ones."""
+        """Return the last log lines of each process, by source, also of failed ones."""
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
         """End everything that `scale` has started, even partly, and wait for its end. Raises ClusterError."""

@@ -22,7 +22,7 @@ _ACCESS = {
 
 
 def row(view: View) -> tuple[str, ...]:
-    """The cells for HEADER; for a cluster that is not up, the reason instead of the address."""
+    """Return the cells for HEADER; for a cluster that is not up, the reason instead of the address."""
     record = view.deployment.record
     is_up = view.state == State.UP
     slots = (str(view.slots), str(view.free)) if is_up else ("-", "-")
@@ -33,7 +33,7 @@ def row(view: View) -> tuple[str, ...]:
 
 
 def sections(view: View) -> list[Section]:
-    """All sections about one cluster: titles with names and values. Empty values and sections are left out."""
+    """Return all sections about one cluster: titles with names and values. Empty values and sections are left out."""
     record = view.deployment.record
     idle_s = record.idle_timeout_s
     about = [
@@ -66,7 +66,7 @@ def _slots(view: View) -> str:
 
 
 def _missing(view: View) -> str:
-    """The number of lost workers, and the command that replaces them."""
+    """Return the number of lost workers, and the command that replaces them."""
     lost = view.deployment.record.workers - len(view.workers)
     if view.state != State.UP or lost <= 0:
         return ""
@@ -86,7 +86,7 @@ def _waits(run: ClusterRun) -> str:
 
 
 def _part(value: Any) -> str:
-    """A process, job or pod as its provider has saved it."""
+    """Return a process, job or pod as its provider has saved it."""
     if isinstance(value, Mapping) and "pid" in value:
         return f"process {value['pid']}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -42,7 +42,7 @@ class Target:
 
 
 def by_name(name: str) -> Target:
-    """The user's cluster of that name. Raises ClusterNotFound, ClusterError."""
+    """Return the user's cluster of that name. Raises ClusterNotFound, ClusterError."""
     deployment = cluster_records.find(name)
     reopen(deployment)
     return of_deployment(deployment)
@@ -51,15 +51,15 @@ def by_name(name: str) -> Target:
 def reopen(deployment: cluster_records.Deployment) -> None:
     """Restore the connection to a scheduler, as after a restart. Raises ClusterError, also on another host."""
     deployment.check_here()
-    again = getattr(
+    reopen_provider = getattr(
         plugin_names.provider_class(deployment.record.backend), "reopen", None
     )  # only some backends have it
-    if again is not None:
-        again(deployment)
+    if reopen_provider is not None:
+        reopen_provider(deployment)
 
 
 def of_deployment(deployment: cluster_records.Deployment) -> Target:
-    """The scheduler of one of the user's clusters.
+    """Return the scheduler of one of the user's clusters.
 
     Raises ClusterError if it has no address, runs on another host, or was started before a restart of this host or by
     another version of ddptrain.
@@ -88,7 +88,7 @@ def of_deployment(deployment: cluster_records.Deployment) -> Target:
 
 
 def by_address(address: str, tls: TlsSettings | None) -> Target:
-    """The scheduler at an address; for the user's own cluster with its certificate. Raises ClusterError."""
+    """Return the scheduler at an address; for the user's own cluster with its certificate. Raises ClusterError."""
     if tls is not None:
         files = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
         return Target(_complete(address, "tls"), security(*files))
@@ -100,7 +100,7 @@ def by_address(address: str, tls: TlsSettings | None) -> Target:
 
 
 def by_scheduler_file(path: Path, tls: TlsSettings | None) -> Target:
-    """The scheduler that wrote the file. Raises ClusterError if the file contains no address."""
+    """Return the scheduler that wrote the file. Raises ClusterError if the file contains no address."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         address = str(content["address"])

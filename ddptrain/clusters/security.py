@@ -61,13 +61,13 @@ def write_private_json(path: Path, data: object, indent: int | None = None) -> N
 
 
 def own_security(folder: Path) -> Security:
-    """The Security for a cluster with certificate and key in `folder`. Raises ClusterError."""
+    """Return the Security for a cluster with certificate and key in `folder`. Raises ClusterError."""
     certificate, key = folder / CERT_FILE, folder / KEY_FILE
     return security(certificate, certificate, key)
 
 
 def security(ca_file: Path, cert_file: Path, key_file: Path) -> Security:
-    """A Security that requires TLS with these PEM files. Raises ClusterError if one can't be read."""
+    """Return a Security that requires TLS with these PEM files. Raises ClusterError if one can't be read."""
     from distributed import Security
 
     for path in (ca_file, cert_file, key_file):
@@ -103,7 +103,7 @@ def keep(given: Security, folder: Path) -> None:
 
 
 def has_expired(folder: Path) -> bool:
-    """Whether the certificate in `folder` has expired."""
+    """Return whether the certificate in `folder` has expired."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate((folder / CERT_FILE).read_bytes())
@@ -111,5 +111,5 @@ def has_expired(folder: Path) -> bool:
 
 
 def _pem(value: str) -> str:
-    """The PEM text of a Dask setting, which is either the text or the path of a file."""
+    """Return the PEM text of a Dask setting, which is either the text or the path of a file."""
     return value if "\n" in value else Path(value).read_text(encoding="ascii")

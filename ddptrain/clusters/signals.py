@@ -60,7 +60,7 @@ class Deferral:
         self._count = 0
 
     def take(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handle a signal: delay it."""
         self._count += 1
         self._waiting.append(signum)
         if self._count >= _ENOUGH:
@@ -80,7 +80,7 @@ class Deferral:
                 signal.raise_signal(signum)
 
     def checked(self, tell: Tell) -> Tell:
-        """A `tell` that also delivers the delayed signals."""
+        """Return a `tell` that also delivers the delayed signals."""
 
         def telling(text: str) -> None:
             tell(text)
@@ -90,7 +90,7 @@ class Deferral:
 
 
 def _beneath(error: BaseException) -> Interrupted | None:
-    """The Interrupted that caused another exception, or None."""
+    """Return the Interrupted that caused another exception, or None."""
     seen: set[int] = set()
     below: BaseException | None = error
     while below is not None and id(below) not in seen:

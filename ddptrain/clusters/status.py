@@ -101,7 +101,7 @@ class View:
         return tuple(dict.fromkeys(worker.host for worker in self.workers))
 
     def as_dict(self) -> dict[str, Any]:
-        """The view as plain data, for --json."""
+        """Return the view as plain data, for --json."""
         record = self.deployment.record
         return {
             "name": self.name,
@@ -129,17 +129,17 @@ class View:
 
 
 def every() -> list[View]:
-    """All clusters of this user, checked in parallel within LOOK_TIMEOUT_S."""
+    """Return all clusters of this user, checked in parallel within LOOK_TIMEOUT_S."""
     return [_if_starting(view) for view in _probe(state.every(), LOOK_TIMEOUT_S)]
 
 
 def at(deployment: Deployment) -> View:
-    """One cluster, checked within LOOK_TIMEOUT_S."""
+    """Return one cluster, checked within LOOK_TIMEOUT_S."""
     return _if_starting(probe(deployment, LOOK_TIMEOUT_S))
 
 
 def probe(deployment: Deployment, timeout_s: float) -> View:
-    """One cluster as its scheduler reports it, for the command that holds its lock."""
+    """Return one cluster as its scheduler reports it, for the command that holds its lock."""
     return _probe([deployment], timeout_s)[0]
 
 
@@ -155,7 +155,7 @@ def _if_starting(view: View) -> View:
 
 
 def seen(deployment: Deployment, overview: Mapping[str, Any]) -> View:
-    """The view of a cluster that is up, from the answer of its scheduler (`slots.overview`)."""
+    """Return the view of a cluster that is up, from the answer of its scheduler (`slots.overview`)."""
     fields = [field.name for field in dataclasses.fields(WorkerView)]
     workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in overview["workers"]]
     runs = [ClusterRun(run["run_id"], run["slots"], tuple(run["hosts"])) for run in overview["runs"]]
@@ -207,7 +207,7 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
 
 
 def client_of(deployment: Deployment, timeout_s: float = 10, **options: Any) -> Client:
-    """A client of one of the user's clusters, which does not count as its use. Raises ClusterError, OSError."""
+    """Return a client of one of the user's clusters, which does not count as its use. Raises ClusterError, OSError."""
     from distributed import Client
 
     target = of_deployment(deployment)

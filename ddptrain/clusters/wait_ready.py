@@ -42,7 +42,8 @@ class ReadinessWait:
         self.deadline = max(began + timeout_s, time.monotonic() + _LAST_LOOK_S)
         self._client: Client | None = None
         self._asked_fault_at = time.monotonic()
-        self._told = ""
+        self._address = ""  # the last scheduler address that was shown
+        self._joined = ""  # the last number of workers that was shown
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +53,7 @@ class ReadinessWait:
             self._client.close(timeout=_CLOSE_S)
 
     def view(self) -> View:
-        """The cluster as it is now. Raises ClusterError if its scheduler does not answer in time."""
+        """Return the cluster as it is now. Raises ClusterError if its scheduler does not answer in time."""
         try:
             overview = self._overview()
         except (OSError, TimeoutError) as error:
@@ -66,7 +67,7 @@ class ReadinessWait:
         return status.seen(self.deployment, overview)
 
     def _overview(self) -> Mapping[str, Any]:
-        """The answer of the scheduler. Raises OSError or TimeoutError."""
+        """Return the answer of the scheduler. Raises OSError or TimeoutError."""
         if self._client is not None:
             return cast(Mapping[str, Any], self._client.run_on_scheduler(slots.overview))
         while True:
@@ -79,7 +80,7 @@ class ReadinessWait:
                     client.close(timeout=_CLOSE_S)
                 elif not _is_closed(error):
                     raise
-                self._go_on(lambda error=error: f"the scheduler at {self._told} does not answer ({error})")
+                self._pause(lambda error=error: f"the scheduler at {self._address} does not answer ({error})")
             else:
                 self._client = client
                 return cast(Mapping[str, Any], overview)
@@ -99,7 +100,7 @@ class ReadinessWait:
                 raise ClusterError(
                     f"{self._came(view, asked)}, and no more workers are expected{self._last_words(view)}"
                 )
-            self._go_on(lambda view=view: self._came(view, asked), view)
+            self._pause(lambda view=view: self._came(view, asked), view)
 
     def until_shrunk(self, asked: int) -> View:
         """Wait until the cluster has at most `asked` slots, not counting slots in use. Raises ClusterError."""
@@ -107,7 +108,7 @@ class ReadinessWait:
             view = self.view()
             if view.slots <= max(asked, sum(worker.held for worker in view.workers)):
                 return view
-            self._go_on(lambda view=view: f"{counted(view.slots, 'slot')} still there, {asked} asked for,", view)
+            self._pause(lambda view=view: f"{counted(view.slots, 'slot')} still there, {asked} asked for,", view)
 
     def _connected(self) -> Client:
         with deferred():  # an interrupted import leaves a broken module, which the clean-up may need
@@ -115,9 +116,9 @@ class ReadinessWait:
 
         logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported here
         target = self._target()
-        if target.address != self._told:
+        if target.address != self._address:
             self.tell(f"scheduler at {target.address}")
-            self._told = target.address
+            self._address = target.address
         timeout_s = max(1.0, self.deadline - time.monotonic())
         return Client(
             target.address, security=target.security, timeout=timeout_s, name="ddptrain-up", set_as_default=False
@@ -125,17 +126,17 @@ class ReadinessWait:
 
     def _target(self) -> Target:
         while not self.deployment.record.address:
-            self._go_on(lambda: "no scheduler has come up")
+            self._pause(lambda: "no scheduler has come up")
         return of_deployment(self.deployment)
 
     def _tell_joined(self, view: View, expected: int) -> None:
         joined = f"{len(view.workers)} of {counted(expected, 'worker')} joined, {counted(view.slots, 'slot')}"
-        if view.workers and joined != self._told:
+        if view.workers and joined != self._joined:
             self.tell(joined)
-        self._told = joined
+        self._joined = joined
 
     def _warm(self, view: View) -> View | None:
-        """The view if all workers are warm within a second, else None. Raises ClusterError if one can't be used."""
+        """Return the view if all workers are warm within 1 s, else None. Raises ClusterError for an unusable worker."""
         assert self._client is not None
         answers: Mapping[str, Any] = self._client.run(driver_calls.wait_until_warm, _WARM_ROUND_S, on_error="return")
         workers = []
@@ -152,7 +153,7 @@ class ReadinessWait:
             workers.append(dataclasses.replace(worker, warm=answer["warm"] if answer["ours"] else None))
         return dataclasses.replace(view, workers=tuple(workers))
 
-    def _go_on(self, what: Any, view: View | None = None) -> None:
+    def _pause(self, what: Any, view: View | None = None) -> None:
         """Sleep for one poll interval. Raises ClusterError if the time is over or a part of the cluster has failed."""
         now = time.monotonic()
         if now > self.deadline:
@@ -179,7 +180,7 @@ class ReadinessWait:
 
 
 def last_words(provider: Provider, deployment: Deployment, view: View | None = None) -> str:
-    """The last log lines of the processes that have not joined; without a `view`, of all processes."""
+    """Return the last log lines of the processes that have not joined; without a `view`, of all processes."""
     workers = view.workers if view is not None else ()
     joined = {name for worker in workers for name in (worker.host, worker.name)} | ({"scheduler"} if workers else set())
     quotes = [
@@ -197,7 +198,7 @@ def _fault(provider: Provider, deployment: Deployment) -> str | None:
 
 
 def _is_closed(error: OSError) -> bool:
-    """Whether the other side only closed the connection; an error that Dask calls fatal is final."""
+    """Return whether the other side only closed the connection; an error that Dask calls fatal is final."""
     from distributed.comm.core import CommClosedError, FatalCommClosedError
 
     return isinstance(error, CommClosedError) and not isinstance(error, FatalCommClosedError)

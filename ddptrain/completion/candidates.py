@@ -38,7 +38,7 @@ def candidates(table: Node, words: list[str], word: str) -> Candidates:
 
 
 def _values(parameter: Node, given: dict[str, str], word: str) -> Candidates:
-    """The values of an option or argument that begin with `word`."""
+    """Return the values of an option or argument that begin with `word`."""
     found: Candidates = dict.fromkeys(parameter["choices"], "")
     for kind in parameter["kinds"]:
         found |= _named(kind, given, word)
@@ -143,7 +143,7 @@ def locate(root: Node, words: list[str]) -> Position:
 
 
 def _argument(arguments: list[Node], count: int) -> Node | None:
-    """The argument number `count`; the last one may take any number of words."""
+    """Return the argument number `count`; the last one may take any number of words."""
     if count < len(arguments):
         return arguments[count]
     return arguments[-1] if arguments and arguments[-1]["values"] < 0 else None

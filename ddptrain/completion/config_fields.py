@@ -48,7 +48,7 @@ def _params(config: str, definitions: Schema) -> dict[str, Field]:
 
 
 def _content(config: str) -> dict[Any, Any]:
-    """The content of a YAML file, or of a shipped example; {} if it can't be read."""
+    """Return the content of a YAML file, or of a shipped example; {} if it can't be read."""
     import yaml
 
     path = configurations().get(config, config)
@@ -72,7 +72,7 @@ def _collect(section: Schema, prefix: str, definitions: Schema, found: dict[str,
 
 
 def _forms(field: Schema, definitions: Schema) -> list[Schema]:
-    """The forms that a field may have, with references resolved."""
+    """Return the forms that a field may have, with references resolved."""
     if "$ref" in field:
         field = definitions[field["$ref"].rpartition("/")[2]]
     several = field.get("anyOf") or field.get("oneOf")
@@ -80,7 +80,7 @@ def _forms(field: Schema, definitions: Schema) -> list[Schema]:
 
 
 def _values(forms: list[Schema]) -> tuple[str, ...]:
-    """The texts of all fixed values."""
+    """Return the texts of all fixed values."""
     values: list[Any] = []
     for form in forms:
         values += form.get("enum", [form["const"]] if "const" in form else [])
@@ -90,6 +90,6 @@ def _values(forms: list[Schema]) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    """A value as --set takes it; "" for one that needs quotes."""
+    """Return a value as --set takes it; "" for one that needs quotes."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if is_plain(text) else ""

@@ -18,7 +18,7 @@ _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 
 
 def is_plain(word: str) -> bool:
-    """Whether a shell takes the word as it is, without quotes."""
+    """Return whether a shell takes the word as it is, without quotes."""
     return bool(word) and _PLAIN.issuperset(word)
 
 
@@ -82,13 +82,13 @@ def _is_yaml(name: str) -> bool:
 
 
 def _folders(folder: str, content: str) -> list[str]:
-    """The names of the folders in `folder` in which `content` exists."""
+    """Return the names of the folders in `folder` in which `content` exists."""
     names = (entry.name for entry in _entries(folder) if os.path.exists(os.path.join(entry.path, content)))
     return sorted(islice(names, _SHOWN))
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """The entries with plain names; none if the folder is missing, unreadable or a URL."""
+    """Yield the entries with plain names; none if the folder is missing, unreadable or a URL."""
     with suppress(OSError, ValueError), os.scandir(folder) as entries:
         for entry in islice(entries, _MOST):
             if is_plain(entry.name) and not entry.name.startswith("."):

@@ -15,7 +15,7 @@ _HELP_CHARACTERS = str.maketrans("'", "\u2019", '"`$\\')  # zsh reads the text b
 
 
 def is_asked(environment: Mapping[str, str]) -> bool:
-    """Whether this process was started by a TAB in bash, zsh or fish; typer answers other shells."""
+    """Return whether this process was started by a TAB in bash, zsh or fish; typer answers other shells."""
     return environment.get(VARIABLE) in ("complete_bash", "complete_zsh", "complete_fish")
 
 
@@ -73,7 +73,7 @@ def _unquoted(word: str) -> str:
 
 
 def _bash(found: Candidates, word: str) -> str:
-    """One candidate a line, without the part of the word that bash does not replace."""
+    """Return one candidate a line, without the part of the word that bash does not replace."""
     words = list(found)
     if len(words) == 1 and words[0].endswith("="):
         words.append(f"{words[0]}VALUE")  # two candidates: bash adds no space after their common part
@@ -82,7 +82,7 @@ def _bash(found: Candidates, word: str) -> str:
 
 
 def _zsh(found: Candidates) -> str:
-    """Commands for zsh: it executes them, so every candidate is plain and every help text is without quotes."""
+    """Return commands for zsh: it executes them, so every candidate is plain and every help text is without quotes."""
     if not found:
         return "_files"
     open_ended = [each for each in found if each.endswith(("=", "."))]

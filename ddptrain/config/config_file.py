@@ -109,7 +109,7 @@ def _error(where: str, message: str, hint: str = "") -> ConfigError:
 
 
 def python_files(folder: Path) -> list[Path]:
-    """The Python files of a folder, at most MAX_NEIGHBOURS; none if it cannot be read."""
+    """Return the Python files of a folder, at most MAX_NEIGHBOURS; none if it cannot be read."""
     try:
         return sorted(itertools.islice(folder.glob("*.py"), MAX_NEIGHBOURS))
     except (OSError, ValueError):

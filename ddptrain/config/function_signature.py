@@ -111,7 +111,7 @@ def is_module(found: Found, name: str) -> bool:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when the module is imported, including those in if, try, with and loops."""
+    """Yield the statements that run when the module is imported, including those in if, try, with and loops."""
     for node in body:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -160,7 +160,7 @@ def default_params(workload: str, folders: Sequence[str]) -> dict[str, Any]:
 
 
 def _without_context(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]] | None:
-    """Parameters and their defaults, without the one for the context."""
+    """Return parameters and their defaults, without the one for the context."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
     pairs = list(zip(positional, defaults, strict=True))
@@ -185,7 +185,7 @@ def _parameter(name: str, annotation: ast.expr | None, default: ast.expr | None)
 
 
 def _literal(node: ast.expr | None) -> Any:
-    """The value of an expression without names; else UNKNOWN."""
+    """Return the value of an expression without names; else UNKNOWN."""
     try:
         return ast.literal_eval(node) if node is not None else UNKNOWN
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # of literal_eval
@@ -200,7 +200,7 @@ def _may_be_model(annotation: ast.expr | None) -> bool:
 
 
 def _class_named(found: Found, annotation: ast.expr | None) -> ast.ClassDef | None:
-    """The class of the model, if the same module defines it."""
+    """Return the class of the model, if the same module defines it."""
     name = _text(annotation)
     classes = [node for node in found.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if len(classes) != 1 or not (_is_dataclass(classes[0]) or _is_model(classes[0])):
@@ -217,7 +217,7 @@ def _is_model(cls: ast.ClassDef) -> bool:
 
 
 def _model_of_class(cls: ast.ClassDef) -> type[BaseModel] | None:
-    """A model of the class; None if fields may be inherited, renamed or changed by code."""
+    """Return a model of the class; None if fields may be inherited, renamed or changed by code."""
     plain_bases = {"BaseModel"} if _is_model(cls) else set()
     methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
     special = [node for node in methods if node.decorator_list or node.name in ("__init__", "__new__")]
@@ -252,7 +252,7 @@ def _field(node: ast.AnnAssign) -> Parameter:
 
 
 def _last_name(node: ast.expr) -> str:
-    """The last name of an expression: `dataclass` for dataclasses.dataclass(frozen=True)."""
+    """Return the last name of an expression: `dataclass` for dataclasses.dataclass(frozen=True)."""
     if isinstance(node, ast.Call):
         return _last_name(node.func)
     if isinstance(node, ast.Subscript):
@@ -261,7 +261,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _type(node: ast.expr | None) -> Any:
-    """The type of an annotation; Any if it is not one of YAML's types."""
+    """Return the type of an annotation; Any if it is not one of YAML's types."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
             return _type(ast.parse(node.value, mode="eval").body)

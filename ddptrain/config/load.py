@@ -161,7 +161,7 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
 
 
 def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]:
-    """The problem that the script does not exist. An absolute path may exist on the file system of a cluster."""
+    """Return the problem that the script does not exist. An absolute path may exist on the file system of a cluster."""
     script = config.script.script if config.script is not None else None
     if script is None:
         return []

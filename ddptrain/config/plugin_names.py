@@ -111,7 +111,7 @@ def install_tracker(name: str) -> str:
 
 
 def is_built_in(workload: object) -> bool:
-    """Whether the workload is built in, so that it needs no code of the user."""
+    """Return whether the workload is built in, so that it needs no code of the user."""
     return isinstance(workload, str) and workload in BUILT_IN
 
 
@@ -137,7 +137,7 @@ def prepare_target(name: str, params: Mapping[str, object], *, here: bool) -> st
 
 
 def takes_context(name: str, annotation: str) -> bool:
-    """Whether the first parameter of a function, with its annotation as text, takes the context."""
+    """Return whether the first parameter of a function, with its annotation as text, takes the context."""
     kind = annotation.strip("'\"").partition("|")[0].strip().rpartition(".")[2]
     return name.strip("_") in CONTEXT_NAMES or kind == CONTEXT_TYPE
 
@@ -174,7 +174,7 @@ def trackers() -> list[str]:
 
 
 def known_tracker(name: str) -> bool:
-    """Whether this is the name of a tracker, or may be a class of the user; nothing is imported."""
+    """Return whether this is the name of a tracker, or may be a class of the user; nothing is imported."""
     return _TARGET.fullmatch(name) is not None or name in trackers()
 
 
@@ -202,14 +202,14 @@ def mirror_target(name: str) -> str:
 
 
 def _target(name: str, built_in: Mapping[str, str], group: str) -> str | None:
-    """The module:attr of a name: built in, the user's own, or of an installed package; None if it is unknown."""
+    """Return the module:attr of a name: built in, the user's own, or of an installed package; None if it is unknown."""
     if name in built_in:
         return built_in[name]
     return name if _TARGET.fullmatch(name) else _installed(group).get(name)
 
 
 def _installed(group: str) -> dict[str, str]:
-    """The entry points of a group in installed packages: name -> module:attr."""
+    """Return the entry points of a group in installed packages: name -> module:attr."""
     from importlib.metadata import entry_points
 
     return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=group)}

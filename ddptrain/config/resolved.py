@@ -52,7 +52,7 @@ def import_folders(path: Path) -> tuple[str, str]:
 
 
 def _complete_params(config: RunConfig) -> dict[str, Any]:
-    """The params with the defaults of the workload's model."""
+    """Return the params with the defaults of the workload's model."""
     model = plugin_names.params_model(config.workload) if isinstance(config.workload, str) else None
     return check_params(model, config.params).model_dump(mode="json") if model else dict(config.params)
 

@@ -56,7 +56,7 @@ class ScriptWorkload(Strict):
     )
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The arguments of python: "train.py", or "-m package.module"."""
         return self.script or f"-m {self.module}"
 
@@ -311,7 +311,7 @@ class RunConfig(Strict):
     @property
     def workload_name(self) -> str:
         """The name of the workload: "petnames", "mine.train:main", "train.py", "-m package.module"."""
-        return self.workload.words if isinstance(self.workload, ScriptWorkload) else self.workload
+        return self.workload.description if isinstance(self.workload, ScriptWorkload) else self.workload
 
     @model_validator(mode="before")
     @classmethod

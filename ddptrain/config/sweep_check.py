@@ -53,7 +53,7 @@ def _grid_problem(sweep: SweepConfig, name: str) -> tuple[str, str] | None:
 def _space_problem(
     config: RunConfig, model: type[BaseModel] | None, name: str, samples: list[Any]
 ) -> tuple[str, str] | None:
-    """Why a field can't take its values: a message and a hint."""
+    """Return why a field can't take its values: a message and a hint."""
     section, _, key = name.partition(".")
     if is_secret_name(key.rpartition(".")[2]):
         return "has the name of a secret, and sweep.json shows all values", "leave it out, or rename it"

@@ -14,7 +14,7 @@ _NO_PASSWORD = ""  # without one OpenSSL asks for it on the terminal
 
 
 def check_tls(resolved: ResolvedConfig) -> None:
-    """Raises ConfigError if a file of `cluster.tls` is missing, is no certificate or key, or they are no pair."""
+    """Raise ConfigError if a file of `cluster.tls` is missing, is no certificate or key, or they are no pair."""
     tls = resolved.config.cluster.tls
     if tls is not None and (found := _problem(tls)) is not None:
         field, message, hint = found
@@ -25,7 +25,7 @@ def check_tls(resolved: ResolvedConfig) -> None:
 
 
 def _problem(tls: TlsSettings) -> tuple[str, str, str] | None:
-    """The field that is wrong, the message and the hint."""
+    """Return the field that is wrong, the message and the hint."""
     for field in ("ca_file", "cert_file", "key_file"):
         try:
             Path(getattr(tls, field)).expanduser().open("rb").close()

@@ -91,7 +91,7 @@ def translate(command: str) -> Translation:
 
 
 def _without_program(words: Sequence[str]) -> tuple[bool, Sequence[str]]:
-    """Whether the command is torch.distributed.launch, and the words after the program."""
+    """Return whether the command is torch.distributed.launch, and the words after the program."""
     program = words[0].rpartition("/")[2] if words else ""
     if program == "torchrun":
         return False, words[1:]
@@ -144,7 +144,7 @@ def _notes(found: argparse.Namespace) -> Iterator[str]:
 
 
 def _cluster(nnodes: str, per_node: str) -> dict[str, Any]:
-    """The cluster section: the ranks of all hosts; several hosts are a cluster that the user has to start."""
+    """Return the cluster section: the ranks of all hosts; several hosts are a cluster that the user has to start."""
     nodes = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", nnodes)
     if nodes is None:
         raise UsageError(f'--from torchrun: --nnodes is a number or MIN:MAX, got "{nnodes}"')

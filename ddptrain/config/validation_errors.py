@@ -121,7 +121,7 @@ def explain(error: ValidationError, root: Node, schema: Schema, prefix: PathKey 
 
 
 def _path(root: Node, prefix: PathKey, details: ErrorDetails) -> PathKey:
-    """The key of the wrong value, without the names that pydantic adds for members of a union."""
+    """Return the key of the wrong value, without the names that pydantic adds for members of a union."""
     path, value = list(prefix), _below(root, prefix).value
     names = list(details["loc"])
     missing = [names.pop()] if details["type"] == "missing" and names else []
@@ -134,7 +134,7 @@ def _path(root: Node, prefix: PathKey, details: ErrorDetails) -> PathKey:
 
 
 def _below(root: Node, path: PathKey) -> Node:
-    """The node at `path`, or its nearest ancestor that exists."""
+    """Return the node at `path`, or its nearest ancestor that exists."""
     node = root
     for part in path:
         inside = isinstance(node.value, dict) and part in node.value
@@ -202,7 +202,7 @@ def _unknown_hint(path: PathKey, schema: Schema) -> str:
 
 
 def _key_below(name: str, parent: PathKey, schema: Schema) -> str | None:
-    """The key of that name in one of the sections beside it, as cluster.ssh.hosts for cluster.hosts."""
+    """Return the key of that name in one of the sections beside it, as cluster.ssh.hosts for cluster.hosts."""
     sections = [section for section in schema.siblings(parent) if name in schema.siblings((*parent, section))]
     return dotted((*parent, sections[0], name)) if parent and sections else None
 

@@ -16,7 +16,7 @@ from ddptrain.errors import ConfigError, Problem
 
 
 def check_workload(resolved: ResolvedConfig) -> None:
-    """Raises ConfigError if the module of the workload's function is missing, or it or the script is no valid Python.
+    """Raise ConfigError if the module of the workload's function is missing, or it or the script is no valid Python.
 
     Only if the ranks run on this machine, as part of the driver: the hosts of a cluster may have other modules.
     """
@@ -58,7 +58,7 @@ def _not_python(where: str, key: str, error: SyntaxError) -> Problem:
 
 
 def _may_exist(name: str, folders: Sequence[str]) -> bool:
-    """Whether an import of a top-level module may succeed; nothing is imported."""
+    """Return whether an import of a top-level module may succeed; nothing is imported."""
     for finder in sys.meta_path:  # those of editable installs look elsewhere than in the folders
         try:
             if finder.find_spec(name, None) or finder.find_spec(name, folders):

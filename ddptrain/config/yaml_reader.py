@@ -254,7 +254,7 @@ class _Builder(Composer):
         return items
 
     def _key(self, node: yaml.Node, path: PathKey, before: Mapping[str, Node]) -> str | None:
-        """The key, None if it cannot be used: its value is then read, to find more problems, and dropped."""
+        """Return the key, None if it cannot be used: its value is then read, to find more problems, and dropped."""
         key = self._build(node, path).value
         if node.tag == _PLAIN and node.value == "<<":
             self._report(node, path, "merge keys (<<) are not supported", "write the keys out")

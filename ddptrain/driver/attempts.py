@@ -121,7 +121,7 @@ class AttemptSeries:
         start = starting_point(self.checkpoint, is_script=self.context.resolved.config.script is not None)
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
         self.context.signals.pause(again.pause_s)
-        self.context.cluster.mend(leaving=leaving)
+        self.context.cluster.replace_workers(leaving=leaving)
 
     def _attempt(self, places: Sequence[RankPlace]) -> AttemptEnd:
         context = self.context
@@ -170,5 +170,5 @@ class AttemptSeries:
 def starting_point(checkpoint: VerifiedCheckpoint | None, *, is_script: bool) -> str:
     """Return the start of the next attempt as text. The driver does not see state that a script has saved itself."""
     if checkpoint is not None:
-        return f"from {checkpoint.words}"
+        return f"from {checkpoint.description}"
     return "the script starts again" if is_script else "from the start: there is no checkpoint yet"

@@ -91,9 +91,9 @@ class SharedCluster:
         self._mutex = threading.Lock()
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The name of the cluster for messages."""
-        return self._cluster.words
+        return self._cluster.description
 
     def begin(self) -> None:
         """Do nothing: the cluster is up."""
@@ -106,13 +106,13 @@ class SharedCluster:
         """Return why a worker process of the command has ended; None while all are running."""
         return self._cluster.worker_fault()
 
-    def mend(self, *, leaving: bool) -> None:
+    def replace_workers(self, *, leaving: bool) -> None:
         """Replace workers that have ended.
 
         A worker that is about to end stays, because other runs may be saving there.
         """
         with self._mutex:
-            self._cluster.mend(leaving=False)
+            self._cluster.replace_workers(leaving=False)
 
     def last_words(self) -> str:
         """Return the last log lines of the workers; "" if there are none."""

@@ -27,7 +27,7 @@ class EvaluationPlan:
     data: str | None = None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The names of the checkpoints, for messages."""
         return " and ".join(self.checkpoints)
 

@@ -199,7 +199,7 @@ def code(resolved: ResolvedConfig) -> Code:
     built_in = is_built_in(config.workload)
     needs_own_code = not built_in or any(":" in tracker.name for tracker in config.tracking.other)
     return Code(
-        workload=script.words if script else workload_target(str(config.workload)),
+        workload=script.description if script else workload_target(str(config.workload)),
         workdir=os.getcwd(),
         params=dict(config.params),
         script=(script.script or "") if script else "",

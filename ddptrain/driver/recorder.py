@@ -221,7 +221,7 @@ class Recorder:
         found = SlowRankRecord(*where, own_s, median_s, slow.steps, utc_now(), tuple(causes))
         self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, found))
         self.event("slow_rank", **dataclasses.asdict(found))
-        self.display.notice(found.words, level="warning")
+        self.display.notice(found.description, level="warning")
 
     def brought_home(self, rank: int, what: str, path: str) -> None:
         """Record that a checkpoint or a file of a rank is in the run directory."""

@@ -122,14 +122,15 @@ def _require_ended(view: RunView) -> None:
     driver = view.record.driver
     if view.is_running:
         # run.json may still name the previous driver, because a driver takes the lock first.
-        who = run_lock.holder(view.layout.lock_file) or driver.words
+        who = run_lock.holder(view.layout.lock_file) or driver.description
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
             f"ddptrain stop {run_argument(view.layout)}"
         )
     if view.status == RunStatus.UNKNOWN:
         raise RunLocked(
-            f"run {view.run_id} may be running: {driver.words}, which cannot be seen from this host; if it has ended, "
+            f"run {view.run_id} may be running: {driver.description}, which cannot be seen from this host; "
+            "if it has ended, "
             f"continue with --resume {view.run_id}"
         )
 

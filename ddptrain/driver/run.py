@@ -287,7 +287,7 @@ class _Run:
 
         found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
-        self.display.notice(f"resuming{f' from {found.words}' if found else from_start}")
+        self.display.notice(f"resuming{f' from {found.description}' if found else from_start}")
         return found
 
     def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
@@ -299,7 +299,7 @@ class _Run:
             places = checked.reserve(lambda gather: worker_group.reserve(request if gather else at_once, hooks))
         self.display.expect(len(places), self.log_sizes)
         if self.machine is None:
-            self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.words}")
+            self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
         return places
 
     def _wait_hooks(self, client: Client, target: Target) -> WaitHooks:
@@ -330,7 +330,7 @@ class _Run:
 
     def _greet(self) -> None:
         if self.options.evaluation is not None:
-            self.display.notice(f"evaluating {self.options.evaluation.words}")
+            self.display.notice(f"evaluating {self.options.evaluation.description}")
         else:
             self.display.notice(f"run {self.writer.run_id} in {self.writer.layout.where}")
         if self.choice is not None:
@@ -341,7 +341,7 @@ class _Run:
                 self.display.notice(warning, level="warning")
             self.display.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:
-            self.display.status(f"connecting to {self.cluster.words}")
+            self.display.status(f"connecting to {self.cluster.description}")
 
     def _end(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Write the end to run.json, then show it, so that the file is complete when the last line appears.

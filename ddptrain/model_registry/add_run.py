@@ -93,13 +93,13 @@ def add_output(
 
 
 def _existing(layout: RunLayout, *others: Path) -> dict[str, Path | bytes]:
-    """The records of the run, and other files of it, by their paths in the run directory."""
+    """Return the records of the run, and other files of it, by their paths in the run directory."""
     paths = [path for path in (layout.run_json, layout.config_yaml, *others) if path.is_file()]
     return {path.relative_to(layout.root).as_posix(): path for path in paths}
 
 
 def _record(registry: ModelRegistry, model: str, view: RunView, retrained: Retrained) -> VersionRecord:
-    """The record of a run's version; number, time and files are filled in by add_version."""
+    """Return the record of a run's version; number, time and files are filled in by add_version."""
     run = view.record
     return VersionRecord(
         model=model,

@@ -26,7 +26,7 @@ _RECORD_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model as it stands. `number` is that of the last change (0: none yet); `removed`: see Change."""
+    """The present state of a model. `number` is that of the last change (0: none yet); `removed`: see Change."""
 
     model: str
     number: int = 0

@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class OwnFolder(store.Store):
-    """A folder below which only this user writes. Anyone who may may read it; nothing that is read is executed."""
+    """A folder below which only this user writes. Others may read it, if its mode allows it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(store.Location(str(folder), setting="--models-dir"))

@@ -68,11 +68,11 @@ class VersionRecord:
         return sum(file.size_bytes for file in self.files)
 
     def as_dict(self) -> dict[str, Any]:
-        """The record as JSON data."""
+        """Return the record as JSON data."""
         return cast(dict[str, Any], as_json_data(dataclasses.asdict(self)))
 
     def to_json(self) -> bytes:
-        """The content of version.json."""
+        """Return the content of version.json."""
         return _encoded(self.as_dict())
 
     @classmethod
@@ -111,11 +111,11 @@ class Change:
     schema: int = SCHEMA
 
     def as_dict(self) -> dict[str, Any]:
-        """The entry as JSON data."""
+        """Return the entry as JSON data."""
         return cast(dict[str, Any], as_json_data(dataclasses.asdict(self)))
 
     def to_json(self) -> bytes:
-        """The content of the entry's file."""
+        """Return the content of the entry's file."""
         return _encoded(self.as_dict())
 
     @classmethod
@@ -150,7 +150,7 @@ def _require_counts(name: str, *numbers: int) -> None:
 
 
 def _file_problem(file: ModelFile) -> str:
-    """Return why a file of a record cannot be right, or ""."""
+    """Return why an entry of `files` in a record is invalid, or ""."""
     parts = PurePosixPath(file.path).parts
     is_inside = parts and not file.path.startswith("/") and not {"..", "."} & set(file.path.split("/"))
     if not is_inside or "\\" in file.path or not file.path.isprintable() or len(parts) > _DEEPEST_PATH:

@@ -45,7 +45,7 @@ def parse_reference(text: str) -> ModelReference:
 
 
 def check_model_name(name: str) -> None:
-    """Raise UsageError for a name that cannot be a model's: it becomes a folder, so it must not lead elsewhere."""
+    """Raise UsageError for an invalid model name. It becomes the name of a folder, so it must not be a path."""
     if not _MODEL_NAME.fullmatch(name) or ".." in name:
         raise UsageError(
             f'"{shorten(name)}" is not a model name: use up to 64 lower-case letters, digits, dots, dashes and '

@@ -164,7 +164,7 @@ class ModelRegistry(ModelReader):
     def remove(self, model: str, number: int, reason: str = "") -> Change | None:
         """Delete a version that is neither pinned nor has an alias. Raises UsageError.
 
-        If the process dies on the way, a second call goes on.
+        If the process dies before the end, a second call completes the removal.
         """
         if number not in self.state(model).removed:
             self.version(model, number)
@@ -207,7 +207,7 @@ class ModelRegistry(ModelReader):
             folder.remove(path)
 
     def change(self, model: str, edit: Callable[[ModelState], Edit | None], reason: str = "") -> Change | None:
-        """Write the next entry of the history: what `edit` makes of the present state; nothing if it returns None.
+        """Apply `edit` to the present state; write the result as the next entry of the history, unless it is None.
 
         edit: is called again with the newer state if another process was faster.
         """

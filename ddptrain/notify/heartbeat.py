@@ -1,10 +1,10 @@
-"""Tells a check server that a retraining starts, goes on and ends: the protocol of healthchecks.io.
+"""Reports the start, progress and end of a retraining to a check server, by the protocol of healthchecks.io.
 
-    POST URL/start?rid=ID     it starts
-    POST URL/log?rid=ID       it goes on; the body contains the newest lines
-    POST URL?rid=ID           it has succeeded
-    POST URL/7?rid=ID         it has ended with the exit status 7
-    POST URL/fail?rid=ID      it has failed without an exit status
+    POST URL/start?rid=ID     start
+    POST URL/log?rid=ID       progress; the body contains the newest lines
+    POST URL?rid=ID           success
+    POST URL/7?rid=ID         end with exit status 7
+    POST URL/fail?rid=ID      failure without an exit status
 
 The server reports a check that fails, or that is silent for longer than its period and grace time.
 """
@@ -109,11 +109,11 @@ class Heartbeat:
         return [f"heartbeat not delivered to {self.target}: {problem}" for problem in self.problems]
 
     def begin(self) -> None:
-        """Send the start; returns at once."""
+        """Send the start message in the thread; return at once."""
         self._put("start", "")
 
     def progress(self, text: str) -> None:
-        """Add lines that tell how the training goes; returns at once.
+        """Add lines about the progress of the training; return at once.
 
         Every `interval_s`, the newest 10 kB of what was added since are sent.
         """
@@ -122,7 +122,7 @@ class Heartbeat:
                 self._progress = _newest(f"{self._progress}\n{text}" if self._progress else text)
 
     def log(self, text: str) -> list[str]:
-        """Send a message that does not change the state of the check, as the last one; otherwise like `end`."""
+        """Like `end`, but the last message does not change the state of the check."""
         return self._finish("log", text)
 
     def end(self, exit_code: int | None, text: str = "") -> list[str]:
@@ -192,7 +192,7 @@ class Heartbeat:
                 continue
             try:
                 problem = self._send(ping)
-            except Exception as error:  # whatever it is, the retraining goes on
+            except Exception as error:  # no error here may end the retraining
                 problem = f"{type(error).__name__}: {error}"
             what = ping.suffix or "success"
             if problem:
@@ -202,7 +202,7 @@ class Heartbeat:
         self._ended.set()
 
     def _send(self, ping: _Ping) -> str:
-        """Send one message, again after failures that may pass. Returns why it was not delivered, "" if it was.
+        """Send one message, and repeat it after temporary failures. Return why it was not delivered, or "".
 
         Once the last message waits, the others are not repeated.
         """
@@ -270,7 +270,7 @@ def _describe(error: BaseException | str) -> str:
 
 
 def _problem_of(url: str) -> str:
-    """What is wrong with a URL, "" for nothing; it does not show the URL."""
+    """Return what is wrong with a URL, "" for nothing; it does not show the URL."""
     try:
         parts = urlsplit(url)
         is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -288,7 +288,7 @@ def _longest_first(texts: Iterable[str]) -> list[str]:
 
 
 def _newest(text: str) -> str:
-    """The last 10 kB of the text, from the start of a line if there is one."""
+    """Return the last 10 kB of the text, from the start of a line if there is one."""
     data = text.encode("utf-8", "replace")
     if len(data) <= BODY_BYTES:
         return text

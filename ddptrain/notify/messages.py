@@ -1,4 +1,4 @@
-"""Which events users are told, and the text of each message. Pure functions: no I/O, no clock."""
+"""Decides which events users are notified of, and composes the messages. The functions use no I/O and no clock."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def events_to_tell(on: Collection[str], status: str, earlier: str | Sequence[str
 
 
 def _is_new(status: str, since_success: Sequence[str]) -> bool:
-    """Whether the state has changed. A model stays late while its retrainings fail, and the other way round."""
+    """Return whether users do not know this state yet. "late" and a failure do not end each other."""
     if status == "late":
         return "late" not in since_success
     ends = [each for each in since_success if each != "late"]
@@ -158,7 +158,7 @@ def html(report: RetrainReport) -> str:
 
 
 def next_commands(report: RetrainReport) -> list[str]:
-    """Return the commands to look further, or to act; they are valid in the folder of the report."""
+    """Return the next commands to inspect the result or to act; they must be called in the folder of the report."""
     model = shlex.quote(report.model)
     models = _option("--models-dir", report.models_dir, "models")
     run = shlex.quote(report.run_id) + _option("--runs-dir", report.runs_dir, "runs") if report.run_id else ""
@@ -204,7 +204,7 @@ def _new_version(report: RetrainReport) -> str:
 
 
 def _facts(report: RetrainReport) -> list[tuple[str, str]]:
-    """Names and values, without those that are not known, or that say only that all is well."""
+    """Return names and values, without those that are not known, or that say only that all is well."""
     reason = "" if report.status == "promoted" else shorten(report.reason, _REASON_CHARS)
     facts = [
         ("root cause" if report.event == "failed" else "reason", reason),
@@ -218,7 +218,7 @@ def _facts(report: RetrainReport) -> list[tuple[str, str]]:
 
 
 def _metrics(report: RetrainReport) -> list[tuple[str, str, str, str]]:
-    """Rows of metric, candidate, champion and their difference; what is missing is "-"."""
+    """Return rows of metric, candidate, champion and their difference; what is missing is "-"."""
     candidate, champion = report.scores.get("candidate", {}), report.scores.get("champion", {})
     rows = []
     for name in sorted({*candidate, *champion})[:_MAX_METRICS]:
@@ -230,7 +230,7 @@ def _metrics(report: RetrainReport) -> list[tuple[str, str, str, str]]:
 
 
 def _value(value: float | None) -> str:
-    """NaN and infinity are told as they are: they explain why a version was rejected."""
+    """Return the number as text; NaN and infinity stay, because they explain why a version was rejected."""
     return number(value) if value is None or math.isfinite(value) else str(value)
 
 
@@ -244,7 +244,7 @@ def _lists(report: RetrainReport) -> list[tuple[str, list[str]]]:
 
 
 def _bullets(report: RetrainReport) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """Titles with their items: the text that is shown as it is, what stands before it, and what follows."""
+    """Return titles with their items: the text that is shown as it is, what stands before it, and what follows."""
     parts = [("", [(f"{name}: ", value, "") for name, value in _facts(report)])]
     compared = [
         ("", name, f": {candidate}, champion {champion}" + (f" ({difference})" if difference != number(None) else ""))
@@ -266,5 +266,5 @@ def _option(name: str, value: str, default: str) -> str:
 
 
 def _code(text: str) -> str:
-    """The text as inline code, so that underscores and stars stay as they are."""
+    """Return the text as inline code, so that underscores and stars stay as they are."""
     return "`" + text.replace("`", "'") + "`"

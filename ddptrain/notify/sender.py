@@ -115,7 +115,7 @@ def from_environment(url: str, environ: Mapping[str, str]) -> str:
 
 
 def secret_parts(url: str) -> list[str]:
-    """Return the texts of a URL that no message may contain, the longest first: all but its scheme.
+    """Return the parts of a URL that no message may contain, the longest first: all parts except the scheme.
 
     In the URLs of many services the host is a token as well.
     """
@@ -183,7 +183,7 @@ def _delivery(answer: Mapping[str, Any], named: list[tuple[str, str]]) -> Delive
 
 
 def _safe(problem: str, url: str, host: str = "") -> str:
-    """The problem on one line, without any part of the URL except its host."""
+    """Return the problem on one line, without any part of the URL except its host."""
     secrets = [part for part in secret_parts(url) if not host or part not in (host, host.rpartition(":")[0])]
     line = " ".join(sanitized(problem).split())
     return shorten(hide_credentials(hide_known(line, secrets)), _PROBLEM_CHARS)

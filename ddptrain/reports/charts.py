@@ -56,7 +56,7 @@ def charts(plot: Plot) -> list[str]:
 
 
 def _groups(panel: Panel) -> list[list[Curve]]:
-    """Curves that share a chart: those whose common range of x is at least half of the whole range."""
+    """Return curves that share a chart: those whose common range of x is at least half of the whole range."""
     curves = [curve for curve in panel.curves if len(_finite(curve.main)[0]) > 1][:MOST_LINES]
     if not curves:
         return []
@@ -110,7 +110,7 @@ def _formatter(span: float) -> Callable[[float], str]:
 
 
 def _resampled(line: Points, start: float, end: float) -> list[float]:
-    """The values at points of equal distance from `start` to `end`; of many points, the means of neighbours."""
+    """Return the values at points of equal distance from `start` to `end`; of many points, the means of neighbours."""
     import numpy as np
 
     order = np.argsort(line[0], kind="stable")

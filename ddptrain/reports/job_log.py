@@ -28,7 +28,7 @@ def job_log(facts: Facts, service: CiService, workspace: Path, folder: Path) -> 
 
 
 def _tail(facts: Facts, service: CiService, rank: int) -> str:
-    """The last lines of a failed rank, as a folded section."""
+    """Return the last lines of a failed rank, as a folded section."""
     name = f"ddptrain_{os.getpid()}_rank_{rank}"
     lines = "".join(f"[rank {rank}] {sanitized(line)}\n" for line in facts.tails[rank])
     shown = ci.without_commands(lines) if service is CiService.GITHUB else lines

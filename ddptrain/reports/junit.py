@@ -81,7 +81,7 @@ def _cases(facts: Facts) -> list[_Case]:
 
 
 def _distinct(cases: list[_Case]) -> list[_Case]:
-    """The cases; several of one name, as two conditions of a metric, are numbered."""
+    """Return the cases; several of one name, as two conditions of a metric, are numbered."""
     seen: Counter[tuple[str, str]] = Counter()
     for case in cases:
         seen[case.group, case.name] += 1
@@ -91,7 +91,7 @@ def _distinct(cases: list[_Case]) -> list[_Case]:
 
 
 def _problem_cases(report: RunReport) -> list[_Case]:
-    """A case for each problem of a configuration."""
+    """Return a case for each problem of a configuration."""
     return [
         _Case(report.name, " ".join(filter(None, ("configuration", problem.key))), ERROR, str(problem), "ConfigError")
         for problem in report.problems
@@ -155,7 +155,7 @@ def _add(suite: ET.Element, case: _Case) -> None:
 
 
 def _text(text: str) -> str:
-    """The text without credentials, and without characters that XML does not have."""
+    """Return the text without credentials, and without characters that XML does not have."""
     return _NOT_XML.sub("", sanitized(hide_credentials(text)))
 
 

@@ -80,7 +80,7 @@ def _cause(facts: Facts, environ: Mapping[str, str]) -> str:
 
 
 def _source_url(source: SourceLine, environ: Mapping[str, str]) -> str:
-    """The address of the line in the commit that the job has checked out; "" if the job does not say."""
+    """Return the address of the line in the commit that the job has checked out; "" if the job does not say."""
     from urllib.parse import quote
 
     file = quote(source.file)
@@ -210,7 +210,7 @@ def _metrics(view: RunView) -> Iterator[str]:
 
 
 def _curves(view: RunView) -> tuple[Plot | None, str]:
-    """The curves of the run; if they cannot be shown, None and the reason as Markdown."""
+    """Return the curves of the run; if they cannot be shown, None and the reason as Markdown."""
     try:
         size_bytes = view.layout.metrics_jsonl.stat().st_size
         if size_bytes > _CURVES_BYTES:

@@ -63,7 +63,7 @@ def is_installed(file: str) -> bool:
 
 
 def _in_workspace(file: str, workspace: Path) -> str:
-    """The path relative to the workspace; "" if it is elsewhere, or not the user's code."""
+    """Return the path relative to the workspace; "" if it is elsewhere, or not the user's code."""
     path = Path(file)
     try:
         if is_installed(file):

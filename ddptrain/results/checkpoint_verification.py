@@ -1,6 +1,4 @@
-"""Manifests of checkpoints (checkpoint.json), and which checkpoint a run goes on from: the newest that matches its
-manifest.
-"""
+"""Reads the manifests of checkpoints (checkpoint.json), and finds the newest checkpoint that matches its manifest."""
 
 from __future__ import annotations
 
@@ -30,21 +28,21 @@ class VerifiedCheckpoint:
     files: tuple[str, ...]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Its step and epoch, for messages."""
         epoch = f", epoch {self.epoch:g}" if self.epoch is not None else ""
         return f"step {self.step}{epoch}"
 
 
 def verify(folder: Path) -> VerifiedCheckpoint:
-    """Read a checkpoint's manifest and compare every file with it. Raises CheckpointDamaged."""
+    """Read a checkpoint's manifest, and compare every file with its size and hash there. Raises CheckpointDamaged."""
     for file in _manifest(folder)["files"]:
         _compare(folder / file["name"], file["size_bytes"], file["sha256"])
     return read_manifest(folder)
 
 
 def read_manifest(folder: Path) -> VerifiedCheckpoint:
-    """Read a checkpoint's manifest without a look at its files. Raises CheckpointDamaged."""
+    """Read a checkpoint's manifest; its files are not checked. Raises CheckpointDamaged."""
     manifest = _manifest(folder)
     return VerifiedCheckpoint(
         folder=folder,
@@ -93,7 +91,7 @@ def finite_metrics(manifest: dict[str, Any]) -> dict[str, float]:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether it may name a file of a checkpoint: no folder, no control character, not the manifest."""
+    """Return whether a file of a checkpoint may have this name: no folder, no control character, not the manifest."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..", MANIFEST):
         return False
     return "\\" not in name and name.isprintable()
@@ -145,9 +143,9 @@ def _is_finite(value: object) -> bool:
 
 def _compare(path: Path, size_bytes: int, sha256: str) -> None:
     try:
-        found = path.stat().st_size
-        if found != size_bytes:  # found before a large file is read
-            raise CheckpointDamaged(f"{path.name} has {found} bytes, not {size_bytes}")
+        size = path.stat().st_size
+        if size != size_bytes:  # checked first: hashing reads the whole file
+            raise CheckpointDamaged(f"{path.name} has {size} bytes, not {size_bytes}")
         _, digest = hash_file(path)
     except OSError as error:
         raise CheckpointDamaged(f"cannot read {path}: {error.strerror}") from error

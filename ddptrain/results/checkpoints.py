@@ -1,4 +1,4 @@
-"""The checkpoints folder of a run: a checkpoint in it is complete and verified, or absent."""
+"""Adds checkpoints to the checkpoints folder of a run. A checkpoint there is complete and verified, or absent."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddptrain.config.wording import shorten
 from ddptrain.file_ops import publish, sync_folder
 from ddptrain.protocol.events import CheckpointSaved, StagedFile
 from ddptrain.results.checkpoint_verification import is_plain_name
-from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
 from ddptrain.results.run_record import BestRecord, as_json_data
 from ddptrain.results.secure_files import write_file
-from ddptrain.results.staged_files import Parcel, move_in
+from ddptrain.results.staged_files import StagedMove, move_in
 
 _MANIFEST_SCHEMA = 1
 _OLD = ".old-"
@@ -36,12 +36,12 @@ class CheckpointPolicy:
     mode: Literal["min", "max"] = "min"
 
 
-class CheckpointShelf:
-    """The checkpoints of a run that this process writes."""
+class RunCheckpoints:
+    """The checkpoints of the run that this process writes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, the last saved one last
+        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, in the order of saving
         self.best: BestRecord | None = None
 
     @property
@@ -61,10 +61,10 @@ class CheckpointShelf:
     ) -> Path:
         """Add a staged checkpoint, update `latest` and `best`, and delete old checkpoints. The staged files stay.
 
-        A step that is saved again keeps the metrics that the new event does not have: the last checkpoint of a run
-        often has none, and is as good as it was. source: the folder of the event's files; parts: those of its parts.
+        If a step is saved again, metrics that the new event does not have are kept: the last checkpoint of a run often
+        has none. source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`.
 
-        Raises CheckpointDamaged: nothing visible has changed; ResultsError.
+        Raises CheckpointDamaged (nothing visible has changed), ResultsError.
         """
         event = replace(event, metrics={**self._metrics.get(event.step, {}), **event.metrics})
         final = self._folder / step_name(event.step)
@@ -72,39 +72,39 @@ class CheckpointShelf:
         staged = _staged(event, (source, *parts))
         _check_names(event, staged)
         try:
-            with naming(incoming):
+            with results_errors(incoming):
                 incoming.mkdir(parents=True)
-            parcels = [Parcel(at / f.name, incoming / f.name, f.size_bytes, f.sha256) for at, f in staged]
-            move_in(parcels, CheckpointDamaged)
+            moves = [StagedMove(at / f.name, incoming / f.name, f.size_bytes, f.sha256) for at, f in staged]
+            move_in(moves, CheckpointDamaged)
             write_file(incoming / MANIFEST, _manifest(event, [file for _, file in staged], world_size, versions))
-            with naming(final):
+            with results_errors(final):
                 sync_folder(incoming)
                 _publish(incoming, final)
         except BaseException:
             shutil.rmtree(incoming, ignore_errors=True)
             raise
-        self._remember(event, policy)
+        self._keep_newest(event, policy)
         return final
 
     def restore(self, checkpoints: Iterable[tuple[int, Mapping[str, float]]], policy: CheckpointPolicy) -> None:
-        """Start with checkpoints that exist already: step and metrics of each, oldest first.
+        """Register existing checkpoints: step and metrics of each, oldest first.
 
-        Other checkpoints in the folder stay until one of the same step replaces them.
+        A checkpoint in the folder that is not registered stays until one of the same step replaces it.
         """
         self._metrics = dict(checkpoints)
-        self._point(policy)
+        self._update_pointers(policy)
 
-    def _remember(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
+    def _keep_newest(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
         self._metrics.pop(event.step, None)
         self._metrics[event.step] = event.metrics
-        self._point(policy)
+        self._update_pointers(policy)
         kept = {*list(self._metrics)[-policy.keep :], *([self.best.step] if self.best else [])}
         for step in [step for step in self._metrics if step not in kept]:
             del self._metrics[step]
             _remove(self._folder / step_name(step))
 
-    def _point(self, policy: CheckpointPolicy) -> None:
-        """Update `best`, and the pointer files of `latest` and `best`."""
+    def _update_pointers(self, policy: CheckpointPolicy) -> None:
+        """Update the attribute `best`, and the pointer files `latest` and `best`."""
         self.best = self._best(policy)
         steps = {LATEST: next(reversed(self._metrics), None), BEST: self.best.step if self.best else None}
         for name, step in steps.items():
@@ -112,7 +112,7 @@ class CheckpointShelf:
             if step is not None:
                 write_file(pointer, f"{step_name(step)}\n".encode())
             else:
-                with naming(pointer):
+                with results_errors(pointer):
                     pointer.unlink(missing_ok=True)
 
     def _best(self, policy: CheckpointPolicy) -> BestRecord | None:
@@ -122,7 +122,7 @@ class CheckpointShelf:
         candidates = [(value, step) for value, step in values if value is not None and math.isfinite(value)]
         if not candidates:
             return None
-        # Of equal values the first counts: both functions return it.
+        # Of equal values, max() and min() return the first one.
         value, step = (max if policy.mode == "max" else min)(candidates, key=lambda pair: pair[0])
         return BestRecord(policy.metric, policy.mode, value, step)
 
@@ -138,13 +138,13 @@ def discard_staged(event: CheckpointSaved, sources: Sequence[Path]) -> None:
 
 
 def _staged(event: CheckpointSaved, sources: Sequence[Path]) -> list[tuple[Path, StagedFile]]:
-    """Each file of a checkpoint, with its staging folder."""
+    """Return each file of a checkpoint with its staging folder."""
     parts = (event.files, *(part.files for part in event.parts))
     return [(folder, file) for folder, files in zip(sources, parts, strict=True) for file in files]
 
 
 def _check_names(event: CheckpointSaved, staged: Sequence[tuple[Path, StagedFile]]) -> None:
-    """Refuse an event with a file name that is not plain, and a staging folder that holds links or folders."""
+    """Raise CheckpointDamaged if a file name is not plain, or if a staging folder holds links or folders."""
     names = [file.name for _, file in staged]
     for name in names:
         if not is_plain_name(name):
@@ -158,15 +158,15 @@ def _check_names(event: CheckpointSaved, staged: Sequence[tuple[Path, StagedFile
 
 
 def _check_folder(source: Path) -> None:
-    """Refuse a staging folder that holds links or folders."""
+    """Raise CheckpointDamaged if a staging folder holds links or folders."""
     try:
         if source.is_symlink():
             raise CheckpointDamaged(f"the staging folder {source} is a symbolic link")
-        odd = [entry.name for entry in os.scandir(source) if not entry.is_file(follow_symlinks=False)]
+        irregular = [entry.name for entry in os.scandir(source) if not entry.is_file(follow_symlinks=False)]
     except OSError as error:
         raise CheckpointDamaged(f"cannot read the staging folder {source}: {error.strerror}") from error
-    if odd:
-        raise CheckpointDamaged(f'the staging folder {source} holds "{shorten(odd[0])}", which is no plain file')
+    if irregular:
+        raise CheckpointDamaged(f'the staging folder {source} holds "{shorten(irregular[0])}", which is no plain file')
 
 
 def _manifest(
@@ -185,7 +185,7 @@ def _manifest(
 
 
 def _publish(incoming: Path, final: Path) -> None:
-    """Give `incoming` the name `final`. A folder of that name is replaced; at every moment one of the two exists."""
+    """Rename `incoming` to `final`. An existing folder `final` is replaced, without a moment in which both are gone."""
     if not final.exists():
         publish(incoming, final)
     elif _exchange(incoming, final):
@@ -203,7 +203,7 @@ def _publish(incoming: Path, final: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step if the system can (Linux, on most file systems)."""
+    """Exchange the names of two folders atomically; return False if the system or the file system cannot."""
     import ctypes
 
     at_working_directory, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: man 2 renameat2
@@ -214,8 +214,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint: it is renamed first, so that no reader sees a part of it."""
-    gone = folder.with_name(f"{_OLD}{folder.name}-{secrets.token_hex(4)}")
+    """Delete a checkpoint. The folder is renamed first, so that no reader sees an incomplete checkpoint."""
+    renamed = folder.with_name(f"{_OLD}{folder.name}-{secrets.token_hex(4)}")
     with suppress(OSError):
-        publish(folder, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        publish(folder, renamed)
+        shutil.rmtree(renamed, ignore_errors=True)

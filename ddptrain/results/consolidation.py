@@ -19,7 +19,7 @@ from ddptrain.results.checkpoint_verification import parse_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import MANIFEST
 
-MAX_FILE_BYTES = 5_000_000_000  # of one file; the limit that the Hugging Face Hub uses
+MAX_FILE_BYTES = 5_000_000_000  # the limit that the Hugging Face Hub uses
 _CHUNK_BYTES = 64 << 20
 _MODEL_FILE = "model.safetensors"
 
@@ -38,21 +38,21 @@ class Consolidated:
 def consolidate(
     checkpoint: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES, more: Sequence[Path] = ()
 ) -> Consolidated:
-    """Write a checkpoint's weights, and what else is needed to use the model, into a new folder.
+    """Write the weights of a checkpoint and its other files, without optimizer state, into the new folder `target`.
 
-    The checkpoint is compared with its manifest first. The optimizer's state is left out. The folder appears complete
-    or not at all. more: further files to copy into it.
+    The checkpoint is compared with its manifest first. The folder appears complete or not at all. more: further files
+    to copy into the folder.
 
     Raises CheckpointDamaged; UsageError if the folder exists, or cannot be written.
     """
     if os.path.lexists(target):
         raise UsageError(f"{target} exists: choose a new folder")
-    found = verify(checkpoint)
+    verified = verify(checkpoint)
     try:
         tensors, tied = saved_model(checkpoint)
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(f"cannot read the weights of {checkpoint}: {error}") from error
-    others = [name for name in found.files if name != MANIFEST and not _is_of_tensors(name)]
+    others = [name for name in verified.files if name != MANIFEST and not _holds_tensors(name)]
     incoming = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,16 +68,19 @@ def consolidate(
     finally:
         shutil.rmtree(incoming, ignore_errors=True)
     n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
-    return Consolidated(target, found.step, (*names, *others, MANIFEST), len(tensors), n_bytes)
+    return Consolidated(target, verified.step, (*names, *others, MANIFEST), len(tensors), n_bytes)
 
 
-def _is_of_tensors(name: str) -> bool:
-    """Whether a file of a checkpoint has weights, or state of an optimizer."""
+def _holds_tensors(name: str) -> bool:
+    """Return whether a file of a checkpoint contains weights or optimizer state."""
     return name in (_MODEL_FILE, INDEX_FILE) or name.startswith((f"{MODEL}.rank-", f"{OPTIMIZER}.rank-"))
 
 
 def split_tensors(tensors: Mapping[str, SavedTensor], max_file_bytes: int) -> list[list[str]]:
-    """Divide the names of tensors among files of at most that size, in their order; a larger tensor has its own."""
+    """Divide the tensors among files of at most `max_file_bytes`; return their names, one list for each file.
+
+    A larger tensor gets a file of its own.
+    """
     files: list[list[str]] = [[]]
     size = 0
     for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)):
@@ -93,16 +96,16 @@ def _write_model(
     folder: Path, tensors: Mapping[str, SavedTensor], tied: Mapping[str, str], max_file_bytes: int
 ) -> list[str]:
     """Write the weights into one file, or into several with an index; return the names of the files."""
-    parts = split_tensors(tensors, max_file_bytes)
-    if len(parts) == 1:
-        _write_tensors(folder / _MODEL_FILE, {name: tensors[name] for name in parts[0]}, tied)
+    files = split_tensors(tensors, max_file_bytes)
+    if len(files) == 1:
+        _write_tensors(folder / _MODEL_FILE, {name: tensors[name] for name in files[0]}, tied)
         return [_MODEL_FILE]
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(parts, 1):
-        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        own = {name: kept for name, kept in tied.items() if kept in names}
-        _write_tensors(folder / file, {name: tensors[name] for name in names}, own)
-        weight_map |= dict.fromkeys([*names, *own], file)
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        tied_here = {name: kept for name, kept in tied.items() if kept in names}
+        _write_tensors(folder / file, {name: tensors[name] for name in names}, tied_here)
+        weight_map |= dict.fromkeys([*names, *tied_here], file)
     size = sum(tensor.n_bytes for tensor in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     write_atomic(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
@@ -110,7 +113,7 @@ def _write_model(
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, SavedTensor], tied: Mapping[str, str]) -> None:
-    """Write a safetensors file; metadata are the further names of tied weights, as in the file of a checkpoint."""
+    """Write a safetensors file; its metadata are the further names of tied weights (`tied`: further name -> name)."""
     header: dict[str, Any] = {"__metadata__": dict(tied)} if tied else {}
     end = 0
     for name, tensor in tensors.items():
@@ -128,7 +131,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, SavedTensor], tied: Mapping
 
 
 def row_blocks(tensor: SavedTensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and size of blocks of whole rows, in order; a block has at most 64 MiB, or one row."""
+    """Yield offset and shape of blocks of whole rows, in order. A block has at most 64 MiB, or is a single row."""
     if not tensor.shape:
         yield (), ()
         return
@@ -140,7 +143,7 @@ def row_blocks(tensor: SavedTensor) -> Iterator[tuple[tuple[int, ...], tuple[int
 
 
 def _manifest(checkpoint: Path, folder: Path, names: Sequence[str]) -> bytes:
-    """The checkpoint's manifest with the files that are in the new folder."""
+    """Return the checkpoint's manifest, with the files of the new folder."""
     before = parse_manifest((checkpoint / MANIFEST).read_bytes())
     if before is None:
         raise CheckpointDamaged(f"{checkpoint / MANIFEST} has changed meanwhile")

@@ -1,4 +1,4 @@
-"""Errors of run directories. Those of object stores are in storage/store.py.
+"""Errors of run directories. Errors of object stores are in storage/store.py.
 
 ResultsError             4  the run directory can't be written: disk full, no permission, not a folder
 ├── CheckpointDamaged    4  a checkpoint does not have the size or hash that its event or manifest states
@@ -46,8 +46,8 @@ _ADVICE = {
 
 
 @contextmanager
-def naming(path: Path, action: str = "write") -> Iterator[None]:
-    """Turn an OSError of the block into a ResultsError that names the file, the cause and what to do."""
+def results_errors(path: Path, action: str = "write") -> Iterator[None]:
+    """Convert an OSError of the block into a ResultsError: "cannot ACTION PATH: CAUSE", and what to do."""
     try:
         yield
     except OSError as error:

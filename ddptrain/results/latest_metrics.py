@@ -1,4 +1,4 @@
-"""The newest value of each metric of a run: one number for all ranks, for run.json and the end-of-run summary."""
+"""Computes the newest value of each metric, one number for all ranks, for run.json and the end-of-run summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddptrain.results.metrics import AllSeries
 
 @dataclass(slots=True)
 class _Latest:
-    """One metric at its newest step: the value of each rank, and the value of a checkpoint."""
+    """One metric at its newest step. by_rank: logged values; saved: the value that ctx.checkpoint got."""
 
     step: int | None
     by_rank: dict[int, float] = field(default_factory=dict)
@@ -29,9 +29,9 @@ class _Latest:
 class LatestMetrics:
     """Defines `last_metrics`: the value of each metric at its newest step.
 
-    This is the value that ctx.checkpoint got for the step, which the workload computes over all ranks (for example, the
-    mean of an epoch). Without one, it is the mean over the ranks that logged the metric at this step. A value logged
-    without a step is newer than all earlier values of its rank.
+    If ctx.checkpoint got a value for the step, that value counts: the workload has computed it over all ranks, for
+    example as the mean of an epoch. Otherwise the mean over the ranks that logged the metric at this step counts. A
+    value logged without a step is newer than all earlier values of its rank.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LatestMetrics:
         return latest
 
     def begin_attempt(self, known: Mapping[str, float | None] | None = None) -> None:
-        """Begin an attempt, perhaps at an earlier step; `known` are the values of a resumed run."""
+        """Begin an attempt, whose steps may start again at a lower number; `known`: the values of a resumed run."""
         for name, value in (known or {}).items():
             if value is not None:
                 self._latest[name] = _Latest(None, saved=value)

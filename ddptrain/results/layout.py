@@ -36,7 +36,7 @@ _LONGEST_PATH_BYTES = 1000
 
 
 class _Below:
-    """A path below `root`, as an attribute."""
+    """A descriptor: the path of a file or folder below `root`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -53,22 +53,22 @@ class RunLayout:
 
     @property
     def is_original(self) -> bool:
-        """Whether `root` is not a local copy of a run in an object store."""
+        """Whether `root` is the run itself, and not a local copy of a run in an object store."""
         return origin_of(self.root) is None
 
     @property
     def where(self) -> str:
-        """The run's place for messages: the address in the store if `root` is a copy, or else the path."""
+        """The location of the run, for messages: the URL in the store if `root` is a local copy, otherwise the path."""
         return where_of(self.root)
 
     def shown_path(self, path: Path) -> str:
-        """Return a path below `root` for messages."""
+        """Return a path below `root` for messages, as `where` does for `root`."""
         return f"{self.where}/{path.relative_to(self.root).as_posix()}"
 
-    run_json = _Below("run.json")  # the record of the run: see record.py
+    run_json = _Below("run.json")  # the record of the run: see run_record.py
     config_yaml = _Below("config.yaml")  # the resolved configuration, without secrets
-    events_jsonl = _Below("events.jsonl")  # every event but log lines
-    metrics_jsonl = _Below("metrics.jsonl")  # every number that was logged
+    events_jsonl = _Below("events.jsonl")  # all events except log lines
+    metrics_jsonl = _Below("metrics.jsonl")  # all logged numbers
     system_jsonl = _Below("system.jsonl")  # the use of hosts, ranks and GPUs
     logs_dir = _Below("logs")  # one log for each rank
     checkpoints_dir = _Below("checkpoints")  # one folder for each checkpoint, and the pointers latest and best
@@ -76,13 +76,13 @@ class RunLayout:
     inputs_dir = _Below(INPUTS)  # what the driver has prepared for the ranks of every attempt
     tracking_dir = _Below(TRACKING)  # one folder for each tracker
     git_diff = _Below("git.diff")  # changes of the code that were not committed, without secrets
-    lock_file = _Below("run.lock")  # the driver holds it for the life of the run
-    heartbeat_file = _Below(".heartbeat")  # the driver touches it, for hosts that do not see the lock
+    lock_file = _Below("run.lock")  # the driver holds the lock for the life of the run
+    heartbeat_file = _Below(".heartbeat")  # the driver touches the file, for hosts that do not see the lock
     driver_log = _Below("driver.log")  # what a detached driver printed
     decision_log = _Below("logs/driver.log")  # ddptrain's own log of the run, for bug reports
     stop_json = _Below(".stop.json")  # a request to stop, until the driver has read it
-    scratch_dir = _Below(".scratch")  # of the embedded cluster, while the run is running
-    plot_png = _Below("plot.png")  # the default place of a picture of the curves
+    scratch_dir = _Below(".scratch")  # files of the embedded cluster, while the run is running
+    plot_png = _Below("plot.png")  # the default output of `results plot`
 
     def area(self, name: str) -> Path:
         """Return the folder of that name if ranks may save files in it. Raises UnsafePath otherwise."""
@@ -98,8 +98,8 @@ class RunLayout:
 
     def logs(self) -> dict[int, Path]:
         """Return the existing logs by rank, in the order of ranks."""
-        elsewhere = {self.root / path for path in self._elsewhere("logs/")}
-        found = ((_LOG_NAME.fullmatch(path.name), path) for path in {*entries(self.logs_dir), *elsewhere})
+        in_store = {self.root / path for path in self._files_in_store("logs/")}
+        found = ((_LOG_NAME.fullmatch(path.name), path) for path in {*entries(self.logs_dir), *in_store})
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
     def artifacts(self) -> dict[str, int]:
@@ -110,11 +110,14 @@ class RunLayout:
         sizes = {
             path.relative_to(self.artifacts_dir).as_posix(): size for path, size in files_below(self.artifacts_dir)
         }
-        sizes |= {path.partition("/")[2]: size_bytes for path, size_bytes in self._elsewhere("artifacts/").items()}
+        sizes |= {path.partition("/")[2]: size_bytes for path, size_bytes in self._files_in_store("artifacts/").items()}
         return {path: sizes[path] for path in sorted(sizes) if not PurePosixPath(path).name.startswith(INCOMING)}
 
-    def _elsewhere(self, folder: str) -> dict[str, int]:
-        """Return the files of the original of a local copy, by path from `root`; the copy may lack them."""
+    def _files_in_store(self, folder: str) -> dict[str, int]:
+        """Return the files below `folder` that the run has in its store, by path from `root`; empty for an original.
+
+        A local copy may lack them.
+        """
         origin = origin_of(self.root)
         return {path: size for path, size in origin.files.items() if path.startswith(folder)} if origin else {}
 
@@ -137,7 +140,7 @@ def new_run_id(name: str, now: datetime | None = None) -> str:
 
 
 def valid_run_id(run_id: str) -> bool:
-    """Return whether a folder can have that name on every system, and no command gives it another meaning."""
+    """Return whether every system allows a folder of that name, and no command gives the name another meaning."""
     if not _RUN_ID.fullmatch(run_id) or run_id.endswith("."):
         return False
     return run_id.lower() not in (LATEST, BEST) and not _DEVICE.fullmatch(run_id)
@@ -158,11 +161,11 @@ def step_of(name: str) -> int | None:
 
 
 def safe_relative(path: str) -> PurePosixPath:
-    """Return the path if it stays below the folder that it is joined to, and every file system can store it.
+    """Return a relative path that a rank has given, without "." and empty parts.
 
     Raises UnsafePath if it is absolute, contains `..`, or contains a name that is reserved, not printable or too long.
     """
-    problem = _whole_problem(path)
+    problem = _path_problem(path)
     parts = [part for part in path.split("/") if part not in ("", ".")]
     for part in parts:
         problem = problem or _part_problem(part)
@@ -175,7 +178,7 @@ def safe_relative(path: str) -> PurePosixPath:
     return PurePosixPath(*parts)
 
 
-def _whole_problem(path: str) -> str:
+def _path_problem(path: str) -> str:
     if path.startswith("/") or _DRIVE.match(path):
         return "is absolute"
     if path.endswith("/"):

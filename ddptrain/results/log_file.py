@@ -1,4 +1,4 @@
-"""Keeps ddptrain's own log of a run in logs/driver.log of its run directory: the file for bug reports."""
+"""Writes ddptrain's own log of a run into logs/driver.log of the run directory: the file for bug reports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ddptrain import __version__, file_ops, log
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.secure_files import open_to_append
 
-MAX_BYTES = 8 << 20  # a larger file is renamed to driver.log.1, of which there is one
+MAX_BYTES = 8 << 20  # a larger file is renamed to driver.log.1, which replaces an older driver.log.1
 
 _log = log.Log("ddptrain.driver")
 
 
 @contextmanager
 def driver_log(path: Path, run_id: str, secrets: Iterable[str], *, only_own: bool = False) -> Iterator[None]:
-    """Append all records of level info to the file until the block is left; `secrets` are kept out of it.
+    """Append all records from level info on to the file until the block ends; `secrets` are left out.
 
-    only_own: only records of this run, because other runs of this process have logs of their own.
+    only_own: append only records of this run, because other runs of this process have logs of their own.
 
     Raises ResultsError if the file can't be opened.
     """
@@ -51,19 +51,19 @@ class LogFile(logging.Handler):
     """Appends records to a file of a run directory. Once a write has failed (a full disk), it writes nothing more."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
-        """Open the file, which is created if it is missing. Raises ResultsError."""
+        """Open the file; a missing file is created. Raises ResultsError."""
         super().__init__()
         self.setFormatter(log.LineFormatter())
         self._path, self._max_bytes = path, max_bytes
         self._descriptor = open_to_append(path)
         self._size = os.fstat(self._descriptor).st_size
-        self._guard = threading.Lock()
+        self._mutex = threading.Lock()
         if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
-            self._append(b"\n")  # a driver that was killed has left half a line
+            self._append(b"\n")  # a driver that was killed has left an incomplete line
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append the record; an error ends the log, not the run."""
-        with self._guard:
+        with self._mutex:
             if self._descriptor < 0:
                 return
             try:
@@ -76,7 +76,7 @@ class LogFile(logging.Handler):
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
-        with self._guard:
+        with self._mutex:
             self._close_file()
         super().close()
 

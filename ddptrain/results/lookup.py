@@ -60,11 +60,11 @@ class RunView:
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds from start to end, or until now; of all parts of a resumed run, without the time between them."""
+        """Seconds from start to end, or until now. Of a resumed run: without the time in which it was stopped."""
         if self.record.duration_s is not None:
             return self.record.duration_s
-        began = moment(self.record.resumed_at or self.record.started_at)
-        ended = moment(self.record.ended_at)
+        began = parse_time(self.record.resumed_at or self.record.started_at)
+        ended = parse_time(self.record.ended_at)
         if began is None or (ended is None and not self.is_running):
             return None
         return max(0.0, self.record.earlier_s) + max(0.0, ((ended or datetime.now(UTC)) - began).total_seconds())
@@ -75,7 +75,7 @@ class RunView:
         return read_annotations(self.layout.root)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record for --json, with the run's place, tags, note, and the problem if it can't be read."""
+        """Return the record for --json, with the run directory, tags, note and `problem`."""
         duration_s, annotations = self.duration_s, self.annotations
         return {
             **self.record.as_dict(),
@@ -88,8 +88,8 @@ class RunView:
         }
 
 
-def moment(text: str | None) -> datetime | None:
-    """Parse a time of run.json; None for none, and for other text."""
+def parse_time(text: str | None) -> datetime | None:
+    """Parse a time of run.json. Returns None for None, and for text that is not a time."""
     try:
         parsed = datetime.fromisoformat(text or "")
     except ValueError:
@@ -99,12 +99,12 @@ def moment(text: str | None) -> datetime | None:
 
 def time_text(text: str | None) -> str:
     """Return a time of run.json as people write it, to the second; "" for none, and for other text."""
-    parsed = moment(text)
+    parsed = parse_time(text)
     return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else ""
 
 
 def list_runs(runs_dir: Path) -> list[RunView]:
-    """Return every run of the folder, newest first; none if there is no folder. Raises UsageError."""
+    """Return every run of the folder, newest first; no runs if the folder does not exist. Raises UsageError."""
     try:
         folders = [path for path in runs_dir.iterdir() if _is_run(path)]
     except FileNotFoundError:
@@ -115,9 +115,9 @@ def list_runs(runs_dir: Path) -> list[RunView]:
 
 
 def find_run(runs_dir: Path, run: str) -> Path:
-    """Return the directory of a run, given by its id, an unambiguous prefix, `latest`, a path, or as SWEEP/7.
+    """Return the directory of a run. `run` is its id, an unambiguous prefix, `latest`, a path, or SWEEP/7 for a trial.
 
-    Raises RunNotFound, which lists existing runs, if there is none or more than one.
+    Raises RunNotFound, with a list of existing runs, if no run or more than one run matches.
     """
     if "\0" in run:
         raise RunNotFound("a run's name can't hold a NUL character")
@@ -133,17 +133,18 @@ def find_run(runs_dir: Path, run: str) -> Path:
             return runs_dir / matches[0]
         if matches:
             raise RunNotFound(
-                f'"{shorten(run)}" matches {len(matches)} runs: {_some(matches)}; give more characters of the name'
+                f'"{shorten(run)}" matches {len(matches)} runs: {_first_names(matches)}; '
+                "give more characters of the name"
             )
     if run and _is_run(Path(run)):
         return Path(os.path.abspath(run))
     if (trial := _trial(runs_dir, run)) is not None:
         return trial
-    raise RunNotFound(_nothing_found(runs_dir, run))
+    raise RunNotFound(_not_found_message(runs_dir, run))
 
 
 def _trial(runs_dir: Path, name: str) -> Path | None:
-    """The directory of a trial, given by its id or as SWEEP/7; None if there is none."""
+    """Return the directory of a trial, given by its id or as SWEEP/7; None if it does not exist."""
     if numbered := _NUMBERED.fullmatch(name):
         name = f"{numbered[1]}-{int(numbered[2]):04d}"
     trial = _TRIAL.fullmatch(name)
@@ -172,7 +173,7 @@ def newest_trained(views: Sequence[RunView], workload: str) -> RunView:
     raise RunNotFound(f"there is no run of {workload} in {place}: train one first (--runs-dir names another folder)")
 
 
-def _nothing_found(runs_dir: Path, run: str) -> str:
+def _not_found_message(runs_dir: Path, run: str) -> str:
     names = _names(runs_dir)
     what = f'no run "{shorten(run)}" in {where_of(runs_dir)}'
     if os.path.isdir(run):
@@ -181,10 +182,10 @@ def _nothing_found(runs_dir: Path, run: str) -> str:
         return f"{what}, which contains no runs (--runs-dir names another folder)"
     match = nearest(run, names)
     newest = [view.run_id for view in list_runs(runs_dir)]
-    return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_some(newest)}")
+    return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_first_names(newest)}")
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = len(names) - _MOST_LISTED
     return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
@@ -204,14 +205,14 @@ def _is_run(folder: Path) -> bool:
 
 
 def _age(view: RunView) -> tuple[datetime, str]:
-    started = moment(view.record.started_at)
+    started = parse_time(view.record.started_at)
     return started or datetime.fromtimestamp(liveness.changed_at(view.layout), UTC), view.run_id
 
 
 def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunView:
-    """Return the run in that directory with its status as determined now; for an unreadable one, see `problem`.
+    """Return the run in `path` with its present status. If run.json can't be read, `problem` of the result says why.
 
-    is_ours, watch_s: for commands that act on the answer; see liveness.look.
+    is_ours, watch_s: for commands that act on the status; see liveness.look.
     """
     layout = RunLayout(path)
     try:
@@ -221,7 +222,7 @@ def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunV
         if record.status == RunStatus.RUNNING:
             alive = liveness.look(layout, record.driver, is_ours=is_ours, watch_s=watch_s)
             if alive is not Liveness.RUNNING:
-                record = _read(layout)  # it may have ended meanwhile
+                record = _read(layout)  # the run may have ended meanwhile
                 if record.status == RunStatus.RUNNING:
                     record = (_abandoned if alive is Liveness.GONE else _of_unknown_status)(layout, record)
         return RunView(layout, record)
@@ -264,7 +265,7 @@ def _iso(seconds: float) -> str:
 def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
     """Return the folder of a checkpoint: `latest`, `best`, or a name such as step-100.
 
-    If the pointer file is missing, or its checkpoint is, this is the newest checkpoint.
+    If the pointer file or its checkpoint is missing, the newest checkpoint is returned.
 
     Raises RunNotFound if the run has no such checkpoint.
     """

@@ -1,7 +1,7 @@
 """Reads metrics.jsonl while it grows. Incomplete and damaged lines are skipped.
 
-A resumed run repeats the steps after its checkpoint, so the file may have several values of a step. Those of the last
-attempt count.
+A resumed run repeats the steps after its checkpoint, so the file may have several values of a step. The value of the
+last attempt counts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ddptrain.file_ops import open_regular
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.run_record import AttemptRecord
 
 _POSITION = frozenset(("time_s", "step", "epoch", "rank", "attempt"))
@@ -53,7 +53,7 @@ class MetricsReader:
     """Reads the lines that were appended since the last call."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
-        """`last_bytes`: of a larger file only its end is read."""
+        """`last_bytes`: if the file is larger, only its end is read."""
         self._path = path
         self._offset = 0
         self._last_bytes = last_bytes
@@ -63,7 +63,7 @@ class MetricsReader:
 
         Raises ResultsError if the file can't be read.
         """
-        with naming(self._path, "read"):
+        with results_errors(self._path, "read"):
             try:
                 descriptor = open_regular(self._path)
             except FileNotFoundError:
@@ -73,7 +73,7 @@ class MetricsReader:
                 if size < self._offset:
                     self._offset = 0  # the file was replaced
                 if self._offset == 0 and self._last_bytes is not None:
-                    self._offset = max(0, size - self._last_bytes)  # the first line may then be damaged: it is skipped
+                    self._offset = max(0, size - self._last_bytes)  # may cut a line in two: that line is skipped
                 file.seek(self._offset)
                 data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -116,23 +116,26 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> list[MetricLine]:
+def drop_replaced(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> list[MetricLine]:
     """Return the lines without values that a later attempt has replaced.
 
-    An attempt replaces what earlier ones logged after the step of its checkpoint, and each value that it logs again. An
-    attempt without a checkpoint, which may continue in its own way, replaces from the first step that it logs.
+    An attempt replaces what earlier attempts logged after the step of its checkpoint, and each value that it logs
+    again. An attempt without a checkpoint (the training code may continue in its own way) replaces everything from the
+    first step that it logs.
     """
     started = {attempt.attempt: attempt for attempt in attempts}
     if len(started.keys() | {line.attempt for line in lines}) <= 1:
-        return list(lines)  # nothing can be replaced, and most runs are of this kind
+        return list(lines)  # one attempt: nothing can be replaced
     first_steps: dict[int, float] = {}
     newest: dict[tuple[str, int, float], int] = {}
     for line in lines:
         if line.step is not None:
             first_steps[line.attempt] = min(line.step, first_steps.get(line.attempt, line.step))
             newest |= {(name, line.rank, line.step): line.attempt for name in line.values}
-    ends = {number: _end(started.get(number), first_steps.get(number)) for number in started.keys() | first_steps}
-    found = []
+    ends = {
+        number: _kept_until(started.get(number), first_steps.get(number)) for number in started.keys() | first_steps
+    }
+    kept = []
     for line in lines:
         if any(number > line.attempt and _is_after(line, *end) for number, end in ends.items()):
             continue
@@ -142,12 +145,12 @@ def counting(lines: Sequence[MetricLine], attempts: Iterable[AttemptRecord]) -> 
             if line.step is None or newest[name, line.rank, line.step] == line.attempt
         }
         if values or not line.values:
-            found.append(replace(line, values=values))
-    return found
+            kept.append(replace(line, values=values))
+    return kept
 
 
-def _end(attempt: AttemptRecord | None, first_step: float | None) -> tuple[float, float]:
-    """Return the last step and the last epoch of earlier attempts that an attempt does not replace."""
+def _kept_until(attempt: AttemptRecord | None, first_step: float | None) -> tuple[float, float]:
+    """Return the last step and the last epoch of earlier attempts that `attempt` does not replace."""
     if attempt is not None and attempt.resumed_from is not None:
         return attempt.resumed_from, math.inf if attempt.resumed_epoch is None else attempt.resumed_epoch
     return math.inf if first_step is None else math.nextafter(first_step, -math.inf), math.inf
@@ -161,7 +164,7 @@ def _is_after(line: MetricLine, step: float, epoch: float) -> bool:
 
 def read_series(path: Path, attempts: Iterable[AttemptRecord] = ()) -> AllSeries:
     """Return every metric of every rank in the file, without replaced values."""
-    return series_of(counting(MetricsReader(path).read(), attempts))
+    return series_of(drop_replaced(MetricsReader(path).read(), attempts))
 
 
 def series_of(lines: Iterable[MetricLine]) -> AllSeries:

@@ -1,4 +1,4 @@
-"""Records the code of a run: the git commit that is checked out, changes of it, and versions of installed packages."""
+"""Records the code of a run: the git commit, uncommitted changes, and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ddptrain.secret_rules import KNOWN_FORMATS, is_secret_file, is_secret_name
 _GIT_TIMEOUT_S = 1.0
 _MOST_DIFF_BYTES = 200_000
 _LONGEST_LINE = 5_000  # characters of a line of a diff
-# As in `api_key: x` of YAML, and as in `os.environ["API_KEY"] = "x"`; redact.py finds what is assigned to a name.
+# `api_key: x` in YAML, and `os.environ["API_KEY"] = "x"`; redact.py finds assignments to names.
 _YAML_ENTRY = re.compile(r"""^(\s*(?:-\s+)?["']?)([\w.-]+)(["']?\s*:\s+)(?!["']?<left out>)(\S.*)""")
 _QUOTED_NAME = re.compile(r"""(["'])([\w.-]+)(\1\s*\]?\s*[=,]\s*)("[^"]*"|'[^']*')""")
 _PACKAGES = ("ddptrain", "torch", "distributed", "dask", "numpy", "safetensors")
 
 
 def git_state(folder: Path) -> GitRecord | None:
-    """Return the state of the git checkout of the folder; None without one, without git, or after a timeout."""
+    """Return the state of the git checkout of the folder; None without a checkout, without git, or after a timeout."""
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
     command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"]
@@ -56,7 +56,7 @@ def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
     Files that probably contain secrets, and binary files, are only named. Returns "" without changes, without git, or
     after a timeout. secrets: texts to leave out.
     """
-    no_programs = ("--no-ext-diff", "--no-textconv")  # of the configuration or of attributes
+    no_programs = ("--no-ext-diff", "--no-textconv")  # programs that git's configuration or attributes name
     options = ("--no-color", "--ignore-submodules", "--src-prefix=a/", "--dst-prefix=b/")
     command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *no_programs, *options]
     try:
@@ -110,7 +110,7 @@ def _hide_value(part: re.Match[str]) -> str:
 
 
 def _git_environment() -> dict[str, str]:
-    """Without optional locks git never blocks a git command of the user."""
+    """Return the environment for git, without optional locks, which could block a git command of the user."""
     return {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
 
 

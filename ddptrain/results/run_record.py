@@ -83,9 +83,10 @@ class AttemptRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class SlowRankRecord(_Part):
-    """A rank whose own work took longer than that of the others: `own_s` in each of `steps` steps, others `median_s`.
+    """A rank whose own work takes longer than the work of other ranks.
 
-    causes: what the system metrics showed at `found_at`, as text.
+    own_s: seconds of its own work in each step; median_s: the median over all ranks. steps: how many steps were
+    measured. causes: what the system metrics showed at `found_at`, as text.
     """
 
     attempt: int = 1
@@ -99,7 +100,7 @@ class SlowRankRecord(_Part):
     causes: tuple[str, ...] = ()
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The record as a line."""
         times = f"{self.own_s / self.median_s:.1f} times" if self.median_s else "longer than"
         reason = "; ".join(self.causes) or "the system metrics show no reason"
@@ -152,11 +153,11 @@ class DriverRecord(_Part):
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """The record of this process as a driver."""
+        """Return the record of this process as a driver."""
         return cls(os.getpid(), socket.gethostname(), boot_id())
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The process, for messages."""
         return f"process {self.pid} on {self.host}"
 

@@ -1,4 +1,4 @@
-"""Writes a run directory. What a call has written is on the disk when it returns, metrics on request later."""
+"""Writes a run directory. Each call returns when its data are written; only metrics may wait for flush()."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
-from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf, discard_staged
-from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
+from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.latest_metrics import LatestMetrics
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.metrics import AllSeries, read_series
@@ -58,7 +58,7 @@ class RunWriter:
         self._started = time.monotonic()
         self._finished = False
         self._saving_s = 0.0
-        self._shelf = CheckpointShelf(layout.checkpoints_dir)
+        self._checkpoints = RunCheckpoints(layout.checkpoints_dir)
         self._latest = LatestMetrics()
         for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
             make_folder(folder)
@@ -101,14 +101,14 @@ class RunWriter:
             raise
 
     @classmethod
-    def reopen(cls, folder: Path, config_text: str, seen: DriverRecord | None = None) -> Self:
+    def reopen(cls, folder: Path, config_text: str, expected_driver: DriverRecord | None = None) -> Self:
         """Continue a run that has ended, or whose driver has died: take its lock, and write config.yaml and run.json.
 
         seen: the run's driver when the run was chosen.
 
         Raises RunLocked, UsageError, ResultsError; see continue_run().
         """
-        view, descriptor = continue_run(folder.absolute(), seen)
+        view, descriptor = continue_run(folder.absolute(), expected_driver)
         layout = view.layout
         try:
             record = dataclasses.replace(
@@ -139,7 +139,7 @@ class RunWriter:
             raise
 
     def _settle(self, before: DriverRecord) -> None:
-        """Make sure that no driver of a third host has continued the other host's run at the same moment."""
+        """Raise RunLocked if a driver on a third host has resumed this run of another host at the same time."""
         if self.layout.is_original and not is_this_host(before.host, before.boot_id):
             time.sleep(_SETTLE_S)
             self._heartbeat.beat()
@@ -160,9 +160,9 @@ class RunWriter:
         return AttemptRecord(number, utc_now(), None, world_size, resumed_from=step, resumed_epoch=epoch)
 
     def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> AllSeries:
-        """Drop from run.json what came after the checkpoint from which the next attempt continues.
+        """Remove from run.json the metrics and checkpoints after `checkpoint`, from which the next attempt continues.
 
-        Returns the metrics up to the checkpoint.
+        None: the attempt begins at the start. Returns the metrics up to the checkpoint.
         """
         found = []
         for folder in reversed(checkpoint_folders(self.layout)):
@@ -170,7 +170,7 @@ class RunWriter:
                 manifest = read_manifest(folder)
                 if checkpoint is not None and manifest.step <= checkpoint.step:
                     found.append((manifest.step, manifest.metrics))
-        self._shelf.restore(found, policy)
+        self._checkpoints.restore(found, policy)
         with self._mutex:
             self.flush()
             attempts = (*self._record.attempts, self.next_attempt(checkpoint))
@@ -178,7 +178,7 @@ class RunWriter:
             if series or found:
                 self._latest = LatestMetrics.of(series, found)
             self._latest.begin_attempt()
-            self.update(checkpoints=self._shelf.names, best=self._shelf.best)
+            self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
         return series
 
     def save_git_diff(self) -> None:
@@ -187,7 +187,7 @@ class RunWriter:
         if text := git_diff(Path.cwd(), self.secrets) if is_dirty else "":
             write_file(self.layout.git_diff, text.encode(errors="replace"))
         else:
-            with naming(self.layout.git_diff):
+            with results_errors(self.layout.git_diff):
                 self.layout.git_diff.unlink(missing_ok=True)  # of an earlier part of the run
 
     @property
@@ -254,18 +254,18 @@ class RunWriter:
     ) -> Path:
         """Move a staged checkpoint into the run directory; return its folder.
 
-        source: the folder of the event's files; parts: those of its parts.
+        source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`.
 
-        Raises CheckpointDamaged if it does not match its event; ResultsError if it can't be written.
+        Raises CheckpointDamaged if a file does not match the event; ResultsError if the checkpoint can't be written.
         """
         self._require_folder()
         versions = self._record.versions
-        final = self._shelf.adopt(
+        final = self._checkpoints.adopt(
             event, source, policy, world_size=self._record.world_size, versions=versions, parts=parts
         )
         with self._mutex:
             self._latest.saved(event.step, event.metrics)
-        self.update(checkpoints=self._shelf.names, best=self._shelf.best)
+        self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
         self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
         discard_staged(event, (source, *parts))  # last: a failure before this can be repeated
         return final
@@ -273,7 +273,7 @@ class RunWriter:
     def adopt_file(self, event: FileSaved, source: Path) -> Path:
         """Move a staged file to `event.path` below its area; return its path.
 
-        Raises UnsafePath, FileDamaged, ResultsError; see staging.adopt_file.
+        Raises UnsafePath, FileDamaged, ResultsError; see staged_files.adopt_file.
         """
         self._require_folder()
         return adopt_file(self.layout.area(event.area), event, source)
@@ -355,7 +355,7 @@ def _params_in(config_text: str) -> Mapping[str, Any]:
 
 
 def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
-    """Return the attempt with an end: one whose driver was killed has failed when its files changed last."""
+    """Return the attempt with an outcome: if its driver was killed, the attempt failed at `ended_at`."""
     if attempt.outcome is not None:
         return attempt
     return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)

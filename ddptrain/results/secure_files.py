@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain import file_ops
-from ddptrain.results.errors import ResultsError, naming
+from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.run_record import ascii_json
 
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -40,7 +40,7 @@ def read_bytes(path: Path) -> bytes:
 
 def write_file(path: Path, data: bytes) -> None:
     """Replace a file's content in one step; readers and crashes leave the old or the new one. Raises ResultsError."""
-    with naming(path):
+    with results_errors(path):
         file_ops.write_atomic(path, data)
 
 
@@ -65,14 +65,14 @@ def append(path: Path, data: bytes) -> None:
     """Append to a file; a missing one is created. Raises ResultsError."""
     descriptor = open_to_append(path)
     try:
-        with naming(path):
+        with results_errors(path):
             file_ops.write_all(descriptor, data)
     finally:
         os.close(descriptor)
 
 
 def _open_own(path: Path, flags: int, mode: int) -> int:
-    with naming(path):
+    with results_errors(path):
         try:
             descriptor = file_ops.open_regular(path, flags, mode)
         except OSError as error:
@@ -83,7 +83,7 @@ def _open_own(path: Path, flags: int, mode: int) -> int:
                 ) from error
             raise
     try:
-        with naming(path):
+        with results_errors(path):
             problem = _problem(os.fstat(descriptor), path.parent)
         if problem:
             raise ResultsError(f"cannot write {path}: {problem}; remove it, or choose another folder with --runs-dir")
@@ -107,7 +107,7 @@ def _problem(state: os.stat_result, folder: Path) -> str:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether the path is a folder of this user; a symbolic link to it must belong to this user as well."""
+    """Return whether the path is a folder of this user; a symbolic link to it must belong to this user as well."""
     return not _folder_problem(path)
 
 
@@ -119,7 +119,7 @@ def require_own_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Create a folder that only this user may write to; one that exists must be this user's. Raises ResultsError."""
-    with naming(path):
+    with results_errors(path):
         path.mkdir(mode=0o755, exist_ok=True)
     require_own_folder(path)
 
@@ -139,7 +139,7 @@ def _folder_problem(path: Path) -> str:
 
 
 def _is_our_id(uid: int, folder: Path) -> bool:
-    """Whether a file with that owner, in that folder, may be one that this user has created."""
+    """Return whether a file with that owner, in that folder, may be one that this user has created."""
     return uid == os.geteuid() or uid == _id_given_in(folder)
 
 
@@ -179,13 +179,13 @@ class FolderIdentity:
     def of(cls, path: Path) -> FolderIdentity:
         """Return the identity of a folder of this user. Raises ResultsError."""
         require_own_folder(path)
-        with naming(path):
+        with results_errors(path):
             state = path.stat()
         return cls(path, state.st_dev, state.st_ino)
 
     def check(self) -> None:
         """Check that the same folder is at the path. Raises ResultsError otherwise."""
-        with naming(self.path):
+        with results_errors(self.path):
             state = self.path.stat()
         if (state.st_dev, state.st_ino) != (self.device, self.inode):
             raise ResultsError(f"cannot write into {self.path}: another process has put a different folder there")
@@ -204,7 +204,7 @@ class JsonLines:
         self._path = path
         self._waiting = bytearray()
         self._descriptor = open_to_append(path)
-        with naming(path):
+        with results_errors(path):
             self._size = os.fstat(self._descriptor).st_size
             # A writer that was killed leaves half a line: the next one must not continue it.
             self._is_torn = self._size > 0 and os.pread(self._descriptor, 1, self._size - 1) != b"\n"
@@ -227,7 +227,7 @@ class JsonLines:
             return
         data = (b"\n" if self._is_torn else b"") + bytes(self._waiting)
         self._waiting.clear()
-        with naming(self._path):
+        with results_errors(self._path):
             try:
                 file_ops.write_all(self._descriptor, data)
             except OSError:

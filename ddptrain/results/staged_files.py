@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from ddptrain.file_ops import open_regular, publish, sha256, sync_folder
 from ddptrain.protocol.events import FileSaved
-from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath, naming
+from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath, results_errors
 from ddptrain.results.layout import INCOMING, safe_relative
 
 _CHUNK_BYTES = 1 << 20
@@ -26,7 +26,7 @@ _NOT_A_FILE = {errno.ELOOP: "it is a symbolic link", errno.EINVAL: "it is not a 
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class StagedMove:
     """A staged file, its target, and the size and hash that its event states."""
 
     source: Path
@@ -47,8 +47,8 @@ def adopt_file(area: Path, event: FileSaved, source: Path) -> Path:
         raise UnsafePath(f'cannot save a file as "{event.path}": {area.name}/{relative} is a folder')
     incoming = folder / f"{INCOMING}{secrets.token_hex(8)}"
     try:
-        move_in([Parcel(source, incoming, event.size_bytes, event.sha256)], FileDamaged)
-        with naming(final):
+        move_in([StagedMove(source, incoming, event.size_bytes, event.sha256)], FileDamaged)
+        with results_errors(final):
             publish(incoming, final)
             sync_folder(folder)
     except BaseException:
@@ -63,7 +63,7 @@ def _folder(area: Path, parts: tuple[str, ...]) -> Path:
     folder = area
     for part in ("", *parts):
         folder = folder / part
-        with naming(folder):
+        with results_errors(folder):
             if not os.path.lexists(folder):
                 folder.mkdir()
             kind = folder.lstat().st_mode
@@ -73,70 +73,70 @@ def _folder(area: Path, parts: tuple[str, ...]) -> Path:
     return folder
 
 
-def move_in(parcels: Sequence[Parcel], damaged: type[ResultsError]) -> None:
+def move_in(moves: Sequence[StagedMove], damaged: type[ResultsError]) -> None:
     """Link or copy every file to its target, durably. The caller deletes the staged files.
 
     Raises `damaged` if a staged file does not match its event; ResultsError if a target can't be written.
     """
-    if _on_one_file_system(parcels):
-        for parcel in parcels:
-            _receive(parcel, damaged, None)
-        if _linked(parcels):
+    if _on_one_file_system(moves):
+        for move in moves:
+            _check_and_copy(move, damaged, None)
+        if _link_all(moves):
             return
-    for parcel in parcels:
-        with naming(parcel.target), parcel.target.open("xb") as out:
-            _receive(parcel, damaged, out)
+    for move in moves:
+        with results_errors(move.target), move.target.open("xb") as out:
+            _check_and_copy(move, damaged, out)
             out.flush()
             os.fsync(out.fileno())
 
 
-def _on_one_file_system(parcels: Sequence[Parcel]) -> bool:
+def _on_one_file_system(moves: Sequence[StagedMove]) -> bool:
     try:
-        return all(os.lstat(p.source).st_dev == p.target.parent.stat().st_dev for p in parcels)
+        return all(os.lstat(p.source).st_dev == p.target.parent.stat().st_dev for p in moves)
     except OSError:
         return False
 
 
-def _linked(parcels: Sequence[Parcel]) -> bool:
+def _link_all(moves: Sequence[StagedMove]) -> bool:
     """Create hard links to the files. Returns False if the file system or the kernel does not allow it."""
-    for parcel in parcels:
-        with naming(parcel.target):
+    for move in moves:
+        with results_errors(move.target):
             try:
-                os.link(parcel.source, parcel.target, follow_symlinks=False)
+                os.link(move.source, move.target, follow_symlinks=False)
             except OSError as error:
-                if error.errno in _NO_LINKS and parcel is parcels[0]:
+                if error.errno in _NO_LINKS and move is moves[0]:
                     return False
                 raise
     return True
 
 
-def _receive(parcel: Parcel, damaged: type[ResultsError], out: BinaryIO | None) -> None:
-    """Check the staged file; copy it to `out`, or without one make the staged file itself durable."""
+def _check_and_copy(move: StagedMove, damaged: type[ResultsError], out: BinaryIO | None) -> None:
+    """Check size and hash of the staged file; copy it to `out`, or fsync the staged file if `out` is None."""
     digest, size = sha256(), 0
-    with os.fdopen(_opened(parcel.source, damaged), "rb") as file:
-        while size <= parcel.size_bytes and (chunk := _chunk(file, parcel.source, damaged)):
+    with os.fdopen(_open_staged(move.source, damaged), "rb") as file:
+        while size <= move.size_bytes and (chunk := _read_chunk(file, move.source, damaged)):
             digest.update(chunk)
             size += len(chunk)
             if out is not None:
                 out.write(chunk)
-        if size != parcel.size_bytes:
-            found = f"over {parcel.size_bytes}" if size > parcel.size_bytes else str(size)
-            raise damaged(f"{parcel.source} is damaged: it has {found} bytes, not the {parcel.size_bytes} announced")
-        if digest.hexdigest() != parcel.sha256.lower():
-            raise damaged(f"{parcel.source} is damaged: its SHA-256 is not the one announced")
+        if size != move.size_bytes:
+            found = f"over {move.size_bytes}" if size > move.size_bytes else str(size)
+            raise damaged(f"{move.source} is damaged: it has {found} bytes, not the {move.size_bytes} announced")
+        if digest.hexdigest() != move.sha256.lower():
+            raise damaged(f"{move.source} is damaged: its SHA-256 is not the one announced")
         if out is None:
-            with naming(parcel.source):
+            with results_errors(move.source):
                 os.fsync(file.fileno())
 
 
-def _chunk(file: BinaryIO, path: Path, damaged: type[ResultsError]) -> bytes:
+def _read_chunk(file: BinaryIO, path: Path, damaged: type[ResultsError]) -> bytes:
     try:
         return file.read(_CHUNK_BYTES)
     except OSError as error:
         raise damaged(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _opened(path: Path, damaged: type[ResultsError]) -> int:
+def _open_staged(path: Path, damaged: type[ResultsError]) -> int:
     try:
         return open_regular(path)
     except OSError as error:

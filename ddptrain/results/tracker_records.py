@@ -1,4 +1,4 @@
-"""What trackers have created for a run: what ranks have reported in run.json, and what was sent afterwards."""
+"""Finds what trackers have created for a run: run.json has what the ranks reported; W&B runs may be sent later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def run_argument(layout: RunLayout) -> str:
-    """The argument RUN for a command in the current directory: the run's id, or its directory or URL."""
+    """Return the argument RUN for a command in the current directory: the run's id, or its directory or URL."""
     if layout.is_original and layout.root.absolute().parent == Path(_RUNS).absolute():
         return layout.root.name
     return shlex.quote(layout.where)
@@ -41,12 +41,12 @@ def tracker_outputs(layout: RunLayout, record: RunRecord) -> dict[str, dict[str,
 
 
 def _by_number(name: str) -> list[str | int]:
-    """A sort key: rank_2 comes before rank_10."""
+    """Return a sort key: rank_2 comes before rank_10."""
     return [int(part) if part.isdecimal() else part for part in _NUMBER.split(name)]
 
 
 def wandb_parts(layout: RunLayout, record: RunRecord) -> list[RunPart]:
-    """The parts of a run's W&B runs, including those in another folder (WANDB_DIR)."""
+    """Return the parts of a run's W&B runs, including those in another folder (WANDB_DIR)."""
     parts = parts_below(layout.tracking_dir / WANDB)
     part_ids = {part.run_id for part in parts}
     found = [about for about in record.tracking.values() if about.get("id", "") not in {"", *part_ids}]

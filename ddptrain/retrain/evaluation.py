@@ -26,9 +26,9 @@ from ddptrain.errors import DdptrainError, HangDetected, Interrupted, TrainingFa
 from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, verify
-from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
-from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, moment
+from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, parse_time
 from ddptrain.results.run_record import RecordError, RunRecord
 from ddptrain.results.secure_files import make_folder
 from ddptrain.retrain.script_output import read_metrics
@@ -179,7 +179,7 @@ def _launch(
 
 
 def _function(resolved: ResolvedConfig) -> str:
-    """The function that scores a checkpoint. Raises UsageError if the workload has none."""
+    """Return the function that scores a checkpoint. Raises UsageError if the workload has none."""
     config = resolved.config
     built_in = BUILT_IN.get(str(config.workload))
     function = built_in.evaluate if built_in else config.evaluate
@@ -192,7 +192,7 @@ def _function(resolved: ResolvedConfig) -> str:
 
 
 def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedCheckpoint:
-    """The best checkpoint of a target, compared with its hashes. Raises UsageError."""
+    """Return the best checkpoint of a target, compared with its hashes. Raises UsageError."""
     layout = RunLayout(target.folder)
     try:
         record = RunRecord.from_json(layout.run_json.read_bytes())
@@ -221,7 +221,7 @@ def _runs_folder(place: str) -> Iterator[Path]:
     else:
         folder = Path(os.path.abspath(os.path.expanduser(place)), FOLDER)
         is_new = not folder.parent.exists()
-        with naming(folder):
+        with results_errors(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
         make_folder(folder)
         for view in [view for view in list_runs(folder) if not view.is_running][_MOST_KEPT:]:
@@ -252,7 +252,7 @@ def _failure(layout: RunLayout, exit_code: int) -> DdptrainError:
 
 
 def _result(layout: RunLayout) -> Evaluation:
-    """The scores in run.json, and the description of the data in the run's inputs. Raises TrainingFailed."""
+    """Return the scores in run.json, and the description of the data in the run's inputs. Raises TrainingFailed."""
     result = load_run(layout.root).record.result
     if not isinstance(result, dict) or not isinstance(result.get("scores"), dict):
         raise TrainingFailed(f"the evaluation returned no scores: see the logs in {layout.logs_dir}")
@@ -272,7 +272,7 @@ def _result(layout: RunLayout) -> Evaluation:
 
 
 def _script_scores(resolved: ResolvedConfig, targets: Sequence[EvaluationTarget], data: str | None) -> Evaluation:
-    """The metrics of scripts: those that a version has recorded, or for a run those in the declared file."""
+    """Return the metrics of scripts: those that a version has recorded, or for a run those in the declared file."""
     if data is not None:
         raise UsageError("--data: a script evaluates itself, so it cannot be scored on other data")
     scores, failures = _of_each(targets, lambda target: _script_score(resolved, target))
@@ -288,4 +288,4 @@ def _script_score(resolved: ResolvedConfig, target: EvaluationTarget) -> dict[st
             raise UsageError(f"{target.name} has no recorded metrics")
         return dict(metrics)
     run = load_run(target.folder).record
-    return script_metrics(resolved, since=moment(run.started_at))
+    return script_metrics(resolved, since=parse_time(run.started_at))

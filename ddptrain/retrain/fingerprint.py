@@ -212,7 +212,7 @@ def missing_classes(old: DataListing, new: DataListing) -> list[str]:
 
 
 def _class_name(folder: str) -> str:
-    """A folder without the name of its source in front, which has no slash."""
+    """Return a folder without the name of its source in front, which has no slash."""
     return folder.partition("/")[2] or folder
 
 

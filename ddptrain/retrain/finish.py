@@ -91,7 +91,7 @@ def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) ->
 
 
 def _earlier_states(start: Start, record: RetrainRecord) -> list[str]:
-    """The statuses before this one, oldest first, and "late" where users were told so.
+    """Return the statuses before this one, oldest first, and "late" where users were told so.
 
     A failure whose message nobody got is left out, so that it is told again. A registry that cannot be read tells
     nothing: better one message too many.
@@ -135,7 +135,7 @@ def _report(start: Start, record: RetrainRecord, end: End, event: str, duration_
 
 
 def _champion(start: Start) -> int | None:
-    """The champion of a model that was not evaluated; None also if the registry cannot be read."""
+    """Return the champion of a model that was not evaluated; None also if the registry cannot be read."""
     with suppress(DdptrainError):
         return start.champion()
     return None
@@ -185,7 +185,7 @@ def report_end(start: Start, end: End) -> None:
 
 
 def _run_to_report(start: Start, run_id: str) -> RunView | None:
-    """The run with the files that a report shows, None if there is none or its store cannot be read."""
+    """Return the run with the files that a report shows, None if there is none or its store cannot be read."""
     runs_dir = start.resolved.config.results.dir
     try:
         if not run_id:
@@ -198,7 +198,7 @@ def _run_to_report(start: Start, run_id: str) -> RunView | None:
 
 
 def _stages(start: Start, end: End) -> list[StageReport]:
-    """All stages: those of this start, those of an earlier one, and those that were not reached."""
+    """Return all stages: those of this start, those of an earlier one, and those that were not reached."""
     from ddptrain.reports.report import StageReport
 
     shown = {each["stage"]: each for each in start.out.stages}

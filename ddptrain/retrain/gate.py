@@ -58,7 +58,7 @@ def _judge_rule(
 
 
 def _broken_bound(rule: GateRule, value: float) -> str:
-    """Return how a value is outside of the absolute bounds, or ""."""
+    """Return which absolute bound a value violates, or ""."""
     if rule.at_most is not None and value > rule.at_most:
         return f"above at_most, {_figure(rule.at_most)}"
     if rule.at_least is not None and value < rule.at_least:

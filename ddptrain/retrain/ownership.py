@@ -99,7 +99,7 @@ class ModelOwner:
             self._lock.release()
 
     def assure(self) -> None:
-        """Return if this process still is the only owner. Raises RunLocked, StoreError."""
+        """Check that this process still owns the model. Raises RunLocked, StoreError."""
         self._lock.assure()
 
     def _take(self, overlap: str, wait_s: float, tell: Callable[[str], None]) -> None:
@@ -124,7 +124,7 @@ class ModelOwner:
             time.sleep(_TRY_EVERY_S)
 
     def _holder(self) -> str:
-        """Who holds the lock, as "process 12 on host"; "" if that is not known."""
+        """Return the process that holds the lock, as "process 12 on host"; "" if unknown."""
         store, claim = self._folder.store, None
         if isinstance(store, OwnFolder):
             return run_lock.holder(Path(store.location.url, self._folder.path, LOCK))
@@ -152,7 +152,7 @@ class ModelOwner:
 def is_being_retrained(registry: RemoteFolder, model: str) -> bool:
     """Return whether a process holds the lock of the model; False if this host cannot see it. Raises StoreError.
 
-    It only looks: a reader that takes the lock would be in the way.
+    It does not take the lock, which would disturb a starting retraining.
     """
     folder = registry.below(model).below("retrainings")
     if isinstance(folder.store, OwnFolder):

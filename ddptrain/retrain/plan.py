@@ -1,4 +1,4 @@
-"""Decides, from the records of earlier retrainings, what a start of `ddptrain retrain` has to do."""
+"""Decides from the records of earlier retrainings what `ddptrain retrain` does: skip, continue, or begin."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def unchanged(
     settings: RetrainConfig,
     now: datetime,
 ) -> str:
-    """Return why there is nothing to train, or "" if there is.
+    """Return why no training is needed, or "" if it is needed.
 
     Compares with the last training, and with that of the champion. A version that was rolled back is not made again
     from the same data; a rejected one only if there is another champion since.

@@ -79,7 +79,7 @@ class Candidate:
         return add_output(registry, model, self._view, output, self._training_metrics(), known)
 
     def _champion(self, number: int | None) -> tuple[VersionRecord | None, Path | None, str]:
-        """The champion, its verified folder, and why there is none."""
+        """Return the champion, its verified folder, and why there is none."""
         if number is None:
             return None, None, ""
         registry, model = self._start.registry, self._start.settings.model
@@ -101,7 +101,7 @@ class Candidate:
         return Scores(found.scores, found.held_out, tuple(each for each in (note, *found.notes) if each))
 
     def _training_metrics(self) -> Mapping[str, float]:
-        """The metrics of the best checkpoint, or those that the script has written."""
+        """Return the metrics of the best checkpoint, or those that the script has written."""
         script = self._config.script
         if script is None:
             return verify(find_checkpoint(self._view.layout, BEST)).metrics
@@ -200,7 +200,7 @@ def _promote(start: Start, candidate: Candidate) -> None:
 
 
 def _update_mirrors(start: Start, reason: str) -> None:
-    """Tell the other registries of the new champion; a problem is only a warning. Raises Interrupted.
+    """Update the other registries after a promotion; a problem is only a warning. Raises Interrupted.
 
     If this process dies here, the next start does it again: the stage is not complete.
     """

@@ -127,7 +127,7 @@ class RetrainRecord:
         return self.status == RetrainStatus.RUNNING
 
     def to_json(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         return (json.dumps(as_json_data(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod

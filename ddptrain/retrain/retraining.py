@@ -162,7 +162,7 @@ class Retraining:
             self.start.records.update(ended)
 
     def _failed(self, error: BaseException) -> End:
-        """The end after an error of any stage."""
+        """Return the end after an error of any stage."""
         _log.info("stage failed", error=error)
         owner, exit_code = self.start.owner, int(getattr(error, "exit_code", ExitCode.INTERNAL))
         if isinstance(error, Interrupted | RunPreempted | KeyboardInterrupt):
@@ -181,7 +181,7 @@ class Retraining:
         return End(RetrainStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}")
 
     def _last_event(self, end: End, duration_s: float) -> dict[str, Any]:
-        """The last object of `--output json`, without its stages."""
+        """Return the last object of `--output json`, without its stages."""
         about: dict[str, Any] = {"model": self.start.settings.model, "status": str(end.status)}
         about |= {"exit_code": int(end.exit_code), "reason": end.reason, "duration_s": round(duration_s, 3)}
         if (record := self.start.record) is not None:
@@ -254,7 +254,7 @@ def check_data(start: Start) -> End | None:
 
 
 def would(what: str) -> End:
-    """Return the end of a dry run."""
+    """Return what `End` this start would have; for --dry-run."""
     return End(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, f"dry run: it would {what}")
 
 
@@ -278,7 +278,7 @@ def _describe(start: Start, listing: DataListing, changes: Sequence[str], *, kno
 
 
 def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> End:
-    """Record that there was nothing to do; if this is so again and again, one record says it."""
+    """Record that there was nothing to do; consecutive records of this kind are merged into one."""
     if start.options.dry_run:
         return would(f"train nothing: {reason}")
     last = start.earlier[0]
@@ -323,7 +323,7 @@ def train_run(start: Start) -> None:
 
 @contextmanager
 def _progress_to(start: Start) -> Iterator[None]:
-    """Tell the heartbeat how the training goes, until the block ends."""
+    """Send the progress of the training to the heartbeat server during the block."""
     over = threading.Event()
     folder = open_runs_dir(start.resolved.config.results.dir).folder / start.began.run_id
 
@@ -346,7 +346,7 @@ def _progress_to(start: Start) -> Iterator[None]:
 
 
 def _error(start: Start, code: int) -> DdptrainError:
-    """The error of a run that ended with this exit code, with the root cause that run.json names."""
+    """Return the error of a run that ended with this exit code, with the root cause that run.json names."""
     reason = ""
     with suppress(DdptrainError):  # the run may not have begun, or its store is gone
         failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure

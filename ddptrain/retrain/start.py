@@ -50,7 +50,7 @@ class StageOutput:
     _began_s: float = field(default_factory=time.monotonic)
 
     def stage(self, name: str, text: str, **details: object) -> None:
-        """Tell that a stage is complete, and what came out. The time counts from the end of the stage before."""
+        """Show that a stage is complete, with its result, and its duration since the end of the previous stage."""
         now_s = time.monotonic()
         fields = {"stage": name, "message": text, "duration_s": round(now_s - self._began_s, 3), **details}
         self._began_s = now_s
@@ -70,7 +70,7 @@ class StageOutput:
             self._say(text)
 
     def end(self, summary: str, last_event: Mapping[str, Any]) -> None:
-        """Show how the retraining has ended: the summary on stdout, or the last object with all stages."""
+        """Show the end of the retraining: the summary on stdout, or the last JSON object, with all stages."""
         if self.as_json:
             self._write({"event": "retrain_finished", **last_event, "stages": self.stages})
         else:
@@ -107,7 +107,7 @@ class RetrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a start ends."""
+    """The end of one start: status, exit code and reason."""
 
     status: RetrainStatus
     exit_code: int
@@ -149,7 +149,7 @@ class Start:
         return self.record
 
     def is_done(self, stage: Stage) -> bool:
-        """Whether this stage is complete, in this start or in an earlier one."""
+        """Return whether this stage is complete, in this start or in an earlier one."""
         order = list(Stage)
         return self.record is not None and order.index(Stage(self.record.stage)) >= order.index(stage)
 
@@ -219,7 +219,7 @@ class Start:
         self.raise_if_signalled()
 
     def raise_if_signalled(self) -> None:
-        """Raise Interrupted after a signal that came while nothing waited for one."""
+        """Raise Interrupted if a signal has arrived meanwhile."""
         if self.signals.taken:
             raise Interrupted(self.signals.taken[0])
 

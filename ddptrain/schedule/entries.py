@@ -44,12 +44,12 @@ class Entry:
 
     @property
     def schedule(self) -> Schedule:
-        """Its times."""
+        """The times of the schedule."""
         return parse_schedule(self.at, self.zone)
 
     @property
     def added(self) -> datetime | None:
-        """When it was installed; None if it is not."""
+        """When the schedule was installed; None if it is not installed."""
         return datetime.fromisoformat(self.added_at) if self.added_at else None
 
     @classmethod
@@ -109,7 +109,7 @@ class Entries:
             file_ops.write_atomic(self._path(entry.name), data.encode(), mode=0o600)
 
     def delete(self, name: str) -> None:
-        """Forget a schedule."""
+        """Delete the record of a schedule."""
         with self._errors():
             self._path(name).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Times as people write them, and as cron does: converts both to a cron expression that all schedulers read alike."""
+"""Converts times such as "Mon 03:00", and cron expressions, to cron expressions that all schedulers accept."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _week_day(word: str, given: str) -> int:
 
 
 def _from_interval(number: int, unit: str) -> str:
-    """Convert "every 15m" or "every 6h"; the interval must divide the hour or the day, or it would not be regular."""
+    """Convert "every 15m" or "every 6h". The interval must divide the hour or the day, as cron requires."""
     whole, noun = (60, "minutes") if unit == "m" else (24, "hours")
     if not 1 <= number <= whole or whole % number:
         fits = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)

@@ -79,7 +79,7 @@ def write_into(folder: Path, parts: Sequence[Part]) -> list[Path]:
 def install(
     job: Job, name: TargetName, target: Target, parts: Sequence[Part], options: TargetOptions, entries: Entries
 ) -> list[str]:
-    """Install a schedule and remember it; one of the same name, configuration and scheduler is replaced.
+    """Install a schedule and record it; a schedule of the same name, configuration and scheduler is replaced.
 
     Returns what was done, in lines. Raises UsageError, ClusterError.
     """
@@ -105,7 +105,7 @@ def install(
 
 
 def uninstall(name: str, entries: Entries) -> Entry:
-    """Remove a schedule from its scheduler, and forget it. Raises UsageError, ClusterError: then it is still known."""
+    """Remove a schedule from its scheduler, then its record. Raises UsageError, ClusterError: the record stays."""
     with entries.locked("install"):
         entry = entries.find(name)
         options = TargetOptions(namespace=entry.namespace, system=entry.system)

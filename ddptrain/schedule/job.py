@@ -62,7 +62,7 @@ class Job:
 
     @property
     def title(self) -> str:
-        """What it is, in one line."""
+        """A description of the job in one line."""
         return f"ddptrain: retrains {self.model} ({self.schedule})"
 
     @property
@@ -172,6 +172,6 @@ def _variables(text: str, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _program() -> tuple[str, ...]:
-    """The command of this installation, with its absolute path."""
+    """Return the command of this installation, with its absolute path."""
     installed = Path(sysconfig.get_path("scripts"), "ddptrain")
     return (str(installed),) if os.access(installed, os.X_OK) else (sys.executable, "-m", "ddptrain")

@@ -1,4 +1,4 @@
-"""Looks at the retrainings of models with a schedule, judges whether one is late, and tells users so."""
+"""Checks whether the retraining of a scheduled model is late, and notifies users."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _why_late(slot: datetime, records: Sequence[RetrainRecord], succeeded: datet
 class Finding:
     """What was found of one model. problem: why it could not be looked at, in one line; then `judgement` is None.
 
-    told: the targets that got the message now. warnings: messages that were not delivered, in lines.
+    notified: the targets that got the message now. warnings: messages that were not delivered, in lines.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Finding:
     last: RetrainRecord | None = None
     next: datetime | None = None
     missed: tuple[datetime, ...] = ()
-    told: tuple[str, ...] = ()
+    notified: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -147,7 +147,7 @@ class Finding:
 
 
 def look(entry: Entry, grace: timedelta, *, notify: bool = False, with_missed: bool = False) -> Finding:
-    """Look at one model. notify: whether users are told that it is late, once until the next success. Raises nothing.
+    """Check one model. notify: whether to notify users that it is late, once until the next success. Raises nothing.
 
     with_missed: whether `missed` is filled in, which reads more records.
     """
@@ -188,7 +188,7 @@ def _look(entry: Entry, grace: timedelta, *, notify: bool, with_missed: bool) ->
         last=records[0] if records else None,
         next=entry.schedule.next(now),
         missed=tuple(missed),
-        told=tuple(notified),
+        notified=tuple(notified),
         warnings=tuple(warnings),
     )
 
@@ -196,7 +196,7 @@ def _look(entry: Entry, grace: timedelta, *, notify: bool, with_missed: bool) ->
 def _tell_once(
     entry: Entry, resolved: ResolvedConfig, retrainings: RetrainRecords, judgement: Judgement, registry: ModelReader
 ) -> tuple[list[str], list[str]]:
-    """Tell users that the model is late, unless they know it; return who was told, and what was not delivered."""
+    """Notify users that the model is late, once; return the targets that were notified, and undelivered messages."""
     config = resolved.config
     if _LATE not in config.notify.on or not config.notify.urls:
         return [], []
@@ -228,7 +228,7 @@ def _tell_once(
 
 @contextmanager
 def _as_scheduled(entry: Entry) -> Iterator[None]:
-    """Enter the folder in which the schedule runs, with its secret variables, for the block. Raises UsageError."""
+    """During the block, use the working directory and the secret variables of the schedule. Raises UsageError."""
     before, folder = dict(os.environ), os.getcwd()
     added = read_env_file(env_file(entry.name)) if entry.added else {}
     try:

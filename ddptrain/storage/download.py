@@ -29,7 +29,7 @@ _POLL_S = 0.2
 _ABANDONED_S = 3600.0  # without a byte: no process writes to the file any more
 _CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 32 << 30  # weights of image classifiers are smaller: a larger file is another one, or never ends
-_DEADLINE_S = 4 * 3600.0  # for all attempts together; a server that sends a byte now and then never times out
+_DEADLINE_S = 4 * 3600.0  # for all attempts together; a server that sends single bytes would never time out
 _TRANSIENT_STATUS = {407, 408, 425, 429}  # of a proxy, or a busy server
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.")
 
@@ -55,7 +55,7 @@ def fetch_file(
 ) -> Path:
     """Download the URL to `path`, unless it exists; return `path`. At most 32 GiB, within 4 hours.
 
-    Of several processes of the host one downloads, the others wait. `progress` is called all the while.
+    If several processes of this host call this, one downloads and the others wait; `progress` is called meanwhile.
     check_name: the content's SHA-256 must begin as the name says, as in resnet50-11ad3fa6.pth.
 
     Raises DownloadFailed, ServerUnreachable.

@@ -51,12 +51,14 @@ def open_fsspec_store(location: Location, limits: Limits) -> Store:
         fs, root = fsspec.core.url_to_fs(location.url, **options)
     except (ConnectionError, TimeoutError, socket.gaierror) as error:  # some connect here, for example ftp
         raise StoreUnreachable(
-            f"{location.words} can't be opened: {_said(error)}: is the address right, and the server up?"
+            f"{location.description} can't be opened: {_said(error)}: is the address right, and the server up?"
         ) from None
     except ImportError as error:
-        raise UsageError(f"{location.words} can't be opened: a package is not installed: {_said(error)}") from error
+        raise UsageError(
+            f"{location.description} can't be opened: a package is not installed: {_said(error)}"
+        ) from error
     except Exception as error:  # each backend has its own kinds of errors
-        named = f"{location.setting} {location.words}"
+        named = f"{location.setting} {location.description}"
         advice = f"; see {location.options_setting}" if location.options_setting else ""
         raise UsageError(f"{named} can't be opened: {type(error).__name__}: {_said(error)}{advice}") from None
     return FsspecStore(location, fs, str(root).rstrip("/"), limits.timeout_s)
@@ -94,7 +96,7 @@ class FsspecStore(Store):
                 yield from self._below(inner, entered)
 
     def _entries(self, folder: str) -> Sequence[Mapping[str, Any]]:
-        """List one folder; a failure that may pass is tried a second time."""
+        """List one folder; after a temporary failure, try once more."""
         try:
             entries: Sequence[Mapping[str, Any]] = self.fs.ls(folder, detail=True)
         except Exception as error:  # as above
@@ -170,7 +172,7 @@ class FsspecStore(Store):
         """Return the StoreError for an error of a backend; key "" stands for the whole location."""
         error = _real_cause(error) if self._is_http else error
         status, reason = _status(error), self._why(error)
-        where = f"{self.location.words}/{key}" if key else self.location.words
+        where = f"{self.location.description}/{key}" if key else self.location.description
         if status in {404, 410} or isinstance(error, FileNotFoundError | IsADirectoryError):
             whole = StoreMissing(f"{where} does not exist: see {self.location.setting}")
             return NotFound(key) if key or action == "read" else whole

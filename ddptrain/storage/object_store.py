@@ -63,12 +63,12 @@ def open_object_store(location: Location, limits: Limits) -> Store:
     kind = OBJECT_STORES[location.protocol]
     bucket, _, prefix = location.url.partition("://")[2].partition("/")
     if not bucket:
-        raise StoreMissing(f"{location.words} names no bucket; give one like {kind}://bucket/folder")
+        raise StoreMissing(f"{location.description} names no bucket; give one like {kind}://bucket/folder")
     user, is_given, _ = bucket.rpartition("@")
     if is_given and (kind != "az" or ":" in user):  # abfs://container@account has no credentials
         by_options = f"{location.options_setting} or " if location.options_setting else ""
         raise UsageError(
-            f"{location.words} contains credentials, which {kind}:// does not support: set them in "
+            f"{location.description} contains credentials, which {kind}:// does not support: set them in "
             f"{by_options}the environment ({CREDENTIAL_VARIABLE[kind]}, ...)"
         )
     settings = settings_for(location, kind, bucket, limits.connect_timeout_s)
@@ -90,7 +90,9 @@ def open_object_store(location: Location, limits: Limits) -> Store:
             **settings.store,
         )
     except Exception as error:  # obstore's own errors, or a ValueError
-        raise UsageError(f"{location.words} can't be opened: {first_line(str(error))}; {location.advice}") from None
+        raise UsageError(
+            f"{location.description} can't be opened: {first_line(str(error))}; {location.advice}"
+        ) from None
     return ObjectStore(location, opened, limits)
 
 
@@ -174,7 +176,7 @@ class ObjectStore(Store):
         try:
             return Versioned(data, _condition(self._store.put(key, data, mode=mode)))
         except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
-            raise WriteConflict(f"{self.location.words}/{key} was written by another process") from error
+            raise WriteConflict(f"{self.location.description}/{key} was written by another process") from error
         except (NotSupportedError, NotImplementedError) as error:
             raise NoConditionalWrites(first_line(str(error))) from error
         except Exception as error:  # as above
@@ -210,7 +212,7 @@ class ObjectStore(Store):
         if isinstance(error, FileNotFoundError) and key:
             return NotFound(key)
         if type(error).__name__ == "PreconditionError":
-            return Transient(f"{self.location.words}/{key} can't be {action}: it was replaced meanwhile")
+            return Transient(f"{self.location.description}/{key} can't be {action}: it was replaced meanwhile")
         return store_error(self.location, action, key, error, self._limits.timeout_s)
 
 
@@ -232,13 +234,13 @@ def store_error(location: Location, action: str, key: str, error: Exception, tim
     """
     text = str(error)
     status, why = _status(text), _why(text, timeout_s)
-    where = f"{location.words}/{key}" if key else location.words
+    where = f"{location.description}/{key}" if key else location.description
     if any(host in text for host in _METADATA_HOSTS) and status != 200:
         return StoreForbidden(f"{where} can't be {action}: there are no credentials; {_credentials_advice(location)}")
     if status == 404 or isinstance(error, FileNotFoundError):
         if key and "NoSuchBucket" not in text:
             return NotFound(key)
-        return StoreMissing(f"{location.words} does not exist ({why}): see {location.setting} and its endpoint")
+        return StoreMissing(f"{location.description} does not exist ({why}): see {location.setting} and its endpoint")
     if status in {301, 307, 308} or "redirect" in text:
         region = f"{location.options_setting}.region" if location.options_setting else "AWS_REGION"
         answer = f" ({why})" if status else ""
@@ -253,13 +255,13 @@ def store_error(location: Location, action: str, key: str, error: Exception, tim
 
 
 def _region(location: Location) -> str:
-    """The region that was asked, for messages."""
+    """Return the region that was asked, for messages."""
     named = location.options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return shorten(str(named), 40) if named else "us-east-1, the default"
 
 
 def _endpoint(location: Location) -> str:
-    """The endpoint that the options or the environment name, for messages."""
+    """Return the endpoint that the options or the environment name, for messages."""
     named = location.options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL")
     return f", {shorten(hide_credentials(one_line(str(named))), 100)}," if named else ""
 

@@ -123,7 +123,7 @@ def _client(location: Location, verify: bool | str) -> dict[str, Any]:
     try:
         return {"root_certificate": Path(bundle).expanduser().read_bytes()}
     except OSError as error:
-        raise UsageError(f"the certificates for {location.words} can't be read: {error}") from error
+        raise UsageError(f"the certificates for {location.description} can't be read: {error}") from error
 
 
 def _gs(options: dict[str, Any]) -> dict[str, Any]:

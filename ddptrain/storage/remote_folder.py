@@ -89,7 +89,7 @@ class RemoteFolder:
     @property
     def url(self) -> str:
         """The address of the folder, without credentials."""
-        where = self.store.location.words
+        where = self.store.location.description
         return f"{where}/{self.path}" if self.path else where
 
     def below(self, name: str) -> RemoteFolder:
@@ -97,7 +97,7 @@ class RemoteFolder:
         return replace(self, path=self._key(name))
 
     def check(self) -> None:
-        """Ask the store once. Raises UsageError if the bucket does not exist; StoreForbidden, StoreUnreachable."""
+        """Check access with one request. Raises UsageError for a missing bucket; StoreForbidden, StoreUnreachable."""
         try:
             self.store.check()
         except StoreMissing as error:
@@ -186,7 +186,7 @@ class RemoteFolder:
         return self._call(work)
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Do the work; repeat it after a pause if its failure may pass."""
+        """Call `work`, and repeat it after temporary failures."""
         for pause_s in self.pauses_s:
             try:
                 return work()

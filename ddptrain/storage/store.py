@@ -108,7 +108,7 @@ class Location:
         return self.url.partition("://")[0].lower() if "://" in self.url else "file"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The location for messages, without credentials."""
         if OBJECT_STORES.get(self.protocol) == "az" and ":" not in self.url.partition("://")[2].partition("@")[0]:
             return self.url  # abfs://container@account: the part before the @ is a name
@@ -125,7 +125,7 @@ class Location:
         return f"see {self.options_setting}" if self.options_setting else _CREDENTIALS
 
     def __repr__(self) -> str:
-        return f"Location({self.words!r})"
+        return f"Location({self.description!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Store(ABC):
         raise NoConditionalWrites(f"{self.location.protocol} has none")
 
     def _read_only(self) -> StoreError:
-        return StoreError(f"{self.location.words} can't be written: {self.location.protocol}:// can only be read")
+        return StoreError(f"{self.location.description} can't be written: {self.location.protocol}:// can only be read")
 
     def _limited(self, key: str, data: bytes, limit_bytes: int | None) -> bytes:
         if limit_bytes is not None and len(data) > limit_bytes:
@@ -244,7 +244,7 @@ class Store(ABC):
         return data
 
     def _too_large(self, key: str, limit_bytes: int) -> TooLarge:
-        return TooLarge(f"{self.location.words}/{key} can't be read: it has more than {limit_bytes:,} bytes")
+        return TooLarge(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
 
 
 def open_store(location: Location, limits: Limits = Limits()) -> Store:
@@ -292,4 +292,4 @@ def fetch_chunks(
     except (NotFound, StoreMissing) as error:
         if isinstance(error, StoreMissing) and location.protocol != "file":
             raise
-        raise StoreMissing(f"{Location.of(where, {}).words} does not exist") from None
+        raise StoreMissing(f"{Location.of(where, {}).description} does not exist") from None

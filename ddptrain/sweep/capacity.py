@@ -40,7 +40,7 @@ def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResou
 
 
 class Capacity:
-    """Looks at most once a second at the slots of a cluster that other runs use, too."""
+    """Counts the free slots of a cluster that other runs use too, at most once a second."""
 
     def __init__(self, most: int | None, ranks: int, client: Client | None) -> None:
         """`most`: the largest number of trials; None for no limit. client: None if there are slots for so many."""
@@ -75,5 +75,5 @@ class Capacity:
         return self._found
 
     def started(self) -> None:
-        """A trial has been started: its slots may not be reserved yet when the slots are looked at."""
+        """Count a started trial, whose slots may not be reserved yet at the next count of free slots."""
         self._looked_at = time.monotonic()

@@ -31,19 +31,19 @@ class Limits:
     for_s: float | None
 
     def may_choose(self, now: Situation) -> bool:
-        """Whether another point is to be chosen, once there is room for it."""
+        """Return whether another point may be chosen as soon as a trial can start."""
         if now.ending or (self.for_s is not None and now.elapsed_s >= self.for_s):
             return False
         return self.trials is None or now.chosen < self.trials
 
     def may_start(self, now: Situation) -> bool:
-        """Whether a trial starts now. One that is to be continued does so even after the time is over."""
+        """Return whether a trial may start now. A trial to be continued may start even after the time limit."""
         if now.ending or now.running >= max(1, now.capacity):
             return False
         return now.waiting > 0 or self.may_choose(now)
 
     def is_over(self, now: Situation) -> bool:
-        """Whether nothing runs, and nothing is to be started."""
+        """Return whether nothing runs, and nothing is to be started."""
         return now.running == 0 and (now.ending or (now.waiting == 0 and not self.may_choose(now)))
 
 
@@ -54,13 +54,13 @@ class Failures:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, cause: str) -> bool:
-        """Count a failure; return whether the sweep ends, because it has happened too often."""
+        """Count a failure; return whether the sweep must end because the same failure has happened too often."""
         self.counts[cause] += 1
         return self.counts[cause] >= SAME_FAILURES
 
 
 def free_trials(free_slots: int, ranks: int, running: int) -> int:
-    """Return how many trials may run at the same time, if so many slots are free besides those of running trials."""
+    """Return how many trials may run at the same time; the slots of running trials do not count as free."""
     return running + free_slots // ranks
 
 

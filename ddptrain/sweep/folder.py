@@ -13,7 +13,7 @@ from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import describe_value
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout, new_run_id
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
@@ -36,7 +36,7 @@ def new_folder(runs: Path, name: str, sweep_id: str | None) -> Path:
     if sweep_id is not None:
         check_run_id(sweep_id)
     folder = runs / (sweep_id or new_run_id(name))
-    with naming(folder):
+    with results_errors(folder):
         runs.mkdir(parents=True, exist_ok=True)
         try:
             folder.mkdir(mode=0o755)
@@ -147,7 +147,7 @@ def save_config(folder: Path, resolved: ResolvedConfig) -> None:
 
 
 def check_same(folder: Path, resolved: ResolvedConfig) -> None:
-    """Compare the configuration with that of the sweep to resume. Raises UsageError that lists the differences."""
+    """Raise UsageError, with the differences, if the configuration is not the one of the sweep to resume."""
     path = folder / CONFIG
     try:
         before = load_data(read_bytes(path), str(path))

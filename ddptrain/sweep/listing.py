@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddptrain.results.lookup import moment
+from ddptrain.results.lookup import parse_time
 from ddptrain.sweep.folder import LocalSweeps, open_sweeps
 from ddptrain.sweep.output import best_words, sweep_data
 from ddptrain.sweep.records import SweepRecord
@@ -64,7 +64,7 @@ def sweep_table(sweeps: Iterable[ListedSweep]) -> list[tuple[str, ...]]:
 
 
 def _row(sweep: ListedSweep) -> tuple[str, ...]:
-    record, started = sweep.record, moment(sweep.record.started_at)
+    record, started = sweep.record, parse_time(sweep.record.started_at)
     return (
         record.sweep_id,
         sweep.status,

@@ -31,7 +31,7 @@ class LiveMetric:
         self._counts: dict[int, int] = defaultdict(int)
 
     def logged(self, rank: int, step: int | None, value: float) -> list[tuple[float, float]]:
-        """Take a value of a rank; return the steps that are complete now, with their values."""
+        """Add a value that a rank has logged; return the steps that are now complete, with their values."""
         self._counts[rank] += 1
         at = float(self._counts[rank] if step is None else step)
         done = self._begin(at)
@@ -42,7 +42,7 @@ class LiveMetric:
         return done
 
     def saved(self, step: int, value: float) -> list[tuple[float, float]]:
-        """Take the value of a checkpoint."""
+        """Add the value of a checkpoint."""
         done = self._begin(float(step))
         if float(step) == self._step:
             usual, self._values = self.usual, {-1: value}
@@ -51,7 +51,7 @@ class LiveMetric:
         return done
 
     def finish(self) -> list[tuple[float, float]]:
-        """The run has ended: return what is left."""
+        """Return the steps that are not returned yet, with their values: the run has ended."""
         return self._complete()
 
     def _begin(self, step: float) -> list[tuple[float, float]]:

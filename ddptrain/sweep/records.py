@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.lookup import moment
+from ddptrain.results.lookup import parse_time
 from ddptrain.results.run_record import as_json_data
 from ddptrain.results.secure_files import read_bytes, write_file
 
@@ -91,7 +91,7 @@ class SweepRecord:
     trials: list[TrialRecord] = field(default_factory=list)
 
     def better(self, value: float, than: float) -> bool:
-        """Whether a value of the metric is better than another one."""
+        """Return whether a value of the metric is better than another one."""
         return value < than if self.mode == "min" else value > than
 
     @property
@@ -116,8 +116,8 @@ class SweepRecord:
 
 
 def newest_first(found: Mapping[str, SweepRecord]) -> dict[str, SweepRecord]:
-    """Return sweeps in this order, by id."""
-    return dict(sorted(found.items(), key=lambda item: (str(moment(item[1].started_at)), item[0]), reverse=True))
+    """Return the sweeps by id, the newest first."""
+    return dict(sorted(found.items(), key=lambda item: (str(parse_time(item[1].started_at)), item[0]), reverse=True))
 
 
 def choose_sweep(found: Mapping[str, SweepRecord], where: str, name: str | None, sweep_id: str | None) -> str:

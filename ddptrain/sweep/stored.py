@@ -16,7 +16,7 @@ from pathlib import Path
 from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.log import Log
 from ddptrain.results.checkpoint_verification import finite_metrics, parse_manifest
-from ddptrain.results.errors import ResultsError, naming
+from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import MANIFEST, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView
 from ddptrain.results.ownership import run_lock
@@ -24,7 +24,7 @@ from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.results.remote.runs import StoreRuns, bring_here
+from ddptrain.results.remote.runs import StoreRuns, download_working_folder
 from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.results.secure_files import write_file
@@ -64,13 +64,13 @@ class StoredSweep:
         return values_of_run(view, metric, {step: value for step, value in saved.items() if value is not None})
 
     def cut_journal(self) -> None:
-        """Add what is new in the journal to what is uploaded. Raises ResultsError."""
-        with naming(self.journal), self.journal.open("rb") as file:
+        """Write the new part of the journal into a file for upload. Raises ResultsError."""
+        with results_errors(self.journal), self.journal.open("rb") as file:
             file.seek(self._kept_bytes)
             new = file.read()
         new = new[: new.rfind(b"\n") + 1]
         if new:
-            with naming(self.folder):
+            with results_errors(self.folder):
                 (self.folder / _PIECES).mkdir(exist_ok=True)
             write_file(self.folder / _PIECES / _piece_name(self._kept_bytes), new)
             self._kept_bytes += len(new)
@@ -144,11 +144,11 @@ class StoredSweeps:
         try:
             lock.keep(uploads.lose)
             if resumed:
-                bring_here(run, uploads, before, _download)
+                download_working_folder(run, uploads, before, _download)
             else:
                 for path in run.files(_PIECES):  # of a driver that was killed before its first trial
                     run.remove(path)
-                bring_here(run, uploads, None, lambda *_: None)
+                download_working_folder(run, uploads, None, lambda *_: None)
             sweep = StoredSweep(self._runs, sweep_id, uploads)
             sweep.begin(run, lock.claim.token)
             descriptor = run_lock.take(uploads.root / WORK_LOCK)

@@ -27,7 +27,7 @@ from ddptrain.config.sections.sweeping import Distribution, SweepConfig, values_
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError, one_line
 from ddptrain.log import Log
-from ddptrain.results.errors import ResultsError, naming
+from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.secure_files import open_to_append
 from ddptrain.sweep.records import TrialRecord, TrialState
 
@@ -55,7 +55,7 @@ _log = Log(__name__)
 
 
 class _NoLock(JournalFileOpenLock):
-    """No lock: one driver has the sweep, and _mutex orders its threads. A lock file would outlive a killed driver."""
+    """Replaces Optuna's lock file, which a killed driver would leave behind. _mutex orders this driver's threads."""
 
     def acquire(self) -> bool:
         return True
@@ -148,7 +148,7 @@ class Study:
             return [self._record(trial) for trial in self._frozen() if trial.state != OptunaState.WAITING]
 
     def importance(self) -> dict[str, float] | None:
-        """Return the share of each field in the differences of the metric; None if it can't be told."""
+        """Return the importance of each field for the metric, as shares of 1; None if it cannot be computed."""
         with self._mutex:
             complete = [trial for trial in self._frozen() if trial.state == OptunaState.COMPLETE]
             varied = [
@@ -194,7 +194,7 @@ class Study:
                 _log.info("point completed", trial=trial.number)
 
     def _enqueue_grid_point(self) -> None:
-        """Let the next trial have the first point of the grid that no trial has had."""
+        """Queue the first point of the grid that no trial has used for the next trial."""
         tried = {trial.user_attrs.get(_GRID_POINT, trial.number) for trial in self._frozen()}
         index = next(each for each in self._grid_order if each not in tried)
         values = [values_of(space) or [] for space in self._sweep.space.values()]
@@ -203,7 +203,7 @@ class Study:
         self._study.enqueue_trial(encoded, user_attrs={_GRID_POINT: index})
 
     def _decoded(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a point in the order of the space, as the configuration has them."""
+        """Return the values of a point in the order of the space, as the configuration has them."""
         found = {}
         for name, space in self._sweep.space.items():
             value = params[name]
@@ -229,7 +229,7 @@ class Study:
     def _naming(self, journal: Path) -> Iterator[None]:
         """Convert errors of the journal to ResultsError."""
         try:
-            with naming(journal):
+            with results_errors(journal):
                 yield
         except (KeyError, json.JSONDecodeError) as error:
             raise ResultsError(f"{journal} is damaged: {one_line(error)}; begin a new sweep") from error
@@ -304,7 +304,7 @@ def _distribution(space: Distribution | list[Any]) -> BaseDistribution:
 
 
 def _encoded(value: Any) -> Any:
-    """A value of a list as Optuna takes it: lists and mappings are JSON."""
+    """Return a value of a list as Optuna takes it: lists and mappings are JSON."""
     return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else value
 
 

@@ -175,7 +175,7 @@ class Sweep:
         cluster.begin()  # first, so that its processes import torch while this one imports Dask
         what = counted(self.record.planned, "trial") if self.record.planned else "trials"
         self.display.notice(f"sweep {self.home.sweep_id} in {self.home.where}: {what} of {counted(self.ranks, 'rank')}")
-        self.display.status(f"connecting to {cluster.words}" if machine is None else "starting a local cluster")
+        self.display.status(f"connecting to {cluster.description}" if machine is None else "starting a local cluster")
         from ddptrain.driver.connect import open_session
 
         with self.signals.interrupting():
@@ -188,7 +188,7 @@ class Sweep:
         return session, SharedCluster(cluster, session.target), capacity
 
     def _take_up(self, study: Study) -> None:
-        """Take the trials of earlier drivers from the journal; those without a result are continued."""
+        """Read the trials of earlier drivers from the journal; trials without a result are continued."""
         known = {trial.number: trial for trial in self.record.trials}
         self.record.trials.clear()
         for trial in study.records():

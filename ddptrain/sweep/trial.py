@@ -215,7 +215,7 @@ class Trial:
 
 
 def _has_result(view: RunView) -> bool:
-    """Whether a run has ended in a way that says something about its point."""
+    """Return whether a run has ended in a way that says something about its point."""
     if view.status == RunStatus.SUCCEEDED:
         return True
     failure = view.record.failure
@@ -255,30 +255,30 @@ class TrialDisplay:
         return self._live.usual
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """The number of ranks is known."""
+        """Set the number of ranks."""
         self._live.world_size = world_size
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
-        """Show that it trains."""
+        """Show the state of the trial: training."""
         self._trial.status = "training"
 
     def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
         """Do nothing."""
 
     def metrics(self, rank: int, event: Metrics) -> None:
-        """Take the metric."""
+        """Pass logged values of the metric to the pruner."""
         value = event.values.get(self._trial.plan.metric)
         if value is not None:
             self._take(self._live.logged(rank, event.step, value))
 
     def checkpoint(self, rank: int, event: CheckpointSaved) -> None:
-        """Take the metric of a checkpoint."""
+        """Pass the metric of a checkpoint to the pruner."""
         value = event.metrics.get(self._trial.plan.metric)
         if value is not None:
             self._take(self._live.saved(event.step, value))
 
     def progress(self, rank: int, event: Progress) -> None:
-        """Take the progress of rank 0."""
+        """Save the progress of rank 0 for the display."""
         if rank == 0:
             self._trial.done, self._trial.total = event.done, event.total
 
@@ -287,7 +287,7 @@ class TrialDisplay:
         self._trial.status = text
 
     def notice(self, text: str, level: str = "info") -> None:
-        """Log it: the run's own files have it, too."""
+        """Write the notice to the log of the sweep; the files of the run have it, too."""
         if level != "info":
             _log.info("notice of a trial", trial=self._trial.record.number, message=text)
 
@@ -306,7 +306,7 @@ class TrialDisplay:
         summary: Sequence[str] = (),
         last_event: Mapping[str, Any] | None = None,
     ) -> None:
-        """The run has ended."""
+        """Do nothing: the trial records the end of its run."""
 
     def _take(self, complete: Sequence[tuple[float, float]]) -> None:
         trial = self._trial

@@ -32,7 +32,7 @@ def plan_epoch(
 
 
 def plan_validation(n: int, batch_size: int, world_size: int, rank: int) -> list[RankShare]:
-    """As `plan_epoch`, but in the order of the rows."""
+    """Return what `plan_epoch` does, but in the order of the rows."""
     if n == 0:
         return []
     batches = torch.tensor_split(torch.arange(n), -(-n // (batch_size * world_size)))
@@ -48,7 +48,7 @@ def deal_epoch(
     taken: Sequence[Sequence[int]] = (),
     arrange: Callable[[Batches, torch.Generator], Batches] | None = None,
 ) -> Batches:
-    """The steps of an epoch: for each, the rows (int64) of all ranks, which take them in turn.
+    """Return the steps of an epoch: for each, the rows (int64) of all ranks, which take them in turn.
 
     All ranks draw the same permutation and cut it into the fewest batches, whose sizes differ by at most 1. So shares
     of a step differ by at most one row, and a share is empty only if a batch has fewer rows than there are ranks.
@@ -94,9 +94,9 @@ class EpochProgress:
         return cls(taken, done, is_resumed=True)
 
     def done(self, n_steps: int) -> float:
-        """The share of the epoch that is done, if the current ranks have `n_steps` steps."""
+        """Return the share of the epoch that is done, if the current ranks have `n_steps` steps."""
         return self.begun + (1 - self.begun) * self.steps / n_steps
 
     def state(self, world_size: int) -> dict[str, object]:
-        """The position for a checkpoint: `taken` and `begun`, as `resumed` needs them."""
+        """Return the position for a checkpoint: `taken` and `begun`, as `resumed` needs them."""
         return {"taken": [*self.taken, [world_size, self.steps]] if self.steps else self.taken, "begun": self.begun}

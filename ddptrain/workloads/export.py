@@ -96,7 +96,7 @@ class _PixelsToScores(torch.nn.Module):
         self.model, self.pixels = model, pixels
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores [n, outputs] of images [n, 3, size, size] of uint8."""
+        """Return scores [n, outputs] of images [n, 3, size, size] of uint8."""
         scores: torch.Tensor = self.model(self.pixels(images))
         return scores
 
@@ -184,7 +184,7 @@ def _trace(found: Exported, form: str, path: Path) -> None:
 
 
 def _require_onnx() -> None:
-    """Raises UsageError if a package that exports to ONNX is missing."""
+    """Raise UsageError if a package that exports to ONNX is missing."""
     from importlib.util import find_spec
 
     if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
@@ -206,7 +206,7 @@ def _describe(folder: Path, found: Exported, form: str, source: Mapping[str, Any
 
 
 def _of_weights(about: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of the weights alone: the model that they are loaded into does not normalise pixels."""
+    """Return the description of the weights alone: the model that they are loaded into does not normalise pixels."""
     found = dict(about)
     if found["workload"] == "images":
         found["input"] = {**found["input"], "dtype": "float32", "channels": "RGB, normalised: see preprocessing"}

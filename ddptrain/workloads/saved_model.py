@@ -42,7 +42,7 @@ def load_trained(run_dir: Path, workload: str) -> torch.nn.Module:
 
 
 def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) -> Model:
-    """The model of a checkpoint's folder, in evaluation mode on the CPU. No pickle is executed.
+    """Return the model of a checkpoint's folder, in evaluation mode on the CPU. No pickle is executed.
 
     `build` makes a model from the saved `model_config`, which is not trusted: it raises ValueError or a similar error
     for an invalid one. Raises UsageError if the checkpoint is not readable.
@@ -92,7 +92,7 @@ def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> 
 
 
 def check_workload(run_dir: Path, workload: str, command: str) -> None:
-    """Checks that a folder has a run of the workload. Raises UsageError."""
+    """Check that a folder has a run of the workload. Raises UsageError."""
     path = run_dir / "run.json"
     try:
         run: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def check_workload(run_dir: Path, workload: str, command: str) -> None:
 
 
 def checkpoint_folder(run_dir: Path) -> Path:
-    """The folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError.
+    """Return the folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError.
 
     A folder that `ddptrain results consolidate` has written is itself the checkpoint.
     """

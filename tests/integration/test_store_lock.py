@@ -182,10 +182,10 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
 def test_owner_whose_answer_was_lost_still_has_the_lock(store: RemoteFolder) -> None:
     owner = StoreLock(store)
     owner.take(contested=True)
-    assert owner._mine is not None
-    before = owner._mine
+    assert owner._last_written is not None
+    before = owner._last_written
     owner._renew()
-    owner._mine = before  # as if the answer to the renewal had never come
+    owner._last_written = before  # as if the answer to the renewal had never come
     owner._renew()
     store.remove(LOCK)
     owner._renew()

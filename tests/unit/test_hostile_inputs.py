@@ -269,7 +269,7 @@ def test_manifest_vouches_for_its_checkpoint_or_is_passed_over(folder: Path, man
     found = newest_verified(layout, said.append)
     assert (found is None) == bool(said)
     if found is not None:
-        assert found.words.isprintable()
+        assert found.description.isprintable()
         assert all((checkpoint / name).is_file() for name in found.files)
     for read in (verify, read_manifest):
         with suppress(CheckpointDamaged):

@@ -58,7 +58,10 @@ def evaluate(
 
 
 def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTarget:
-    """The run or model of that name; a name without @ may be a model's, if there is no such run. Raises UsageError."""
+    """Return the run or model of that name; a name without @ is a model's only if there is no such run.
+
+    Raises UsageError.
+    """
     from ddptrain.errors import RunNotFound, UsageError
     from ddptrain.model_registry.reference import is_model_reference
     from ddptrain.retrain.evaluation import EvaluationTarget
@@ -77,7 +80,7 @@ def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTar
 
 
 def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
-    """The configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
+    """Return the configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
     from pathlib import Path
 
     from ddptrain.config.load import load_data, load_mapping
@@ -100,7 +103,7 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
 
 
 def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
-    """The data without the values that were left out of config.yaml, and the keys of these values."""
+    """Return the data without the values that were left out of config.yaml, and the keys of these values."""
     from ddptrain.redact import LEFT_OUT
 
     kept: dict[str, Any] = {}

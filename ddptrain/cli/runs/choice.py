@@ -29,13 +29,13 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start o
 
 
 def folder_of(ctx: typer.Context, runs_dir: str | None) -> str:
-    """The runs folder: of the command's option, or else of `ddptrain results --runs-dir`."""
+    """Return the runs folder: of the command's option, or else of `ddptrain results --runs-dir`."""
     given_before = ctx.obj if isinstance(ctx.obj, str) else None
     return runs_dir or given_before or DEFAULT_RUNS_DIR
 
 
 def place_of(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, str]:
-    """The runs folder to search, and the name of the run."""
+    """Return the runs folder to search, and the name of the run."""
     from ddptrain.results.remote.runs import open_runs_dir, split_run
 
     place, name = split_run(run, folder_of(ctx, runs_dir))
@@ -45,6 +45,6 @@ def place_of(ctx: typer.Context, runs_dir: str | None, run: str) -> tuple[Runs, 
 def view_of(
     ctx: typer.Context, runs_dir: str | None, run: str, need: NeededFiles | None = None, checkpoint: str = "best"
 ) -> RunView:
-    """The run of that name, with a copy of the files that are needed if it is in a store. Raises RunNotFound."""
+    """Return the run of that name, with a copy of the files that are needed if it is in a store. Raises RunNotFound."""
     runs, name = place_of(ctx, runs_dir, run)
     return runs.find(name) if need is None else runs.find(name, need, checkpoint=checkpoint)

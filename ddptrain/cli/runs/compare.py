@@ -75,7 +75,7 @@ def compare(
 
 
 def chart_style() -> Style:
-    """What the terminal can show."""
+    """Return the style of charts that the terminal can show."""
     import shutil
 
     from ddptrain.results.show.chart import Style

@@ -73,11 +73,11 @@ def _written(
     from ddptrain.file_ops import write_atomic
     from ddptrain.reports.html.page_content import html_page
     from ddptrain.reports.html.subjects import find_subjects
-    from ddptrain.results.errors import naming
+    from ddptrain.results.errors import results_errors
 
     def put(reload_s: int | None) -> int:
         page = html_page(subjects, reload_s=reload_s, was_watched=every_s is not None)
-        with naming(path):
+        with results_errors(path):
             write_atomic(path, page, durable=False)
         return len(page)
 

@@ -171,7 +171,7 @@ def check(
 
 
 def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], list[str]]:
-    """The schedules to check: all installed schedules, those of the configurations, or the configurations at a time.
+    """Return the schedules to check: all installed ones, those of the configurations, or the configurations at a time.
 
     Also returns a line for each installed schedule that can't be read.
     """
@@ -197,7 +197,7 @@ def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], 
 
 
 def _after(name: str, target: TargetName, following: datetime, *, installed: bool, tells: bool) -> list[str]:
-    """What comes next, in lines. tells: whether the configuration says who is told that the model is late."""
+    """Return lines about the next steps. tells: whether the configuration says who is told that the model is late."""
     next_time = f"next time: {following:{_MINUTE}} UTC"
     if installed:
         shown = f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"
@@ -254,12 +254,12 @@ def _checked(finding: Finding) -> dict[str, Any]:
         "slot": slot_text(judgement.slot) if judgement else None,
         "last_success": slot_text(judgement.succeeded) if judgement and judgement.succeeded else None,
         "next": slot_text(finding.next) if finding.next else None,
-        "told": list(finding.told),
+        "told": list(finding.notified),
     }
 
 
 def _lines(finding: Finding) -> list[str]:
     if finding.judgement is None:
         return []
-    notified = f" (told: {', '.join(finding.told)})" if finding.told else ""
+    notified = f" (notified: {', '.join(finding.notified)})" if finding.notified else ""
     return [f"{finding.name}: {finding.judgement.state}: {finding.judgement.reason}{notified}"]

@@ -1,4 +1,4 @@
-"""Has a warm process run this command. It looks like this process from outside: its output, signals, end.
+"""Passes this command to a warm process, which runs it with this process's output, signals and exit code.
 
 Standard library only: what this module imports is what a warm command waits for.
 """
@@ -31,7 +31,7 @@ _MAX_MESSAGE_BYTES = 4096
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
-    """Have a warm process run the command; return its exit code, None if this process must run it itself."""
+    """Run the command in a warm process; return its exit code, or None if this process must run it itself."""
     if not _is_suitable(argv, environ):
         return None
     state = environ.get("XDG_STATE_HOME", "").strip() or os.path.join(environ.get("HOME", ""), ".local", "state")
@@ -46,7 +46,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
 
 
 def _is_suitable(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether the command may run in another process that has the same standard streams."""
+    """Return whether the command may run in another process that has the same standard streams."""
     if sys.platform != "linux" or environ.get(SWITCH) == "off" or not argv or argv[0] not in _COMMANDS:
         return False
     if any(word.startswith(_OWN_PROCESS) for word in argv):
@@ -57,7 +57,7 @@ def _is_suitable(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
 
 
 def _has_more_files() -> bool:
-    """Whether the shell has opened more files for the command, as for `train <(cat a.yaml)`."""
+    """Return whether the shell has opened more files for the command, as for `train <(cat a.yaml)`."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself is closed
             if int(name) > 2 and os.get_inheritable(int(name)):
@@ -66,7 +66,7 @@ def _has_more_files() -> bool:
 
 
 def _connections(clusters: str) -> Iterator[socket.socket]:
-    """The connections to warm processes of this user's clusters."""
+    """Yield the connections to warm processes of this user's clusters."""
     try:
         names = sorted(os.listdir(clusters))
     except OSError:

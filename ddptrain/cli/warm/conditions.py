@@ -47,7 +47,7 @@ def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def process_status() -> dict[str, str]:
-    """The fields of /proc/self/status."""
+    """Return the fields of /proc/self/status."""
     lines = (line.partition(":") for line in _read("status").splitlines())
     return {name: value.strip() for name, _, value in lines}
 
@@ -63,7 +63,7 @@ def _read(name: str) -> str:
 
 
 def _stamp(folder: Path) -> tuple[int, int]:
-    """The number of files of a folder tree, byte code left out, and the time of the newest change of one."""
+    """Return the number of files of a folder tree, byte code left out, and the time of the newest change of one."""
     count, newest, folders = 0, 0, [str(folder)]
     while folders:
         with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -76,6 +76,6 @@ def _stamp(folder: Path) -> tuple[int, int]:
 
 
 def _site_stamps() -> list[int]:
-    """When the folders with installed packages changed: pip adds and removes folders there."""
+    """Return when the folders with installed packages changed: pip adds and removes folders there."""
     found = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
     return [os.stat(entry).st_mtime_ns for entry in found if os.path.isdir(entry)]

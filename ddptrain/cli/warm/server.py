@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def import_driver() -> None:
-    """Import what commands import, and have them fill the caches that they would fill."""
+    """Import the modules that commands import, and fill their caches."""
     for name in _MODULES:
         importlib.import_module(name)
     from ddptrain.cli import main as commands
@@ -173,7 +173,7 @@ def _received(connection: socket.socket) -> Command:
 
 
 def _watch(connection: socket.socket, pid: int) -> NoReturn:
-    """Pass signals on to the command until it has ended, and report its exit code; kill it if nobody waits for it."""
+    """Forward signals to the command until its end, and send its exit code; kill it if the client has gone."""
     ended = os.pidfd_open(pid)
     for fd in range(3):
         os.close(fd)  # a pipe to the command must not stay open
@@ -195,7 +195,7 @@ def _watch(connection: socket.socket, pid: int) -> NoReturn:
 
 
 def _enter(command: Command) -> None:
-    """Give this process what the command would have if it were a program of its own."""
+    """Set up this forked process like a new process of the command: streams, working directory, environment."""
     request = command.request
     os.setpgid(0, 0)
     for fd, given in enumerate(command.fds[:3]):
@@ -221,7 +221,7 @@ def _enter(command: Command) -> None:
 
 
 def _stream(fd: int, like: TextIO) -> io.TextIOWrapper:
-    """A standard stream as the interpreter opens it."""
+    """Return a standard stream as the interpreter opens it."""
     lines = fd == 2 or os.isatty(fd)
     return open(fd, "w", buffering=1 if lines else -1, encoding=like.encoding, errors=like.errors, closefd=False)
 

@@ -1,4 +1,4 @@
-"""A Dask cluster that is already up. It is used and then left as it was."""
+"""A Dask cluster that is already up. The run uses it and does not end it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class AttachedCluster(Cluster):
         self.config = config
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it is, for messages."""
         config = self.config
         return f"the cluster {config.name}" if config.name else str(config.address or config.scheduler_file)
 
     def connect(self) -> Target:
-        """The address to connect to; the caller checks that a scheduler answers. Raises ClusterError."""
+        """Return the address to connect to; the caller checks that a scheduler answers. Raises ClusterError."""
         if self.config.name is not None:
             return resolve.by_name(self.config.name)
         if self.config.address is not None:
@@ -31,7 +31,7 @@ class AttachedCluster(Cluster):
         return resolve.by_scheduler_file(Path(str(self.config.scheduler_file)).expanduser(), self.config.tls)
 
     def last_words(self) -> str:
-        """The last log lines of the workers of the user's own cluster; empty for other clusters."""
+        """Return the last log lines of the workers of the user's own cluster; empty for other clusters."""
         if self.config.name is None:
             return ""
         from ddptrain.clusters import lifecycle

@@ -50,11 +50,11 @@ class DeployProvider:
             cluster.update(workers=_order(cluster, keeper, slots)["workers"])
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The log of the keeper, and the logs that Dask keeps of the scheduler and the workers."""
+        """Return the log of the keeper, and the logs that Dask keeps of the scheduler and the workers."""
         return {_KEEPER: processes.tail(str(cluster.folder), _KEEPER, lines), **dask_logs(cluster, lines)}
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Why the keeper has ended."""
+        """Return why the keeper has ended."""
         keeper = _keeper(cluster)
         if keeper is None or processes.alive(keeper):
             return None
@@ -93,7 +93,7 @@ def _start(cluster: Deployment, slots: int | None) -> None:
 
 
 def _await_card(cluster: Deployment, tell: Tell) -> Mapping[str, Any]:
-    """The address and dashboard, once the cluster is up. Raises ClusterError, UsageError if the keeper fails."""
+    """Return the address and dashboard, once the cluster is up. Raises ClusterError, UsageError if the keeper fails."""
     keeper = _keeper(cluster)
     assert keeper is not None
     name, timeout_s = cluster.record.settings["class"], float(cluster.record.settings["start_timeout_s"])
@@ -135,7 +135,7 @@ def _waiting(tell: Tell, words: str) -> Iterator[float]:
 
 
 def _words_of_end(cluster: Deployment, keeper: DaemonId) -> str:
-    """One line that says why the keeper has ended, and the end of its log if the line is not enough."""
+    """Return one line that says why the keeper has ended, and the end of its log if the line is not enough."""
     ended = cluster.ended
     if ended.get("is_usage"):
         return str(ended["reason"])

@@ -54,7 +54,7 @@ class KeeperOrder:
     sys_path: Sequence[str] = ()
 
     def to_json(self) -> str:
-        """The content of order.json in the keeper's folder."""
+        """Return the content of order.json in the keeper's folder."""
         return json.dumps(dataclasses.asdict(self))
 
 
@@ -82,7 +82,7 @@ class Kept:
             raise CannotKeep(words, is_usage=True)
 
     def target(self) -> Target:
-        """The scheduler's address and security. Raises CannotKeep if other processes can't connect to it."""
+        """Return the scheduler's address and security. Raises CannotKeep if other processes can't connect to it."""
         address = str(self._cluster.scheduler_address)
         if address.partition("://")[0] not in _REACHABLE:
             raise CannotKeep(
@@ -91,7 +91,7 @@ class Kept:
         return Target(address, getattr(self._cluster, "security", None))
 
     def dashboard(self) -> str:
-        """The URL of the dashboard, or ""."""
+        """Return the URL of the dashboard, or ""."""
         return str(getattr(self._cluster, "dashboard_link", None) or "")
 
     def resize(self, slots: int | None) -> int:
@@ -111,7 +111,7 @@ class Kept:
         return wanted
 
     def is_over(self) -> bool:
-        """Whether it has ended by itself."""
+        """Return whether it has ended by itself."""
         status = getattr(self._cluster, "status", None)
         return getattr(status, "name", status) in _OVER
 
@@ -122,7 +122,7 @@ class Kept:
 
     @contextlib.contextmanager
     def _telling(self, call: str) -> Iterator[None]:
-        """Turn an exception of the cluster class into a CannotKeep with one line; the traceback goes to the log."""
+        """Convert an exception of the cluster class to a CannotKeep with one line; the traceback goes to the log."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -235,7 +235,7 @@ class _Signal:
         return self._has_come
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, as selectors require."""
         return self._ear.fileno()
 
     def _take(self, signum: int, frame: object) -> None:
@@ -289,13 +289,13 @@ def _takes(made: Any, argument: str) -> bool:
 
 
 def _slots(worker: Mapping[str, Any]) -> int:
-    """The slots of a worker: its Dask resource, or 1 if the worker isn't one of ddptrain's."""
+    """Return the slots of a worker: its Dask resource, or 1 if the worker isn't one of ddptrain's."""
     offered = int(worker.get("resources", {}).get(SLOT_RESOURCE, 1))
     return max(1, min(offered, int(worker.get("nthreads", offered))))
 
 
 def _one_line(error: BaseException) -> str:
-    """The error and its causes on one line: "failed to start" from Dask alone says little."""
+    """Return the error and its causes on one line: "failed to start" from Dask alone says little."""
     words = [_words(error)]
     while (cause := error.__cause__) is not None:
         words.append(_words(cause))

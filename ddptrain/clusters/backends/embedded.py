@@ -66,7 +66,7 @@ class EmbeddedCluster(Cluster):
         _log.info("local worker started", pid=self._worker.pid, slots=self.slots, gpus=self.gpus or None)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it is, for messages."""
         return "a local cluster"
 
@@ -82,7 +82,7 @@ class EmbeddedCluster(Cluster):
         return Target(self._address, foreign=False)
 
     def _introduce(self) -> None:
-        """Tell the worker where the scheduler is."""
+        """Send the scheduler's address to the worker."""
         assert self._worker is not None and self._worker.stdin is not None
         try:
             self._worker.stdin.write(f"{self._address}\n".encode())
@@ -91,7 +91,7 @@ class EmbeddedCluster(Cluster):
             raise ClusterError(f"the local Dask worker has ended: {self.worker_fault() or error}") from error
 
     def worker_fault(self) -> str | None:
-        """Why the worker has ended; None while it runs."""
+        """Return why the worker has ended; None while it runs."""
         assert self._worker is not None
         status = self._worker.poll()
         if status is None:
@@ -103,7 +103,7 @@ class EmbeddedCluster(Cluster):
             f"; its last words: {words[-500:]}" if words else ""
         )
 
-    def mend(self, *, leaving: bool) -> None:
+    def replace_workers(self, *, leaving: bool) -> None:
         """Start another worker if the last one has ended; the scheduler stays. Raises ClusterError."""
         if leaving and self._worker is not None:
             self._end_worker(self._worker)

@@ -16,7 +16,7 @@ _SURE_S = 15.0  # a scheduler on a busy machine answers late, and without its an
 
 
 def spare_runs(cluster: Deployment, slots: int) -> None:
-    """Raises UsageError if runs use a cluster that would shrink, ClusterError if its scheduler does not answer."""
+    """Raise UsageError if runs use a cluster that would shrink, ClusterError if its scheduler does not answer."""
     view = status.probe(cluster, _SURE_S)
     if view.state != status.State.UP:
         raise ClusterError(f"can't find out which runs use the cluster {cluster.name}: {view.reason}; try again")
@@ -29,7 +29,7 @@ def spare_runs(cluster: Deployment, slots: int) -> None:
 
 
 def dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
-    """The last log lines that Dask keeps of the scheduler and of each worker; empty if the scheduler can't be asked."""
+    """Return the last log lines that Dask keeps of scheduler and workers; empty if the scheduler does not answer."""
     if not cluster.record.address or cluster.ended:
         return {}
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # an unreachable scheduler is reported by the caller
@@ -54,6 +54,6 @@ async def _dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
 
 
 def _text(entries: Sequence[tuple[str, str]], lines: int) -> str:
-    """The messages of (level, message) pairs, which come newest first, in the order of time."""
+    """Return the messages of (level, message) pairs, which come newest first, in the order of time."""
     written = "\n".join(message for _, message in reversed(entries)).splitlines()
     return "".join(f"{line}\n" for line in written[-lines:])

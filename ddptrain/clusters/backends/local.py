@@ -47,7 +47,7 @@ class LocalProvider:
             _start(cluster, _SCHEDULER, _scheduler_arguments(cluster))
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The logs of scheduler and worker; empty unless something goes wrong."""
+        """Return the logs of scheduler and worker; empty unless something goes wrong."""
         return {_source(name): processes.tail(str(cluster.folder), name, lines) for name in (_SCHEDULER, _WORKER)}
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
@@ -59,7 +59,7 @@ class LocalProvider:
             remove_socket_dir(cluster.record.address)  # left by a scheduler that was killed
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Names the process that has ended, or None."""
+        """Return the name of the process that has ended, or None."""
         for name, daemon in _daemons(cluster).items():
             if not processes.alive(daemon):
                 return f"the {name} (pid {daemon.pid}) has ended"
@@ -87,7 +87,7 @@ def _start(cluster: Deployment, name: str, arguments: list[str]) -> None:
 
 
 def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[str, ...]]:
-    """The number of slots of the worker, and its GPUs. Raises ClusterError if this machine has fewer GPUs."""
+    """Return the number of slots of the worker, and its GPUs. Raises ClusterError if this machine has fewer GPUs."""
     present = () if settings["gpus"] == 0 else visible_gpus(os.environ)
     wanted = len(present) if settings["gpus"] == "auto" else int(settings["gpus"])
     if wanted > len(present):

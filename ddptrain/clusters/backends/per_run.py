@@ -25,19 +25,19 @@ class RunCluster(Cluster):
         self._is_up = False
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it is, for messages."""
         return f"a cluster of backend {self.config.backend}"
 
     def connect(self) -> Target:
         """Start the cluster. Raises ClusterError or UsageError; nothing of the cluster is left then."""
-        self._tell(f"starting {self.words}")
+        self._tell(f"starting {self.description}")
         view = lifecycle.up(self.config, self.name, self._tell)
         self._is_up = True
         return resolve.of_deployment(view.deployment)
 
     def last_words(self) -> str:
-        """The last log lines of its processes."""
+        """Return the last log lines of its processes."""
         return lifecycle.last_words(self.name)
 
     def close(self) -> None:

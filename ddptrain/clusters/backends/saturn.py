@@ -52,11 +52,11 @@ class SaturnProvider:
             _start_watch(cluster)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The logs that Dask keeps of scheduler and workers; the pages of Saturn show more."""
+        """Return the logs that Dask keeps of scheduler and workers; the pages of Saturn show more."""
         return dask_logs(cluster, lines)
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Why the cluster has failed or ended in Saturn, or None. Raises ClusterError, UsageError."""
+        """Return why the cluster has failed or ended in Saturn, or None. Raises ClusterError, UsageError."""
         if not cluster.record.parts.get("id"):
             return None
         status = _saturn(cluster).status(cluster.record.parts["id"])
@@ -113,7 +113,7 @@ def _id_of_broken_start(cluster: Deployment, saturn: Saturn) -> str:
 
 
 def _order(settings: SaturnSettings, machines: int) -> dict[str, Any]:
-    """The request body that SaturnCluster would send. Settings that are not given keep their value in Saturn."""
+    """Return the request body that SaturnCluster would send. Settings that are not given keep their value in Saturn."""
     wanted = {
         "n_workers": machines,
         "worker_size": settings.worker_size,
@@ -158,7 +158,7 @@ def _begin(cluster: Deployment, saturn: Saturn, order: Mapping[str, Any], tell: 
 
 
 def _asked(cluster: Deployment, answer: Mapping[str, Any]) -> str:
-    """The status in an answer; its id is saved. Raises ClusterError if the start has failed in Saturn."""
+    """Return the status in an answer; its id is saved. Raises ClusterError if the start has failed in Saturn."""
     cluster_id = str(answer.get("id") or "")
     if cluster_id != cluster.record.parts["id"]:
         cluster.update(parts={**cluster.record.parts, "id": cluster_id})

@@ -42,7 +42,7 @@ class Saturn:
     """The API of one Saturn installation for one user."""
 
     def __init__(self, url: str | None) -> None:
-        """Raises UsageError where dask-saturn, the URL or the token is missing."""
+        """Raise UsageError where dask-saturn, the URL or the token is missing."""
         # Otherwise the import of dask_saturn configures logging for the whole process, with lines for each step.
         logging.getLogger("dask-saturn").setLevel(logging.WARNING)
         try:
@@ -69,7 +69,7 @@ class Saturn:
         return bool(self._settings.is_external)
 
     def check_sizes(self, sizes: Sequence[str]) -> None:
-        """Raises UsageError for machine sizes that Saturn does not have, ClusterError if Saturn can't be asked."""
+        """Raise UsageError for machine sizes that Saturn does not have, ClusterError if Saturn can't be asked."""
         if not sizes:
             return
         known = [str(size["name"]) for size in self._data("GET", "info")["server_options"]["size"]]
@@ -84,7 +84,7 @@ class Saturn:
         return answer
 
     def status(self, cluster_id: str) -> str:
-        """The status as Saturn calls it, "" if the cluster does not exist. Raises UsageError, ClusterError."""
+        """Return the status as Saturn calls it, "" if the cluster does not exist. Raises UsageError, ClusterError."""
         for path in (f"{cluster_id}/status", cluster_id):
             response = self._response("GET", path)
             if response.ok:
@@ -94,12 +94,12 @@ class Saturn:
         raise self._refusal(response)
 
     def scheduler(self, cluster_id: str) -> tuple[str, str]:
-        """The scheduler's address and the dashboard's link. Raises ClusterError."""
+        """Return the scheduler's address and the dashboard's link. Raises ClusterError."""
         info = self._called("where the scheduler is", lambda: self._cluster(cluster_id)._get_info())  # noqa: SLF001
         return str(info["scheduler_address"]), str(info["dashboard_link"] or "")
 
     def workers(self, cluster_id: str) -> int:
-        """How many workers have joined. Raises ClusterError."""
+        """Return how many workers have joined. Raises ClusterError."""
         return len(self._called("who has joined", lambda: self._cluster(cluster_id).scheduler_info)["workers"])
 
     def scale(self, cluster_id: str, machines: int) -> None:
@@ -111,7 +111,7 @@ class Saturn:
         self._called("to close it", lambda: self._cluster(cluster_id).close())
 
     def security(self, cluster_id: str) -> Security:
-        """A new key, and a certificate for it that Saturn has signed. Raises ClusterError."""
+        """Return a new key, and a certificate for it that Saturn has signed. Raises ClusterError."""
         from dask_saturn.external import _security
 
         signed: Security = self._called("for a certificate", lambda: _security(self._settings, cluster_id))
@@ -121,7 +121,7 @@ class Saturn:
         return _cluster_class()(self._settings, urljoin(self.url, f"api/dask_clusters/{cluster_id}/"))
 
     def _called(self, what: str, call: Callable[[], _T]) -> _T:
-        """What dask-saturn returns, which sets no time limit for its requests."""
+        """Return what dask-saturn returns, which sets no time limit for its requests."""
         import requests
 
         answer: Future[_T] = Future()
@@ -187,7 +187,7 @@ class Saturn:
 
 
 def _settings(url: str, token: str) -> Any:
-    """Settings of dask-saturn with a URL that does not come from the environment."""
+    """Return settings of dask-saturn with a URL that does not come from the environment."""
     from dask_saturn.settings import Settings
 
     class At(Settings):  # type: ignore[misc]  # it has no types
@@ -216,7 +216,7 @@ def _cluster_class() -> type[Any]:
 
 
 def _said(response: Response) -> str:
-    """The error message in an answer."""
+    """Return the error message in an answer."""
     try:
         message = str(response.json()["message"])
     except (ValueError, KeyError, TypeError):
@@ -225,7 +225,7 @@ def _said(response: Response) -> str:
 
 
 def _innermost(error: BaseException) -> OSError:
-    """The error message of the operating system, which `requests` wraps in several exceptions."""
+    """Return the error message of the operating system, which `requests` wraps in several exceptions."""
     found = OSError()
     layer: BaseException | None = error
     while layer is not None:

@@ -52,7 +52,7 @@ class Job:
     reason: str
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The state as in: job 12 is PENDING (Resources)."""
         why = f" ({self.reason})" if self.reason not in ("", "None") else ""
         return f"job {self.id} is {self.state}{why}"
@@ -72,7 +72,7 @@ class SlurmProvider:
             _resize(cluster, int(slots or 0), client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The logs of scheduler, workers and jobs; for a job that waits, the reason."""
+        """Return the logs of scheduler, workers and jobs; for a job that waits, the reason."""
         folder = _folder(cluster)
         found = {}
         for path in sorted(folder.glob("*.log")):
@@ -80,7 +80,7 @@ class SlurmProvider:
             found[source] = processes.tail(str(folder), path.stem, lines)
         for job in _listed(_jobs_of(cluster)):
             if job.state != "RUNNING":
-                found[f"job {job.id}"] = f"{found.get(f'job {job.id}', '')}{job.words}\n"
+                found[f"job {job.id}"] = f"{found.get(f'job {job.id}', '')}{job.description}\n"
         return found
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:
@@ -92,14 +92,16 @@ class SlurmProvider:
         deadline = time.monotonic() + _END_S
         while left := _listed(ids):
             if time.monotonic() > deadline:
-                raise ClusterError(f"Slurm has not ended within {_END_S:g} s: {'; '.join(job.words for job in left)}")
+                raise ClusterError(
+                    f"Slurm has not ended within {_END_S:g} s: {'; '.join(job.description for job in left)}"
+                )
             time.sleep(_POLL_S)
         folder = _folder(cluster)
         if folder != cluster.folder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Names the job that has ended, or None."""
+        """Return the name of the job that has ended, or None."""
         ids = _jobs_of(cluster)
         listed = {job.id for job in _listed(ids)}
         gone = [job for job in ids if job not in listed]
@@ -188,7 +190,7 @@ def _resize(cluster: Deployment, wanted: int, client: Client, tell: Tell) -> Non
 
 
 def _listed(ids: Sequence[str]) -> list[Job]:
-    """The jobs that have not ended. Raises ClusterError if squeue fails."""
+    """Return the jobs that have not ended. Raises ClusterError if squeue fails."""
     if not ids:
         return []
     answer = _call("squeue", "--noheader", "--jobs", ",".join(ids), "--format", "%F|%T|%r", passes=_OVER)
@@ -199,7 +201,7 @@ def _listed(ids: Sequence[str]) -> list[Job]:
 def _call(
     program: str, *arguments: str, passes: re.Pattern[str] | None = None, env: Mapping[str, str] | None = None
 ) -> str:
-    """The output of a Slurm command. Raises ClusterError with its last line on failure, unless it `passes`."""
+    """Return the output of a Slurm command. Raises ClusterError with its last line on failure, unless it `passes`."""
     try:
         done = subprocess.run(
             [program, *arguments],
@@ -223,7 +225,7 @@ def _call(
 
 
 def _made_folder(cluster: Deployment) -> Path:
-    """The folder for files of the jobs, on the shared file system; the cluster's folder has links to them."""
+    """Return the folder for files of the jobs, on the shared file system; the cluster's folder has links to them."""
     chosen = cluster.record.settings["slurm"]["folder"]
     if chosen is None:
         return cluster.folder
@@ -267,12 +269,12 @@ class JobPlan:
     array: int = 0
 
     def as_array(self, elements: int) -> JobPlan:
-        """The same job as an array with that many elements, one node each."""
+        """Return the same job as an array with that many elements, one node each."""
         return dataclasses.replace(self, nodes=1, array=elements)
 
 
 def script(plan: JobPlan, lines: Sequence[str]) -> str:
-    """The complete script. All values from the settings are quoted."""
+    """Return the complete script. All values from the settings are quoted."""
     return "\n".join(["#!/bin/bash", *_directives(plan), "", "umask 077", *plan.slurm["setup"], *lines, ""])
 
 

@@ -63,7 +63,7 @@ class Part:
         return self.role if self.role == _SCHEDULER else f"{self.role} {self.name}"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it is, for messages."""
         return f"the {self.source}{f' (pid {self.daemon.pid})' if self.daemon else ''}"
 
@@ -85,7 +85,7 @@ class SshProvider:
             _resize(cluster, hosts, wanted, client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The log of each process; empty unless something goes wrong. For an unreachable host, the error."""
+        """Return the log of each process; empty unless something goes wrong. For an unreachable host, the error."""
         hosts = hosts_of(cluster.record.settings)
 
         def read(part: Part) -> str:
@@ -110,7 +110,7 @@ class SshProvider:
             raise ClusterError(f"{error}; if it is gone for good, forget the cluster: {forget}") from error
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Names the process that has ended or whose host can't be reached, or None."""
+        """Return the name of the process that has ended or whose host can't be reached, or None."""
         hosts = hosts_of(cluster.record.settings)
 
         def ask(part: Part) -> str | None:
@@ -118,7 +118,7 @@ class SshProvider:
                 runs = all(hosts[part.host].call("alive", daemons=part.daemons))
             except ClusterError as error:
                 return str(error)
-            return None if runs else f"{part.words} has ended"
+            return None if runs else f"{part.description} has ended"
 
         return next(filter(None, _side_by_side(ask, _parts(cluster))), None)
 
@@ -134,7 +134,7 @@ def _start(cluster: Deployment, hosts: Sequence[Host], wanted: Sequence[int | No
 
 
 def _addresses(cluster: Deployment, hosts: Sequence[Host]) -> list[str]:
-    """The address on which each host's processes listen. Raises ClusterError with a line for each unusable host."""
+    """Return each host's address for its processes. Raises ClusterError with a line for each unusable host."""
     of_first = cluster.record.settings["ssh"]["scheduler_host"]
 
     def ask(host: Host) -> str:
@@ -154,7 +154,7 @@ def _addresses(cluster: Deployment, hosts: Sequence[Host]) -> list[str]:
 
 
 def _address(host: Host) -> str:
-    """The address at which ssh reached the host or, behind a tunnel, that of its name. Raises ClusterError."""
+    """Return the address at which ssh reached the host or, behind a tunnel, that of its name. Raises ClusterError."""
     about: Mapping[str, Any] = host.call("describe", names=[host.address])
     if about["version"] != __version__:
         raise ClusterError(
@@ -179,7 +179,7 @@ def _start_scheduler(cluster: Deployment, host: Host, address: str) -> None:
 
 
 def _link(host: Host, address: str, dashboard: str) -> str:
-    """The link to the dashboard. It has no password, so it listens on the host's loopback only."""
+    """Return the link to the dashboard. It has no password, so it listens on the host's loopback only."""
     if not dashboard or is_loopback(address):
         return dashboard
     at = urlsplit(dashboard).netloc
@@ -210,7 +210,7 @@ def _worker_arguments(cluster: Deployment, host: Host, address: str, slots: int 
 
 
 def _ip(address: str) -> str:
-    """The numeric address, by which Dask distinguishes hosts; unchanged if this machine can't resolve it."""
+    """Return the numeric address, by which Dask distinguishes hosts; unchanged if this machine can't resolve it."""
     try:
         return socket.gethostbyname(address)
     except OSError:
@@ -273,7 +273,7 @@ def _end(cluster: Deployment, parts: Sequence[tuple[Part, Host]]) -> None:
         try:
             host.call("end", label=part.label, daemons=part.daemons, timeout_s=_END_S)
         except ClusterError as error:
-            return f"{error}; {part.words} may still run there"
+            return f"{error}; {part.description} may still run there"
         return None
 
     faults = _side_by_side(end, parts)
@@ -284,7 +284,7 @@ def _end(cluster: Deployment, parts: Sequence[tuple[Part, Host]]) -> None:
 
 
 def _distribution(settings: Mapping[str, Any], hosts: int, slots: int | None) -> list[int | None]:
-    """The number of slots of each host; None means as many as fit. Raises UsageError if they don't fit."""
+    """Return the number of slots of each host; None means as many as fit. Raises UsageError if they don't fit."""
     each = settings["ssh"]["ranks_per_host"]
     if settings["gpus"] not in ("auto", 0):
         raise UsageError(
@@ -303,7 +303,7 @@ def _distribution(settings: Mapping[str, Any], hosts: int, slots: int | None) ->
 
 
 def _all_or_faults(call: Callable[[_A], _B], given: Sequence[_A]) -> list[_B]:
-    """The results of all calls, in order. Raises ClusterError with a line for each failed call."""
+    """Return the results of all calls, in order. Raises ClusterError with a line for each failed call."""
     with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
         calls = [pool.submit(call, argument) for argument in given]
     if faults := [str(error) for each in calls if isinstance(error := each.exception(), ClusterError)]:

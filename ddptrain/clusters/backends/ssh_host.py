@@ -44,7 +44,7 @@ class Host:
         return self.target.rpartition("@")[2]
 
     def call(self, command: str, **given: Any) -> Any:
-        """The result of a command of `ddptrain.clusters.processes` on the host. Raises ClusterError, one line."""
+        """Return the result of a command of `ddptrain.clusters.processes` on the host. Raises ClusterError."""
         remote = f"{_quoted(self.python)} -P -m ddptrain.clusters.processes {command}"
         answer = self._run([*self.ssh, *_OPTIONS, self.target, remote], json.dumps(given))
         # A login script may have printed something before.
@@ -82,7 +82,7 @@ class Host:
             raise ClusterError(f"{self.name}: no answer over ssh within {_CALL_S:g} s") from error
 
     def _reason(self, answer: subprocess.CompletedProcess[str]) -> str:
-        """The error in one line."""
+        """Return the error in one line."""
         error_lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
         last = error_lines[-1] if error_lines else f"exit code {answer.returncode}"
         if answer.returncode == _SSH_FAILED:
@@ -99,7 +99,7 @@ class Host:
 
 
 def hosts_of(settings: Mapping[str, Any]) -> list[Host]:
-    """The hosts of a cluster's settings, in order."""
+    """Return the hosts of a cluster's settings, in order."""
     ssh = settings["ssh"]
     times = Counter(ssh["hosts"])
     hosts = []

@@ -22,10 +22,10 @@ class IdleWatch:
         self._target = target
         self._timeout_s = timeout_s
         self._since = time.monotonic()
-        self._told = ""
+        self._last_message = ""
 
     def is_over(self) -> bool:
-        """Whether the cluster has been idle for `timeout_s`. Call it every `pause_s` seconds."""
+        """Return whether the cluster has been idle for `timeout_s`. Call it every `pause_s` seconds."""
         if not self._timeout_s:
             return False
         asked_at = time.monotonic()  # the time in which a slow scheduler answers does not count as idle
@@ -34,7 +34,7 @@ class IdleWatch:
         return asked_at - self._since >= self._timeout_s
 
     def _is_used(self) -> bool:
-        """Whether a run uses the cluster. False if the scheduler does not answer, True on any other error."""
+        """Return whether a run uses the cluster. False if the scheduler does not answer, True on any other error."""
         try:
             return asyncio.run(asyncio.wait_for(self._ask(), _ASK_S))
         except OSError as error:  # TimeoutError is one
@@ -62,6 +62,6 @@ class IdleWatch:
             await client.close()
 
     def _tell(self, text: str) -> None:
-        if text != self._told:
+        if text != self._last_message:
             _LOG.warning(text)
-        self._told = text
+        self._last_message = text

@@ -137,7 +137,7 @@ async def _started(options: argparse.Namespace) -> Scheduler:
 
 
 def _listening(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments for Dask's Scheduler: address and security."""
+    """Return the arguments for Dask's Scheduler: address and security."""
     if (options.folder / CERT_FILE).exists():
         tls = own_security(options.folder)
         return {"protocol": "tls", "host": options.host or "127.0.0.1", "port": options.port, "security": tls}
@@ -155,7 +155,7 @@ def _has_bokeh() -> bool:
 
 
 def _card(scheduler: Scheduler) -> dict[str, Any]:
-    """The content of scheduler.json."""
+    """Return the content of scheduler.json."""
     return {
         "address": scheduler.address,
         "dashboard": _dashboard_link(scheduler) if _has_bokeh() else "",
@@ -209,7 +209,7 @@ async def _idle_for(scheduler: Scheduler, timeout_s: float) -> None:
 
 
 def _lost_after_s(scheduler: Scheduler) -> float:
-    """Seconds that a worker may be silent: the longest `lost_after_s` of the runs on the cluster."""
+    """Return seconds that a worker may be silent: the longest `lost_after_s` of the runs on the cluster."""
     from ddptrain.clusters.scheduler.slots import PLUGIN_NAME, SlotTable
 
     table = scheduler.plugins.get(PLUGIN_NAME)

@@ -60,11 +60,11 @@ class Request:
     lost_after_s: float | None
 
     def suits(self, slot: Slot) -> bool:
-        """Whether the request accepts that slot."""
+        """Return whether the request accepts that slot."""
         return not self.avoids(slot) and (slot.gpu or not self.gpus_only)
 
     def avoids(self, slot: Slot) -> bool:
-        """Whether the request does not want that slot, or any of its worker."""
+        """Return whether the request does not want that slot, or any of its worker."""
         return slot.worker in self.without or (slot.worker, slot.index) in self.without_slots
 
 
@@ -108,11 +108,11 @@ class SlotTable(SchedulerPlugin):
         self._removals: set[asyncio.Future[Any]] = set()
 
     def all(self) -> list[Slot]:
-        """All slots of all running workers whose offer is known."""
+        """Return all slots of all running workers whose offer is known."""
         return [slot for address in self._running() for slot in self._slots_of(address)]
 
     def unknown(self) -> list[str]:
-        """Addresses of workers whose offer is not known yet."""
+        """Return addresses of workers whose offer is not known yet."""
         return [
             address
             for address, state in self._running().items()
@@ -133,13 +133,13 @@ class SlotTable(SchedulerPlugin):
         return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
 
     def _free_of(self, address: str, taken: Collection[Slot], used: int) -> list[Slot]:
-        """The free slots of a worker. A worker that was shrunk during a run has fewer than the unused indices."""
+        """Return the free slots of a worker. After shrinking during a run, some unused indices are not free."""
         slots = self._slots_of(address)
         left = len(slots) - used
         return [slot for slot in slots if slot not in taken][: max(0, left)]
 
     def reserve(self, request: Request, *, in_line: bool) -> list[Slot] | Refusal:
-        """All requested slots, or a refusal; with `in_line` the driver is then in the queue.
+        """Return all requested slots, or a refusal; with `in_line` the driver is then in the queue.
 
         A run that holds slots requests others in their place. It does not queue again.
         """
@@ -267,7 +267,7 @@ def _forget_unheard_topic(scheduler: Scheduler, run_id: str) -> None:
 
 
 def _table(scheduler: Scheduler) -> SlotTable:
-    """The scheduler's slot table, which the first call creates."""
+    """Return the scheduler's slot table, which the first call creates."""
     if PLUGIN_NAME not in scheduler.plugins:
         scheduler.add_plugin(SlotTable(scheduler), name=PLUGIN_NAME)
     return cast(SlotTable, scheduler.plugins[PLUGIN_NAME])
@@ -379,6 +379,6 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
 
 
 def is_busy(dask_scheduler: Scheduler) -> bool:
-    """Whether a run is on the cluster, or waits for slots."""
+    """Return whether a run is on the cluster, or waits for slots."""
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
     return isinstance(found, SlotTable) and bool(found.used or found.queue)

@@ -49,7 +49,7 @@ class Distribution(Strict):
         return self.kind in ("int", "log_int")
 
     def values(self) -> list[float] | None:
-        """All values, None if there are too many to list."""
+        """Return all values, None if there are too many to list."""
         low, high = self.limits
         step = self.step or (1 if self.kind == "int" else None)
         if step is None or (high - low) / step > _MOST_VALUES:

@@ -20,7 +20,7 @@ from typing import IO
 from ddptrain import ci
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.file_ops import write_all
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.secure_files import open_to_append
 
@@ -83,7 +83,7 @@ def start_ordered(
 
     The caller must wait for the process. Raises ClusterError if the run does not begin in time.
     """
-    with naming(Path(tempfile.gettempdir())):
+    with results_errors(Path(tempfile.gettempdir())):
         output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 it is closed below
     with output:
         process, ready = _start(arguments, output, subprocess.PIPE if request else subprocess.DEVNULL, environ)
@@ -195,7 +195,7 @@ def _redirect_output(log: Path) -> int:
     """Redirect stdout and stderr to the file, with their output so far; return its earlier size in bytes."""
     descriptor = open_to_append(log)
     try:
-        with naming(log):
+        with results_errors(log):
             before = os.fstat(descriptor).st_size
             write_all(descriptor, _output_of(sys.stdout.fileno()).encode())
             for stream in (sys.stdout, sys.stderr):

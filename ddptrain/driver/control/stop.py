@@ -144,7 +144,7 @@ def stop_run(
     driver = view.record.driver
     _ask(target.desk, StopRequest(driver.pid, driver.host, now, by))
     within_s = margin_s + (0.0 if now else _grace_s(target.desk))
-    tell(f"waiting up to {within_s:g} s for run {view.run_id} to end: {driver.words}")
+    tell(f"waiting up to {within_s:g} s for run {view.run_id} to end: {driver.description}")
     deadline = time.monotonic() + within_s
     while is_active(view := target.look()) or _is_leaving(view):
         if time.monotonic() > deadline:
@@ -171,16 +171,18 @@ def _ask(desk: RunLayout, request: StopRequest) -> None:
     except ResultsError as error:
         instead = "SIGINT twice" if request.now else "SIGTERM"
         driver = DriverRecord(request.pid, request.host)
-        raise ResultsError(f"{error}; or send {instead} to {driver.words}") from error
+        raise ResultsError(f"{error}; or send {instead} to {driver.description}") from error
 
 
 def _not_in_time(desk: RunLayout, driver: DriverRecord, within_s: float, *, now: bool) -> str:
     if desk.stop_json.exists():
-        why = f"{driver.words} has not taken the request: is it stopped, or its host down?"
+        why = f"{driver.description} has not taken the request: is it stopped, or its host down?"
     else:
         why = "it may still be copying results"
     advice = (
-        f"look at {driver.words}, and kill it" if now else f"wait, or end it with ddptrain stop {desk.root.name} --now"
+        f"look at {driver.description}, and kill it"
+        if now
+        else f"wait, or end it with ddptrain stop {desk.root.name} --now"
     )
     return f"run {desk.root.name} has not ended after {within_s:g} s ({why}); {advice}"
 

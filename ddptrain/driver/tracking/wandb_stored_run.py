@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout, step_of
 from ddptrain.results.remote import restore
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY
@@ -35,7 +35,7 @@ class StoredWandbRun:
         files = self.store.files(RECORDED)
         self._paths = [path for path in files if is_plain(path) and not path.startswith(TEMPORARY)]
         self._states = self.store.read_all([path for path in self._paths if _is_state(path)])
-        with naming(self.layout.root):
+        with results_errors(self.layout.root):
             shutil.rmtree(self.layout.root, ignore_errors=True)
             for path in self._paths:
                 target = self.layout.root / path

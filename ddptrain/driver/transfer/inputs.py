@@ -14,7 +14,7 @@ from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol.starting_weights import FILE as WEIGHTS
 from ddptrain.protocol.worker_notices import describe_status
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.secure_files import make_folder, write_file
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RunInputs:
             self._write_contents()
 
     def _write_contents(self) -> None:
-        with naming(self._folder):
+        with results_errors(self._folder):
             files = sorted(path for path in self._folder.iterdir() if path.is_file() and path.name != CONTENTS)
             listed = {
                 path.name: {"size_bytes": path.stat().st_size, "sha256": hash_file(path)[1]}

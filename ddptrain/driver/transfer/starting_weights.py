@@ -25,7 +25,7 @@ from ddptrain.protocol.starting_weights import (
     same_model,
     with_weights,
 )
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.secure_files import make_folder, read_bytes
 
@@ -49,7 +49,7 @@ class FetchedWeights:
         if StartingWeights.read(folder) == self.record and (folder / FILE).is_file():
             return
         make_folder(folder)
-        with naming(folder):
+        with results_errors(folder):
             with atomic_file(folder / FILE) as copy, self.file.open("rb") as source:
                 while chunk := source.read(1 << 22):
                     copy.write(chunk)

@@ -39,7 +39,7 @@ _PROBLEM_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class MirrorResult:
-    """What became of a mirror. notes: lines for the user. problem: why it is not up to date, in one line, or ""."""
+    """The result of an update. notes: lines for the user. problem: why it is not up to date, in one line, or ""."""
 
     mirror: str
     notes: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class ModelMirrors:
 
     @classmethod
     def of_config(cls, config: RunConfig, folders: Sequence[str]) -> ModelMirrors:
-        """The mirrors of a configuration: those of models.mirrors, or W&B if the runs are tracked there."""
+        """Return the mirrors of a configuration: those of models.mirrors, or W&B if the runs are tracked there."""
         mirrors = config.models.mirrors
         wandb = config.tracking.wandb
         if mirrors is None:
@@ -144,7 +144,7 @@ class _MirrorProcess:
 
 @contextmanager
 def _process(request: MirrorRequest, environ: Mapping[str, str]) -> Iterator[_MirrorProcess]:
-    """The process that calls a mirror, until the block ends. It ends itself if this process dies: its stdin closes."""
+    """Run the process that calls a mirror during the block. It ends if this process dies: its stdin closes."""
     command = [sys.executable, "-P", "-W", "ignore", "-m", "ddptrain.model_registry.mirrors.mirror_process"]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -176,7 +176,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _lines(file: IO[bytes]) -> list[str]:
-    """The complete lines of a process's output."""
+    """Return the complete lines of a process's output."""
     file.seek(0)
     text = file.read().decode("utf-8", "replace")
     return [line.strip() for line in text.splitlines() if line.strip()]

@@ -24,7 +24,7 @@ _EXPERIMENT = "ddptrain-models"
 
 def mirror(model: MirroredModel) -> None:
     """Add the versions that MLflow lacks, and set the aliases. Raises UsageError, and what mlflow raises."""
-    # By default it tries seven times for two minutes each, so nobody would see why a server cannot be reached.
+    # By default, mlflow tries seven times for two minutes each before it reports that a server cannot be reached.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{max(1, int(model.timeout_s))}")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -71,12 +71,12 @@ class Page:
         return found
 
     def setting_values(self, card: RunCard) -> list[str]:
-        """The values of `differing`."""
+        """Return the values of `differing`."""
         values = {setting.key: setting.value for setting in card.settings}
         return [values.get(key, "") for key in self.differing]
 
     def metric_values(self, card: RunCard) -> list[float | None]:
-        """The last values of `shared_metrics`."""
+        """Return the last values of `shared_metrics`."""
         values = {metric.name: metric.last for metric in card.metrics}
         return [values.get(name) for name in self.shared_metrics]
 
@@ -129,7 +129,7 @@ def _subtitle(subjects: Subjects) -> str:
 
 
 def _labels(cards: Sequence[RunCard]) -> list[str]:
-    """The ids of the runs; a second run of the same id, from another folder, gets a number."""
+    """Return the ids of the runs; a second run of the same id, from another folder, gets a number."""
     seen: Counter[str] = Counter()
     labels = []
     for card in cards:

@@ -124,7 +124,7 @@ def _environment() -> Environment:
 
 
 def _short_number(value: object) -> str:
-    """Numbers with four digits; other texts as they are."""
+    """Return numbers with four digits; other texts as they are."""
     try:
         return f"{float(str(value)):.4g}" if value is not None else ""
     except ValueError:
@@ -137,7 +137,7 @@ def _variables(variables: Mapping[str, EnvironmentValue]) -> list[tuple[str, str
 
 
 def _links(view: RunView) -> list[tuple[str, str]]:
-    """The addresses of trackers that are plain HTTP addresses."""
+    """Return the addresses of trackers that are plain HTTP addresses."""
     found = [(name, one.get("url", "")) for name, one in tracker_outputs(view.layout, view.record).items()]
     return [(name[:50], url) for name, url in dict.fromkeys(found) if is_plain_link(url)][:10]
 
@@ -146,7 +146,7 @@ def _environment_rows(view: RunView) -> Iterator[tuple[str, str]]:
     record = view.record
     yield "directory", view.layout.where
     if record.driver.host:
-        yield "driver", record.driver.words
+        yield "driver", record.driver.description
     hosts = sorted({rank.host for attempt in record.attempts for rank in attempt.ranks if rank.host})
     if hosts:
         yield "hosts of the ranks", ", ".join(hosts[:50])

@@ -23,7 +23,7 @@ from ddptrain.reports.html.timeline import Timeline, read_timeline
 from ddptrain.reports.rank_results import RankResult, rank_results
 from ddptrain.reports.source_line import is_installed
 from ddptrain.results.layout import files_below
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.run_record import FailureRecord
 from ddptrain.results.show.log_follower import final_text
 from ddptrain.results.show.render import size
@@ -77,7 +77,7 @@ def user_frames(failure: FailureRecord | None) -> list[Frame]:
 
 
 def _code(below: Sequence[str]) -> str:
-    """The source line of a frame; lines that only mark a part of it are left out."""
+    """Return the source line of a frame; lines that only mark a part of it are left out."""
     for text in below[:1]:
         if text.startswith("    ") and not _FRAME.match(text):
             return text.strip()
@@ -240,7 +240,7 @@ def read_card(view: RunView, limits: Limits) -> RunCard:
 
 
 def _diff(view: RunView, budget_bytes: int) -> str:
-    """The changes of the code that were not committed; "" if there are none, or they cannot be read."""
+    """Return the changes of the code that were not committed; "" if there are none, or they cannot be read."""
     if view.record.git is None or not view.record.git.dirty:
         return ""
     try:
@@ -253,7 +253,7 @@ def _diff(view: RunView, budget_bytes: int) -> str:
 
 
 def _media(view: RunView, limits: Limits) -> dict[str, Any]:
-    """The tables, pictures and other files among the artifacts, as fields of a card."""
+    """Return the tables, pictures and other files among the artifacts, as fields of a card."""
     files = dict(islice(_artifacts(view), _MOST_FILES))
     csv_files = csv_tables.CsvFiles(view.layout.artifacts_dir, files, limits.table_bytes)
     pictures = PictureReader(view.layout.artifacts_dir, files, limits.image_bytes)
@@ -282,8 +282,8 @@ def _artifacts(view: RunView) -> Iterator[tuple[str, int]]:
 
 
 def _evaluations(view: RunView, lines: Sequence[Line]) -> list[tuple[float, int]]:
-    """When which rank has logged a metric of an evaluation, in seconds since the epoch."""
-    began = moment(view.record.started_at)
+    """Return when which rank has logged a metric of an evaluation, in seconds since the epoch."""
+    began = parse_time(view.record.started_at)
     start = began.timestamp() if began is not None else 0.0
     found = {
         (start + float(time_s), 0 if line.rank == MEAN else int(line.rank))

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddptrain.config.wording import shorten
-from ddptrain.results.lookup import RunView, moment
-from ddptrain.results.metrics import AllSeries, MetricLine, MetricsReader, Series, counting, series_of
+from ddptrain.results.lookup import RunView, parse_time
+from ddptrain.results.metrics import AllSeries, MetricLine, MetricsReader, Series, drop_replaced, series_of
 from ddptrain.results.system.system_file import read_system, system_series
 
 MEAN = "mean"
@@ -65,8 +65,8 @@ def read_lines(view: RunView) -> list[Line]:
     ResultsError if the file can't be read.
     """
     logged = MetricsReader(view.layout.metrics_jsonl, _READ_BYTES).read()
-    series = series_of(counting(_bounded(logged), view.record.attempts))
-    began = moment(view.record.started_at)
+    series = series_of(drop_replaced(_bounded(logged), view.record.attempts))
+    began = parse_time(view.record.started_at)
     start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
     return [line for name in sorted({name for name, _ in series}) for line in _of_metric(name, series, start)]
 
@@ -74,14 +74,14 @@ def read_lines(view: RunView) -> list[Line]:
 def read_system_lines(view: RunView) -> list[Line]:
     """Return the curves of the system metrics of a run by time. Raises ResultsError if the file can't be read."""
     series = system_series(read_system(view.layout.system_jsonl))
-    began = moment(view.record.started_at)
+    began = parse_time(view.record.started_at)
     start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
     lines = [_line(name, where, one, start) for (name, where), one in sorted(series.items())]
     return [line for line in lines if int(line.rank) < _MOST_RANKS]
 
 
 def _bounded(lines: Sequence[MetricLine]) -> list[MetricLine]:
-    """The lines with shortened names, and without the metrics and ranks that are too many."""
+    """Return the lines with shortened names, and without the metrics and ranks that are too many."""
     counts = Counter(name for line in lines for name in line.values)
     short = {name: shorten(name, _NAME_CHARACTERS) for name, _ in counts.most_common(_MOST_METRICS)}
     every_rank = {line.rank for line in lines}

@@ -55,7 +55,7 @@ def read_settings(path: Path, budget: int) -> list[Setting]:
 
 
 def _defaults(workload: object) -> dict[str, Any]:
-    """The complete configuration of a workload with nothing but defaults."""
+    """Return the complete configuration of a workload with nothing but defaults."""
     is_built_in = isinstance(workload, str) and workload in plugin_names.BUILT_IN
     model = plugin_names.params_model(str(workload)) if is_built_in else None
     fields = model.model_fields.items() if model is not None else ()

@@ -38,7 +38,7 @@ class ModelCard:
     metrics: Sequence[str]
 
     def values(self, version: VersionRecord) -> Mapping[str, float]:
-        """The metrics of a version; those of its evaluation win over those of its checkpoint."""
+        """Return the metrics of a version; those of its evaluation win over those of its checkpoint."""
         return {**version.metrics, **version.evaluation}
 
 
@@ -126,7 +126,7 @@ def _could_be_model(name: str) -> bool:
 
 
 def _find_sweep(name: str, runs_dir: str) -> tuple[Sweep, RunsDir] | None:
-    """The sweep of that path, URL or name in the folder of runs, and its trials' runs; None if there is none."""
+    """Return the sweep of that path, URL or name in the folder of runs, and its trials' runs; None if there is none."""
     if "\0" in name:
         return None
     if is_url(name) or "/" in name:
@@ -141,7 +141,7 @@ def _find_sweep(name: str, runs_dir: str) -> tuple[Sweep, RunsDir] | None:
 
 
 def _runs_of(sweep: Sweep, runs: RunsDir) -> list[RunView]:
-    """The runs of the trials that are running, and of the best ones; then of those that failed."""
+    """Return the runs of the trials that are running, and of the best ones; then of those that failed."""
     running = [trial for trial in sweep.trials if trial.state == "running"]
     failed = [trial for trial in sweep.trials if trial.state == "failed"]
     names = dict.fromkeys(name for trial in (*running, *sweep.ranked(), *failed) for name in trial.run_ids)
@@ -150,7 +150,7 @@ def _runs_of(sweep: Sweep, runs: RunsDir) -> list[RunView]:
 
 
 def _runs_of_models(models: Sequence[ModelCard], runs_dir: str) -> list[RunView]:
-    """The runs of the chosen versions, as far as they still exist."""
+    """Return the runs of the chosen versions, as far as they still exist."""
     found = []
     for model in models:
         try:

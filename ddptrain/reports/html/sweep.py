@@ -71,7 +71,7 @@ class Sweep:
         return self.status == "running"
 
     def ranked(self) -> list[Trial]:
-        """The trials with a value, the best first; complete ones come before the others."""
+        """Return the trials with a value, the best first; complete ones come before the others."""
         sign = -1.0 if self.mode == "max" else 1.0
         known = [trial for trial in self.trials if trial.value is not None]
         return sorted(known, key=lambda trial: (trial.state != "complete", sign * (trial.value or 0.0)))

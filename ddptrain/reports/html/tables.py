@@ -174,7 +174,7 @@ class CsvFiles:
 
 
 def _in_percent(table: TableFile) -> TableFile:
-    """The table with percentages in the columns of shares, and blanks in the names of columns."""
+    """Return the table with percentages in the columns of shares, and blanks in the names of columns."""
     shares = [column.endswith("_share") for column in table.columns]
     rows = [
         [f"{100 * _float(cell):.1f} %" if is_share else cell for cell, is_share in zip(row, shares, strict=False)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddptrain.reports.rank_results import read_events
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.text_tables import duration
 
 WIDTH = 1000  # of a row, in units of its drawing
@@ -90,7 +90,7 @@ def read_timeline(view: RunView, evaluations: Sequence[tuple[float, int]] = ()) 
 
     evaluations: when which rank has logged a result of an evaluation, in seconds since the epoch.
     """
-    began = moment(view.record.started_at)
+    began = parse_time(view.record.started_at)
     attempts, end = _attempts(list(read_events(view.layout.events_jsonl, _KINDS)), began.timestamp() if began else None)
     found = [(attempt, rank) for attempt in attempts for rank in sorted(attempt.ranks)]
     if not found:
@@ -120,7 +120,7 @@ class _Scale:
 
 
 def _attempts(events: Sequence[dict[str, Any]], began: float | None) -> tuple[list[_Attempt], float]:
-    """The attempts, and the time of the last event. An attempt waits since the end of the one before it."""
+    """Return the attempts, and the time of the last event. An attempt waits since the end of the one before it."""
     attempts: list[_Attempt] = []
     last = began if began is not None else events[0]["time_s"] if events else 0.0
     for event in events:

@@ -28,7 +28,7 @@ class Annotations:
 
     @classmethod
     def parse(cls, data: bytes | None) -> Self:
-        """Parse the file; another user may have written it, so what is not valid is left out."""
+        """Parse the file without its invalid entries: another user may have written it."""
         try:
             raw = json.loads(data or b"{}")
             tags, note = raw.get("tags"), raw.get("note")
@@ -42,7 +42,7 @@ class Annotations:
         return json.dumps({"tags": self.tags, "note": self.note}, indent=2).encode() + b"\n"
 
     def with_tags(self, add: Iterable[str] = (), remove: Iterable[str] = ()) -> Self:
-        """Return them with other tags. Raises UsageError if that makes too many."""
+        """Return a copy with tags added and removed. Raises UsageError if there are then more than 50 tags."""
         tags = tuple(tag for tag in dict.fromkeys((*self.tags, *add)) if tag not in set(remove))
         if len(tags) > MOST_TAGS:
             raise UsageError(f"a run can have {MOST_TAGS} tags, not {len(tags)}; remove some, as -{tags[0]}")
@@ -50,7 +50,7 @@ class Annotations:
 
 
 def read_annotations(folder: Path) -> Annotations:
-    """Return the annotations of the run in that folder; none if there are none, or if the file can't be read."""
+    """Return the annotations of the run in `folder`; they are empty if the file is missing or can't be read."""
     try:
         return Annotations.parse(read_bytes(folder / FILE))
     except OSError:

@@ -1,4 +1,4 @@
-"""Changes the annotations of a run, also while its driver works and while other users of a store change them."""
+"""Changes the annotations of a run. The driver may be working, and other users may change them at the same time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import wait_for_lock
 from ddptrain.results.annotations.annotations import FILE, Annotations, read_annotations
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.remote.local_copy import origin_of
 from ddptrain.results.secure_files import open_to_lock, require_own_folder, write_file
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -21,16 +21,16 @@ _MOST_CONFLICTS = 20
 
 
 def edit_folder(folder: Path, change: Change) -> Annotations:
-    """Change the annotations of the run in that folder of this machine; return them.
+    """Change the annotations of the run in a local folder; return the new ones.
 
-    Raises UsageError for a local copy of a run in a store; ResultsError.
+    Raises UsageError if the folder is a local copy of a run in a store; ResultsError.
     """
     if (origin := origin_of(folder)) is not None:
         raise UsageError(f"{folder} is a copy; give the run's address, {origin.url}")
     require_own_folder(folder)
     descriptor = open_to_lock(folder / _LOCK)
     try:
-        with naming(folder / _LOCK, "lock"):
+        with results_errors(folder / _LOCK, "lock"):
             wait_for_lock(descriptor)
         changed = change(read_annotations(folder))
         write_file(folder / FILE, changed.to_json())
@@ -40,9 +40,10 @@ def edit_folder(folder: Path, change: Change) -> Annotations:
 
 
 def edit_stored(run: RemoteFolder, change: Change) -> Annotations:
-    """Change the annotations of a run in a store; return them.
+    """Change the annotations of a run in a store; return the new ones.
 
-    If the store has conditional writes, changes of several processes at once all count; else the last one does.
+    If several processes change them at once, no change is lost, unless the store has no conditional writes: then the
+    last one wins.
 
     Raises ClusterError, StoreError.
     """
@@ -57,4 +58,4 @@ def edit_stored(run: RemoteFolder, change: Change) -> Annotations:
             changed = change(Annotations.parse(run.read(FILE)))
             run.write(FILE, changed.to_json())
         return changed
-    raise ClusterError(f"{run.url}/{FILE} is changed by other processes all the time: try again")
+    raise ClusterError(f"{run.url}/{FILE} was changed by other processes {_MOST_CONFLICTS} times in a row: try again")

@@ -1,4 +1,4 @@
-"""Puts the curves of several runs over one axis: step, epoch, time or samples."""
+"""Aligns the curves of several runs on one axis: step, epoch, time or samples."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from ddptrain.errors import UsageError
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, Series
 from ddptrain.results.run_record import AttemptRecord
 from ddptrain.results.show.curves import Points, mean_of, thinned
 
-SAMPLES = "samples"  # the metric with which each rank logs how many samples it has used since the start
+SAMPLES = "samples"  # the name of a metric: how many samples the rank has used since the start
 
 
 class Alignment(StrEnum):
-    """What runs are aligned by.
+    """The axis on which runs are aligned.
 
-    time: seconds in which the run had ranks. samples: those of all ranks, as they have logged it (metric `samples`).
+    time: seconds in which the run had ranks. samples: the sum over all ranks of the metric `samples`.
     """
 
     STEP = "step"
@@ -34,7 +34,7 @@ class Alignment(StrEnum):
 
 
 def best_alignment(runs: Sequence[AllSeries], metrics: Sequence[str]) -> Alignment:
-    """Return step, or else epoch, if every value of these metrics has one; else time."""
+    """Return STEP if every value of these metrics has a step, else EPOCH if every value has an epoch, else TIME."""
     for alignment in (Alignment.STEP, Alignment.EPOCH):
         chosen = [one for series in runs for (name, _), one in series.items() if name in metrics]
         if all(None not in getattr(one, alignment) for one in chosen):
@@ -50,7 +50,7 @@ def aligned(view: RunView, series: AllSeries, metric: str, alignment: Alignment)
     ranks = [one for (name, _), one in series.items() if name == metric]
     if not ranks:
         return None
-    rows: dict[float | str, list[tuple[float, float]]] = {}  # by the step, or for values without one by the call
+    rows: dict[float | str, list[tuple[float, float]]] = {}  # by step, or by call for values without a step
     for one, positions in zip(ranks, _positions(view, series, ranks, alignment), strict=True):
         for number, (x, step, y) in enumerate(zip(positions, one.step, one.value, strict=True)):
             if x is not None:
@@ -80,11 +80,14 @@ def _positions(
 
 
 def active_s(attempts: Sequence[AttemptRecord], time_s: float, start_s: float) -> float:
-    """Return for how many seconds a run had ranks before a point in time; without attempts since `start_s`."""
+    """Return for how many seconds a run had ranks until `time_s`; without attempts, the seconds since `start_s`.
+
+    Times are in seconds since 1970.
+    """
     total = 0.0
     known = False
     for attempt in attempts:
-        began, ended = moment(attempt.started_at), moment(attempt.ended_at)
+        began, ended = parse_time(attempt.started_at), parse_time(attempt.ended_at)
         if began is None or began.timestamp() > time_s:
             continue
         until = time_s if ended is None else min(time_s, ended.timestamp())
@@ -94,7 +97,7 @@ def active_s(attempts: Sequence[AttemptRecord], time_s: float, start_s: float) -
 
 
 def samples_by_step(series: AllSeries) -> tuple[list[float], list[float]]:
-    """Return steps, and how many samples all ranks together had used then."""
+    """Return the logged steps, and for each step how many samples all ranks together had used."""
     ranks: dict[float, list[float]] = {}
     count = 0
     for (name, _), one in series.items():
@@ -108,7 +111,10 @@ def samples_by_step(series: AllSeries) -> tuple[list[float], list[float]]:
 
 
 def samples_at(known: tuple[list[float], list[float]], step: float) -> float | None:
-    """Return the samples at a step, interpolated between known ones; step 0 has none. None after the last known one."""
+    """Return the samples used at a step, interpolated between the known steps; None after the last known step.
+
+    At step 0 no samples have been used.
+    """
     steps, samples = known
     at = bisect.bisect_left(steps, step)
     if at == len(steps):

@@ -32,7 +32,7 @@ class MetricComparison:
 
     @property
     def winner(self) -> int | None:
-        """The number of the run with the best value; None if no run has one, or if several have it."""
+        """The index of the run with the best value; None if fewer than two runs have a value, or on a tie."""
         values = [value for value in self.best if value is not None]
         if len(values) < 2:
             return None
@@ -76,7 +76,7 @@ class Comparison:
 
 
 def changes(values: Values) -> Values:
-    """Return the difference of each value to the first one; None where one of both is missing."""
+    """Return the difference of each value to the first value; None where one of the two is missing."""
     first = values[0] if values else None
     return tuple(None if value is None or first is None else value - first for value in values)
 
@@ -84,7 +84,7 @@ def changes(values: Values) -> Values:
 def compare_runs(
     views: Sequence[RunView], alignment: Alignment | None = None, metrics: Sequence[str] = ()
 ) -> Comparison:
-    """Compare runs; `metrics` are those to draw, by default the losses, or else the first six metrics.
+    """Compare runs. `metrics` names the metrics to draw; by default the losses, or else the first six metrics.
 
     Raises UsageError for one run, an unknown metric, or a run without values for the alignment; ResultsError.
     """
@@ -97,14 +97,14 @@ def compare_runs(
 
 def labels(views: Sequence[RunView]) -> list[str]:
     """Return a short label for each run: A, B, ... Z, AA, AB, ..."""
-    found = []
+    result = []
     for number in range(len(views)):
         label, rest = "", number + 1
         while rest:
             rest, letter = divmod(rest - 1, 26)
             label = chr(ord("A") + letter) + label
-        found.append(label)
-    return found
+        result.append(label)
+    return result
 
 
 def _names(views: Sequence[RunView], series: Sequence[AllSeries]) -> list[str]:

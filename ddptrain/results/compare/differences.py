@@ -10,7 +10,7 @@ from ddptrain.file_ops import hash_file
 from ddptrain.results.lookup import RunView
 from ddptrain.results.select.recorded_config import config_of, params_of
 
-Differences = dict[str, list[Any]]  # by name: the value of each run, None if it has none
+Differences = dict[str, list[Any]]  # by name: the value of each run, None if the run has none
 _MOST_KEYS = 5_000  # of one run: another user may have written its files
 _DEEPEST = 30
 _HASH_CHARACTERS = 12
@@ -22,14 +22,14 @@ def find_differences(views: Sequence[RunView]) -> dict[str, Differences]:
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> Differences:
-    """Return the names whose values are not the same in all of the mappings, in the order of the first ones."""
+    """Return the names whose values differ between the mappings, in the order in which the names first occur."""
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [each.get(name) for each in values] for name in names}
     return {name: row for name, row in rows.items() if len({_comparable(value) for value in row}) > 1}
 
 
 def flat(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings with names such as optimizer.lr, at most 5,000; lists are values."""
+    """Yield the values of nested mappings with names such as optimizer.lr, at most 5,000. A list is one value."""
     left = _MOST_KEYS
     pending = [(path, values, 0)]
     while pending and left > 0:
@@ -63,7 +63,7 @@ def _code(view: RunView) -> Mapping[str, Any]:
 
 
 def _data(view: RunView) -> Mapping[str, Any]:
-    """The SHA-256 of each file that describes the inputs, such as the list of images in inputs/manifest.json."""
+    """Return the SHA-256 of each file that describes the inputs, such as the list of images in inputs/manifest.json."""
     facts = {}
     try:
         paths = sorted(path for path in view.layout.inputs_dir.iterdir() if path.suffix == ".json")

@@ -1,4 +1,4 @@
-"""A comparison as sections of text."""
+"""Shows a comparison of runs as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTE_CHARACTERS = 60
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """The comparison without its curves: the runs, what differs, and the metrics, in columns A, B, ..."""
+    """Return the runs, what differs, and the metrics, in columns A, B, ...; curves are left out."""
     tables = [_runs(comparison)]
     same = []
     for section, differences in comparison.differences.items():
@@ -26,7 +26,7 @@ def comparison_text(comparison: Comparison) -> str:
         else:
             same.append(section)
     if same:
-        tables.append(f"the same in all runs, or not known: {', '.join(same)}")
+        tables.append(f"no differences, or not recorded: {', '.join(same)}")
     if comparison.metrics:
         tables.append(_metrics(comparison))
     return "\n\n".join(tables)
@@ -64,7 +64,7 @@ def _metrics(comparison: Comparison) -> str:
 
 
 def _values(values: Values) -> list[str]:
-    """Each value, with its difference to the first one."""
+    """Return each value with its difference to the first value."""
     return [
         number(value) + (f" ({change:+.4g})" if place and change is not None else "")
         for place, (value, change) in enumerate(zip(values, changes(values), strict=True))
@@ -72,5 +72,5 @@ def _values(values: Values) -> list[str]:
 
 
 def _best(metric: MetricComparison) -> list[str]:
-    """As _values, with a mark at the best run."""
+    """Return what _values returns, with a mark at the best run."""
     return [text + (" *" if place == metric.winner else "") for place, text in enumerate(_values(metric.best))]

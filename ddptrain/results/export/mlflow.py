@@ -1,4 +1,4 @@
-"""Runs as runs of MLflow, in a folder or on a tracking server."""
+"""Exports runs to MLflow, in a folder or on a tracking server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddptrain.redact import hide_credentials
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable
 from ddptrain.results.export.tensorboard import points
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import read_series
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.select.recorded_config import params_of
@@ -38,7 +38,7 @@ def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
 
     Raises UsageError if mlflow is missing; ClusterError if MLflow refuses the data, or does not answer; ResultsError.
     """
-    # By default it tries seven times for two minutes each, so nobody would see why a server cannot be reached.
+    # By default, mlflow tries seven times for two minutes each before it reports that a server cannot be reached.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -50,7 +50,7 @@ def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
     try:
         client = MlflowClient(output if is_url(output) else Path(output).absolute().as_uri())
         return [_export(client, view, one) for view, one in zip(views, series, strict=True)]
-    except Exception as error:  # those of mlflow, of its HTTP library, and of the disk
+    except Exception as error:  # errors of mlflow, of its HTTP library, and of the disk
         raise ClusterError(hide_credentials(f"cannot export to MLflow in {output}: {one_line(error)}")) from error
 
 
@@ -65,13 +65,13 @@ def _export(client: MlflowClient, view: RunView, series: Any) -> str:
     tags |= {f"tag.{tag}": "true" for tag in annotations.tags if not _NOT_IN_NAMES.search(tag)}
     if annotations.note:
         tags["mlflow.note.content"] = encodable(annotations.note)
-    began, ended = moment(record.started_at), moment(record.ended_at)
+    began, ended = parse_time(record.started_at), parse_time(record.ended_at)
     start_ms = None if began is None else int(began.timestamp() * 1000)
     run_id: str = client.create_run(experiment, start_ms, tags, view.run_id).info.run_id
     try:
         _log(client, run_id, view, series)
     except BaseException:
-        with suppress(Exception):  # the server may be gone: the first error matters
+        with suppress(Exception):  # the first error matters, not that the server does not answer
             client.delete_run(run_id)
         raise
     status = _STATUS.get(RunStatus(record.status), "KILLED") if record.status in set(RunStatus) else "KILLED"
@@ -99,7 +99,7 @@ def _log(client: MlflowClient, run_id: str, view: RunView, series: Any) -> None:
 
 
 def _name(name: str) -> str:
-    """The name with an underscore for each character that MLflow refuses."""
+    """Return the name with an underscore in place of each character that MLflow refuses."""
     return _NOT_IN_NAMES.sub("_", name)[:_LONGEST_NAME]
 
 

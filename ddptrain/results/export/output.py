@@ -1,4 +1,4 @@
-"""Writes the files of an export: each is complete, or not there."""
+"""Writes the files of an export. Each file is complete, or absent."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def encodable(text: str) -> str:
-    """The text with escapes for what UTF-8 cannot encode, which JSON of others may contain."""
+    """Return the text with escapes for lone surrogates, which UTF-8 cannot encode but JSON may contain."""
     return text.encode("utf-8", "backslashreplace").decode()

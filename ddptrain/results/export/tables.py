@@ -1,4 +1,4 @@
-"""The metrics of runs, and the runs themselves, as tables in CSV or Parquet files."""
+"""Exports runs and their metrics as tables in CSV or Parquet files."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from ddptrain.optional_packages import install_command
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable, output_file
 from ddptrain.results.lookup import RunView
-from ddptrain.results.metrics import MetricsReader, counting, is_number
+from ddptrain.results.metrics import MetricsReader, drop_replaced, is_number
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import FIELDS, PARAMS, RunFields
 from ddptrain.results.select.recorded_config import params_of
 
 POSITION = ("run", "name", "rank", "attempt", "time_s", "step", "epoch")
 _TEXTS = ("run", "name")
-_WHOLE = ("rank", "attempt")
-_LARGEST_WHOLE = 1 << 63
+_INTEGERS = ("rank", "attempt")
+_INT64_END = 1 << 63
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a cell that begins with one of these
 Row = Mapping[str, Any]
 _Write = Callable[[BinaryIO, Sequence[str], Iterable[list[Row]]], None]
 
 
-def export_tables(views: Sequence[RunView], form: str, output: Path) -> list[Path]:
-    """Write the tables as files of the form "csv" or "parquet"; return their paths.
+def export_tables(views: Sequence[RunView], file_format: str, output: Path) -> list[Path]:
+    """Write the tables as "csv" or "parquet" files; return their paths.
 
-    `output` is a file for the metrics alone, if it ends in .csv or .parquet, or else a folder for both tables.
+    If `output` ends in .csv or .parquet, it is a file, which gets the table of metrics only; otherwise it is a folder,
+    which gets both tables.
 
     Raises UsageError, ResultsError.
     """
-    write = _writer_of(form)
+    write = _writer_of(file_format)
     is_file = output.suffix.lower() in (".csv", ".parquet")
-    if is_file and output.suffix.lower() != f".{form}":
-        raise UsageError(f"cannot write {form} into {output}: give a name that ends in .{form}, or a folder")
-    paths = [output if is_file else output / f"metrics.{form}"]
+    if is_file and output.suffix.lower() != f".{file_format}":
+        raise UsageError(
+            f"cannot write {file_format} into {output}: give a name that ends in .{file_format}, or a folder"
+        )
+    paths = [output if is_file else output / f"metrics.{file_format}"]
     names = metric_names(views)
     with output_file(paths[0]) as file:
         write(file, [*POSITION, *names.values()], (metric_rows(view, names) for view in views))
     if not is_file:
-        paths.append(output / f"runs.{form}")
+        paths.append(output / f"runs.{file_format}")
         rows = [run_row(view) for view in views]
         with output_file(paths[1]) as file:
             write(file, list(dict.fromkeys(name for row in rows for name in row)), [rows])
@@ -52,14 +55,14 @@ def export_tables(views: Sequence[RunView], form: str, output: Path) -> list[Pat
 
 
 def metric_names(views: Sequence[RunView]) -> dict[str, str]:
-    """Return the metrics of all runs, sorted, each with the title of its column."""
+    """Return the names of the metrics of all runs, sorted, each with the title of its column."""
     found = {name for view in views for line in MetricsReader(view.layout.metrics_jsonl).read() for name in line.values}
     return {name: f"metrics.{name}" if name in POSITION else name for name in sorted(found)}
 
 
 def metric_rows(view: RunView, names: Mapping[str, str]) -> list[Row]:
-    """Return a row for each call of ctx.log of a run, without values that a later attempt has replaced."""
-    lines = counting(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
+    """Return a row for each ctx.log call of a run, without values that a later attempt has replaced."""
+    lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
     return [
         {
             "run": view.run_id,
@@ -77,19 +80,19 @@ def metric_rows(view: RunView, names: Mapping[str, str]) -> list[Row]:
 
 def run_row(view: RunView) -> Row:
     """Return one row for a run: its fields, parameters, and the last and best value of each metric."""
-    look = RunFields(view)
-    row = {name: look(Field(name)) for name in FIELDS if name != "age"}
+    field_value = RunFields(view)
+    row = {name: field_value(Field(name)) for name in FIELDS if name != "age"}
     row["tags"] = " ".join(row["tags"])
     row |= {PARAMS + name: value for name, value in flat(params_of(view))}
     for name, value in sorted(view.record.last_metrics.items()):
         row[f"last({name})"] = value
-        if (best := look(Field(name, "best"))) is not None:
+        if (best := field_value(Field(name, "best"))) is not None:
             row[f"best({name})"] = best
     return row
 
 
-def _writer_of(form: str) -> _Write:
-    if form == "csv":
+def _writer_of(file_format: str) -> _Write:
+    if file_format == "csv":
         return _write_csv
     try:
         import pyarrow.parquet as pq  # noqa: F401
@@ -98,11 +101,11 @@ def _writer_of(form: str) -> _Write:
     return _write_parquet
 
 
-def _write_csv(file: BinaryIO, columns: Sequence[str], parts: Iterable[list[Row]]) -> None:
+def _write_csv(file: BinaryIO, columns: Sequence[str], batches: Iterable[list[Row]]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="", write_through=True)
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([_csv_cell(column) for column in columns])
-    for rows in parts:
+    for rows in batches:
         writer.writerows([_csv_cell(row.get(column)) for column in columns] for row in rows)
     text.detach()
 
@@ -113,23 +116,23 @@ def _csv_cell(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A number or text; a list or a mapping as JSON; a float without a fraction stays a float."""
+    """Return numbers and text as they are, and other values as JSON."""
     if value is None or isinstance(value, str | int | float):
         return value
     return json.dumps(value, default=str)
 
 
-def _write_parquet(file: BinaryIO, columns: Sequence[str], parts: Iterable[list[Row]]) -> None:
+def _write_parquet(file: BinaryIO, columns: Sequence[str], batches: Iterable[list[Row]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    iterator = iter(parts)
+    iterator = iter(batches)
     if tuple(columns[: len(POSITION)]) == POSITION:
         kinds = {column: pa.string() if column in _TEXTS else pa.float64() for column in columns}
-        kinds |= dict.fromkeys(_WHOLE, pa.int64())
+        kinds |= dict.fromkeys(_INTEGERS, pa.int64())
         rest: Iterator[list[Row]] = iterator
     else:
-        rows = [row for part in iterator for row in part]
+        rows = [row for batch in iterator for row in batch]
         kinds = {column: _arrow_type([row.get(column) for row in rows]) for column in columns}
         rest = iter([rows])
     schema = pa.schema([(encodable(column), kind) for column, kind in kinds.items()])
@@ -142,7 +145,7 @@ def _write_parquet(file: BinaryIO, columns: Sequence[str], parts: Iterable[list[
 
 
 def _arrow_type(values: Sequence[Any]) -> Any:
-    """The type of a column: true and false, whole numbers or numbers if all values are, or else text."""
+    """Return the type of a column: bool, int64 or float64 if all values have it, otherwise string."""
     import pyarrow as pa
 
     known = [value for value in values if value is not None]
@@ -150,7 +153,7 @@ def _arrow_type(values: Sequence[Any]) -> Any:
         return pa.bool_()
     if not known or not all(map(is_number, known)):
         return pa.string()
-    if not all(-_LARGEST_WHOLE < value < _LARGEST_WHOLE or isinstance(value, float) for value in known):
+    if not all(-_INT64_END < value < _INT64_END or isinstance(value, float) for value in known):
         return pa.string()
     return pa.int64() if all(isinstance(value, int) for value in known) else pa.float64()
 

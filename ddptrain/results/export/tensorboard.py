@@ -1,4 +1,4 @@
-"""The metrics of runs as event files of TensorBoard, one folder for each run."""
+"""Exports the metrics of runs as TensorBoard event files, one folder for each run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddptrain.errors import UsageError
 from ddptrain.optional_packages import install_command
 from ddptrain.results.compare.differences import flat
 from ddptrain.results.export.output import encodable, output_file
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.select.recorded_config import params_of
 from ddptrain.results.show.curves import mean_of
@@ -48,9 +48,10 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
 
 
 def points(series: AllSeries, metric: str) -> list[Point]:
-    """Return the values of a metric by step, mean over the ranks; without a step, the epoch or the number of the call.
+    """Return the values of a metric, mean over the ranks, in the order of steps.
 
-    NaN is left out, and so is a step that the format cannot hold.
+    A value without a step gets its epoch, or else the number of the ctx.log call, as its step. NaN values, and steps
+    that the format cannot hold, are left out.
     """
     found: dict[int, list[tuple[float, float]]] = {}
     for (name, _), one in series.items():
@@ -74,7 +75,7 @@ def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
 
     from ddptrain.tracking.tensorboard import FILE_VERSION, text_value
 
-    began = moment(view.record.started_at)
+    began = parse_time(view.record.started_at)
     began_s = began.timestamp() if began is not None else 0.0
     yield Event(wall_time=began_s, file_version=FILE_VERSION)
     yield Event(wall_time=began_s, summary=Summary(value=[text_value("params", _as_table(params_of(view)))]))
@@ -85,11 +86,11 @@ def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
 
 
 def _system_events(view: RunView, series: AllSeries) -> Iterator[Any]:
-    """The system metrics of each rank and host by seconds since the start, as "system/gpu_percent/rank_0"."""
+    """Yield the system metrics of ranks and hosts, as "system/gpu_percent/rank_0"; a step is a second of the run."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    began = moment(view.record.started_at)
+    began = parse_time(view.record.started_at)
     for (name, number), one in sorted(series.items()):
         start = began.timestamp() if began is not None else one.time_s[0]
         tag = f"{name}/{'host' if name.startswith(HOST_PREFIX) else 'rank'}_{number}"
@@ -100,7 +101,7 @@ def _system_events(view: RunView, series: AllSeries) -> Iterator[Any]:
 
 
 def _as_float32(value: float) -> float:
-    """The value, or an infinity if it is too large for the format."""
+    """Return the value, or an infinity if it is too large for a float32."""
     try:
         struct.pack("<f", value)
     except OverflowError:

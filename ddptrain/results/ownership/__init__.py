@@ -1,1 +1,1 @@
-"""Which driver has a run: claim, lock and heartbeat."""
+"""Which driver owns a run: claim, lock and heartbeat."""

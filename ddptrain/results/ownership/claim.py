@@ -1,4 +1,4 @@
-"""Takes a run directory for this driver: a new one, or that of a run that has ended."""
+"""Creates and locks the directory of a new run, or locks the directory of a run to resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import RunLocked, UsageError
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
@@ -26,19 +26,22 @@ def check_run_id(run_id: str) -> None:
     """Check that a run's folder can have that name. Raises UsageError otherwise."""
     if not valid_run_id(run_id):
         raise UsageError(
-            f'"{shorten(run_id)}" is not a run id: take up to 128 letters, digits, dots, dashes and underscores, '
+            f'"{shorten(run_id)}" is not a run id: use up to 128 letters, digits, dots, dashes and underscores, '
             "not a reserved word such as latest"
         )
 
 
 def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int]:
-    """Return a folder without a run, and its lock, which this process now holds. Raises UsageError, RunLocked."""
+    """Create the directory of a new run and take its lock; return its layout and the descriptor that holds the lock.
+
+    run_id: None for a new id that begins with `name`. Raises UsageError, RunLocked, ResultsError.
+    """
     if run_id is not None:
         check_run_id(run_id)
     _make_runs_dir(runs_dir)
     while True:
         layout = RunLayout(runs_dir / (run_id or new_run_id(name)))
-        with naming(layout.root):
+        with results_errors(layout.root):
             try:
                 layout.root.mkdir(mode=0o755)
             except FileExistsError:
@@ -55,10 +58,10 @@ def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int
         return layout, descriptor
 
 
-def continue_run(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]:
-    """Return a run that has ended, and its lock, which this process now holds. May take WATCH_S seconds.
+def continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[RunView, int]:
+    """Take the lock of a run that has ended; return the run, and the descriptor that holds the lock.
 
-    seen: the run's driver when the run was chosen.
+    May take WATCH_S seconds. expected_driver: the last driver of the run when the caller chose it; None: any.
 
     Raises RunLocked if another process runs it, or has run it since it was chosen; UsageError, ResultsError.
     """
@@ -68,9 +71,9 @@ def continue_run(folder: Path, seen: DriverRecord | None) -> tuple[RunView, int]
     try:
         # The working folder of a run in an object store needs no watch: the lock in the store has decided.
         view = load_run(layout.root, is_ours=True, watch_s=WATCH_S if layout.is_original else 0.0)
-        _refuse_unless_ended(view, seen)
-        with naming(layout.stop_json):
-            layout.stop_json.unlink(missing_ok=True)  # it was meant for the previous driver
+        _refuse_unless_ended(view, expected_driver)
+        with results_errors(layout.stop_json):
+            layout.stop_json.unlink(missing_ok=True)  # a request to the previous driver
     except BaseException:
         os.close(descriptor)
         raise
@@ -91,7 +94,7 @@ def _make_runs_dir(runs_dir: Path) -> None:
 
 
 def _refuse_unless_free(layout: RunLayout) -> None:
-    """Raise if the folder has a run, or other files than those of a driver that was killed before run.json."""
+    """Raise if the folder has a run, or files other than those of a driver that was killed before it wrote run.json."""
     try:
         names = os.listdir(layout.root)
     except NotADirectoryError:
@@ -105,14 +108,15 @@ def _refuse_unless_free(layout: RunLayout) -> None:
         raise UsageError(f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id")
 
 
-def _refuse_unless_ended(view: RunView, seen: DriverRecord | None) -> None:
+def _refuse_unless_ended(view: RunView, expected_driver: DriverRecord | None) -> None:
     driver = view.record.driver
     if view.problem:
         raise UsageError(f"run {view.run_id} can't be resumed: {view.problem}")
     if view.is_running and view.layout.is_original:
         raise RunLocked(
-            f"run {view.run_id} is running on another host: {driver.words} still writes to it; wait for it to end, or "
+            f"run {view.run_id} is running on another host: {driver.description} still writes to it; "
+            "wait for it to end, or "
             f"stop it with ddptrain stop {view.run_id}"
         )
-    if seen is not None and driver != seen:
-        raise RunLocked(f"run {view.run_id} was resumed by {driver.words} in the meantime; run the command again")
+    if expected_driver is not None and driver != expected_driver:
+        raise RunLocked(f"run {view.run_id} was resumed by {driver.description} in the meantime; run the command again")

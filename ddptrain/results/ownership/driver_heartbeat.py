@@ -1,4 +1,4 @@
-"""The heartbeat of a driver: a file that it touches every 2 seconds, so that other hosts see that it is alive.
+"""The heartbeat of a driver: it touches a file every 2 seconds, so that other hosts see that it is alive.
 
 A lock is more reliable, but some network file systems do not show a lock to other hosts.
 """
@@ -19,15 +19,15 @@ from pathlib import Path
 from ddptrain import file_ops
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results import secure_files
-from ddptrain.results.errors import ResultsError, naming
+from ddptrain.results.errors import ResultsError, results_errors
 
 BEAT_EVERY_S = 2.0
-SILENT_AFTER_S = 30.0  # by the clocks of two machines, which may differ
-WATCH_S = 10.0  # independent of clocks: the file changes while it is watched, or it does not
+SILENT_AFTER_S = 30.0  # compares the clocks of two machines, which may differ
+WATCH_S = 10.0  # how long to watch a silent heartbeat for a change, which does not depend on clocks
 _LOOK_EVERY_S = 0.2
 
 
-class Pulse(Enum):
+class HeartbeatState(Enum):
     """The state of a run's heartbeat file."""
 
     BEATING = "beating"
@@ -35,23 +35,26 @@ class Pulse(Enum):
     NONE = "none"  # there is no file: an older version wrote the run, or the directory is a copy
 
 
-def look(path: Path, watch_s: float = 0.0) -> Pulse:
+def look(path: Path, watch_s: float = 0.0) -> HeartbeatState:
     """Return the state of the heartbeat. A file that looks old is watched for `watch_s` before it counts as silent."""
     first = _changed_at(path)
     if first is None:
-        return Pulse.NONE
+        return HeartbeatState.NONE
     if abs(time.time() - first) <= SILENT_AFTER_S:
-        return Pulse.BEATING
+        return HeartbeatState.BEATING
     until = time.monotonic() + watch_s
     while time.monotonic() < until:
         time.sleep(_LOOK_EVERY_S)
         if _changed_at(path) not in (first, None):
-            return Pulse.BEATING
-    return Pulse.SILENT
+            return HeartbeatState.BEATING
+    return HeartbeatState.SILENT
 
 
 def _changed_at(path: Path) -> float | None:
-    """Return when the file changed last, in seconds since 1970. Opening it makes NFS ask the server again."""
+    """Return when the file changed last, in seconds since 1970; None if there is no file.
+
+    The file is opened because NFS then asks the server again.
+    """
     try:
         descriptor = file_ops.open_regular(path)
     except OSError:
@@ -67,36 +70,36 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         host = socket.gethostname()
         self._text = json.dumps({"pid": os.getpid(), "host": host, "token": secrets.token_hex(8)}).encode()
         secure_files.write_file(path, self._text)
 
     def keep(self, lost: Callable[[DdptrainError], None]) -> None:
-        """Beat in a thread until close(). `lost` is called, at most once, if another driver has replaced the file."""
+        """Touch the file in a thread until close(). `lost` is called once if another driver has replaced the file."""
         self._thread = threading.Thread(target=self._run, args=(lost,), name="ddptrain-heartbeat", daemon=True)
         self._thread.start()
 
     def beat(self) -> None:
         """Touch the file. Raises RunLocked if another driver has the run now; ResultsError."""
-        with naming(self._path):
+        with results_errors(self._path):
             try:
                 descriptor = file_ops.open_regular(self._path)
             except FileNotFoundError:
                 secure_files.write_file(self._path, self._text)
                 return
             try:
-                found = os.read(descriptor, 4 * len(self._text))
-                if found != self._text:
-                    raise RunLocked(f"run {self._path.parent.name} has been taken over by {_words(found)}")
+                content = os.read(descriptor, 4 * len(self._text))
+                if content != self._text:
+                    raise RunLocked(f"run {self._path.parent.name} has been taken over by {_owner(content)}")
                 os.utime(descriptor)
             finally:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Stop, and delete the file if it is still this driver's; closing twice is harmless."""
-        self._over.set()
+        """Stop, and delete the file if it still belongs to this driver; closing twice is harmless."""
+        self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with suppress(OSError, DdptrainError):
@@ -104,7 +107,7 @@ class Heartbeat:
             self._path.unlink()
 
     def _run(self, lost: Callable[[DdptrainError], None]) -> None:
-        while not self._over.wait(BEAT_EVERY_S):
+        while not self._stopped.wait(BEAT_EVERY_S):
             try:
                 self.beat()
             except RunLocked as error:
@@ -114,10 +117,10 @@ class Heartbeat:
                 continue  # the file system may answer again
 
 
-def _words(found: bytes) -> str:
-    """Return who has written that heartbeat."""
+def _owner(content: bytes) -> str:
+    """Return the process that has written this content of a heartbeat file, for messages."""
     try:
-        raw = json.loads(found)
+        raw = json.loads(content)
         return f"process {int(raw['pid'])} on {raw['host']}"
     except (ValueError, LookupError, TypeError):
         return "another process"

@@ -12,7 +12,7 @@ from ddptrain.host_identity import is_this_host
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.ownership import driver_heartbeat
 from ddptrain.results.ownership import run_lock as lock
-from ddptrain.results.ownership.driver_heartbeat import Pulse
+from ddptrain.results.ownership.driver_heartbeat import HeartbeatState
 from ddptrain.results.ownership.run_lock import LockState
 from ddptrain.results.run_record import DriverRecord
 
@@ -21,7 +21,7 @@ QUIET_AFTER_S = 600.0
 
 
 class Liveness(Enum):
-    """Whether a driver works on a run whose run.json says running."""
+    """Whether the driver of a run whose run.json says `running` is alive."""
 
     RUNNING = "running"
     GONE = "gone"
@@ -38,36 +38,40 @@ class Signs:
 
     lock: LockState
     is_here: bool
-    pulse: Pulse
+    heartbeat: HeartbeatState
     quiet_s: float
 
 
 def decide(signs: Signs) -> Liveness:
-    """Decide by a held lock, or a free lock of this host; else by the heartbeat; else by the age of the files."""
+    """Return whether the driver is alive.
+
+    A held lock decides, and so does a free lock if the driver was started on this host. Otherwise the heartbeat
+    decides, and without a heartbeat the age of the files.
+    """
     if signs.lock is LockState.HELD:
         return Liveness.RUNNING
     if signs.lock is LockState.FREE and signs.is_here:
         return Liveness.GONE
-    if signs.pulse is not Pulse.NONE:
-        return Liveness.RUNNING if signs.pulse is Pulse.BEATING else Liveness.GONE
+    if signs.heartbeat is not HeartbeatState.NONE:
+        return Liveness.RUNNING if signs.heartbeat is HeartbeatState.BEATING else Liveness.GONE
     return Liveness.RUNNING if signs.quiet_s <= QUIET_AFTER_S else Liveness.UNKNOWN
 
 
 def look(layout: RunLayout, driver: DriverRecord, *, is_ours: bool = False, watch_s: float = 0.0) -> Liveness:
-    """Collect the signs of a run's driver, and decide.
+    """Return whether the driver of a run is alive, as far as this host can see.
 
-    is_ours: this process holds the lock. So the driver does not, or its file system does not show locks.
+    is_ours: this process holds the lock, so the driver does not hold it, or the file system does not show locks.
     watch_s: how long to watch a heartbeat before it counts as silent; for commands that act on the answer.
     """
     is_here = is_this_host(driver.host, driver.boot_id)
     held = LockState.FREE if is_ours else lock.look(layout.lock_file)
     settled = held is LockState.HELD or (held is LockState.FREE and is_here)
-    pulse = Pulse.NONE if settled else driver_heartbeat.look(layout.heartbeat_file, watch_s)
-    return decide(Signs(held, is_here, pulse, max(0.0, time.time() - changed_at(layout))))
+    heartbeat = HeartbeatState.NONE if settled else driver_heartbeat.look(layout.heartbeat_file, watch_s)
+    return decide(Signs(held, is_here, heartbeat, max(0.0, time.time() - changed_at(layout))))
 
 
 def changed_at(layout: RunLayout) -> float:
-    """Return when a file that the run writes changed last, in seconds since 1970."""
+    """Return when a file of the run changed last, in seconds since 1970; 0 if there is none."""
     return max(_times((layout.run_json, layout.events_jsonl, layout.metrics_jsonl, *layout.logs().values())), default=0)
 
 

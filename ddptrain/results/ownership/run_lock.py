@@ -13,11 +13,11 @@ from ddptrain import file_ops
 from ddptrain.errors import RunLocked
 from ddptrain.log import Log
 from ddptrain.results import secure_files
-from ddptrain.results.errors import ResultsError, naming
+from ddptrain.results.errors import ResultsError, results_errors
 
-# A reader that tests the lock holds it for microseconds. So a driver that finds the lock taken tries again.
+# A reader that tests the lock holds it for microseconds. So a driver that cannot take the lock tries again.
 _PATIENCE_S = 0.5
-_FOR_READERS_S = 20.0  # a reader may have been stopped (SIGSTOP) during its test
+_FOR_READERS_S = 20.0  # longer, for a reader that was stopped (SIGSTOP) during its test
 _PAUSE_S = 0.01
 _log = Log(__name__)
 _HOLDER = "process "  # the start of a lock file
@@ -43,7 +43,7 @@ def take(path: Path) -> int:
         _wait_for(descriptor, path)
         if not _names_holder(_holder(descriptor, path)):
             raise ResultsError(f"cannot write {path}: it is not a lock file; move it away")
-        with naming(path):
+        with results_errors(path):
             os.ftruncate(descriptor, 0)
             file_ops.write_all(descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode())
     except BaseException:
@@ -70,13 +70,13 @@ def _wait_for(descriptor: int, path: Path) -> None:
 
 
 def _holder(descriptor: int, path: Path) -> str:
-    """Return the text in the lock file, which names the process that took the lock last."""
-    with naming(path, "read"):
+    """Return the text of the lock file, which names the process that took the lock last."""
+    with results_errors(path, "read"):
         return os.pread(descriptor, _LONGEST_HOLDER_BYTES, 0).decode(errors="replace")
 
 
 def holder(path: Path) -> str:
-    """Return who took the lock last, as "process 12 on host"; "" if the file does not say it, or can't be read."""
+    """Return the process that took the lock last, as "process 12 on host"; "" if the file does not name it."""
     try:
         match = _WHO.match(secure_files.read_bytes(path).decode(errors="replace"))
     except OSError:
@@ -85,13 +85,13 @@ def holder(path: Path) -> str:
 
 
 def _names_holder(text: str) -> bool:
-    """Return whether a lock file may have this text. It may be incomplete, as its writer may have been killed."""
+    """Return whether this is the text of a lock file. It may be incomplete, because its writer may have been killed."""
     start = text.strip("\0")[: len(_HOLDER)]
     return _HOLDER.startswith(start)
 
 
 def look(path: Path) -> LockState:
-    """Return whether a driver holds the lock, as far as this host can see; a missing lock file is a free lock."""
+    """Return whether a driver holds the lock, as far as this host can see; FREE if there is no lock file."""
     try:
         descriptor = file_ops.open_regular(path)
     except FileNotFoundError:
@@ -112,7 +112,7 @@ def is_held(path: Path) -> bool:
 
 
 def _is_taken(descriptor: int) -> bool:
-    """Return whether a driver holds the lock. Readers take a shared lock, so they do not disturb each other."""
+    """Return whether a driver holds the lock, with a shared lock, so that readers do not disturb each other."""
     if not file_ops.try_lock(descriptor, shared=True):
         return True
     file_ops.unlock(descriptor)

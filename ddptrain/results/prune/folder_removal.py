@@ -1,10 +1,10 @@
 """Deletes runs in a folder of this machine, so that a kill at any moment leaves no partial run.
 
 1. The lock of the run is taken, so that no driver can resume it.
-2. A mark in the run directory names the folder of step 3. Only a marked folder is ever deleted: in a folder that others
-   may write to, another user could give such a name to a run that must stay.
-3. The run directory becomes `.pruned-RUN-TOKEN`, a name that all readers ignore. From now on the run is gone.
-4. Its files are deleted. If the process dies on the way, the next prune finds the folder and goes on.
+2. A mark file in the run directory names the folder of step 3. Only a marked folder is ever deleted: in a folder that
+   others may write to, another user could give such a name to a run that must stay.
+3. The run directory is renamed to `.pruned-RUN-TOKEN`, which all readers ignore. From now on the run does not exist.
+4. Its files are deleted. If the process dies before the end, the next prune finds the folder and continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from ddptrain import file_ops
 from ddptrain.errors import RunLocked, RunNotFound
 from ddptrain.log import Log
-from ddptrain.results.errors import ResultsError, naming
+from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import PRUNED, RunLayout, files_below
 from ddptrain.results.lookup import RunView, find_checkpoint, load_run
 from ddptrain.results.ownership import run_lock
@@ -41,7 +41,7 @@ class FolderRemoval:
         self._folder = runs.folder
 
     def facts(self, view: RunView, age_s: float) -> RunFacts:
-        """Return what decides about a run."""
+        """Return the facts by which the policy decides about a run; `age_s`: seconds since its end."""
         folder = view.layout.root
         foreign = "" if is_own_folder(folder) else "of another user"
         return RunFacts(
@@ -56,21 +56,21 @@ class FolderRemoval:
             problem=view.problem,
         )
 
-    def remove(self, seen: RunView) -> None:
+    def remove(self, chosen: RunView) -> None:
         """Delete a run directory. May take WATCH_S seconds if another host's driver may be alive.
 
-        seen: the run as it was when the decision was made.
+        chosen: the run as it was when the decision was made.
 
-        Raises RunLocked; ResultsError: what remains is the complete run, or a folder that readers ignore.
+        Raises RunLocked; ResultsError: either nothing is deleted, or the rest is in a folder that readers ignore.
         """
-        folder = seen.layout.root
+        folder = chosen.layout.root
         aside = folder.with_name(f"{PRUNED}{folder.name[:100]}-{secrets.token_hex(4)}")
-        with _locked(seen.layout):
-            _refuse_if_changed(seen)
+        with _locked(chosen.layout):
+            _refuse_if_changed(chosen)
             identity = FolderIdentity.of(folder)
             write_file(folder / MARK, json.dumps({"folder": aside.name}).encode())
             identity.check()
-            with naming(folder, "move"):
+            with results_errors(folder, "move"):
                 file_ops.publish(folder, aside)
             _log.info("run moved aside", run=folder.name, folder=aside)
             _delete(aside, FolderIdentity(aside, identity.device, identity.inode))
@@ -120,11 +120,11 @@ def _locked(layout: RunLayout) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _refuse_if_changed(seen: RunView) -> None:
-    """Raise RunLocked unless the run has ended, and is as it was when it was chosen."""
-    now = load_run(seen.layout.root, is_ours=True, watch_s=WATCH_S)
-    if (now.status, now.record.driver, now.problem) != (seen.status, seen.record.driver, ""):
-        raise RunLocked(f"run {seen.run_id} has changed since it was chosen: it is {now.shown_status}")
+def _refuse_if_changed(chosen: RunView) -> None:
+    """Raise RunLocked unless the run has ended and has not changed since it was chosen."""
+    now = load_run(chosen.layout.root, is_ours=True, watch_s=WATCH_S)
+    if (now.status, now.record.driver, now.problem) != (chosen.status, chosen.record.driver, ""):
+        raise RunLocked(f"run {chosen.run_id} has changed since it was chosen: it is {now.shown_status}")
 
 
 def _is_marked(folder: Path) -> bool:
@@ -146,11 +146,12 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _delete(folder: Path, identity: FolderIdentity) -> None:
-    """Delete a folder by its descriptor, so that nothing else is deleted if another process moves it. The mark is last.
+    """Delete a folder, the mark last. Raises ResultsError.
 
-    Raises ResultsError.
+    The files are deleted through a descriptor of the folder, so that nothing else is deleted if another process puts a
+    different folder there.
     """
-    with naming(folder, "delete"):
+    with results_errors(folder, "delete"):
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:  # another prune was faster
@@ -169,7 +170,7 @@ def _delete(folder: Path, identity: FolderIdentity) -> None:
 
 
 def _delete_entry(name: str, parent: int) -> None:
-    """Delete a file or a folder of an open folder. Another prune may delete the same files at the same time."""
+    """Delete an entry of the folder with the descriptor `parent`. Another prune may delete it at the same time."""
     while True:
         try:
             if stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
@@ -179,5 +180,5 @@ def _delete_entry(name: str, parent: int) -> None:
         except FileNotFoundError:
             with suppress(FileNotFoundError):
                 os.lstat(name, dir_fd=parent)
-                continue  # a file below it has vanished: go on with the others
+                continue  # a file below it has vanished: delete the rest
         return

@@ -1,4 +1,4 @@
-"""Decides which runs `results prune` deletes: a pure function, without files and clocks."""
+"""Decides which runs `results prune` deletes. The functions read no files and no clock."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGTP]?I?)B?", re.IGNORECASE | re.
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What decides about a run.
+    """The facts by which a policy decides about a run.
 
-    folder: the name of its folder, which identifies it. age_s: seconds since it ended, or since its files changed.
+    folder: the name of its folder, which identifies the run. age_s: seconds since its end, or since its files changed.
     foreign: why this user must not delete its folder, or "". problem: why run.json cannot be read, or "".
     """
 
@@ -40,10 +40,10 @@ class RunFacts:
 class PrunePolicy:
     """Which runs stay.
 
-    keep: of each name, so many of the newest runs that succeeded. failed_keep: so many of the newest others.
-    older_than_s: runs that ended later than this stay as well; None: age does not matter.
-    max_size_bytes: if more remains, the oldest runs go too, whatever the other fields say; None: no limit.
-    name: only runs of this name are looked at, and count; None: all.
+    keep: how many successful runs of each name stay, the newest ones. failed_keep: how many other runs.
+    older_than_s: runs that ended less than so many seconds ago stay as well; None: age does not matter.
+    max_size_bytes: if the runs that stay are larger, the oldest are deleted too; None: no limit.
+    name: only runs of this name are counted and deleted; None: all.
     """
 
     keep: int = 20
@@ -55,7 +55,7 @@ class PrunePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A run, whether it goes, and why it goes or stays."""
+    """A run, whether it is deleted (`goes`), and why it is deleted or stays."""
 
     run: RunFacts
     goes: bool
@@ -82,8 +82,8 @@ def decide(runs: Sequence[RunFacts], policy: PrunePolicy, protected: Mapping[str
 
 
 def _reasons_to_stay(runs: Sequence[RunFacts], protected: Mapping[str, str]) -> list[str]:
-    """Return for each run why it must stay whatever the policy says, or ""."""
-    newest: dict[str, str] = {}  # name -> folder of the run that `--resume auto` looks at
+    """Return for each run why it stays independently of the policy, or ""."""
+    newest: dict[str, str] = {}  # name -> folder of the run that `--resume auto` would resume
     for run in runs:
         if not run.foreign and not run.problem:
             newest.setdefault(run.name, run.folder)
@@ -105,16 +105,16 @@ def _protection(run: RunFacts, protected: Mapping[str, str], *, is_newest: bool)
 
 
 def _by_count(runs: Sequence[RunFacts], policy: PrunePolicy, reasons: Sequence[str]) -> list[Decision]:
-    seen: Counter[tuple[str, bool]] = Counter()
+    counts: Counter[tuple[str, bool]] = Counter()
     decisions = []
     for run, reason in zip(runs, reasons, strict=True):
         succeeded = run.status == RunStatus.SUCCEEDED
         limit, what = (policy.keep, "successful") if succeeded else (policy.failed_keep, "failed")
         if run.status in _ENDED and not run.foreign and not run.problem:
-            seen[run.name, succeeded] += 1
+            counts[run.name, succeeded] += 1
         if reason:
             decisions.append(Decision(run, False, reason))
-        elif seen[run.name, succeeded] <= limit:
+        elif counts[run.name, succeeded] <= limit:
             decisions.append(Decision(run, False, f"among the newest {limit} {what}"))
         elif policy.older_than_s is not None and run.age_s <= policy.older_than_s:
             decisions.append(Decision(run, False, "not old enough"))

@@ -12,7 +12,7 @@ from typing import Any
 from ddptrain.config.wording import counted
 from ddptrain.errors import RunLocked, one_line
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.ownership import liveness
 from ddptrain.results.prune.folder_removal import FolderRemoval
 from ddptrain.results.prune.policy import Decision, PrunePolicy, decide
@@ -24,10 +24,10 @@ from ddptrain.storage.store import StoreError, StoreUnreachable, Transient
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was deleted, or would be if `dry_run`.
+    """What was deleted, or would be deleted if `dry_run`.
 
-    decisions: about each run, newest first; a run that could not be deleted stays, with the reason.
-    finished_bytes: of each run whose deletion an earlier prune had not finished, by the name of its folder.
+    decisions: one for each run, newest first; a run that could not be deleted stays, with the reason.
+    finished_bytes: folder name -> size of each run whose deletion an earlier prune had not finished.
     problems: why something could not be deleted, one line each.
     """
 
@@ -48,7 +48,7 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that are freed, with those of interrupted deletions."""
+        """Bytes that are freed, including interrupted deletions that are now finished."""
         return sum(decision.run.size_bytes for decision in self.removed) + sum(self.finished_bytes.values())
 
     @property
@@ -62,8 +62,8 @@ class PruneReport:
         from ddptrain.results.show.render import size
 
         verbs = ("would be deleted", "would be freed") if self.dry_run else ("deleted", "freed")
-        done = f"{counted(len(self.removed), 'run')} {verbs[0]}, {size(self.freed_bytes)} {verbs[1]}"
-        return f"{done}; {counted(len(self.problems), 'problem')}" if self.problems else done
+        results = f"{counted(len(self.removed), 'run')} {verbs[0]}, {size(self.freed_bytes)} {verbs[1]}"
+        return f"{results}; {counted(len(self.problems), 'problem')}" if self.problems else results
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON data."""
@@ -81,11 +81,11 @@ class PruneReport:
 def prune(
     runs: RunsDir, policy: PrunePolicy, protected: Mapping[str, str] | None = None, *, dry_run: bool = False
 ) -> PruneReport:
-    """Delete the runs that the policy does not keep, and finish what an interrupted prune has left.
+    """Delete the runs that the policy does not keep, and finish interrupted deletions.
 
     protected: run id -> why the run stays, as "champion of petnames"; see retrain/cleanup/clean_up.py.
 
-    A run that a driver resumes meanwhile stays. What cannot be deleted is one of the report's problems.
+    A run that a driver resumes meanwhile stays. The report lists what could not be deleted.
     Raises UsageError if the folder cannot be listed; StoreError if the store does not answer.
     """
     removal = FolderRemoval(runs) if isinstance(runs, LocalRuns) else StoredRemoval(runs)
@@ -94,24 +94,26 @@ def prune(
     leftovers = dict(removal.leftovers())
     if dry_run:
         return PruneReport(tuple(decisions), leftovers, (), dry_run)
-    tries = _Tries()
-    finished = {name: size for name, size in leftovers.items() if not tries.why_not(partial(removal.finish, name))}
-    done = []
+    deletions = _Deletions()
+    finished = {
+        name: size for name, size in leftovers.items() if not deletions.try_delete(partial(removal.finish, name))
+    }
+    results = []
     for view, decision in zip(views, decisions, strict=True):
-        reason = tries.why_not(partial(removal.remove, view)) if decision.goes else ""
-        done.append(dataclasses.replace(decision, goes=False, reason=reason) if reason else decision)
-    return PruneReport(tuple(done), finished, tuple(tries.problems), dry_run)
+        reason = deletions.try_delete(partial(removal.remove, view)) if decision.goes else ""
+        results.append(dataclasses.replace(decision, goes=False, reason=reason) if reason else decision)
+    return PruneReport(tuple(results), finished, tuple(deletions.problems), dry_run)
 
 
-class _Tries:
-    """Tries deletions, and collects the problems; after a store has not answered, nothing more is tried."""
+class _Deletions:
+    """Executes deletions and collects the problems. If a store does not answer, no further deletion is tried."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
         self._is_unreachable = False
 
-    def why_not(self, delete: Callable[[], None]) -> str:
-        """Delete something; return why it could not be done, or ""."""
+    def try_delete(self, delete: Callable[[], None]) -> str:
+        """Call `delete`; return why it failed, or ""."""
         if self._is_unreachable:
             return "the store does not answer"
         try:
@@ -126,8 +128,8 @@ class _Tries:
 
 
 def _age_s(view: RunView) -> float:
-    """Return the seconds since a run ended; without that time since it began, or since its files changed."""
-    ended = moment(view.record.ended_at) or moment(view.record.started_at)
+    """Return the seconds since the end of a run, or else since its start, or else since its files changed."""
+    ended = parse_time(view.record.ended_at) or parse_time(view.record.started_at)
     return max(0.0, time.time() - (ended.timestamp() if ended else liveness.changed_at(view.layout)))
 
 

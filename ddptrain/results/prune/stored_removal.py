@@ -1,8 +1,12 @@
 """Deletes runs in an object store, so that a kill at any moment leaves no partial run.
 
-The lease of the run is taken. A mark is written, then run.json is deleted: from now on readers do not find the run. Its
-other files follow, then the mark, then the lease. If the process dies on the way, the next prune finds the mark of a
-run without run.json, and goes on once the lease has ended.
+1. The lease of the run is taken.
+2. A mark file is written.
+3. run.json is deleted. From now on readers do not find the run.
+4. The other files are deleted, then the mark, then the lock file of the lease.
+
+If the process dies before the end, the next prune finds a mark without run.json, and continues when the lease has
+expired.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ _log = Log(__name__)
 
 
 class StoredRemoval:
-    """The runs of an object store, for `prune`; one listing gives all their files. Raises StoreError."""
+    """The runs of an object store, for `prune`; their files are listed once, at the start. Raises StoreError."""
 
     def __init__(self, runs: StoreRuns) -> None:
         self._runs = runs
@@ -43,7 +47,7 @@ class StoredRemoval:
                 self._files.setdefault(run, {})[inside] = file.size_bytes
 
     def facts(self, view: RunView, age_s: float) -> RunFacts:
-        """Return what decides about a run. Whoever can write to the store owns all of its runs."""
+        """Return the facts by which the policy decides about a run; `age_s`: seconds since its end."""
         folder = view.layout.root.name
         files = self._files.get(folder, {})
         manifests = [path for path in files if path.startswith("checkpoints/") and path.endswith(f"/{MANIFEST}")]
@@ -58,19 +62,19 @@ class StoredRemoval:
             problem=view.problem,
         )
 
-    def remove(self, seen: RunView) -> None:
-        """Delete a run, and what is left of it on this machine.
+    def remove(self, chosen: RunView) -> None:
+        """Delete a run, and its working folder on this machine.
 
-        seen: the run as it was when the decision was made. Raises RunLocked, StoreError.
+        chosen: the run as it was when the decision was made. Raises RunLocked, StoreError.
         """
-        name = seen.layout.root.name
+        name = chosen.layout.root.name
         with _lease(self._runs.store.below(name)) as run:
-            _refuse_if_changed(run, seen)
+            _refuse_if_changed(run, chosen)
             run.write(MARK, (json.dumps({"since": time.time()}) + "\n").encode())
             run.remove(_RECORD)
             _log.info("run.json deleted", run=name, store=run.url)
             _remove_files(run, run.files())
-            shutil.rmtree(self._runs.work / name, ignore_errors=True)  # of a driver that was killed
+            shutil.rmtree(self._runs.work / name, ignore_errors=True)  # left by a driver that was killed
 
     def leftovers(self) -> list[tuple[str, int]]:
         """Return the runs whose deletion was interrupted, each with the size of what remains in bytes."""
@@ -87,31 +91,31 @@ class StoredRemoval:
 
 @contextmanager
 def _lease(run: RemoteFolder) -> Iterator[RemoteFolder]:
-    """Hold the lease of a run; yield its folder, which nobody else changes meanwhile. The lock file is deleted."""
+    """Hold the lease of a run; yield its folder. If no other file is left at the end, delete the lock file."""
     lock = StoreLock(run)
     lock.take(contested=True)
     is_gone = False
     try:
-        lock.keep()  # the guard raises the loss of the lease at the next change
+        lock.keep()  # if the lease is lost, `guard` raises at the next change
         yield replace(run, guard=lock.assure)
         is_gone = set(run.files()) <= {LOCK}
     finally:
         lock.release(forget=is_gone)
 
 
-def _refuse_if_changed(run: RemoteFolder, seen: RunView) -> None:
+def _refuse_if_changed(run: RemoteFolder, chosen: RunView) -> None:
     """Raise RunLocked if a driver has resumed the run since it was chosen."""
     data = run.read(_RECORD)
     try:
         now = RunRecord.from_json(data) if data is not None else None
     except RecordError:
         now = None
-    if now is None or now.driver != seen.record.driver:
-        raise RunLocked(f"run {seen.run_id} has changed since it was chosen")
+    if now is None or now.driver != chosen.record.driver:
+        raise RunLocked(f"run {chosen.run_id} has changed since it was chosen")
 
 
 def _remove_files(run: RemoteFolder, paths: Collection[str]) -> None:
-    """Delete files, several at a time, and the mark after them; the lock file stays. Raises StoreError."""
+    """Delete the files in parallel, then the mark; the lock file stays. Raises StoreError."""
     with ThreadPoolExecutor(_DELETERS, thread_name_prefix="ddptrain-prune") as pool:
         list(pool.map(run.remove, [path for path in paths if path not in (MARK, LOCK)]))
     run.remove(MARK)

@@ -1,4 +1,4 @@
-"""Uploads a run's checkpoints to an object store. A checkpoint exists there from the moment its manifest does."""
+"""Uploads a run's checkpoints to an object store. A checkpoint exists there as soon as its manifest exists."""
 
 from __future__ import annotations
 
@@ -11,49 +11,52 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.results.checkpoint_verification import checkpoint_folders, is_plain_name, parse_manifest
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, step_name, step_of
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
 
 CHECKPOINTS = "checkpoints"
 OUTGOING = ".outgoing"
-# In the store's manifest: file -> the object that holds it, if that has another name.
+# In the store's manifest: file name -> name of the object that contains the file, if the names differ.
 STORED_AS = "stored_as"
 
 
 class StoredCheckpoints:
-    """Makes the store's checkpoints equal to those of the working folder, which may change meanwhile."""
+    """Uploads the checkpoints of the working folder, and deletes those that the folder no longer has.
+
+    Other threads may change the working folder at the same time.
+    """
 
     def __init__(self, store: RemoteFolder, layout: RunLayout) -> None:
         self._store = store
         self._layout = layout
-        self._there: dict[int, dict[str, Any]] | None = None  # step -> manifest of a complete checkpoint in the store
+        self._stored: dict[int, dict[str, Any]] | None = None  # step -> manifest of a complete checkpoint in the store
         self._objects: set[str] = set()
         self._pointers: dict[str, bytes] = {}
-        self._turns = 0
+        self._uploads = 0
 
     def sync(self, before_upload: Callable[[], None]) -> None:
         """Upload one new checkpoint and the pointers, and delete what the folder no longer has. Raises StoreError.
 
-        before_upload: called when the new checkpoint was found in the folder.
+        before_upload: called before the new checkpoint is uploaded.
         """
-        if self._there is None:
-            self._look()
-        if (step := self._next()) is not None:
+        if self._stored is None:
+            self._list_store()
+        if (step := self._next_step()) is not None:
             before_upload()
             self._upload(step)
-        self._point()
+        self._update_pointers()
         self._prune()
 
     @property
     def is_synced(self) -> bool:
         """Whether every checkpoint of the folder is in the store, and `latest` and `best` are the same there."""
-        stored = self._there or {}
+        stored = self._stored or {}
         whole = all(_same(manifest, stored.get(step)) for step, manifest in self._local().items())
         return whole and all(self._pointers.get(name, b"") == self._pointer(name) for name in (LATEST, BEST))
 
-    def _look(self) -> None:
+    def _list_store(self) -> None:
         self._objects = set(self._store.files(CHECKPOINTS))
         manifests = [path for path in self._objects if path.endswith(f"/{MANIFEST}")]
         stored = {}
@@ -61,7 +64,7 @@ class StoredCheckpoints:
             step, manifest = step_of(path.split("/")[1]), parse_stored(data)
             if step is not None and manifest and _objects_of(step, manifest) <= self._objects:
                 stored[step] = manifest
-        self._there = stored
+        self._stored = stored
 
     def _local(self) -> dict[int, dict[str, Any]]:
         found = {}
@@ -71,24 +74,24 @@ class StoredCheckpoints:
                     found[int(folder.name.removeprefix("step-"))] = manifest
         return found
 
-    def _next(self) -> int | None:
-        """Return the step to upload now: the newest; every second time the best one, if it is missing."""
-        stored = self._there or {}
+    def _next_step(self) -> int | None:
+        """Return the step to upload next: the newest, every second time the best; None if none is left."""
+        stored = self._stored or {}
         left = [step for step, local in self._local().items() if not _same(local, stored.get(step))]
         best = _step_in(self._pointer(BEST))
-        self._turns += 1
-        if best in left and self._turns % 2 == 0:
+        self._uploads += 1
+        if best in left and self._uploads % 2 == 0:
             return best
         return max(left, default=None)
 
     def _upload(self, step: int) -> None:
-        """Upload files first, the manifest last. An object that a manifest names is never overwritten."""
-        assert self._there is not None
-        with _held_files(self._layout, step) as folder:
+        """Upload a checkpoint: files first, then the manifest. An object that a manifest names is not overwritten."""
+        assert self._stored is not None
+        with _linked_files(self._layout, step) as folder:
             manifest = parse_stored((folder / MANIFEST).read_bytes()) if folder else None
             if folder is None or manifest is None:
                 return  # deleted meanwhile
-            before = self._there.get(step)
+            before = self._stored.get(step)
             names = _object_names(manifest, before)
             for file in manifest["files"]:
                 path = _path(step, names[file["name"]])
@@ -100,8 +103,8 @@ class StoredCheckpoints:
         text = json.dumps({**manifest, **({STORED_AS: renamed} if renamed else {})}, indent=2) + "\n"
         self._store.write(_path(step, MANIFEST), text.encode())
         self._objects.add(_path(step, MANIFEST))
-        self._there[step] = {**manifest, STORED_AS: renamed}
-        self._remove(_objects_of(step, before or {}) - _objects_of(step, self._there[step]))
+        self._stored[step] = {**manifest, STORED_AS: renamed}
+        self._remove(_objects_of(step, before or {}) - _objects_of(step, self._stored[step]))
 
     def _check_sizes(self, step: int, manifest: Mapping[str, Any], names: Mapping[str, str]) -> None:
         found = self._store.files(f"{CHECKPOINTS}/{step_name(step)}")
@@ -117,10 +120,10 @@ class StoredCheckpoints:
         except OSError:
             return b""
 
-    def _point(self) -> None:
+    def _update_pointers(self) -> None:
         for name in (LATEST, BEST):
             data = self._pointer(name)
-            if data != self._pointers.get(name) and _step_in(data) in (self._there or {}):
+            if data != self._pointers.get(name) and _step_in(data) in (self._stored or {}):
                 self._store.write(f"{CHECKPOINTS}/{name}", data)
                 self._pointers[name] = data
             elif not data and self._pointers.get(name, b"?"):
@@ -128,8 +131,11 @@ class StoredCheckpoints:
                 self._pointers[name] = data
 
     def _prune(self) -> None:
-        """Delete what the folder has deleted, but neither the last complete checkpoint nor one that is pointed at."""
-        stored = self._there or {}
+        """Delete checkpoints that the folder no longer has.
+
+        The last complete checkpoint stays, and so do those to which `latest` and `best` point.
+        """
+        stored = self._stored or {}
         local = self._local()
         if not any(_same(manifest, stored.get(step)) for step, manifest in local.items()):
             return
@@ -152,14 +158,14 @@ class StoredCheckpoints:
 
 
 def parse_stored(data: bytes) -> dict[str, Any] | None:
-    """Parse the manifest of a checkpoint, also one of the store's. None if it is not one; see parse_manifest."""
+    """Parse the manifest of a checkpoint in a folder or in a store. None if the data are no manifest."""
     manifest = parse_manifest(data)
     stored_as = {} if manifest is None else manifest.get(STORED_AS, {})
     return manifest if isinstance(stored_as, dict) and all(map(is_plain_name, stored_as.values())) else None
 
 
 def stored_name(manifest: Mapping[str, Any], name: str) -> str:
-    """Return the name of the object, beside its manifest in the store, that holds that file."""
+    """Return the name of the object that contains the file, in the folder of the manifest in the store."""
     return str(manifest.get(STORED_AS, {}).get(name, name))
 
 
@@ -169,7 +175,7 @@ def without_stored_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _object_names(manifest: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the object for each file: the file's name, unless an object of that name has other content."""
+    """Return file name -> object name; the names differ if an object of the file's name has different content."""
     if before is None:
         return {file["name"]: file["name"] for file in manifest["files"]}
     taken = {stored_name(before, file["name"]): file["sha256"] for file in before["files"]}
@@ -197,19 +203,22 @@ def _step_in(pointer: bytes) -> int | None:
 
 
 @contextmanager
-def _held_files(layout: RunLayout, step: int) -> Iterator[Path | None]:
-    """Yield a folder with further links to a checkpoint's files, which outlive the checkpoint; None if it is gone."""
+def _linked_files(layout: RunLayout, step: int) -> Iterator[Path | None]:
+    """Yield a folder with hard links to the files of a checkpoint, so that they stay if the checkpoint is deleted.
+
+    Yields None if the checkpoint does not exist any more.
+    """
     target = layout.root / OUTGOING / step_name(step)
     shutil.rmtree(target, ignore_errors=True)
     try:
-        with naming(target):
+        with results_errors(target):
             target.mkdir(parents=True)
-        yield target if _hold_all(layout.checkpoints_dir / step_name(step), target) else None
+        yield target if _link_files(layout.checkpoints_dir / step_name(step), target) else None
     finally:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def _hold_all(source: Path, target: Path) -> bool:
+def _link_files(source: Path, target: Path) -> bool:
     try:
         # By descriptor: the folder may be replaced by another one between two files.
         folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
@@ -217,7 +226,7 @@ def _hold_all(source: Path, target: Path) -> bool:
         return False
     try:
         for name in os.listdir(folder):
-            _hold(folder, name, target / name)
+            _link_or_copy(folder, name, target / name)
     except FileNotFoundError:
         return False
     finally:
@@ -225,7 +234,7 @@ def _hold_all(source: Path, target: Path) -> bool:
     return (target / MANIFEST).exists()
 
 
-def _hold(folder: int, name: str, target: Path) -> None:
+def _link_or_copy(folder: int, name: str, target: Path) -> None:
     """Make `target` a hard link to a file, or a copy if the file system has no links."""
     try:
         os.link(name, target, src_dir_fd=folder)

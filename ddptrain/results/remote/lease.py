@@ -1,8 +1,9 @@
-"""The lock of a run in an object store: a lease that its driver renews each minute, so that it ends if the driver dies.
+"""The lock of a run in an object store: a lease, which the driver renews each minute. If the driver dies, it expires.
 
 The driver that wrote the lock file last has the lease, until the file is STALE_S old by the store's clock. S3, Google
-Cloud Storage and Azure write the file only if no other driver has (If-None-Match, If-Match). In a store without such
-conditional writes, the file is compared before it is written, which leaves a gap, and hosts' clocks give the ages.
+Cloud Storage and Azure write the file only if no other driver has written it (If-None-Match, If-Match). In a store
+without conditional writes, the file is read and compared before it is written, so that two drivers may write at the
+same moment, and the age of the file is measured by the clocks of the hosts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _log = Log(__name__)
 LOCK = "run.lock"
 STALE_S = 180.0
 _REFRESH_S = 60.0
-_SURE_S = 120.0  # nobody can take the lease for so long after a renewal; below STALE_S, as clocks are coarse
+_OWNED_S = 120.0  # so long after a renewal, no other driver can take the lease; below STALE_S, as clocks are coarse
 _CLOSE_S = 5.0
-_SETTLE_S = 1.0  # without conditional writes: of two drivers that wrote at once, both then read the last one's claim
+_SETTLE_S = 1.0  # without conditional writes: after this time, two drivers that wrote at once read the same claim
 _LIMITS = Limits(timeout_s=20.0)
 _LARGEST_BYTES = 64 << 10
 
@@ -64,7 +65,7 @@ class Claim:
     @classmethod
     def of_this_process(cls) -> Claim:
         """Return a new claim of this process."""
-        born = _born(os.getpid())
+        born = _process_start(os.getpid())
         return cls(socket.gethostname(), os.getpid(), born, secrets.token_hex(8), time.time(), machine=_machine())
 
 
@@ -86,16 +87,16 @@ def claim_from(data: bytes | None) -> Claim | None:
 
 
 class _LockFile:
-    """The lock file, with conditional writes if the store has them; `weakness` says why not, or is ""."""
+    """The lock file. `weakness` says why the store has no conditional writes, or is ""."""
 
     def __init__(self, folder: RemoteFolder, probe: str) -> None:
         """`probe` names another file, for this process alone."""
         self._folder = folder.with_limits(_LIMITS)
         self.weakness = ""
-        self._asked_s = time.monotonic()
+        self._store_time_read_s = time.monotonic()
         try:
             self._store_time_s = self._folder.test_conditions(probe)
-            self._asked_s = time.monotonic()
+            self._store_time_read_s = time.monotonic()
         except StoreError as error:
             self.weakness = " ".join(str(error).split())[:200]
 
@@ -122,7 +123,7 @@ class _LockFile:
         """Return how many seconds ago a claim was written."""
         if seen.written_s is None:
             return claim.age_s
-        return self._store_time_s + time.monotonic() - self._asked_s - seen.written_s
+        return self._store_time_s + time.monotonic() - self._store_time_read_s - seen.written_s
 
 
 class StoreLock:
@@ -136,10 +137,10 @@ class StoreLock:
         self.claim = Claim.of_this_process()
         self._refresh_s, self._settle_s = refresh_s, settle_s
         self._opened: _LockFile | None = None
-        self._mine: Versioned | None = None  # the file as this process wrote it last
-        self._sure_until_s = 0.0
+        self._last_written: Versioned | None = None  # the file as this process wrote it last
+        self._owned_until_s = 0.0
         self._mutex = threading.RLock()
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._lost: Callable[[DdptrainError], None] = lambda error: None
 
@@ -156,12 +157,12 @@ class StoreLock:
         return self._file.weakness
 
     def take(self, *, contested: bool) -> Claim | None:
-        """Write the claim; return the one that was there. `contested`: another driver may do the same now.
+        """Write the claim; return the previous claim. `contested`: another driver may take the lease at the same time.
 
         Raises RunLocked, StoreError.
         """
-        self._over.clear()
-        before = self._won()
+        self._stopped.clear()
+        before = self._take_if_free()
         if contested and self.weakness:
             time.sleep(self._settle_s)
             holder = claim_from((self._file.read() or Versioned(b"")).data)
@@ -169,8 +170,8 @@ class StoreLock:
                 raise self._locked(holder, holder.age_s)
         return before
 
-    def _won(self) -> Claim | None:
-        """Write the claim, and return the one before. Raises RunLocked, StoreError."""
+    def _take_if_free(self) -> Claim | None:
+        """Write the claim if no other driver has the lease; return the previous claim. Raises RunLocked, StoreError."""
         while True:
             seen = self._file.read()
             before = claim_from(seen.data) if seen else None
@@ -192,34 +193,34 @@ class StoreLock:
         self._thread.start()
 
     def assure(self) -> None:
-        """Return if no other driver can have the lease. One that may have expired, as after SIGSTOP, is renewed first.
+        """Check that no other driver can have the lease. A lease that may have expired (SIGSTOP) is renewed first.
 
         Raises RunLocked, StoreError.
         """
-        if self._over.is_set():
+        if self._stopped.is_set():
             raise RunLocked(f"this process does not hold run {self.store.url} any more")
-        if _elapsed_s() > self._sure_until_s:
+        if _elapsed_s() > self._owned_until_s:
             self._renew()
 
     def release(self, *, forget: bool = False) -> None:
         """Stop renewing, and mark the lock as released; `forget` deletes the file. Raises nothing."""
-        self._over.set()
+        self._stopped.set()
         run_for(_CLOSE_S, lambda: self._release(forget))
 
     def _release(self, forget: bool) -> None:
         self._lost = lambda error: None
         if self._thread is not None:
             self._thread.join(timeout=_CLOSE_S)
-        with suppress(DdptrainError):  # without this the lease expires by itself
+        with suppress(DdptrainError):  # if this fails, the lease expires after STALE_S
             if forget:
                 self._renew()
                 self.store.remove(LOCK)
             else:
-                self._write(self._mine, released=True)
+                self._write(self._last_written, released=True)
 
     def _refresh(self) -> None:
         pause_s = self._refresh_s
-        while not self._over.wait(pause_s):
+        while not self._stopped.wait(pause_s):
             try:
                 self._renew()
                 pause_s = self._refresh_s
@@ -229,10 +230,10 @@ class StoreLock:
                 pause_s = self._refresh_s / 10  # the uploads warn about a store that does not answer
 
     def _renew(self) -> None:
-        """Write the claim anew, unless another driver's is there. Raises RunLocked, StoreError."""
+        """Write the claim again, unless another driver has written its own. Raises RunLocked, StoreError."""
         with self._mutex:
             try:
-                self._write(self._mine)
+                self._write(self._last_written)
             except WriteConflict:
                 self._renew_changed()
 
@@ -246,7 +247,7 @@ class StoreLock:
             self._write(seen)
         except (WriteConflict, RunLocked) as error:
             lost = error if isinstance(error, RunLocked) else RunLocked(f"run {self.store.url} was taken meanwhile")
-            self._over.set()
+            self._stopped.set()
             _log.info("lease of the run lost", store=self.store.url, error=lost)
             self._lost(lost)
             raise lost from None
@@ -257,8 +258,8 @@ class StoreLock:
             began_s = _elapsed_s()
             claim = dataclasses.replace(self.claim, time_s=time.time(), released=released)
             data = (json.dumps(dataclasses.asdict(claim), indent=1) + "\n").encode()
-            self._mine = self._file.write(data, before)
-            self._sure_until_s = 0.0 if released else began_s + _SURE_S
+            self._last_written = self._file.write(data, before)
+            self._owned_until_s = 0.0 if released else began_s + _OWNED_S
 
     def _locked(self, claim: Claim, age_s: float) -> RunLocked:
         return RunLocked(
@@ -269,14 +270,14 @@ class StoreLock:
 
 
 def run_for(seconds: float, work: Callable[[], None]) -> None:
-    """Do the work in a thread, and wait for at most so long: the end of a run must not hang on a silent store."""
+    """Call `work` in a thread, and wait at most `seconds`, so that a silent store does not block the end of a run."""
     thread = threading.Thread(target=work, name="ddptrain-last-upload", daemon=True)
     thread.start()
     thread.join(timeout=seconds)
 
 
 def _elapsed_s() -> float:
-    """Return a clock that nobody sets, and that also counts while the machine sleeps."""
+    """Return seconds of a monotonic clock that also counts while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -286,7 +287,7 @@ def _machine() -> str:
     return f"{host.boot} {host.pids}" if host.boot and host.pids else ""
 
 
-def _born(pid: int) -> float:
+def _process_start(pid: int) -> float:
     import psutil
 
     return float(psutil.Process(pid).create_time())
@@ -296,7 +297,7 @@ def _is_alive(pid: int, born: float) -> bool:
     import psutil
 
     try:
-        return abs(_born(pid) - born) < 2.0  # the clock may have been set
+        return abs(_process_start(pid) - born) < 2.0  # the clock may have been set
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:

@@ -15,11 +15,11 @@ ORIGIN = ".store.json"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The original of a folder.
+    """The run in a store of which a folder is a copy.
 
-    token: in a working folder, of the driver that writes the original.
-    alive: in a reader's copy, whether a driver worked on the original.
-    files: in a reader's copy, path -> size in bytes of the original's files, which the copy may lack.
+    token: only in a driver's working folder: the token of this driver's lease.
+    alive: only in a reader's copy: whether the driver was alive when the copy was made.
+    files: only in a reader's copy: path -> size in bytes of the files in the store, which the copy may lack.
     """
 
     url: str

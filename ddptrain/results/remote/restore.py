@@ -1,4 +1,4 @@
-"""Downloads parts of a run from an object store: what a driver continues, or the model that a command reads."""
+"""Downloads parts of a run from an object store: the files to resume the run, or the model that a command reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ddptrain.errors import RunNotFound
 from ddptrain.results.checkpoint_verification import verify
-from ddptrain.results.errors import CheckpointDamaged, naming
+from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, INPUTS, LATEST, MANIFEST, step_name, step_of
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS, parse_stored, stored_name, without_stored_as
 from ddptrain.results.secure_files import write_file
@@ -20,9 +20,9 @@ _CONTINUED = ("run.json", "config.yaml", "events.jsonl", "metrics.jsonl", "syste
 
 
 def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:
-    """Download the files that a driver continues, and the newest checkpoint that matches its manifest.
+    """Download the files that a resumed run appends to, and the newest checkpoint that matches its manifest.
 
-    Of older checkpoints only the manifests are downloaded: they count for `checkpoint.keep`, and are deleted later.
+    Of older checkpoints only the manifests are downloaded, so that `checkpoint.keep` counts and later deletes them.
     `warn` is called for each damaged checkpoint. Raises ResultsError, StoreError.
     """
     paths = run.files()
@@ -113,6 +113,6 @@ def _fetch(run: RemoteFolder, folder: Path, step: int, manifest: Mapping[str, An
 
 def _write_manifest(folder: Path, step: int, manifest: Mapping[str, Any]) -> None:
     target = folder / CHECKPOINTS / step_name(step)
-    with naming(target):
+    with results_errors(target):
         target.mkdir(parents=True, exist_ok=True)
     write_file(target / MANIFEST, (json.dumps(without_stored_as(manifest), indent=2) + "\n").encode())

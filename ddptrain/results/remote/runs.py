@@ -19,7 +19,7 @@ from ddptrain.file_ops import publish, sha256
 from ddptrain.results.annotations.annotations import FILE as ANNOTATIONS
 from ddptrain.results.annotations.annotations import Annotations
 from ddptrain.results.annotations.edit import Change, edit_folder, edit_stored
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import BEST, valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 from ddptrain.results.remote import restore
@@ -134,7 +134,7 @@ class StoreRuns:
             if time.monotonic() - fetched_at >= _FOLLOW_EVERY_S:
                 self._copy_records([folder.name])
                 running = load_run(folder).is_running
-                self._grow_logs(folder, rank)
+                self._append_logs(folder, rank)
                 fetched_at = time.monotonic()
                 return running
             return True
@@ -179,7 +179,7 @@ class StoreRuns:
         try:
             lock.keep(uploads.lose)
             if resumed:
-                bring_here(run, uploads, before, restore.download_run)
+                download_working_folder(run, uploads, before, restore.download_run)
                 Origin(run.url, lock.claim.token).mark(uploads.root)
             with uploads:
                 yield uploads
@@ -229,31 +229,31 @@ class StoreRuns:
             restore.download_model(run, folder, files, checkpoint)
         _fetch_changed(run, folder, {path: file for path, file in files.items() if _is_needed(path, need, rank)})
 
-    def _grow_logs(self, folder: Path, rank: int | None) -> None:
+    def _append_logs(self, folder: Path, rank: int | None) -> None:
         run = self.store.below(folder.name)
         for path, file in run.files("logs").items():
             target = folder / path
             if not (is_plain(path) and _is_needed(path, NeededFiles.LOGS, rank)):
                 continue
-            have = target.stat().st_size if target.exists() else 0
-            if file.size_bytes < have:  # another driver has started it again
+            local_size = target.stat().st_size if target.exists() else 0
+            if file.size_bytes < local_size:  # another driver has started it again
                 run.fetch(path, target)
-            elif file.size_bytes > have:
-                data = run.read_from(path, have)
+            elif file.size_bytes > local_size:
+                data = run.read_from(path, local_size)
                 target.parent.mkdir(exist_ok=True)
                 with target.open("ab") as log:
                     log.write(data)
 
 
-def bring_here(
+def download_working_folder(
     run: RemoteFolder,
     uploads: StoreUpload,
     before: Claim | None,
     download: Callable[[RemoteFolder, Path, Callable[[str], None]], None],
 ) -> None:
-    """Download a run or sweep into its working folder, unless the folder is the one that was uploaded last.
+    """Download a run or sweep into its working folder, unless the last upload came from this folder.
 
-    before: the claim of the driver before. Raises ResultsError, StoreError.
+    before: the claim of the previous driver. Raises ResultsError, StoreError.
     """
     folder = uploads.root
     origin = origin_of(folder)
@@ -261,11 +261,11 @@ def bring_here(
         return
     if folder.exists():
         aside = folder.with_name(f"{folder.name}.before-{secrets.token_hex(4)}")
-        with naming(folder):
+        with results_errors(folder):
             publish(folder, aside)
         uploads.warn(f"{run.url} was continued by another host; the copy of this host is kept in {aside}")
     _private(folder.parent)
-    with naming(folder):
+    with results_errors(folder):
         folder.mkdir(mode=0o700)
     try:
         download(run, folder, uploads.warn)
@@ -329,13 +329,16 @@ def _write_changed(path: Path, data: bytes) -> None:
 
 def _private(folder: Path) -> Path:
     """Return the folder, created for this user only if it is missing."""
-    with naming(folder):
+    with results_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 def split_run(run: str, place: str) -> tuple[str, str]:
-    """Return where to look for RUN, and its name there; RUN may be a URL. Raises RunNotFound."""
+    """Return the runs directory and the name of a run: the parts of `run` if it is a URL, otherwise `place` and `run`.
+
+    Raises RunNotFound if the URL has no name.
+    """
     if not is_url(run):
         return place, run
     parent, _, name = run.rstrip("/").rpartition("/")

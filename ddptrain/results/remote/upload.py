@@ -46,8 +46,8 @@ class StoreUpload:
     """
 
     def __init__(self, store: RemoteFolder, root: Path, token: str = "", max_failures: int = 5) -> None:
-        self._over = threading.Event()
-        self.store = replace(store, wait=self._over.wait)
+        self._stopped = threading.Event()
+        self.store = replace(store, wait=self._stopped.wait)
         self.root = root
         self._token = token
         self._max_failures = max_failures
@@ -57,9 +57,9 @@ class StoreUpload:
         self._sent_attempts = 0
         self._failures = 0
         self._problem = ""
-        self._taken = self._timed_out = False
+        self._is_taken = self._timed_out = False
         self._state = threading.Condition()
-        self._asked = self._done = 0
+        self._flushes_requested = self._flushes_done = 0
         self._thread: threading.Thread | None = None
         self._warnings: list[str] = []
         self._loss: DdptrainError | None = None
@@ -85,14 +85,14 @@ class StoreUpload:
         warn(text)
 
     def lose(self, error: DdptrainError) -> None:
-        """Report, once, that the run must end. After RunLocked nothing is uploaded any more."""
+        """Call the `lost` listener, once: the run must end. After RunLocked nothing more is uploaded."""
         with self._state:
             if self._loss is not None:
                 return
             self._loss = error
             if isinstance(error, RunLocked):  # the run in the store belongs to another driver now
-                self._taken, self._problem = True, str(error)
-                self._over.set()
+                self._is_taken, self._problem = True, str(error)
+                self._stopped.set()
             lost = self._listeners[1] if self._listeners else None
         if lost is not None:
             lost(error)
@@ -116,16 +116,16 @@ class StoreUpload:
             deadline_s = min(deadline_s, _LAST_FLUSH_S)
         until = time.monotonic() + deadline_s
         with self._state:
-            self._asked += 1
-            mine = self._asked
+            self._flushes_requested += 1
+            mine = self._flushes_requested
             self._state.notify_all()
             was_lost = self._loss is not None
-            while self._done < mine and not self._over.is_set() and (left_s := until - time.monotonic()) > 0:
+            while self._flushes_done < mine and not self._stopped.is_set() and (left_s := until - time.monotonic()) > 0:
                 if self._loss is not None and not was_lost:
                     break
                 # In short pieces: signal handlers run between them.
                 self._state.wait(min(left_s, 0.5))
-            if self._done >= mine:
+            if self._flushes_done >= mine:
                 return ""
             self._timed_out = True
             why = self._problem or f"it took longer than {deadline_s:g} s"
@@ -135,18 +135,18 @@ class StoreUpload:
     def close(self, deadline_s: float) -> None:
         """Flush, stop the thread, and delete the working folder if everything is in the store."""
         why = self.flush(0.0 if self._timed_out else deadline_s)
-        self._over.set()
+        self._stopped.set()
         with self._state:
             self._state.notify_all()
         if self._thread is None:
             return
         self._thread.join(timeout=_CLOSE_S)
-        if self._thread.is_alive() or self._taken:
+        if self._thread.is_alive() or self._is_taken:
             return
         if not why:
             shutil.rmtree(self.root, ignore_errors=True)
         else:
-            run_for(_CLOSE_S, self._send_last_record)
+            run_for(_CLOSE_S, self._upload_final_record)
 
     def __enter__(self) -> Self:
         return self
@@ -154,17 +154,17 @@ class StoreUpload:
     def __exit__(self, *_: object) -> None:
         self.close(30.0)
 
-    def _send_last_record(self) -> None:
+    def _upload_final_record(self) -> None:
         with suppress(StoreError, OSError):  # the run's end is recorded even if other files are missing
             self.store.write(_RECORD, self._record.read_bytes())
 
     # The thread.
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             with self._state:
-                asked = self._asked
-            flushing = asked > self._done
+                requested = self._flushes_requested
+            flushing = requested > self._flushes_done
             try:
                 complete = self._pass(flushing)
             except DdptrainError as error:
@@ -176,13 +176,13 @@ class StoreUpload:
             self._failures, self._problem = 0, ""
             with self._state:
                 if complete and flushing:
-                    self._done = asked
+                    self._flushes_done = requested
                     self._state.notify_all()
-                if complete and self._asked == self._done and not self._over.is_set():
+                if complete and self._flushes_requested == self._flushes_done and not self._stopped.is_set():
                     self._state.wait(_PASS_EVERY_S)
 
     def _on_failure(self, error: DdptrainError) -> None:
-        if self._over.is_set():
+        if self._stopped.is_set():
             return
         self._failures += 1
         self._problem = str(error)
@@ -195,13 +195,16 @@ class StoreUpload:
             )
         pause_s = _PAUSES_S[min(self._failures, len(_PAUSES_S)) - 1]
         with self._state:
-            flushing = self._asked > self._done
+            flushing = self._flushes_requested > self._flushes_done
         if flushing:
             pause_s = _FLUSH_PAUSE_S
         elif self._failures <= self._max_failures:
             self.warn(f"{error} (failure {self._failures} of {self._max_failures}; again in {pause_s:g} s)")
         with self._state:
-            self._state.wait_for(lambda: self._over.is_set() or (not flushing and self._asked > self._done), pause_s)
+            self._state.wait_for(
+                lambda: self._stopped.is_set() or (not flushing and self._flushes_requested > self._flushes_done),
+                pause_s,
+            )
 
     def _pass(self, flushing: bool) -> bool:
         """Upload what is due, or everything when flushing, the record last. Returns whether the store is complete."""
@@ -255,7 +258,7 @@ class StoreUpload:
             self._sent_at[_RECORD] = time.monotonic()
 
     def _send_new_attempt(self) -> None:
-        """Upload the record of a new attempt before its checkpoints: who continues from one counts the attempts."""
+        """Upload the record of a new attempt before its checkpoints: a driver that resumes counts them."""
         try:
             attempts = len(RunRecord.from_json(self._record.read_bytes()).attempts)
         except (OSError, RecordError):

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.recorded_config import params_of
@@ -18,7 +18,7 @@ PARAMS = "params."
 
 
 def _age_s(view: RunView) -> float | None:
-    started = moment(view.record.started_at)
+    started = parse_time(view.record.started_at)
     return None if started is None else (datetime.now(UTC) - started).total_seconds()
 
 

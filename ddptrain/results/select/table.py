@@ -10,7 +10,7 @@ from typing import Any
 
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.select.expression import Expression, Field, parse_expression, parse_fields
 from ddptrain.results.select.fields import FIELDS, PARAMS, RunFields
 from ddptrain.results.select.recorded_config import params_of
@@ -104,7 +104,7 @@ def _sort_keys(text: str) -> list[SortKey]:
 
 
 def _rank_of(value: Any) -> tuple[int, Any] | None:
-    """A sort key for values of any type; None for a missing one."""
+    """Return a sort key for values of any type; None for a missing one."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, int | float):  # also true and false
@@ -113,12 +113,12 @@ def _rank_of(value: Any) -> tuple[int, Any] | None:
 
 
 def header(fields: Sequence[Field]) -> list[str]:
-    """The titles of columns: fields in capitals; names of metrics and parameters as they are."""
+    """Return the titles of columns: fields in capitals; names of metrics and parameters as they are."""
     return [str(field).upper() if not field.kind and field.name in FIELDS else str(field) for field in fields]
 
 
 def cells(run: RunFields, fields: Sequence[Field]) -> list[str]:
-    """The values of a run as text, "-" for none."""
+    """Return the values of a run as text, "-" for none."""
     return [clean_line(_cell(field, run(field))) for field in fields]
 
 
@@ -126,13 +126,13 @@ def _cell(field: Field, value: Any) -> str:
     if not field.kind and field.name in _SECONDS:
         return duration(value)
     if not field.kind and field.name in _TIMES:
-        parsed = moment(value)
+        parsed = parse_time(value)
         return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
     return value_text(value)
 
 
 def value_text(value: Any, longest: int = _LONGEST_CELL) -> str:
-    """A value in few characters: numbers with five significant digits, lists as in JSON."""
+    """Return a value in few characters: numbers with five significant digits, lists as in JSON."""
     if value is None or value == [] or value == "":
         return "-"
     if isinstance(value, bool):

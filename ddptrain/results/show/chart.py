@@ -34,7 +34,7 @@ class Style:
 
 
 def draw_chart(title: str, x_name: str, lines: Sequence[ChartLine], style: Style) -> str:
-    """The chart as lines of text, none wider than `style.width` columns (at least 40)."""
+    """Return the chart as lines of text, none wider than `style.width` columns (at least 40)."""
     finite = [_finite(line) for line in lines]
     points = [point for line in finite for run in line for point in run]
     if not points:
@@ -59,7 +59,7 @@ def draw_chart(title: str, x_name: str, lines: Sequence[ChartLine], style: Style
 
 
 def _finite(line: ChartLine) -> list[list[tuple[float, float]]]:
-    """The parts of the line between its gaps."""
+    """Return the parts of the line between its gaps."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
         if math.isfinite(x) and math.isfinite(y):
@@ -90,7 +90,7 @@ class _Canvas:
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}  # (row, column) -> (dots set, line)
 
     def place(self, x: float, y: float, x_range: tuple[float, float], y_range: tuple[float, float]) -> tuple[int, int]:
-        """The dot of a point, from the upper left corner."""
+        """Return the dot of a point, from the upper left corner."""
         across = _share(x, x_range) * (self._width * self._dots[0] - 1)
         down = (1 - _share(y, y_range)) * (self._height * self._dots[1] - 1)
         return round(across), round(down)
@@ -104,7 +104,7 @@ class _Canvas:
                 self._cells[cell] = self._cells.get(cell, (0, index))[0] | dot, index
 
     def rows(self) -> Iterator[str]:
-        """The rows of text, from the top, without trailing blanks."""
+        """Yield the rows of text, from the top, without trailing blanks."""
         for row in range(self._height):
             last = max((column for cell_row, column in self._cells if cell_row == row), default=-1)
             yield "".join(self._character(row, column) for column in range(last + 1))
@@ -118,7 +118,7 @@ class _Canvas:
         )
 
     def sample(self, index: int) -> str:
-        """A sample of the line, for the legend."""
+        """Return a sample of the line, for the legend."""
         return self._painted("⠤⠤" if self._style.unicode else _ASCII_MARKS[index % len(_ASCII_MARKS)] * 2, index)
 
     def _painted(self, text: str, index: int) -> str:
@@ -133,7 +133,7 @@ def _share(value: float, bounds: tuple[float, float]) -> float:
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The dots on the way from one dot to another, both included."""
+    """Yield the dots on the way from one dot to another, both included."""
     (x, y), (x_end, y_end) = start, end
     count = max(abs(x_end - x), abs(y_end - y))
     for step in range(count + 1):

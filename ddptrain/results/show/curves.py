@@ -55,7 +55,7 @@ class Plot:
 
 
 def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
-    """The curves of these metrics; without `metrics` of all losses, or of everything logged if there is no loss.
+    """Return the curves of these metrics; without `metrics` of all losses, or of everything logged if there is no loss.
 
     System metrics are called system/gpu_percent (of ranks) and system/host/cpu_percent (of hosts).
 
@@ -68,7 +68,7 @@ def plot_of(view: RunView, metrics: Sequence[str] = ()) -> Plot:
 
 
 def whole_plot(view: RunView) -> Plot:
-    """The curves of every metric of the run; none if it has logged nothing. Raises ResultsError."""
+    """Return the curves of every metric of the run; none if it has logged nothing. Raises ResultsError."""
     series = read_series(view.layout.metrics_jsonl, view.record.attempts)
     return _plot(view, series, sorted({name for name, _ in series}))
 
@@ -135,7 +135,7 @@ def thinned(points: Points) -> Points:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """The mean of the finite values; NaN if there are none."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
@@ -151,7 +151,7 @@ def _mean(ranks: Sequence[Points]) -> Points:
 
 
 def plot_data(plot: Plot) -> list[dict[str, object]]:
-    """The curves as plain data, for --json: each metric of each rank, and their mean."""
+    """Return the curves as plain data, for --json: each metric of each rank, and their mean."""
     data: list[dict[str, object]] = []
     for curve in (curve for panel in plot.panels for curve in panel.curves):
         rows: list[tuple[int | str, Points]] = [*curve.ranks.items()]

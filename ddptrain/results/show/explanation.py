@@ -15,7 +15,7 @@ _RESUMABLE = (RunStatus.FAILED, RunStatus.PREEMPTED, RunStatus.CANCELLED)
 
 @dataclass(frozen=True, slots=True)
 class RunExplanation:
-    """What to know about the end of a run. look: commands and files. next: commands, or a sentence."""
+    """The explanation of a run's end. look: commands and files to look at. next: the next commands, or a sentence."""
 
     run_id: str
     status: str
@@ -64,7 +64,7 @@ def _end(view: RunView, code: int | None) -> str:
     if view.problem:
         return f"is not readable: {view.problem}"
     if view.is_running:
-        return f"is {view.shown_status} in {view.record.driver.words}"
+        return f"is {view.shown_status} in {view.record.driver.description}"
     if code is None:
         return f"is {view.status}; its driver recorded no exit code"
     title = f": {EXPLANATIONS[code].title}" if code in EXPLANATIONS and code != ExitCode.SUCCEEDED else ""

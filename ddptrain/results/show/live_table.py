@@ -25,7 +25,7 @@ _LAST_BYTES = 1 << 16
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a Jupyter notebook."""
+    """Return whether this process is the kernel of a Jupyter notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
@@ -87,6 +87,6 @@ class LiveTable:
 
 
 def _epochs_of(view: RunView) -> float | None:
-    """The number of epochs, if the workload has a parameter of that name."""
+    """Return the number of epochs, if the workload has a parameter of that name."""
     epochs = params_of(view).get("epochs")
     return epochs if is_number(epochs) and epochs > 0 else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddptrain.errors import RunNotFound
 from ddptrain.file_ops import open_regular
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 
@@ -20,7 +20,7 @@ _STATUS_EVERY_S = 0.5
 
 
 def final_text(line: str) -> str:
-    """The line as a terminal shows it after its carriage returns."""
+    """Return the line as a terminal shows it after its carriage returns."""
     shown = ""
     for part in line.split("\r"):
         # Progress bars that use escape codes clear the rest of the line.
@@ -38,7 +38,7 @@ class LogCursor:
 
     def read(self) -> Iterator[str]:
         """Yield the lines that have ended since the last call; none while there is no file."""
-        with naming(self._path, "read"):
+        with results_errors(self._path, "read"):
             try:
                 descriptor = open_regular(self._path)
             except FileNotFoundError:
@@ -66,8 +66,8 @@ def _decoded(line: bytes) -> str:
 
 
 def _start_of_last(path: Path, lines: int) -> int:
-    """The offset of the last `lines` lines of a file; a last line without a newline counts."""
-    with naming(path, "read"):
+    """Return the offset of the last `lines` lines of a file; a last line without a newline counts."""
+    with results_errors(path, "read"):
         try:
             descriptor = open_regular(path)
         except FileNotFoundError:

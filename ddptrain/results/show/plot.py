@@ -72,7 +72,7 @@ def _draw_panel(axis: Axes, panel: Panel, best: BestRecord | None, x_name: str) 
 
 
 def _literal(text: str) -> str:
-    """The text with escaped dollar signs, between which matplotlib would read a formula."""
+    """Return the text with escaped dollar signs, between which matplotlib would read a formula."""
     return clean_line(text).replace("$", r"\$")
 
 
@@ -91,7 +91,7 @@ def _mark_best(axis: Axes, best: BestRecord, colour: str) -> None:
 
 
 def terminal_charts(plot: Plot, style: Style) -> str:
-    """The curves as text, a chart per quantity."""
+    """Return the curves as text, a chart per quantity."""
     x_label = _X_LABELS[plot.x_name]
     return "\n\n".join(
         draw_chart(clean_line(panel.quantity), x_label, [_line(curve) for curve in panel.curves], style)

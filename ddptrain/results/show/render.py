@@ -47,7 +47,7 @@ _TRACE = re.compile(r"profile/steps-(\d{1,18})-(\d{1,18})/rank-\d{1,9}\.pt\.trac
 
 
 def run_table(runs: Sequence[RunFields], extra: Sequence[Field] = ()) -> list[tuple[str, ...]]:
-    """The table of runs with its header: HEADER, `extra` fields, and tags and notes if there are any."""
+    """Return the table of runs with its header: HEADER, `extra` fields, and tags and notes if there are any."""
     marks = [(" ".join(run.view.annotations.tags), _short(run.view.annotations.note)) for run in runs]
     has_tags, has_notes = (any(mark[column] for mark in marks) for column in (0, 1))
 
@@ -61,7 +61,7 @@ def run_table(runs: Sequence[RunFields], extra: Sequence[Field] = ()) -> list[tu
 
 
 def rows(views: Iterable[RunView]) -> list[tuple[str, ...]]:
-    """One row per run, with the columns of HEADER."""
+    """Return one row per run, with the columns of HEADER."""
     return [tuple(clean_line(cell) for cell in _row(view)) for view in views]
 
 
@@ -73,7 +73,7 @@ def _row(view: RunView) -> tuple[str, ...]:
 
 
 def _result(view: RunView) -> str:
-    """The result of a run in a few words: why it failed, its best checkpoint, or its last loss."""
+    """Return the result of a run in a few words: why it failed, its best checkpoint, or its last loss."""
     record = view.record
     if view.problem:
         return _short(view.problem)
@@ -93,7 +93,7 @@ def _short(text: str) -> str:
 
 
 def sections(view: RunView) -> list[Section]:
-    """Everything about one run, as titled lists of names and values; empty ones are left out."""
+    """Return everything about one run, as titled lists of names and values; empty ones are left out."""
     record = view.record
     files = view.layout.artifacts()
     best = record.best
@@ -109,7 +109,7 @@ def sections(view: RunView) -> list[Section]:
         ("ended", (time_text(record.ended_at) or "-") if record.ended_at else ""),
         ("duration", _duration(view)),
         ("ranks", str(record.world_size or "")),
-        ("driver", record.driver.words if record.driver.host else ""),
+        ("driver", record.driver.description if record.driver.host else ""),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
         ("driver's output", _path_of(view.layout, view.layout.driver_log)),
         ("log for bug reports", _path_of(view.layout, view.layout.decision_log)),
@@ -124,7 +124,7 @@ def sections(view: RunView) -> list[Section]:
         (view.run_id, about),
         ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
         ("failure", _failure(record.failure)),
-        ("slow ranks", [(slow.found_at, slow.words) for slow in record.slow_ranks]),
+        ("slow ranks", [(slow.found_at, slow.description) for slow in record.slow_ranks]),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("use of hosts and GPUs", use_lines(read_system(view.layout.system_jsonl))),
         ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
@@ -146,7 +146,7 @@ def _git(view: RunView) -> str:
 
 
 def _profiles(files: Iterable[str]) -> str:
-    """As "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"."""
+    """Return a line for each profile, such as "steps 10 to 13 of 2 ranks: artifacts/profile/steps-10-13"."""
     ranks: dict[tuple[int, int], int] = {}
     for match in filter(None, map(_TRACE.fullmatch, files)):
         steps = int(match[1]), int(match[2])
@@ -177,7 +177,7 @@ def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
 
 
 def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-    """One line per file; a folder with many files, such as the pictures of a long run, has one line."""
+    """Return one line per file; a folder with many files, such as the pictures of a long run, has one line."""
     below: dict[str, list[str]] = {}
     for path in sizes:
         below.setdefault(path.rpartition("/")[0], []).append(path)
@@ -197,7 +197,7 @@ def _below_run(run_id: str, folder: str) -> str:
 
 
 def _tracking(view: RunView) -> list[tuple[str, str]]:
-    """The address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
+    """Return the address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
     lines = []
     seen = set()
     for tracker, found in tracker_outputs(view.layout, view.record).items():
@@ -224,7 +224,7 @@ def _rank(rank: RankRecord) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """As "999 B" or "2.1 MiB"."""
+    """Return a size as text, such as "999 B" or "2.1 MiB"."""
     value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= _KIB and len(units) > 1:
         value /= _KIB

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddptrain.file_ops import open_regular
 from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
 from ddptrain.protocol.worker_notices import SystemSample
-from ddptrain.results.errors import naming
+from ddptrain.results.errors import results_errors
 from ddptrain.results.metrics import AllSeries, Series, is_number
 from ddptrain.results.secure_files import JsonLines
 
@@ -71,7 +71,7 @@ def read_system(path: Path) -> list[SystemLine]:
 
     Incomplete and damaged lines, and unknown names, are left out. Raises ResultsError if the file can't be read.
     """
-    with naming(path, "read"):
+    with results_errors(path, "read"):
         try:
             descriptor = open_regular(path)
         except FileNotFoundError:

@@ -20,15 +20,15 @@ class _Metrics:
         self._lines = [line.values for line in lines]
 
     def of(self, name: str) -> list[float]:
-        """All values of a metric."""
+        """Return all values of a metric."""
         return [values[name] for values in self._lines if name in values]
 
     def mean(self, name: str, unit: str, scale: float = 1.0) -> list[str]:
-        """The mean as text; nothing if it was not measured."""
+        """Return the mean as text; nothing if it was not measured."""
         return [f"{_text(fmean(values) / scale)} {unit}"] if (values := self.of(name)) else []
 
     def most(self, name: str, unit: str, scale: float = 1.0) -> list[str]:
-        """The largest value as text, with the total if there is one."""
+        """Return the largest value as text, with the total if there is one."""
         if not (values := self.of(f"{name}_bytes" if scale == _GB else name)):
             return []
         total = self.of(f"{name}_total_bytes")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.file_ops import open_regular
-from ddptrain.results.lookup import RunView, moment
+from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from ddptrain.text_tables import duration
 
@@ -246,7 +246,7 @@ def _inside(timed: Sequence[tuple[str, float, float]], activity: str, begin: flo
 
 
 def _fitted(use: TimeUse, duration_s: float) -> TimeUse:
-    """Make the sum the duration: a rest is `other`; an excess is taken from what is known least."""
+    """Return parts whose sum is `duration_s`: missing time becomes `other`; the least certain parts lose a surplus."""
     parts = asdict(use)
     rest = duration_s - sum(parts.values())
     if rest >= 0:
@@ -259,5 +259,5 @@ def _fitted(use: TimeUse, duration_s: float) -> TimeUse:
 
 
 def _seconds(text: str | None) -> float | None:
-    found = moment(text)
+    found = parse_time(text)
     return None if found is None else found.timestamp()

@@ -100,7 +100,7 @@ def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsRe
 
 
 def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int) -> dict[int, str]:
-    """The versions that stay, each with the reason. `versions`: oldest first."""
+    """Return version -> reason of all versions that stay. `versions`: oldest first."""
     newest = {record.version for record in versions[max(0, len(versions) - keep) :]}
     kept = {}
     for record in versions:

@@ -58,7 +58,7 @@ class Cron(Target):
 
 
 def _script(job: Job) -> str:
-    """The script: environment, secrets, log. Its output is the end of the log if it failed; cron mails that.
+    """Return the script: environment, secrets, log. Its output is the end of the log if it failed; cron mails that.
 
     A retraining at its deadline has not failed: the next start continues.
     """
@@ -97,7 +97,7 @@ def _crontab() -> str:
 
 
 def _others(name: str) -> list[str]:
-    """The lines of the crontab that are not of this schedule, with their line ends."""
+    """Return the lines of the crontab that are not of this schedule, with their line ends."""
     return [line for line in _crontab().splitlines(keepends=True) if not line.rstrip().endswith(_mark(name))]
 
 

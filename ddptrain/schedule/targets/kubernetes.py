@@ -102,7 +102,7 @@ class Kubernetes(Target):
         }
 
     def _job(self, job: Job) -> dict[str, Any]:
-        """The job. A lost or preempted pod is replaced and continues; a failed training is not repeated."""
+        """Return the job. A lost or preempted pod is replaced and continues; a failed training is not repeated."""
         return {
             "backoffLimit": _TRIES - 1,
             "podFailurePolicy": {

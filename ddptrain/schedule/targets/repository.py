@@ -153,12 +153,12 @@ def _file(job: Job, content: dict[str, Any], folder: Path) -> list[Part]:
 
 
 def _minutes(deadline_s: float) -> int:
-    """The time limit of the job: the deadline of the retraining, and ten minutes."""
+    """Return the time limit of the job: the deadline of the retraining, and ten minutes."""
     return math.ceil((deadline_s + 600) / 60)
 
 
 def _root_of(job: Job) -> Path:
-    """The folder of the repository with the configuration. Raises UsageError if there is none."""
+    """Return the folder of the repository with the configuration. Raises UsageError if there is none."""
     for folder in job.config.parents:
         if (folder / ".git").exists():
             return folder
@@ -166,7 +166,7 @@ def _root_of(job: Job) -> Path:
 
 
 def _inside(job: Job, path: Path) -> str:
-    """A path relative to the repository. Raises UsageError if it is elsewhere."""
+    """Return a path relative to the repository. Raises UsageError if it is elsewhere."""
     root = _root_of(job)
     try:
         return path.resolve().relative_to(root.resolve()).as_posix()
@@ -175,18 +175,18 @@ def _inside(job: Job, path: Path) -> str:
 
 
 def _install_line(job: Job) -> str:
-    """The shell command that installs ddptrain and the requirements of the repository."""
+    """Return the shell command that installs ddptrain and the requirements of the repository."""
     requirements = " -r requirements.txt" if (job.workdir / "requirements.txt").is_file() else ""
     return f"pip install ddptrain=={__version__}{requirements}"
 
 
 def _kept_folders(job: Job) -> list[str]:
-    """The folders that the next start needs, relative to the repository: the registry and the runs."""
+    """Return the folders that the next start needs, relative to the repository: the registry and the runs."""
     folders = [place for place in (job.models_dir, job.runs_dir) if not is_url(place)]
     return [_inside(job, job.workdir / folder) for folder in folders]
 
 
 def _retrain_line(job: Job, slot: str) -> str:
-    """The shell command; slot: its option --slot, as shell text."""
+    """Return the shell command; slot: its option --slot, as shell text."""
     config = os.path.relpath(job.config.resolve(), job.workdir.resolve())
     return f"ddptrain retrain {shlex.quote(config)} {slot}"

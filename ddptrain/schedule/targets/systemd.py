@@ -85,7 +85,7 @@ class Systemd(Target):
         return _SYSTEM_FOLDER if self._system else user_config_path("systemd", appauthor=False) / "user"
 
     def _service(self, job: Job) -> str:
-        """The service. A preempted retraining starts again; one at its deadline continues at the next time."""
+        """Return the service. A preempted retraining starts again; one at its deadline continues at the next time."""
         environment = [f"Environment={_quoted(f'{key}={value}')}" for key, value in job.environment.items()]
         return _lines(
             "[Unit]",

@@ -102,11 +102,11 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """An image and its label. Raises UnreadableImage."""
+        """Return an image and its label. Raises UnreadableImage."""
         return self._sample(index, self._reader.read(self._images[index][0]))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Images in the order of `indices`, decoded as they arrive. Raises UnreadableImage."""
+        """Return images in the order of `indices`, decoded as they arrive. Raises UnreadableImage."""
         samples: dict[int, tuple[Any, Any]] = {}
         wanted = [self._images[index][0] for index in indices]
         for place, data in self._reader.read_all(wanted, self._requests):
@@ -116,11 +116,11 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
     def _sample(self, index: int, data: bytes | ReadFailure) -> tuple[Any, Any]:
         wanted, label = self._images[index]
         if isinstance(data, ReadFailure):
-            raise UnreadableImage(f"{self.location.words}/{wanted.key}: {data.reason}")
+            raise UnreadableImage(f"{self.location.description}/{wanted.key}: {data.reason}")
         try:
             image: Any = Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
         except (OSError, SyntaxError, ValueError) as error:
-            raise UnreadableImage(f"{self.location.words}/{wanted.key}: {error}") from error
+            raise UnreadableImage(f"{self.location.description}/{wanted.key}: {error}") from error
         if self.transform is not None:
             image = self.transform(image)
         return image, label if self.target_transform is None else self.target_transform(label)

@@ -77,7 +77,7 @@ def class_outputs(classes: Sequence[str], config: SavedConfig) -> list[int]:
 
 
 def _known_classes(compared: Mapping[str, Path]) -> list[list[str]]:
-    """The classes of each model that can be read; the others cannot be scored."""
+    """Return the classes of each model that can be read; the others cannot be scored."""
     found = []
     for folder in compared.values():
         try:

@@ -19,12 +19,12 @@ _MOMENTA = (0.95, 0.85)  # at both ends, and at the highest rate
 
 
 def highest_rate(settings: ImagesParams, world_size: int) -> float:
-    """The highest learning rate: base_lr, multiplied by the number of ranks with scale_lr."""
+    """Return the highest learning rate: base_lr, multiplied by the number of ranks with scale_lr."""
     return settings.base_lr * (world_size if settings.scale_lr else 1)
 
 
 def make_optimizer(settings: ImagesParams, parameters: Iterable[Tensor], learning_rate: float) -> Optimizer:
-    """The optimizer that params.optimizer selects."""
+    """Return the optimizer that params.optimizer selects."""
     if settings.optimizer == "sgd":
         return SGD(
             parameters, learning_rate, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
@@ -61,7 +61,7 @@ class Schedule:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def before_step(self, epochs: float, steps_per_epoch: int) -> None:
-        """Sets the rate of the step after `epochs` epochs."""
+        """Set the rate of the step after `epochs` epochs."""
         if self._plateau is not None:
             return
         settings = self._settings
@@ -72,7 +72,7 @@ class Schedule:
             self._set_momentum(_one_cycle(epochs * steps_per_epoch, settings.epochs * steps_per_epoch)[1])
 
     def after_validation(self, loss: float) -> str:
-        """Updates `plateau` with val/loss; returns a message if the rate was lowered, else ""."""
+        """Update `plateau` with val/loss; return a message if the rate was lowered, else ""."""
         if self._plateau is None:
             return ""
         before = self.learning_rate
@@ -82,11 +82,11 @@ class Schedule:
         return f"val/loss has not improved: the learning rate goes from {before:g} to {self.learning_rate:g}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
+        """Return the state for a checkpoint."""
         return dict(self._plateau.state_dict()) if self._plateau is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint; the state of another kind of schedule is ignored."""
+        """Restore the state of a checkpoint; the state of another kind of schedule is ignored."""
         if self._plateau is not None and state:
             self._plateau.load_state_dict(
                 {**state, "factor": self._settings.gamma, "patience": self._settings.patience}
@@ -101,7 +101,7 @@ class Schedule:
 
 
 def rate_factor(settings: ImagesParams, epochs: float, steps_per_epoch: int) -> float:
-    """The learning rate of the step after `epochs` epochs, relative to the highest (0 to 1)."""
+    """Return the learning rate of the step after `epochs` epochs, relative to the highest (0 to 1)."""
     if settings.scheduler == "one_cycle":
         return _one_cycle(epochs * steps_per_epoch, settings.epochs * steps_per_epoch)[0]
     if settings.scheduler == "cosine":
@@ -113,7 +113,7 @@ def rate_factor(settings: ImagesParams, epochs: float, steps_per_epoch: int) -> 
 
 
 def _one_cycle(step: float, steps: float) -> tuple[float, float]:
-    """Rate relative to the highest, and momentum, at a step, counted from 0."""
+    """Return the rate relative to the highest, and the momentum, at a step, counted from 0."""
     top = max(_RISE * steps - 1, 0.0)
     calm, fast = _MOMENTA
     if step < top:
@@ -123,5 +123,5 @@ def _one_cycle(step: float, steps: float) -> tuple[float, float]:
 
 
 def _between(start: float, end: float, done: float) -> float:
-    """Interpolates from start to end along half a cosine; `done` is 0 to 1."""
+    """Interpolate from start to end along half a cosine; `done` is 0 to 1."""
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2

@@ -35,7 +35,7 @@ class ImageResult:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; `auto` is a GPU if there is one. Raises UsageError."""
+    """Return the device of a name; `auto` is a GPU if there is one. Raises UsageError."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU on this machine; use --device cpu")
     if name == "auto":
@@ -44,7 +44,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def default_batch_size(device: torch.device) -> int:
-    """The number of images that keeps a device busy."""
+    """Return the number of images that keeps a device busy."""
     return 128 if device.type == "cuda" else 16
 
 
@@ -60,7 +60,7 @@ class Classifier:
         self._pixels = PixelNormalizer(saved.config.model_dump(), device)
 
     def results(self, inputs: Iterable[PredictInput | InputProblem], batch_size: int) -> Iterator[ImageResult]:
-        """The result of each input, in their order, as soon as its batch is done.
+        """Yield the result of each input, in their order, as soon as its batch is done.
 
         Memory is bounded by one batch and the images that are read ahead, for any number of inputs.
 

@@ -29,7 +29,7 @@ class PredictionTable:
         self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def add(self, index: Tensor, labels: Tensor, outputs: Tensor, probabilities: Tensor) -> None:
-        """Adds the images of a batch; the columns index the keys, the classes and the outputs."""
+        """Add the images of a batch; the columns index the keys, the classes and the outputs."""
         self._kept.append((index, labels, outputs, probabilities))
 
     def rows(self) -> list[Row]:
@@ -52,7 +52,7 @@ class TrainingTable:
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, images: Tensor, labels: Tensor, logits: Tensor) -> None:
-        """Adds the batch of a step: uint8 [n, 3, s, s], classes [n], and logits [n, outputs] on their device."""
+        """Add the batch of a step: uint8 [n, 3, s, s], classes [n], and logits [n, outputs] on their device."""
         is_due = self._steps % _STEPS_BETWEEN == 0  # the first batch is: an epoch may be short
         self._steps += 1
         if self._left and is_due:
@@ -79,7 +79,7 @@ def answer_names(model_config: Mapping[str, Any]) -> list[str]:
 
 
 def table_file(rows: Sequence[Row], form: str) -> bytes:
-    """The table as the content of a file, in the form "csv" or "parquet"."""
+    """Return the table as the content of a file, in the form "csv" or "parquet"."""
     if form == "parquet":
         return _parquet(rows)
     text = io.StringIO(newline="")
@@ -102,12 +102,12 @@ def _parquet(rows: Sequence[Row]) -> bytes:
 
 
 def example_strip(images: Tensor) -> Tensor:
-    """The first images of a batch, uint8 [n, 3, s, s], side by side: [3, s, w]."""
+    """Return the first images of a batch, uint8 [n, 3, s, s], side by side: [3, s, w]."""
     return torch.cat(list(images[:_EXAMPLES]), dim=2)
 
 
 def example_words(logits: Tensor, labels: Tensor, model_config: Mapping[str, Any]) -> str:
-    """The caption of the strip: class and predicted class of each image, as "cat: dog 51 %"."""
+    """Return the caption of the strip: class and predicted class of each image, as "cat: dog 51 %"."""
     classes, names = model_config["classes"], answer_names(model_config)
     shares, outputs = logits[:_EXAMPLES].detach().float().softmax(1).max(1)
     examples = zip(labels[:_EXAMPLES].tolist(), outputs.tolist(), shares.tolist(), strict=True)

@@ -46,7 +46,7 @@ _SYNC_BUFFERS = (
 
 
 def train(ctx: RankContext, **params: Any) -> None:
-    """Trains an image classifier on all ranks; `params` are those of ImagesParams."""
+    """Train an image classifier on all ranks; `params` are those of ImagesParams."""
     settings = ImagesParams.model_validate(params)
     if ctx.inputs is None:
         raise UsageError("there is no list of images: start `workload: images` with `ddptrain train`, which makes it")
@@ -98,7 +98,7 @@ class ImageTrainer:
         if resumed is None:
             begin_with_weights(ctx, settings, self._bare, self._model_config)
         else:
-            self._go_on(resumed)
+            self._resume_from(resumed)
         self._pixels = PixelNormalizer(self._model_config, ctx.device, channels_last=_is_channels_last(self._model))
         self._outputs = torch.tensor(self._model_config["outputs"], device=ctx.device)
         self._needs_two = any(isinstance(module, _BatchNorm) for module in self._model.modules())
@@ -109,7 +109,7 @@ class ImageTrainer:
         module: nn.Module = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
         return module
 
-    def _go_on(self, resumed: Resumed) -> None:
+    def _resume_from(self, resumed: Resumed) -> None:
         self._model_config = _described_again(resumed.data["model_config"], self._manifest, self._settings.image_size)
         self.epochs_done, self.step = int(resumed.epoch or 0), resumed.step
         done = (resumed.epoch or 0) - self.epochs_done
@@ -121,7 +121,7 @@ class ImageTrainer:
             self._images = state["images"]
 
     def greet(self) -> None:
-        """Prints, on rank 0, what is trained."""
+        """Print on rank 0 what is trained."""
         settings, world_size = self._settings, self._ctx.world_size
         n_parameters = sum(parameter.numel() for parameter in self._bare.parameters())
         going_on = f", continuing after epoch {self.epochs_done}, step {self.step}" if self.step else ""
@@ -136,7 +136,7 @@ class ImageTrainer:
             self._say(f"all {settings.epochs} epochs are done: raise params.epochs to continue training")
 
     def train_epoch(self, epoch: int) -> None:
-        """Takes the remaining steps of an epoch.
+        """Take the remaining steps of an epoch.
 
         Raises FloatingPointError if the loss is not finite, TooManyBadImages as params.max_bad_fraction says.
         """
@@ -165,7 +165,7 @@ class ImageTrainer:
             self._ctx.log_table(TRAINED, TRAINED_COLUMNS, rows, step=self.step)
 
     def finish_epoch(self, epoch: int) -> dict[str, float]:
-        """Validates; logs, prints and returns the metrics of the epoch."""
+        """Validate; log, print and return the metrics of the epoch."""
         loss, accuracy = self._meter.epoch_means()
         self._check_bad()
         with self._ctx.timed("evaluation"):
@@ -182,7 +182,7 @@ class ImageTrainer:
         return metrics
 
     def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Saves a checkpoint if one is due. `epoch` is the number of epochs done, also a fraction."""
+        """Save a checkpoint if one is due. `epoch` is the number of epochs done, also a fraction."""
         try:
             saved = self._ctx.checkpoint(
                 model=self._model,
@@ -203,7 +203,7 @@ class ImageTrainer:
             self._meter.flush()
 
     def _forward_backward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Computes the gradient of a step; returns the summed loss, in nats, and the logits of this rank's images.
+        """Compute the gradient of a step; return the summed loss, in nats, and the logits of this rank's images.
 
         Several forward passes have nearly equal numbers of images; DDP averages the gradients in the last one.
         """
@@ -223,7 +223,7 @@ class ImageTrainer:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
     def _forward(self, raw: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss and the logits of some images.
+        """Return the summed loss and the logits of some images.
 
         BatchNorm needs at least two images: a single one is duplicated, which gives the same gradient.
         """
@@ -251,11 +251,11 @@ class ImageTrainer:
         self._report()
 
     def _report(self) -> None:
-        """Reports the progress; during validation, which makes no progress, it only reports activity."""
+        """Report the progress; during validation, which makes no progress, it only reports activity."""
         self._ctx.progress(self._images, self._settings.epochs * self._images_per_epoch, unit="images")
 
     def _observe(self, batch: Batch, epoch: float, loss_sum: Tensor, logits: Tensor) -> None:
-        """Logs the metrics of a step; rank 0 also logs a picture of examples at intervals."""
+        """Log the metrics of a step; rank 0 also logs a picture of examples at intervals."""
         hits = (logits.detach().argmax(1) == self._targets(batch.labels)).sum()
         sums = torch.stack([loss_sum.detach(), hits]).double()
         self._meter.add(self.step, epoch, self._schedule.learning_rate, sums, batch.n_counted)
@@ -265,13 +265,13 @@ class ImageTrainer:
             self._ctx.log_image("examples", example_strip(batch.images), step=self.step, caption=caption)
 
     def _training_table(self, *, is_last: bool) -> TrainingTable | None:
-        """Collects images of the last epoch for a table; None in other epochs, or if no table is wanted."""
+        """Collect images of the last epoch for a table; None in other epochs, or if no table is wanted."""
         if not (is_last and self._settings.examples_kept):
             return None
         return TrainingTable(self._model_config, -(-self._settings.examples_kept // self._ctx.world_size))
 
     def _validate(self, *, is_last: bool) -> dict[str, float]:
-        """The score on the held-out images, if there are any; the predictions of the last epoch are saved."""
+        """Return the score on the held-out images, if there are any; the predictions of the last epoch are saved."""
         if not self._manifest.val:
             return {}
         share_buffers(self._bare)
@@ -286,11 +286,11 @@ class ImageTrainer:
         return score.metrics() if score.n else {}
 
     def _check_bad(self) -> None:
-        """Checks the number of bad images of all ranks. All ranks must call it. Raises TooManyBadImages."""
+        """Check the number of bad images of all ranks. All ranks must call it. Raises TooManyBadImages."""
         check_bad_on_all_ranks(self._feeder, self._manifest, self._settings.max_bad_fraction, self._ctx.device)
 
     def _say(self, text: str) -> None:
-        """Prints a line on rank 0."""
+        """Print a line on rank 0."""
         if self._ctx.rank == 0:
             _tell(text)
 
@@ -300,7 +300,7 @@ def _tell(text: str) -> None:
 
 
 def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_images: int) -> nn.Module:
-    """Prepares the model, wraps it in DDP, and runs one backward pass with gradient 0.
+    """Prepare the model, wrap it in DDP, and run one backward pass with gradient 0.
 
     DDP fixes the order of its reduction after the first backward pass. Without this pass, the first step of a resumed
     run would sum the gradients of the ranks in another order than the same step of an uninterrupted run. On a GPU the
@@ -331,7 +331,7 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
 
 
 def _is_channels_last(model: nn.Module) -> bool:
-    """Whether the weights of the convolutions are stored channels last."""
+    """Return whether the weights of the convolutions are stored channels last."""
     return any(
         weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
         for weight in model.parameters()
@@ -339,7 +339,7 @@ def _is_channels_last(model: nn.Module) -> bool:
 
 
 def _described_again(model_config: dict[str, Any], manifest: Manifest, image_size: int) -> dict[str, Any]:
-    """The model description of a checkpoint, with the image size of this run.
+    """Return the model description of a checkpoint, with the image size of this run.
 
     Raises UsageError if the checkpoint has other classes.
     """

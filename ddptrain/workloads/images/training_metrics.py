@@ -26,7 +26,7 @@ class Meter:
         self._n = 0
 
     def add(self, step: int, epoch: float, learning_rate: float, sums: Tensor, n: int) -> None:
-        """Adds a step with n images of this rank; sums: [2], their summed loss and number of hits.
+        """Add a step with n images of this rank; sums: [2], their summed loss and number of hits.
 
         Raises FloatingPointError if the loss of a step is not finite.
         """
@@ -39,7 +39,7 @@ class Meter:
             self.flush()
 
     def flush(self) -> None:
-        """Logs the steps that were added since the last flush. Raises FloatingPointError as `add` does."""
+        """Log the steps that were added since the last flush. Raises FloatingPointError as `add` does."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -53,7 +53,7 @@ class Meter:
                 )
 
     def epoch_means(self) -> tuple[float, float]:
-        """Mean loss and share of hits in the epoch so far, over the images of all ranks. All ranks must call it."""
+        """Return the mean loss and the share of hits in the epoch so far, over all ranks. All ranks must call it."""
         self.flush()
         totals = torch.cat([self._sums, self._sums.new_tensor([self._n])])
         dist.all_reduce(totals)
@@ -61,15 +61,15 @@ class Meter:
         return loss_sum / max(1, n), hits / max(1, n)
 
     def reset(self) -> None:
-        """Starts a new epoch."""
+        """Start a new epoch."""
         self._sums.zero_()
         self._n = 0
 
     def state(self) -> dict[str, Any]:
-        """The sums of this rank, for a checkpoint within an epoch."""
+        """Return the sums of this rank, for a checkpoint within an epoch."""
         return {"sums": self._sums, "n": self._n}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues with the sums of a checkpoint."""
+        """Restore the sums of a checkpoint."""
         self._sums.copy_(state["sums"])
         self._n = int(state["n"])

@@ -32,7 +32,7 @@ class ValidationScore:
     n: int
 
     def metrics(self) -> dict[str, float]:
-        """The values under the names that are logged."""
+        """Return the values under the names that are logged."""
         return {"val/loss": self.loss, "val/accuracy": self.accuracy, "val/top5": self.top5}
 
 
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Copies the buffers of rank 0 (BatchNorm statistics), which a checkpoint contains, to all ranks."""
+    """Copy the buffers of rank 0 (BatchNorm statistics), which a checkpoint contains, to all ranks."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
 
@@ -93,7 +93,7 @@ def check_bad_on_all_ranks(loader: ImageLoader, manifest: Manifest, most_bad: fl
 
 
 def _sums(logits: Tensor, targets: Tensor, ok: Tensor) -> Tensor:
-    """Sums over the images that are ok: loss, hits, hits among the first 5, and the number of images."""
+    """Return sums over the images that are ok: loss, hits, hits among the first 5, and the number of images."""
     losses = functional.cross_entropy(logits, targets, reduction="none")
     first = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
     each = torch.stack([losses, first[:, 0], first.any(1), torch.ones_like(losses)]).double()

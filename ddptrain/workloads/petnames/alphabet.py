@@ -16,25 +16,25 @@ _NAME_CHARACTERS = frozenset(SYMBOLS) - {BLANK, STOP}
 
 
 def normalise(text: str) -> str:
-    """The form in which names are compared and trained on: lower case, single spaces, no spaces at the ends."""
+    """Return the form in which names are compared and trained on: lower case, single spaces, no spaces at the ends."""
     return " ".join(text.lower().split())
 
 
 def foreign_characters(text: str) -> str:
-    """The characters of `text` that are not in the alphabet, each once, in order of appearance."""
+    """Return the characters of `text` that are not in the alphabet, each once, in order of appearance."""
     return "".join(dict.fromkeys(c for c in text if c not in _NAME_CHARACTERS))
 
 
 def encode(text: str) -> list[int]:
-    """The numbers (0 to 30) of the symbols of `text`. Raises KeyError if a symbol is not in the alphabet."""
+    """Return the numbers (0 to 30) of the symbols of `text`. Raises KeyError if a symbol is not in the alphabet."""
     return [_IDS[symbol] for symbol in text]
 
 
 def decode(numbers: Sequence[int]) -> str:
-    """The inverse of `encode`."""
+    """Return the inverse of `encode`."""
     return "".join(SYMBOLS[number] for number in numbers)
 
 
 def display(name: str) -> str:
-    """The name with capital letters, as users see it: "mr. whiskers" becomes "Mr. Whiskers"."""
+    """Return the name with capital letters, as users see it: "mr. whiskers" becomes "Mr. Whiskers"."""
     return name.title()

@@ -33,7 +33,7 @@ class Rows:
         return len(self.symbols)
 
     def parts(self, index: Tensor, most_rows: int) -> Sequence[Tensor]:
-        """Cuts `index`, which is sorted by length, into parts of at most `most_rows` rows; a part has few lengths."""
+        """Cut `index`, which is sorted by length, into parts of at most `most_rows` rows; a part has few lengths."""
         sizes: list[int] = []
         pending = 0
         _, runs = self.lengths[index].unique_consecutive(return_counts=True)
@@ -60,7 +60,7 @@ class Rows:
 def make_rows(
     names: Sequence[str], context: str, window: int, device: torch.device, *, skip_blanks: bool = True
 ) -> Rows:
-    """Encodes names; at least one is needed. `skip_blanks` affects only windows: false counts blanks as inputs."""
+    """Encode names; at least one is needed. `skip_blanks` affects only windows: false counts blanks as inputs."""
     texts = [BLANK + name + STOP for name in names] if context == "full" else _windows(names, window)
     width = max(len(text) for text in texts)
     symbols = torch.tensor([encode(text.ljust(width, BLANK)) for text in texts], dtype=torch.uint8)
@@ -75,7 +75,7 @@ def make_rows(
 def plan_epoch(
     rows: Rows, batch_size: int, world_size: int, rank: int, seed: int, epoch: int, taken: Sequence[Sequence[int]] = ()
 ) -> list[RankShare]:
-    """The steps of one rank in one epoch. All ranks get equally many, and together they take each row once.
+    """Return the steps of one rank in one epoch. All ranks get equally many, and together they take each row once.
 
     The rows of a step have similar lengths. The total of a share is the number of targets of all ranks in the step,
     because the gradient of a step is the mean over them. For `taken` see `sharding.deal_epoch`.
@@ -92,7 +92,7 @@ def plan_epoch(
 def _group_by_length(
     batches: Sequence[Tensor], lengths: Tensor, pool_steps: int, draw: torch.Generator
 ) -> Sequence[Tensor]:
-    """Moves rows between batches so that the rows of a batch have similar lengths; each batch is sorted by length.
+    """Move rows between batches so that the rows of a batch have similar lengths; each batch is sorted by length.
 
     Number and sizes of the batches stay the same; their order becomes random. Rows move only within groups of
     `pool_steps` batches.
@@ -106,7 +106,7 @@ def _group_by_length(
 
 
 def _near_equal(total: int, most: int) -> list[int]:
-    """The fewest whole numbers that sum to `total`, differ by at most 1, and are not above `most`."""
+    """Return the fewest whole numbers that sum to `total`, differ by at most 1, and are not above `most`."""
     n_parts = -(-total // most)
     return [(total + i) // n_parts for i in range(n_parts)]
 

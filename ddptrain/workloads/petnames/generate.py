@@ -46,7 +46,7 @@ def generate_names(
     seed: int | None = None,
     keep_known: bool = False,
 ) -> Generated:
-    """Samples `count` distinct names from the best checkpoint of a run. With a seed the result is reproducible.
+    """Sample `count` distinct names from the best checkpoint of a run. With a seed the result is reproducible.
 
     Names of the run's training list (compared without case) are dropped and replaced, unless `keep_known` is set.
 
@@ -113,7 +113,7 @@ class _NameFilter:
         self._count = count
 
     def add(self, name: str | None) -> None:
-        """Adds a sampled name; None is a name that did not end."""
+        """Add a sampled name; None is a name that did not end."""
         name = None if name is None else normalise(name)
         if not name:
             self.n_unfinished += 1
@@ -125,14 +125,14 @@ class _NameFilter:
             self.kept[name] = None
 
     def names_to_try(self, attempts: int) -> int:
-        """An estimate of how many samples are needed to get the missing names, from the success rate so far."""
+        """Return an estimate of how many samples are needed to get the missing names, from the success rate so far."""
         missing = self._count - len(self.kept)
         kept_share = (len(self.kept) + 1) / (attempts + 1) if attempts else 0.8
         return max(64, int(1.1 * missing / kept_share))
 
 
 def _checked_start(count: int, prefix: str, temperature: float) -> str:
-    """The normalised prefix, with single spaces. Raises UsageError for an invalid argument."""
+    """Return the normalised prefix, with single spaces. Raises UsageError for an invalid argument."""
     if count < 1:
         raise UsageError(f"--count must be at least 1, not {count}")
     if not 0 < temperature < float("inf"):

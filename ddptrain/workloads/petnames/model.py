@@ -36,7 +36,7 @@ class ModelConfig:
 
     @classmethod
     def of(cls, params: PetnamesParams) -> ModelConfig:
-        """The architecture that the parameters select."""
+        """Return the architecture that the parameters select."""
         shape = {field.name for field in dataclasses.fields(cls)} - {"symbols"}
         return cls(**params.model_dump(include=shape))
 
@@ -53,7 +53,7 @@ class ModelConfig:
         return config
 
     def plain(self) -> dict[str, str | int | float]:
-        """As plain data, for a checkpoint."""
+        """Return the architecture as plain data, for a checkpoint."""
         return dataclasses.asdict(self)
 
 
@@ -77,11 +77,11 @@ class CharacterModel(nn.Module):
 
     @classmethod
     def restored(cls, stored: Any) -> CharacterModel:
-        """The model of the architecture in a checkpoint. Raises UsageError as ModelConfig.restored does."""
+        """Return the model of the architecture in a checkpoint. Raises UsageError as ModelConfig.restored does."""
         return cls(ModelConfig.restored(stored))
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows.
+        """Return logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows.
 
         A window with less than `window` symbols stands for one with blanks before them.
         """
@@ -95,12 +95,12 @@ class CharacterModel(nn.Module):
         return scores
 
     def step(self, symbols: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Logits [n, 31] and the new state after one more symbol for each row, [n]; state None is the initial one."""
+        """Return logits [n, 31] and the new state after one more symbol per row, [n]; state None is the initial one."""
         hidden, state = self.lstm(self._enter(symbols[:, None]), state)
         return self.linear(hidden[:, 0]), state
 
     def _after_blanks(self, n_blanks: int, n_rows: int) -> State | None:
-        """The state of `n_rows` rows after `n_blanks` blanks.
+        """Return the state of `n_rows` rows after `n_blanks` blanks.
 
         More than half of the symbols in windows are blanks at the start. This reads them once instead of in each row.
         It reads a few copies instead of one, so that dropout also differs between rows in this part.
@@ -131,7 +131,7 @@ def _lstm_precision(device: torch.device) -> contextlib.AbstractContextManager[o
 
 
 def summed_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log likelihood in nats, summed over all targets that are not BLANK."""
+    """Return the negative log likelihood in nats, summed over all targets that are not BLANK."""
     return functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=BLANK_ID, reduction="sum"
     )

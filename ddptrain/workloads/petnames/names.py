@@ -44,7 +44,7 @@ class CleanNames:
     foreign: tuple[str, ...]
 
     def report(self, source: str) -> str:
-        """One line for the log: how many names are used, and why the others are not."""
+        """Return one line for the log: how many names are used, and why the others are not."""
         reasons = [
             _left_out(self.foreign, "with characters outside a-z, '-', '.' and space"),
             _left_out(self.too_long, "too long"),
@@ -64,13 +64,13 @@ class Split:
 
 
 def check(params: Mapping[str, object], folder: Path, tell: Callable[[str], None]) -> None:
-    """Checks before any rank starts that a rank on this host can read and split the names. Raises UsageError."""
+    """Check before any rank starts that a rank on this host can read and split the names. Raises UsageError."""
     settings = PetnamesParams.model_validate_json(json.dumps(params), strict=True)
     split_names(load_names(settings).names, settings.val_fraction, settings.seed)
 
 
 def load_names(settings: PetnamesParams) -> CleanNames:
-    """Reads and cleans the names that the parameters select. A path is relative to the working directory.
+    """Read and clean the names that the parameters select. A path is relative to the working directory.
 
     Raises UsageError if the source can't be read, has the wrong format, or contains no usable name.
     """
@@ -88,7 +88,7 @@ def load_names(settings: PetnamesParams) -> CleanNames:
 
 
 def clean_names(entries: Sequence[object], *, unique: bool = True, max_length: int = 64) -> CleanNames:
-    """Normalises entries; drops and counts empty, too long, foreign, and (if `unique`) repeated ones."""
+    """Normalise entries; drop and count empty, too long, foreign, and (if `unique`) repeated ones."""
     kept: list[str] = []
     seen: set[str] = set()
     too_long: list[str] = []
@@ -111,7 +111,7 @@ def clean_names(entries: Sequence[object], *, unique: bool = True, max_length: i
 
 
 def split_names(names: Sequence[str], val_fraction: float, seed: int) -> Split:
-    """Holds out a share of the distinct names; all copies of them leave the training names.
+    """Hold out a share of the distinct names; all copies of them leave the training names.
 
     The choice depends on the seed and the set of names, not on their order.
 
@@ -137,7 +137,7 @@ def _left_out(names: Sequence[str], why: str) -> str:
 
 
 def _format_of(source: str, names_format: str) -> str:
-    """The requested format, or the one that belongs to the suffix. Raises UsageError for an unknown suffix."""
+    """Return the requested format, or the one that belongs to the suffix. Raises UsageError for an unknown suffix."""
     if names_format != "auto":
         return names_format
     path = PurePosixPath(source.partition("?")[0] if "://" in source else source)
@@ -151,7 +151,7 @@ def _format_of(source: str, names_format: str) -> str:
 
 
 def _read(source: str, options: Mapping[str, Any]) -> str:
-    """The text of a path or URL, decompressed according to its suffix. Raises UsageError."""
+    """Return the text of a path or URL, decompressed according to its suffix. Raises UsageError."""
     try:
         content = _unpacked(_limited(fetch_chunks(source, options, setting="params.names", limits=_LIMITS)), source)
     except _TooSlow:
@@ -175,7 +175,7 @@ def _read(source: str, options: Mapping[str, Any]) -> str:
 
 
 def _limited(chunks: Iterable[bytes]) -> bytes:
-    """The content, but at most one chunk more than the limit. Raises _TooSlow."""
+    """Return the content, but at most one chunk more than the limit. Raises _TooSlow."""
     deadline = time.monotonic() + _DEADLINE_S
     parts, size = [], 0
     for part in chunks:
@@ -189,7 +189,7 @@ def _limited(chunks: Iterable[bytes]) -> bytes:
 
 
 def _unpacked(content: bytes, source: str) -> bytes:
-    """The content, decompressed according to the suffix of the source; at most one byte more than the limit."""
+    """Return the content, decompressed according to the suffix of the source; at most one byte more than the limit."""
     from fsspec.compression import compr
     from fsspec.utils import infer_compression
 

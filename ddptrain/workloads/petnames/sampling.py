@@ -25,7 +25,7 @@ def sample_names(
     draw: torch.Generator,
     longest: int = MAX_LENGTH,
 ) -> list[str | None]:
-    """`count` names that begin with `start`, as the model writes them.
+    """Sample `count` names that begin with `start`, as the model writes them.
 
     None stands for a name that did not end within `longest` characters.
     """
@@ -89,7 +89,7 @@ class _WindowReader:
 
 
 def _branch(model: CharacterModel, state: State | None, node: Tensor, symbols: Tensor) -> tuple[Tensor, State, Tensor]:
-    """Extends the distinct beginnings `node`, [n], by one symbol each.
+    """Extend the distinct beginnings `node`, [n], by one symbol each.
 
     Returns the logits and states of the distinct longer beginnings, and the index of each name's beginning in them.
     """
@@ -102,7 +102,7 @@ def _branch(model: CharacterModel, state: State | None, node: Tensor, symbols: T
 
 
 def _draw(logits: Tensor, node: Tensor, temperature: float, draw: torch.Generator, *, may_stop: bool) -> Tensor:
-    """Draws the next symbol of each name, [n]: never a blank, and no stop in an empty name."""
+    """Draw the next symbol of each name, [n]: never a blank, and no stop in an empty name."""
     scores = logits.double()
     scores[:, BLANK_ID] = -torch.inf
     if not may_stop:

@@ -40,7 +40,7 @@ _TEMPERATURE = 0.8  # of the examples, as `ddptrain generate` has it
 
 
 def train(ctx: RankContext, **params: Any) -> None:
-    """Trains the character model on all ranks; `params` are those of PetnamesParams."""
+    """Train the character model on all ranks; `params` are those of PetnamesParams."""
     settings = PetnamesParams.model_validate(params)
     split = _load_split(ctx, settings)
     rows = _rows(ctx, settings, split.train)
@@ -110,10 +110,10 @@ class NamesTrainer:
         self._loss_sum = torch.zeros((), device=ctx.device)
         self.n_targets = 0
         if resumed:
-            self._go_on(resumed)
+            self._resume_from(resumed)
         self.unit = "names" if settings.context == "full" else "windows"
 
-    def _go_on(self, resumed: Resumed) -> None:
+    def _resume_from(self, resumed: Resumed) -> None:
         done = (resumed.epoch or 0) - self.epochs_done
         taken, begun = resumed.data.get("taken", []), resumed.data.get("begun", 0.0)
         self._part = EpochProgress.resumed(taken, begun, done, self._ctx.world_size)
@@ -123,7 +123,7 @@ class NamesTrainer:
             self.samples = state["samples"]
 
     def train_epoch(self, epoch: int) -> float:
-        """Takes the remaining steps of an epoch; returns the mean loss, in nats, over this rank's own targets.
+        """Take the remaining steps of an epoch; return the mean loss, in nats, over this rank's own targets.
 
         Raises FloatingPointError if the loss is not finite.
         """
@@ -149,7 +149,7 @@ class NamesTrainer:
         return loss
 
     def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
-        """Saves a checkpoint if one is due. `epoch` is the number of epochs done, also a fraction."""
+        """Save a checkpoint if one is due. `epoch` is the number of epochs done, also a fraction."""
         self._ctx.checkpoint(
             model=self._model,
             optimizer=self._optimizer,
@@ -163,7 +163,7 @@ class NamesTrainer:
         )
 
     def _forward_backward(self, share: RankShare) -> Tensor:
-        """Computes the gradient of the mean over all ranks' targets of the step; returns this rank's summed loss.
+        """Compute the gradient of the mean over all ranks' targets of the step; return this rank's summed loss.
 
         The factor world_size cancels that DDP averages the gradients over the ranks.
         """
@@ -177,7 +177,7 @@ class NamesTrainer:
         return loss_sum
 
     def _parts(self, share: RankShare) -> Iterator[tuple[Tensor, float, bool]]:
-        """Micro-batches of a share: rows, weight, and whether it is the last one, after which DDP reduces.
+        """Yield micro-batches of a share: rows, weight, and whether it is the last one, after which DDP reduces.
 
         A rank with an empty share computes one row with weight 0, because DDP waits for all ranks in each step.
         """
@@ -193,7 +193,7 @@ class NamesTrainer:
         return plan_epoch(self._rows, self._step_rows, ctx.world_size, ctx.rank, settings.seed, epoch, taken)
 
     def _set_learning_rate(self, epochs: float) -> None:
-        """Sets the learning rate of the step after `epochs` epochs."""
+        """Set the learning rate of the step after `epochs` epochs."""
         settings = self._settings
         factor = learning_rate_factor(settings.lr_schedule, epochs, settings.epochs)
         for group in self._optimizer.param_groups:
@@ -207,12 +207,12 @@ class NamesTrainer:
         self.report()
 
     def report(self) -> None:
-        """Reports the progress; during validation, which makes no progress, it only reports activity."""
+        """Report the progress; during validation, which makes no progress, it only reports activity."""
         self._ctx.progress(self.samples, self._settings.epochs * self.rows_per_epoch, unit=self.unit)
 
 
 def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
-    """Reads and splits the names, equally on all ranks; rank 0 prints a summary and saves the names for `generate`."""
+    """Read and split the names, equally on all ranks; rank 0 prints a summary and saves the names for `generate`."""
     clean = load_names(settings)
     split = split_names(clean.names, settings.val_fraction, settings.seed)
     if ctx.rank == 0:
@@ -223,7 +223,7 @@ def _load_split(ctx: RankContext, settings: PetnamesParams) -> Split:
 
 
 def _distributed(ctx: RankContext, model: CharacterModel, rows: Rows) -> DistributedDataParallel:
-    """Prepares the model, wraps it in DDP, and runs one backward pass with gradient 0.
+    """Prepare the model, wrap it in DDP, and run one backward pass with gradient 0.
 
     DDP fixes the order of its reduction after the first backward pass. Without this pass, the first step of a resumed
     run would sum the gradients of the ranks in another order than the same step of an uninterrupted run.
@@ -238,7 +238,7 @@ def _distributed(ctx: RankContext, model: CharacterModel, rows: Rows) -> Distrib
 
 
 def _begin_with_weights(ctx: RankContext, model: CharacterModel, weights: str) -> None:
-    """Loads the weights of a model of the registry. Raises UsageError if they are of another architecture."""
+    """Load the weights of a model of the registry. Raises UsageError if they are of another architecture."""
     path = weights_in(ctx.inputs)
     state = load_file(path, device=str(ctx.device))
     own = model.state_dict()
@@ -270,7 +270,7 @@ def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: NamesTr
 
 
 def _microbatch_rows(settings: PetnamesParams, device: torch.device, accumulate: int = 1) -> int:
-    """Rows of one forward and backward pass; 0 is the whole batch."""
+    """Return rows of one forward and backward pass; 0 is the whole batch."""
     chosen = settings.loss_microbatch
     rows = (_CPU_MICROBATCH if device.type == "cpu" else 0) if chosen == "auto" else chosen
     return rows if accumulate == 1 else min(rows or settings.batch_size, settings.batch_size)
@@ -295,7 +295,7 @@ def log_generated_names(
 def mean_nll(
     model: CharacterModel, rows: Rows, rank: int, world_size: int, seen: Callable[[], None] = lambda: None
 ) -> float:
-    """Mean negative log likelihood, in nats, of all characters and stops of `rows`.
+    """Return the mean negative log likelihood, in nats, of all characters and stops of `rows`.
 
     All ranks must call it, with the same rows. Each evaluates its own part; all get the mean over all rows. `seen` is
     called after each batch and reports activity to the watchdog.
@@ -315,7 +315,7 @@ def mean_nll(
 
 
 def learning_rate_factor(schedule: str, done: float, total: float) -> float:
-    """The learning rate relative to the highest (0 to 1) after `done` of `total` steps or epochs."""
+    """Return the learning rate relative to the highest (0 to 1) after `done` of `total` steps or epochs."""
     done = min(1.0, done / total)
     if schedule == "cosine":
         return _falling(done)
@@ -329,5 +329,5 @@ def learning_rate_factor(schedule: str, done: float, total: float) -> float:
 
 
 def _falling(done: float) -> float:
-    """Half a cosine, from 1 at 0 to 0 at 1."""
+    """Return half a cosine: 1 at 0, 0 at 1."""
     return (1 + math.cos(math.pi * done)) / 2

@@ -19,7 +19,7 @@ from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from tests.unit.driver.attempt.ranks import running
 from tests.unit.notes import Notes
 
-SAVED: Any = SimpleNamespace(words="checkpoint step-3", step=3)
+SAVED: Any = SimpleNamespace(description="checkpoint step-3", step=3)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_failure_is_followed_by_another_attempt_from_the_newest_checkpoint(monke
         ("writer.update", {"waiting": True}),
         ("recorder.warn", told),
         ("signals.pause", 4.0),
-        ("cluster.mend", {"leaving": True}),
+        ("cluster.replace_workers", {"leaving": True}),
     ]
 
 
@@ -139,7 +139,7 @@ def test_no_cluster_is_mended_after_a_signal_in_the_pause(monkeypatch: pytest.Mo
     bench.series.context.signals._returns["pause"] = pause
     with pytest.raises(Interrupted):
         bench.series.run()
-    assert bench.calls("cluster.mend") == []
+    assert bench.calls("cluster.replace_workers") == []
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_reservation_is_asked_for_before_each_attempt(monkeypatch: pytest.Monkey
 def test_pause_and_count_are_those_of_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     bench.series._prepare_another(Restart(0.5, "loss 1 of 2"), leaving=False)
-    assert bench.calls("signals.pause", "cluster.mend") == [
+    assert bench.calls("signals.pause", "cluster.replace_workers") == [
         ("signals.pause", 0.5),
-        ("cluster.mend", {"leaving": False}),
+        ("cluster.replace_workers", {"leaving": False}),
     ]
     told = "starting the ranks again in 0.5 s, from the start: there is no checkpoint yet (loss 1 of 2)"
     assert bench.calls("recorder.warn") == [("recorder.warn", told)]

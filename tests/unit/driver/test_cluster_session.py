@@ -52,17 +52,17 @@ def test_other_clusters_are_attached_or_started_for_the_run() -> None:
 
 def test_shared_cluster_is_neither_started_nor_closed_by_a_run() -> None:
     notes: list[tuple[Any, ...]] = []
-    inner: Any = Notes(notes, "inner", words="warm", worker_fault=lambda: "ended", last_words=lambda: "lines")
+    inner: Any = Notes(notes, "inner", description="warm", worker_fault=lambda: "ended", last_words=lambda: "lines")
     target: Any = SimpleNamespace(address="tcp://h:1")
     shared = SharedCluster(inner, target)
     shared.begin()
     shared.close()
-    assert notes == [] and shared.connect() is target and shared.words == "warm"
+    assert notes == [] and shared.connect() is target and shared.description == "warm"
     assert (shared.worker_fault(), shared.last_words()) == ("ended", "lines")
     notes.clear()
     for leaving in (True, False):
-        shared.mend(leaving=leaving)
-    assert notes == [("inner.mend", {"leaving": False})] * 2
+        shared.replace_workers(leaving=leaving)
+    assert notes == [("inner.replace_workers", {"leaving": False})] * 2
 
 
 # --- `--dry-run` finds out what would keep the run from beginning, without starting anything ---

@@ -15,7 +15,7 @@ def test_ranks_are_told_the_checkpoints_and_where_they_are() -> None:
         for name, step, epoch in (("new", 7, 1.5), ("old", 3, None))
     }
     plan = EvaluationPlan("m:score", checkpoints, data="held.csv")
-    assert plan.words == "new and old" and (plan.prepare, plan.request) == ("", {})
+    assert plan.description == "new and old" and (plan.prepare, plan.request) == ("", {})
     params = {"width": 3}
     told = plan.rank_params(params, {"old": "/o", "new": "/n"})
     assert told == {

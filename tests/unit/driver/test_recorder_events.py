@@ -301,8 +301,8 @@ def test_slow_rank_is_recorded_with_its_host(bench: Bench) -> None:
     found = SlowRankRecord(2, 3, "h1", "A100", 0.123457, 0.05, 20, "now", ("the GPU is throttled",))
     assert bench.writer.record.slow_ranks == (found,)
     assert bench.lines() == [{"event": "slow_rank", **dataclasses.asdict(found)}]
-    assert bench.shown[-1] == ("notice", found.words, {"level": "warning"})
-    assert "2.5 times the median" in found.words
+    assert bench.shown[-1] == ("notice", found.description, {"level": "warning"})
+    assert "2.5 times the median" in found.description
     bench.recorder.slow_rank(slow, [], RankRecord(rank=3))
     assert len(bench.writer.record.slow_ranks) == 2
 

@@ -89,7 +89,7 @@ def test_only_a_first_reservation_waits_for_more_slots_than_the_run_needs() -> N
         signals=SimpleNamespace(interrupting=nullcontext),
         display=SimpleNamespace(expect=lambda ranks, sizes: told.append((ranks, sizes)), status=told.append),
         log_sizes="sizes",
-        cluster=SimpleNamespace(words="the cluster"),
+        cluster=SimpleNamespace(description="the cluster"),
     )
     checked = SimpleNamespace(reserve=lambda reserve_slots: [reserve_slots(True), reserve_slots(False)][-1])
     places: object = run._Run._reserved(
@@ -181,7 +181,7 @@ def test_a_run_on_this_machine_is_announced_with_its_ranks_and_what_may_be_too_s
         writer=SimpleNamespace(run_id="night", layout=SimpleNamespace(where="runs/night")),
         choice=SimpleNamespace(reason="a reason"),
         machine=SimpleNamespace(ranks=3),
-        cluster=SimpleNamespace(words="the cluster"),
+        cluster=SimpleNamespace(description="the cluster"),
         log_sizes="sizes",
         display=SimpleNamespace(
             notice=lambda text, level="info": told.append((level, text)),
@@ -195,7 +195,7 @@ def test_a_run_on_this_machine_is_announced_with_its_ranks_and_what_may_be_too_s
     assert told == [*greeting, *warnings, "starting 3 ranks on a local cluster"]
     told.clear()
     unfinished.machine = unfinished.choice = None
-    unfinished.options.evaluation = SimpleNamespace(words="the best checkpoint")
+    unfinished.options.evaluation = SimpleNamespace(description="the best checkpoint")
     run._Run._greet(cast(Any, unfinished))
     assert told == [("info", "evaluating the best checkpoint"), "connecting to the cluster"]
 
@@ -589,7 +589,7 @@ def test_inputs_of_an_evaluation_are_those_of_its_plan(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("found", "script", "told"),
     [
-        (SimpleNamespace(words="checkpoint step-3"), None, "resuming from checkpoint step-3"),
+        (SimpleNamespace(description="checkpoint step-3"), None, "resuming from checkpoint step-3"),
         (None, None, "resuming from the start: it has no checkpoint"),
         (None, "t.py", "resuming: the script starts again"),
     ],

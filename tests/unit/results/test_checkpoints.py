@@ -13,7 +13,7 @@ import pytest
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, StagedFile
 from ddptrain.results import checkpoints, staged_files
 from ddptrain.results.checkpoint_verification import newest_verified, read_manifest
-from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
+from ddptrain.results.checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
 from ddptrain.results.run_record import BestRecord
 from ddptrain.results.run_writer import RunWriter
@@ -129,14 +129,14 @@ def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, st
 
 @pytest.mark.parametrize(("mode", "best"), [("min", BestRecord("val/loss", "min", 1.0, 9)), ("max", None)])
 def test_restored_checkpoints_are_judged_at_once(tmp_path: Path, mode: str, best: BestRecord | None) -> None:
-    shelf = CheckpointShelf(tmp_path)
+    shelf = RunCheckpoints(tmp_path)
     there = [(8, {"val/loss": 3.0}), (9, {"val/loss": 1.0}), (10, {"val/loss": 2.0})]
     shelf.restore(there, CheckpointPolicy(keep=1, mode=mode))  # type: ignore[arg-type]
     assert shelf.best == (best or BestRecord("val/loss", "max", 3.0, 8))
     assert (tmp_path / "best").read_text() == ("step-9\n" if best else "step-8\n")
     assert (tmp_path / "latest").read_text() == "step-10\n"
     assert shelf.names == ("step-10", "step-9", "step-8")
-    empty = CheckpointShelf(tmp_path)
+    empty = RunCheckpoints(tmp_path)
     empty.restore([], CheckpointPolicy())
     assert empty.best is None and os.listdir(tmp_path) == [], "without checkpoints there are no pointers"
 
@@ -237,7 +237,7 @@ def test_a_listed_file_that_is_a_link_is_not_followed(stage: Stage, tmp_path: Pa
         if name == "pipe":
             os.mkfifo(tmp_path / name)
         with pytest.raises(CheckpointDamaged, match=why):
-            staged_files.move_in([staged_files.Parcel(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
+            staged_files.move_in([staged_files.StagedMove(tmp_path / name, tmp_path / "out", 1, "")], CheckpointDamaged)
 
 
 @pytest.mark.parametrize("files", [(), (StagedFile("a", 0, ""), StagedFile("a", 0, ""))])

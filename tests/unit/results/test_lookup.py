@@ -14,7 +14,7 @@ from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run, moment
+from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run, parse_time
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.ownership.run_lock import LockState
 from ddptrain.results.run_record import DriverRecord, RunRecord
@@ -304,9 +304,9 @@ def test_run_whose_driver_does_not_show_ends_when_its_files_changed_last(
 
 @pytest.mark.parametrize(("text", "hour"), [("2025-01-01T05:00:00Z", 5), ("2025-01-01T05:00:00+02:00", 3), ("x", None)])
 def test_moment_is_in_utc_if_it_does_not_say_more(text: str, hour: int | None) -> None:
-    found = moment(text)
+    found = parse_time(text)
     assert (found.astimezone(UTC).hour if found else None) == hour
-    assert moment("2025-01-01T05:00:00") == moment("2025-01-01T05:00:00Z") and moment(None) is None
+    assert parse_time("2025-01-01T05:00:00") == parse_time("2025-01-01T05:00:00Z") and parse_time(None) is None
 
 
 def test_trial_is_found_by_its_number_in_the_sweep(tmp_path: Path) -> None:

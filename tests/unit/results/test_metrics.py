@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.results.metrics import MetricLine, MetricsReader, counting, read_series
+from ddptrain.results.metrics import MetricLine, MetricsReader, drop_replaced, read_series
 from ddptrain.results.run_record import AttemptRecord
 
 
@@ -83,19 +83,19 @@ def went_on(number: int, step: int | None, epoch: float | None = None) -> Attemp
 def test_of_several_attempts_the_one_that_counts_is_read(
     logged: list[tuple[int, int]], attempts: list[AttemptRecord], counted: list[tuple[int, int]]
 ) -> None:
-    found = counting([line(*each) for each in logged], attempts)
+    found = drop_replaced([line(*each) for each in logged], attempts)
     assert [(each.attempt, each.step) for each in found] == counted
 
 
 def test_values_at_the_checkpoint_stay_unless_they_are_logged_again() -> None:
     lines = [line(1, 2, loss=1.0, acc=0.5), line(1, 2, rank=1, loss=3.0), line(2, 2, loss=2.0)]
-    found = counting(lines, [went_on(2, 2)])
+    found = drop_replaced(lines, [went_on(2, 2)])
     assert [(each.rank, each.values) for each in found] == [(0, {"acc": 0.5}), (1, {"loss": 3.0}), (0, {"loss": 2.0})]
 
 
 def test_lines_without_a_step_are_told_apart_by_their_epoch() -> None:
     lines = [line(1, None, 1.0), line(1, None, 2.0), line(1, None), line(2, None, 2.0)]
-    found = counting(lines, [went_on(2, 10, 1.0)])
+    found = drop_replaced(lines, [went_on(2, 10, 1.0)])
     assert [(each.attempt, each.epoch) for each in found] == [(1, 1.0), (1, None), (2, 2.0)]
 
 
@@ -132,10 +132,10 @@ def test_position_of_a_line(tmp_path: Path) -> None:
 
 
 def test_values_of_a_later_attempt_replace_those_after_its_checkpoint_only() -> None:
-    assert counting([line(1, 2), line(1, 3, 1.0)], [went_on(2, 2, 0.5)]) == [line(1, 2)]
-    assert counting([line(1, None, 1.5), line(2, None, 1.5)], [went_on(1, None), went_on(2, 9)]) == [
+    assert drop_replaced([line(1, 2), line(1, 3, 1.0)], [went_on(2, 2, 0.5)]) == [line(1, 2)]
+    assert drop_replaced([line(1, None, 1.5), line(2, None, 1.5)], [went_on(1, None), went_on(2, 9)]) == [
         line(1, None, 1.5),
         line(2, None, 1.5),
     ]
     empty = MetricLine(0.0, 1.0, None, 0, {}, 1)
-    assert counting([empty, line(2, 5)], [went_on(2, 1)]) == [empty, line(2, 5)]
+    assert drop_replaced([empty, line(2, 5)], [went_on(2, 1)]) == [empty, line(2, 5)]

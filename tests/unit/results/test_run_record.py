@@ -134,7 +134,7 @@ def test_numbers_that_are_not_finite_are_written_as_null() -> None:
 )
 def test_a_slow_rank_is_told_with_its_times(own_s: float, median_s: float, causes: tuple[str, ...], words: str) -> None:
     record = SlowRankRecord(rank=3, host="h", own_s=own_s, median_s=median_s, causes=causes)
-    assert record.words == f"rank 3 on h is slow: its own work takes {words}"
+    assert record.description == f"rank 3 on h is slow: its own work takes {words}"
 
 
 def test_fields_that_are_missing_have_their_defaults() -> None:

@@ -106,13 +106,13 @@ def test_file_that_cant_be_put_in_its_place_leaves_nothing(
     assert [*writer.layout.artifacts_dir.iterdir()] == [] and source.exists()
 
 
-def parcels_in(folder: Path, *names: str) -> list[staged_files.Parcel]:
+def parcels_in(folder: Path, *names: str) -> list[staged_files.StagedMove]:
     """Staged files with content "1", to be moved to new names in the same folder."""
     found = []
     for name in names:
         (folder / name).write_bytes(b"1")
         digest = "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
-        found.append(staged_files.Parcel(folder / name, folder / f"{name}-new", 1, digest))
+        found.append(staged_files.StagedMove(folder / name, folder / f"{name}-new", 1, digest))
     return found
 
 

@@ -109,8 +109,8 @@ def test_users_are_told_once_until_the_next_success(
     watched: Entry, sent: Sent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     succeeded_at(watched.workdir, "09:01")
-    assert look(watched, GRACE, notify=True).told == ("env:SLACK_URL",)
-    assert look(watched, GRACE, notify=True).told == ()
+    assert look(watched, GRACE, notify=True).notified == ("env:SLACK_URL",)
+    assert look(watched, GRACE, notify=True).notified == ()
     assert len(sent.messages) == 1
     assert "petnames" in sent.messages[0].title
     assert "the last success was 2026-11-22 09:01 UTC" in sent.messages[0].text
@@ -118,14 +118,14 @@ def test_users_are_told_once_until_the_next_success(
     later = datetime.fromisoformat(utc_now()) + timedelta(hours=1)
     add(watched.workdir, started_at=later.isoformat(), ended_at=later.isoformat(), status="unchanged")
     monkeypatch.setattr(monitor, "_now", lambda: later + timedelta(hours=3))
-    assert look(watched, GRACE, notify=True).told == ("env:SLACK_URL",)
+    assert look(watched, GRACE, notify=True).notified == ("env:SLACK_URL",)
     assert len(sent.messages) == 2
 
 
 def test_message_that_nobody_got_is_sent_again(watched: Entry, sent: Sent) -> None:
     sent.problem = "the server does not answer"
     finding = look(watched, GRACE, notify=True)
-    assert finding.told == ()
+    assert finding.notified == ()
     assert finding.warnings == ("message not delivered to env:SLACK_URL: the server does not answer",)
     look(watched, GRACE, notify=True)
     assert len(sent.messages) == 2

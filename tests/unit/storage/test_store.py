@@ -77,7 +77,7 @@ def test_a_path_is_relative_to_the_working_directory_or_home(tmp_path: Path, mon
 
 def test_nothing_secret_shows_in_a_location() -> None:
     location = at("https://me:passw0rd@host/dogs", token="t0ken", secret="s3cret")
-    assert all(secret not in f"{location!r} {location.words}" for secret in ("passw0rd", "t0ken", "s3cret"))
+    assert all(secret not in f"{location!r} {location.description}" for secret in ("passw0rd", "t0ken", "s3cret"))
 
 
 def test_drawings_need_no_store() -> None:
@@ -314,8 +314,8 @@ def test_an_option_that_does_not_do_is_a_clear_error(options: dict[str, Any], co
 
 
 def test_a_container_of_azure_is_no_secret() -> None:
-    assert at("abfs://box@acc.dfs.core.windows.net/dogs").words == "abfs://box@acc.dfs.core.windows.net/dogs"
-    assert "secret" not in at("abfs://me:secret@acc/dogs").words
+    assert at("abfs://box@acc.dfs.core.windows.net/dogs").description == "abfs://box@acc.dfs.core.windows.net/dogs"
+    assert "secret" not in at("abfs://me:secret@acc/dogs").description
     with pytest.raises(UsageError, match=r"az://box/dogs can't be opened: .*Account must be specified"):
         open_store(at("az://box/dogs"))
 

@@ -10,7 +10,7 @@ import torch
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.rank.checkpoint.file_format import write
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
-from ddptrain.results.checkpoints import CheckpointPolicy, CheckpointShelf
+from ddptrain.results.checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.workloads.images.model.build_model import build, describe
 from tests.unit.workloads.pictures import COLOURS, picture
@@ -52,7 +52,7 @@ def make_run(folder: Path, model_config: Any, *saved: tuple[int, float, torch.nn
     )
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(record.to_json())
-    shelf = CheckpointShelf(folder / "checkpoints")
+    shelf = RunCheckpoints(folder / "checkpoints")
     for step, loss, model in saved:
         metrics = {"val/loss": loss}
         state = {"step": step, "epoch": 1.0, "metrics": metrics, "extra": {"model_config": model_config}}

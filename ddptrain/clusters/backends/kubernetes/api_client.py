@@ -49,7 +49,7 @@ class Kubernetes:
         return self._auth.active_context
 
     def url(self, group: str, path: str) -> str:
-        """The address of an object, below the server's."""
+        """Return the address of an object, below the server's."""
         return f"/{group}/namespaces/{self.namespace}/{path}"
 
     @property
@@ -58,14 +58,14 @@ class Kubernetes:
         return {"sni_hostname": self._auth.tls_server_name} if self._auth.tls_server_name else {}
 
     async def get(self, group: str, path: str, **query: str) -> dict[str, Any] | None:
-        """The object, or None if it does not exist. Raises ClusterError."""
+        """Return the object, or None if it does not exist. Raises ClusterError."""
         try:
             return await self._call("GET", group, path, params=query)
         except _NoSuchObject:
             return None
 
     async def items(self, group: str, plural: str, labels: Mapping[str, str]) -> list[dict[str, Any]]:
-        """The objects with these labels. Raises ClusterError."""
+        """Return the objects with these labels. Raises ClusterError."""
         selector = ",".join(f"{key}={value}" for key, value in labels.items())
         found = await self._call("GET", group, plural, params={"labelSelector": selector})
         return list(found["items"])
@@ -84,7 +84,7 @@ class Kubernetes:
             await self._call("DELETE", group, path, json={"propagationPolicy": "Background"})
 
     async def log(self, pod: str, **query: str) -> str:
-        """The log of a pod; "" if there is none. Raises ClusterError if the server does not answer."""
+        """Return the log of a pod; "" if there is none. Raises ClusterError if the server does not answer."""
         answer = await self._request("GET", CORE, f"pods/{pod}/log", params=query)
         return "" if answer.is_error else answer.text
 
@@ -147,7 +147,7 @@ def _auth_class() -> type[KubeAuth]:
 
 
 def _namespace(auth: KubeAuth) -> str:
-    """The namespace of the context or of this pod. The one in `auth` may be that of another context."""
+    """Return the namespace of the context or of this pod. The one in `auth` may be that of another context."""
     if auth.active_context:
         return str(auth.kubeconfig.get_context(auth.active_context).get("namespace") or "default")
     try:
@@ -179,7 +179,7 @@ def _not_configured(error: Exception, context: str | None) -> DdptrainError:
 
 
 def _refused(answer: httpx.Response, body: Any, path: str) -> ClusterError:
-    """The error for a refused request."""
+    """Return the error for a refused request."""
     import httpx
 
     status = body if isinstance(body, dict) else {}

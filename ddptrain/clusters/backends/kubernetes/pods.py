@@ -27,22 +27,22 @@ _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 class PodProblem:
     """What keeps a pod from running; `hopeless` if waiting won't help."""
 
-    words: str
+    description: str
     hopeless: bool
 
 
 def cluster_labels(name: str, component: str = "") -> dict[str, str]:
-    """The operator's labels for what belongs to a cluster: its "scheduler", its "worker"s, or everything."""
+    """Return the operator's labels for what belongs to a cluster: its "scheduler", its "worker"s, or everything."""
     return {"dask.org/cluster-name": name} | ({"dask.org/component": component} if component else {})
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether the containers run and have passed their probes."""
+    """Return whether the containers run and have passed their probes."""
     return any(each["type"] == "Ready" and each["status"] == "True" for each in _conditions(pod))
 
 
 def trouble_of(pod: Mapping[str, Any]) -> PodProblem | None:
-    """Why the pod does not run, or None."""
+    """Return why the pod does not run, or None."""
     for container in pod.get("status", {}).get("containerStatuses", ()):
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
@@ -57,7 +57,7 @@ def trouble_of(pod: Mapping[str, Any]) -> PodProblem | None:
 
 
 async def why_there_is_no_pod(api: Kubernetes, name: str, component: str) -> str:
-    """Why a deployment can't create its pods, for example an exceeded quota; "" if all can. Raises ClusterError."""
+    """Return why a deployment can't create its pods (such as an exceeded quota), or "". Raises ClusterError."""
     for deployment in await api.items(APPS, "deployments", cluster_labels(name, component)):
         for condition in _conditions(deployment):
             if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
@@ -66,17 +66,17 @@ async def why_there_is_no_pod(api: Kubernetes, name: str, component: str) -> str
 
 
 async def log_of(api: Kubernetes, pod: Mapping[str, Any], lines: int) -> str:
-    """The last log lines of a pod, or of its previous container; and why it does not run."""
+    """Return the last log lines of a pod, or of its previous container; and why it does not run."""
     name = str(pod["metadata"]["name"])
     log = await api.log(name, tailLines=str(lines))
     if not log.strip() and _restarts(pod):
         log = await api.log(name, tailLines=str(lines), previous="true")
     trouble = trouble_of(pod)
-    return "\n".join(part for part in (log.rstrip(), f"({trouble.words})" if trouble else "") if part)
+    return "\n".join(part for part in (log.rstrip(), f"({trouble.description})" if trouble else "") if part)
 
 
 async def logs_of(api: Kubernetes, name: str, lines: int) -> dict[str, str]:
-    """The last log lines of each pod of a cluster, by component and name. Raises ClusterError."""
+    """Return the last log lines of each pod of a cluster, by component and name. Raises ClusterError."""
     logs = {}
     for component in ("scheduler", "worker"):
         pods = await api.items(CORE, "pods", cluster_labels(name, component))
@@ -88,7 +88,7 @@ async def logs_of(api: Kubernetes, name: str, lines: int) -> dict[str, str]:
 
 
 def _source(component: str, pod: Mapping[str, Any]) -> str:
-    """The key for `logs_of`: "scheduler", or "worker" with the name that Dask uses (the name of its deployment)."""
+    """Return the key for `logs_of`: "scheduler", or "worker" with Dask's name for it, that of its deployment."""
     environment = pod["spec"]["containers"][0].get("env", ())
     names = [each.get("value", "") for each in environment if each["name"] == "DASK_WORKER_NAME"]
     return " ".join([component, *(names or [pod["metadata"]["name"]])]) if component == "worker" else component

@@ -103,7 +103,7 @@ class _Forward:
             server.close()
 
     async def service_is_gone(self) -> bool:
-        """Whether the service has been deleted; False if the API server does not answer."""
+        """Return whether the service has been deleted; False if the API server does not answer."""
         try:
             async with connected(self.context, self.namespace) as api:
                 return await api.get(CORE, f"services/{self.service}") is None
@@ -141,7 +141,7 @@ class _Forward:
                 yield stream
 
     async def _pod(self, api: Kubernetes) -> str:
-        """The name of the ready pod behind the service. Raises ClusterError if there is none."""
+        """Return the name of the ready pod behind the service. Raises ClusterError if there is none."""
         service = await api.get(CORE, f"services/{self.service}")
         if service is None:
             self.gone.set()
@@ -154,7 +154,7 @@ class _Forward:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The first exception inside nested exception groups."""
+    """Return the first exception inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -56,7 +56,7 @@ class Parts:
 
     @classmethod
     def of(cls, cluster: Deployment) -> Parts | None:
-        """The parts of a cluster; None before anything was created."""
+        """Return the parts of a cluster; None before anything was created."""
         parts = cluster.record.parts
         return cls(**{name: parts[name] for name in cls.__slots__}) if "owner" in parts else None
 
@@ -77,11 +77,11 @@ class KubernetesProvider:
         asyncio.run(_Order(cluster, tell).scale(slots))
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """The last lines of each pod, and why it does not run. Raises ClusterError."""
+        """Return the last lines of each pod, and why it does not run. Raises ClusterError."""
         return {**asyncio.run(_logs(cluster, lines)), **reach.log(cluster, lines)}
 
     def fault(self, cluster: Deployment) -> str | None:
-        """Why a pod will never run, or None. Raises ClusterError."""
+        """Return why a pod will never run, or None. Raises ClusterError."""
         return asyncio.run(_fault(cluster))
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Order:
             await reach.open_way(api, self.cluster, self.deadline)
 
     def _workers(self, slots_each: int, slots: int | None) -> int:
-        """The number of worker pods for that many slots; None means as configured."""
+        """Return the number of worker pods for that many slots; None means as configured."""
         wanted = slots if slots is not None else self.ranks
         return math.ceil(wanted / slots_each) if isinstance(wanted, int) else self.settings.workers
 
@@ -174,7 +174,9 @@ class _Order:
             if any(is_ready(pod) for pod in pods):
                 return
             trouble = trouble_of(pods[0]) if pods else None
-            words = f"the scheduler's pod: {trouble.words if trouble else 'is starting' if pods else 'not there yet'}"
+            words = (
+                f"the scheduler's pod: {trouble.description if trouble else 'is starting' if pods else 'not there yet'}"
+            )
             now = time.monotonic()
             if (trouble and trouble.hopeless) or now > self.deadline:
                 raise ClusterError(await self._why_not(api, pods, words))
@@ -184,7 +186,7 @@ class _Order:
             await asyncio.sleep(_POLL_S)
 
     async def _why_not(self, api: Kubernetes, pods: Sequence[Mapping[str, Any]], words: str) -> str:
-        """Why the scheduler is not ready."""
+        """Return why the scheduler is not ready."""
         name = self.cluster.name
         if pods:
             log_lines = (await log_of(api, pods[0], _LOG_LINES)).splitlines()
@@ -228,7 +230,7 @@ async def resize(api: Kubernetes, cluster: Deployment, wanted: int, slots_each: 
 
 
 def _joined(cluster: Deployment) -> dict[str, status.WorkerView]:
-    """The workers by name, as the scheduler reports them. Raises ClusterError."""
+    """Return the workers by name, as the scheduler reports them. Raises ClusterError."""
     view = status.probe(cluster, _ASK_S)
     if view.state != status.State.UP:
         raise ClusterError(f"it is not known which workers are free: {view.reason}")
@@ -260,7 +262,7 @@ async def _fault(cluster: Deployment) -> str | None:
         for pod in await api.items(CORE, "pods", cluster_labels(cluster.name)):
             trouble = trouble_of(pod)
             if trouble and trouble.hopeless:
-                return f"the pod {pod['metadata']['name']}: {trouble.words}"
+                return f"the pod {pod['metadata']['name']}: {trouble.description}"
     return None
 
 

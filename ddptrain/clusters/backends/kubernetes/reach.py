@@ -69,13 +69,13 @@ def close(cluster: Deployment) -> None:
 
 
 def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
-    """The log of the port-forward, if it has written anything."""
+    """Return the log of the port-forward, if it has written anything."""
     log_tail = processes.tail(str(cluster.folder), _FORWARD, lines)
     return {_FORWARD: log_tail} if log_tail.strip() else {}
 
 
 def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:
-    """The local ports of scheduler and dashboard, if possible those of before. Starts the process if need be."""
+    """Return the local ports of scheduler and dashboard, if possible those of before. Starts the process if need be."""
     parts = cluster.record.parts
     if parts.get("forward") and processes.alive(DaemonId(**parts["forward"])):
         scheduler, dashboard = parts["ports"]
@@ -120,7 +120,7 @@ def _read(file: Path) -> list[int]:
 
 
 async def _service(api: Kubernetes, name: str, deadline: float) -> Mapping[str, Any]:
-    """The scheduler's service. The operator may create it after the pod is ready. Raises ClusterError."""
+    """Return the scheduler's service. The operator may create it after the pod is ready. Raises ClusterError."""
     while (service := await api.get(CORE, f"services/{name}")) is None:
         if time.monotonic() > deadline:
             raise ClusterError(
@@ -145,7 +145,7 @@ async def _balancer(api: Kubernetes, name: str, deadline: float) -> str:
 
 
 def _resolves(host: str) -> bool:
-    """Whether this process runs in a pod that can resolve the service's name."""
+    """Return whether this process runs in a pod that can resolve the service's name."""
     if "KUBERNETES_SERVICE_HOST" not in os.environ:
         return False
     try:

@@ -29,7 +29,7 @@ _NAME = re.compile(r"(?=.{1,53}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def checked_name(name: str) -> str:
-    """Returns the name. Raises UsageError if Kubernetes does not allow it."""
+    """Return the name. Raises UsageError if Kubernetes does not allow it."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f'"{name}" can\'t name a cluster in Kubernetes: lower-case letters, digits and dashes, at most 53'
@@ -38,32 +38,32 @@ def checked_name(name: str) -> str:
 
 
 def service_name(name: str) -> str:
-    """The name of the scheduler's service and deployment."""
+    """Return the name of the scheduler's service and deployment."""
     return f"{name}-scheduler"
 
 
 def worker_group(name: str) -> str:
-    """The name of the DaskWorkerGroup that the operator creates."""
+    """Return the name of the DaskWorkerGroup that the operator creates."""
     return f"{name}-default"
 
 
 def secret_name(name: str) -> str:
-    """The name of the secret with the cluster's certificate and key."""
+    """Return the name of the secret with the cluster's certificate and key."""
     return f"{name}-ddptrain-tls"
 
 
 def slots_of(labels: Mapping[str, str]) -> int:
-    """The slots of each worker pod of a DaskCluster with these labels; 1 if it is not one of ours."""
+    """Return the slots of each worker pod of a DaskCluster with these labels; 1 if it is not one of ours."""
     return int(labels[SLOTS_LABEL]) if labels.get(SLOTS_LABEL, "").isdigit() else 1
 
 
 def slots_per_worker(settings: KubernetesSettings) -> int:
-    """The slots of each worker pod: one per GPU, or as configured."""
+    """Return the slots of each worker pod: one per GPU, or as configured."""
     return settings.gpus_per_worker or settings.ranks_per_worker
 
 
 def secret_spec(name: str, owner: str, folder: Path) -> dict[str, Any]:
-    """The secret that mounts the certificate and key of `folder` in the pods."""
+    """Return the secret that mounts the certificate and key of `folder` in the pods."""
     files = {file: base64.b64encode((folder / file).read_bytes()).decode() for file in (CERT_FILE, KEY_FILE)}
     metadata = {"name": secret_name(name), "labels": {**MANAGED, OWNER_LABEL: owner}}
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": files}
@@ -72,7 +72,7 @@ def secret_spec(name: str, owner: str, folder: Path) -> dict[str, Any]:
 def cluster_spec(
     name: str, namespace: str, owner: str, workers: int, settings: KubernetesSettings, idle_timeout_s: float
 ) -> dict[str, Any]:
-    """The DaskCluster."""
+    """Return the DaskCluster."""
     from dask_kubernetes.operator import make_cluster_spec
 
     spec: dict[str, Any] = make_cluster_spec(
@@ -158,7 +158,7 @@ def _fill_pod(pod: dict[str, Any], name: str, settings: KubernetesSettings) -> N
 
 
 def _resources(settings: KubernetesSettings) -> dict[str, dict[str, str]]:
-    """Requests and limits; the schema of the operator wants strings."""
+    """Return requests and limits; the schema of the operator wants strings."""
     requests, limits = settings.resources.requests, settings.resources.limits
     if settings.gpus_per_worker:
         limits = {_GPU: settings.gpus_per_worker, **limits}

@@ -75,7 +75,7 @@ def evaluated_params(params: ImagesParams, data: str | None) -> ImagesParams:
 
 
 def _listed(params: ImagesParams, data: str, tell: Callable[[str], None]) -> Manifest:
-    """A manifest that holds out the val folder of a split source, or else nothing: then all images count."""
+    """Return a manifest that holds out the val folder of a split source, or else nothing: then all images count."""
     whole = {"train_pct": 1.0, "downsample_to": 1.0, "subset": None}
     settings = evaluated_params(params, data).model_copy(update=whole)
     location = replace(Location.at(settings), setting="--data")

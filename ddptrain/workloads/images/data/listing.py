@@ -51,7 +51,7 @@ class SourceListing:
 
     @classmethod
     def among(cls, items: Iterable[Listed], inside: str = "") -> Self:
-        """Sorts the files of a listing, or those inside one of its folders."""
+        """Sort the files of a listing, or those inside one of its folders."""
         found = cls()
         for item in items:
             if inside and item.key.startswith(f"{inside}/"):
@@ -74,14 +74,14 @@ class SourceListing:
 
 
 def _imageless(folders: Sequence[str]) -> str:
-    """The part of a message about folders without images, which are no classes."""
+    """Return the part of a message about folders without images, which are no classes."""
     names = ", ".join(shorten(name, 40) for name in folders[:_MOST_NAMED])
     more = ", ..." if len(folders) > _MOST_NAMED else ""
     return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
 
 
 def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
-    """Writes the run's manifest into `folder`, unless the one there was made with the same parameters.
+    """Write the run's manifest into `folder`, unless the one there was made with the same parameters.
 
     Raises: UsageError for invalid parameters or an unusable source, StoreError if the source can't be listed.
     """
@@ -99,7 +99,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
             tell(f"the images are listed again: {_differences(known.made_of, made_of)}")
         source = find_source(location, settings, tell)
         manifest = make_manifest(source, settings, location)
-        tell(f"{_summary(manifest)}{source.words}")
+        tell(f"{_summary(manifest)}{source.description}")
     labels = labels_of(settings)
     if labels is not None:
         matches(manifest.classes, labels)
@@ -129,13 +129,13 @@ class ImageSource:
     val_location: Location | None = None
 
     def val_words(self, location: Location) -> str:
-        """The folder of the validation images, for messages."""
+        """Return the folder of the validation images, for messages."""
         if self.val_location is not None:
-            return self.val_location.words
-        return f"{location.words}/{self.layout.val}" if self.layout else location.words
+            return self.val_location.description
+        return f"{location.description}/{self.layout.val}" if self.layout else location.description
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """For a message: the files that are left out, and the layout of a split source; "" or begins with ";"."""
         ignored = [self.train.ignored, self.val.ignored if self.val else ""]
         left_out = "".join(f"; left out: {text}" for text in ignored if text)
@@ -147,7 +147,7 @@ class ImageSource:
 
 
 def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
-    """Lists a source in one pass; its folders are the classes.
+    """List a source in one pass; its folders are the classes.
 
     Raises: UsageError if no class folder has images; StoreError if the source can't be listed.
     """
@@ -158,7 +158,7 @@ def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
 
 
 def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSource:
-    """Lists a source and detects its layout.
+    """List a source and detect its layout.
 
     Raises: UsageError if the source is unusable; StoreError if it can't be listed.
     """
@@ -168,8 +168,10 @@ def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSo
     _check(whole, location)
     val_location = None if params.val_source is None else Location.of(params.val_source, params.source_options)
     if val_location == location:
-        raise UsageError(f"params.val_source is params.source, {location.words}: give another folder, or leave it out")
-    layout = detect(_class_folders(whole), location.words, params.subset, has_val_source=val_location is not None)
+        raise UsageError(
+            f"params.val_source is params.source, {location.description}: give another folder, or leave it out"
+        )
+    layout = detect(_class_folders(whole), location.description, params.subset, has_val_source=val_location is not None)
     train = whole if layout is None else _part(items, location, layout.train)
     if val_location is not None:
         return ImageSource(train, list_images(val_location, tell), layout, val_location)
@@ -183,18 +185,18 @@ def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
         yield item
         if tell is not None and number % 1000 == 0 and time.monotonic() > next_word:
             next_word = time.monotonic() + _TELL_EVERY_S
-            tell(f"listing {location.words}: {number:,} files so far")
+            tell(f"listing {location.description}: {number:,} files so far")
 
 
 def _folders_of(location: Location, inside: str = "") -> set[str]:
-    """The folders in a local folder, also empty ones. Object stores have no empty folders."""
+    """Return the folders in a local folder, also empty ones. Object stores have no empty folders."""
     if location.protocol != "file":
         return set()
     return {entry.name for entry in os.scandir(Path(location.url, inside)) if entry.is_dir() and entry.name[0] != "."}
 
 
 def _class_folders(found: SourceListing) -> dict[str, int]:
-    """The number of class folders in each folder with images; 0 if an image is directly in it.
+    """Return the number of class folders in each folder with images; 0 if an image is directly in it.
 
     Folders without images are included, with 0, if their names are those of parts of a split source.
     """
@@ -206,20 +208,20 @@ def _class_folders(found: SourceListing) -> dict[str, int]:
 
 
 def _part(items: Iterable[Listed], location: Location, name: str) -> SourceListing:
-    """The content of one folder of a split source."""
+    """Return the content of one folder of a split source."""
     found = SourceListing.among(items, name)
     found.folders |= _folders_of(location, name)
     return found
 
 
 def make_manifest(source: ImageSource, params: ImagesParams, location: Location) -> Manifest:
-    """Selects images by the parameters, and splits them.
+    """Select images by the parameters, and split them.
 
     Raises UsageError if `subset` names unknown classes or selects fewer than two, or if the classes of the
     validation images are not those of the training images.
     """
     found = source.train
-    where = f"{location.words}/{source.layout.train}" if source.layout else location.words
+    where = f"{location.description}/{source.layout.train}" if source.layout else location.description
     classes = chosen_classes(sorted(found.by_class), params.subset, where)
     if len(classes) < 2:
         raise UsageError(_too_few(found, classes, where, depth=2 if source.layout else 1))
@@ -236,8 +238,8 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     chosen += [(item, label, True) for label, name in enumerate(classes) for item in val.get(name, [])]
     is_val = [is_held or item.key in val_keys for item, _, is_held in chosen]
     return Manifest(
-        url=location.words,
-        val_url=source.val_location.words if source.val_location else "",
+        url=location.description,
+        val_url=source.val_location.description if source.val_location else "",
         classes=tuple(classes),
         keys=tuple(item.key for item, _, _ in chosen),
         labels=tuple(label for _, label, _ in chosen),
@@ -250,7 +252,7 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
 
 
 def _sampled(found: SourceListing, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
-    """The selected images of each class, ordered by key."""
+    """Return the selected images of each class, ordered by key."""
     items = {item.key: item for name in classes for item in found.by_class[name]}
     keys = sample(
         {name: [item.key for item in found.by_class[name]] for name in classes}, params.downsample_to, params.seed
@@ -259,7 +261,7 @@ def _sampled(found: SourceListing, classes: Sequence[str], params: ImagesParams)
 
 
 def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, where: str) -> list[str]:
-    """The selected classes, sorted: all, the first `subset` ones, or those named in `subset`.
+    """Return the selected classes, sorted: all, the first `subset` ones, or those named in `subset`.
 
     Raises UsageError for unknown names, with the nearest class as a hint, and for a number above that of the classes.
     """
@@ -287,7 +289,7 @@ def _unknown(name: str, classes: Sequence[str]) -> str:
 
 
 def _add(found: SourceListing, item: Listed, path: str) -> None:
-    """Adds a file; `path` is its key relative to the folder of the class folders."""
+    """Add a file; `path` is its key relative to the folder of the class folders."""
     parts = path.split("/")
     if any(part.startswith(".") for part in parts) or not is_utf8(item.key):
         found.n_hidden += 1
@@ -303,10 +305,10 @@ def _add(found: SourceListing, item: Listed, path: str) -> None:
 
 
 def _check(found: SourceListing, location: Location) -> None:
-    """Raises UsageError if there are no images in class folders."""
+    """Raise UsageError if there are no images in class folders."""
     if found.by_class:
         return
-    where = location.words
+    where = location.description
     want = "params.source must be a folder with one folder of images for each class"
     if found.n_stray:
         raise UsageError(
@@ -335,17 +337,17 @@ def _too_few(found: SourceListing, classes: Sequence[str], where: str, depth: in
 
 
 def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
-    """The parameters that determine the manifest, as JSON values."""
+    """Return the parameters that determine the manifest, as JSON values."""
     subset = params.subset if isinstance(params.subset, int | None) else sorted(set(params.subset))
     made_of: dict[str, object] = {
-        "source": location.words,
+        "source": location.description,
         "subset": subset,
         "train_pct": params.train_pct,
         "downsample_to": params.downsample_to,
         "seed": params.seed,
     }
     if params.val_source is not None:  # absent otherwise, so that manifests of earlier versions stay valid
-        made_of["val_source"] = Location.of(params.val_source, {}).words
+        made_of["val_source"] = Location.of(params.val_source, {}).description
     return made_of
 
 

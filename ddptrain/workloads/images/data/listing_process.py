@@ -20,7 +20,7 @@ _PROGRAM = (
 
 
 def list_by_class(location: Location) -> ByClass:
-    """The images of each class. Raises: UsageError, StoreError."""
+    """Return the images of each class. Raises: UsageError, StoreError."""
     return {
         name: [(item.key, item.size_bytes, item.version) for item in items]
         for name, items in list_images(location).by_class.items()
@@ -37,7 +37,7 @@ def list_in_process(location: Location) -> ByClass:
         [sys.executable, "-P", "-c", _PROGRAM], input=json.dumps(request).encode(), stdout=subprocess.PIPE, check=False
     )
     if done.returncode:
-        raise StoreError(f"{location.words} can't be listed: see the message above")
+        raise StoreError(f"{location.description} can't be listed: see the message above")
     reply = json.loads(done.stdout)
     if isinstance(reply, str):
         raise StoreError(reply)
@@ -47,7 +47,7 @@ def list_in_process(location: Location) -> ByClass:
 
 
 def main(url: str, options: Mapping[str, Any]) -> None:
-    """Prints the images as JSON: a mapping, or the message of a StoreError, or a list with that of a UsageError."""
+    """Print the images as JSON: a mapping, or the message of a StoreError, or a list with that of a UsageError."""
     reply: object
     try:
         reply = list_by_class(Location(url, options))

@@ -55,33 +55,33 @@ class Manifest:
     schema: Literal[1] = 1
 
     def location(self, params: ImagesParams) -> Location:
-        """Where to read the images: a local folder as the driver resolved it, a URL as in the parameters."""
+        """Return where to read the images: a local folder as the driver resolved it, a URL as in the parameters."""
         chosen = Location.at(params)
         return Location(self.url, chosen.options) if chosen.protocol == "file" else chosen
 
     def val_location(self, params: ImagesParams) -> Location | None:
-        """Where to read the validation images, as `location`; None if they are in the source."""
+        """Return where to read the validation images, as `location`; None if they are in the source."""
         if not self.val_url:
             return None
         chosen = Location.of(params.val_source or self.val_url, params.source_options)
         return Location(self.val_url, chosen.options) if chosen.protocol == "file" else chosen
 
     def in_val_source(self, index: int) -> bool:
-        """Whether an image is read from `val_url`."""
+        """Return whether an image is read from `val_url`."""
         return bool(self.val_url) and index >= self.val[0]
 
     def name(self, index: int) -> str:
-        """The name of an image in messages: its key, with its location if that is not the source."""
+        """Return the name of an image in messages: its key, with its location if that is not the source."""
         return f"{self.val_url}/{self.keys[index]}" if self.in_val_source(index) else self.keys[index]
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest into a folder atomically."""
+        """Write the manifest into a folder atomically."""
         document = {item.name: getattr(self, item.name) for item in fields(self)}
         write_atomic(folder / FILE, (json.dumps(document, ensure_ascii=False) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads the manifest of a folder. Raises DamagedManifest if it is missing or invalid."""
+        """Read the manifest of a folder. Raises DamagedManifest if it is missing or invalid."""
         path = folder / FILE
         try:
             manifest = TypeAdapter(cls).validate_json(path.read_bytes())
@@ -95,13 +95,13 @@ class Manifest:
 
 
 def is_plain_key(key: str) -> bool:
-    """Whether a key has a class folder and stays below the folder that it is joined to."""
+    """Return whether a key has a class folder and stays below the folder that it is joined to."""
     parts = key.split("/")
     return len(parts) > 1 and not {"", ".", ".."} & set(parts) and "\0" not in key
 
 
 def is_of_class(key: str, name: str) -> bool:
-    """Whether a key is CLASS/IMAGE of that class or, in a split source, PART/CLASS/IMAGE."""
+    """Return whether a key is CLASS/IMAGE of that class or, in a split source, PART/CLASS/IMAGE."""
     first, *below = key.split("/")
     return first == name or (is_split_folder(first) and len(below) > 1 and below[0] == name)
 
@@ -119,7 +119,7 @@ def _first(error: ValidationError) -> str:
 
 
 def _problem(manifest: Manifest) -> str:
-    """What is inconsistent between valid fields; "" if nothing is."""
+    """Return what is inconsistent between valid fields; "" if nothing is."""
     n = len(manifest.keys)
     for name in ("labels", "sizes", "versions"):
         if len(getattr(manifest, name)) != n:

@@ -67,7 +67,7 @@ def find_images(arguments: Iterable[str], options: Mapping[str, Any]) -> Iterato
 
 
 def is_image(name: str) -> bool:
-    """Whether a file in a folder or a listing counts as an image, by its name."""
+    """Return whether a file in a folder or a listing counts as an image, by its name."""
     return name.lower().endswith(_SUFFIXES) and not name.rpartition("/")[2].startswith(".")
 
 
@@ -95,14 +95,14 @@ def _expand(argument: str, options: Mapping[str, Any]) -> Iterator[PredictInput 
 def _or_problem(
     found: Iterator[PredictInput | InputProblem], name: str, reason: str = f"no images in it ({', '.join(_SUFFIXES)})"
 ) -> Iterator[PredictInput | InputProblem]:
-    """The inputs that were found, or a problem if there are none."""
+    """Yield the inputs that were found, or a problem if there are none."""
     first = next(found, None)
     yield InputProblem(name, reason) if first is None else first
     yield from found
 
 
 def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[PredictInput | InputProblem]:
-    """The images below a folder. Links are followed; no folder is entered twice, so that cycles of links end."""
+    """Yield the images below a folder. Links are followed; no folder is entered twice, so that cycles of links end."""
     try:
         state = os.stat(folder)
         if (state.st_dev, state.st_ino) in entered:
@@ -122,7 +122,7 @@ def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[PredictInput 
 
 
 def _expand_pattern(pattern: str) -> Iterator[PredictInput | InputProblem]:
-    """The images that match a shell pattern (** included), and those below matching folders."""
+    """Yield the images that match a shell pattern (** included), and those below matching folders."""
     for path in sorted(glob.glob(pattern, recursive=True)):
         if is_image(path) and not os.path.isdir(path):
             yield PredictInput(path, path)
@@ -131,7 +131,7 @@ def _expand_pattern(pattern: str) -> Iterator[PredictInput | InputProblem]:
 
 
 def _expand_url(url: str, options: Mapping[str, Any]) -> Iterator[PredictInput | InputProblem]:
-    """The image at a URL, or those below it."""
+    """Return the image at a URL, or those below it."""
     parts = urlsplit(url)
     is_web = parts.scheme.lower() in ("http", "https")
     if is_web and parts.query:  # such as a signed URL: it must be used as a whole
@@ -148,9 +148,9 @@ def _list(location: Location) -> Iterator[PredictInput | InputProblem]:
         for listed in open_store(location).listing():
             if is_image(listed.key):
                 is_empty = False
-                yield PredictInput(f"{location.words}/{listed.key}", listed.key, location)
+                yield PredictInput(f"{location.description}/{listed.key}", listed.key, location)
     except DdptrainError as error:
-        yield InputProblem(location.words, describe_reason(error, location.words), error.exit_code)
+        yield InputProblem(location.description, describe_reason(error, location.description), error.exit_code)
         return
     if is_empty:
-        yield InputProblem(location.words, f"no images below it ({', '.join(_SUFFIXES)})", StoreMissing.exit_code)
+        yield InputProblem(location.description, f"no images below it ({', '.join(_SUFFIXES)})", StoreMissing.exit_code)

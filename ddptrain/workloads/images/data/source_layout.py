@@ -25,14 +25,14 @@ class SourceLayout:
 
 
 def is_split_folder(name: str) -> bool:
-    """Whether a folder of this name is a part of a split source, not a class, if the source is split."""
+    """Return whether a folder of this name is a part of a split source, not a class, if the source is split."""
     return name.lower() in _NAMES
 
 
 def detect(
     folders: Mapping[str, int], where: str, subset: int | Sequence[str] | None = None, *, has_val_source: bool = False
 ) -> SourceLayout | None:
-    """The layout of a split source; None if its folders are classes.
+    """Return the layout of a split source; None if its folders are classes.
 
     `folders`: the top-level folders, each with its number of class folders; 0 if images are directly in it, or if it
     has no images. A source is split if `train` contains only class folders and the other folders are val, valid,
@@ -61,7 +61,7 @@ def detect(
 def _check_others_are_classes(
     parts: Mapping[str, int], train: Sequence[str], others: Sequence[str], where: str
 ) -> None:
-    """Raises UsageError if `train` looks like a part of a split source but other folders are no parts."""
+    """Raise UsageError if `train` looks like a part of a split source but other folders are no parts."""
     if train and parts[train[0]] >= 2:
         raise UsageError(
             f"{where} holds {train[0]} with {parts[train[0]]} folders in it, as a split data set does, and also "
@@ -97,7 +97,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def check_classes_agree(train: Sequence[str], used: Sequence[str], val: Sequence[str], where: str) -> None:
-    """Checks that the validation folder `where` has all classes that are used, and none that training lacks.
+    """Check that the validation folder `where` has all classes that are used, and none that training lacks.
 
     Raises UsageError.
     """

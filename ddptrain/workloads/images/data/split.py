@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def sample(by_class: Mapping[str, Sequence[str]], share: float, seed: int) -> dict[str, list[str]]:
-    """The selected keys of each class, sorted: `share` of all keys, rounded, and at least one per class.
+    """Return the selected keys of each class, sorted: `share` of all keys, rounded, and at least one per class.
 
     The selection depends only on the seed and the set of keys.
     """
@@ -17,7 +17,7 @@ def sample(by_class: Mapping[str, Sequence[str]], share: float, seed: int) -> di
 
 
 def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) -> tuple[set[str], set[str]]:
-    """The keys for training and those for validation: at least one key of each class is for training.
+    """Return the keys for training and those for validation: at least one key of each class is for training.
 
     Of all keys together `train_share` (rounded) are for training; in each class the number differs by one at most. The
     split depends only on the seed and the set of keys.
@@ -31,7 +31,7 @@ def split(by_class: Mapping[str, Sequence[str]], train_share: float, seed: int) 
 def _parted(
     by_class: Mapping[str, Sequence[str]], share: float, seed: int, purpose: str
 ) -> dict[str, tuple[list[str], list[str]]]:
-    """Each class's keys in two parts; `share` of them are in the first."""
+    """Return each class's keys in two parts; `share` of them are in the first."""
     sizes = _sizes({name: len(keys) for name, keys in by_class.items()}, share, seed, purpose)
     parts = {}
     for name, keys in by_class.items():
@@ -41,7 +41,7 @@ def _parted(
 
 
 def _sizes(totals: Mapping[str, int], share: float, seed: int, purpose: str) -> dict[str, int]:
-    """The size of each class's first part, by the largest remainder, so that the sum is exact; at least 1."""
+    """Return the size of each class's first part, by the largest remainder, so that the sum is exact; at least 1."""
     exact = {name: total * share for name, total in totals.items()}
     sizes = {name: int(exact[name]) for name in totals}
     missing = round(sum(totals.values()) * share) - sum(sizes.values())
@@ -53,7 +53,7 @@ def _sizes(totals: Mapping[str, int], share: float, seed: int, purpose: str) -> 
 
 
 def _drawn(names: Iterable[str], seed: int, purpose: str) -> list[str]:
-    """The names in a pseudo-random order that depends only on the seed: the order of their hashes."""
+    """Return the names in a pseudo-random order that depends only on the seed: the order of their hashes."""
 
     def ticket(name: str) -> tuple[bytes, str]:
         text = f"{purpose}/{seed}/{name}".encode(errors="surrogatepass")

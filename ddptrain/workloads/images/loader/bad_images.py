@@ -18,7 +18,7 @@ class TooManyBadImages(TrainingFailed):
 
 
 def check_bad(n_bad: int, n_images: int, max_fraction: float, named: Mapping[str, str]) -> None:
-    """Checks that at most a fraction of all images is bad; `named` has names and reasons, perhaps of some only.
+    """Check that at most a fraction of all images is bad; `named` has names and reasons, perhaps of some only.
 
     Raises TooManyBadImages.
     """
@@ -43,7 +43,7 @@ class BadImages:
             self._of_label.setdefault(manifest.labels[index], []).append(index)
 
     def add(self, index: int, reason: str) -> None:
-        """Records an image, and reports it the first time. Raises TooManyBadImages."""
+        """Record an image, and report it the first time. Raises TooManyBadImages."""
         if index in self.reasons:
             return
         self.reasons[index] = reason
@@ -56,7 +56,7 @@ class BadImages:
         return {self._manifest.name(index): reason for index, reason in self.reasons.items()}
 
     def others(self, index: int, seed: int) -> Iterator[int]:
-        """Replacements for an image: training images of its class that are not known to be bad.
+        """Yield replacements for an image: training images of its class that are not known to be bad.
 
         Their order depends only on `seed`, so the replacement is the same for any number of ranks.
         Raises TooManyBadImages after the last one.
@@ -75,5 +75,5 @@ class BadImages:
 
 
 def _one_line(key: str, reason: str) -> str:
-    """Name and reason in one line; both come from outside and may have any characters and length."""
+    """Return name and reason in one short line, without control characters: neither of them can be trusted."""
     return f"{shorten(key, _LONGEST)}: {shorten(reason, _LONGEST)}"

@@ -67,7 +67,7 @@ class BatchStream:
     n_ready: int = 0  # used by the thread of the batcher only
 
     def seed_of(self, index: int) -> int | None:
-        """The seed for the augmentation of a planned image; it is the same in each process and for each replacement."""
+        """Return the seed for the augmentation of a planned image: equal in each process and for each replacement."""
         return None if self.seed is None else (self.seed << 32) | index
 
 
@@ -147,7 +147,7 @@ class Batcher:
         self._error: Exception | None = None
 
     def run(self, pool: DecodePool) -> None:
-        """Processes messages until Stop."""
+        """Process messages until StopBatcher."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while not isinstance(message := self.inbox.get(), StopBatcher):
@@ -189,7 +189,7 @@ class Batcher:
                 self._rows[new] = self._rows_of(new)
 
     def _drop(self, stream: BatchStream) -> None:
-        """Removes a stream and cancels its unfinished batches."""
+        """Remove a stream and cancel its unfinished batches."""
         self._rows.pop(stream, None)
         cancelled_batches = [pending for pending in self._pending if pending.stream is stream]
         self._pending = deque(pending for pending in self._pending if pending.stream is not stream)
@@ -208,7 +208,7 @@ class Batcher:
     # --- requests and results ---
 
     def _rows_of(self, stream: BatchStream) -> Iterator[_BatchRow]:
-        """All rows of a stream, in order; a batch is in progress from its first row on."""
+        """Yield all rows of a stream, in order; a batch is in progress from its first row on."""
         for share in stream.shares:
             planned = stream.index[share.index].tolist()
             n = len(planned)
@@ -218,7 +218,7 @@ class Batcher:
                 yield pending, row
 
     def _send(self, pool: DecodePool) -> None:
-        """Sends requests while there are free slots and the decode pool has capacity."""
+        """Send requests while there are free slots and the decode pool has capacity."""
         while request := self._next_request():
             image, n_bytes = self._image_of(request.pending.shown[request.row])
             is_much = self._reading_bytes > 0 and self._reading_bytes + n_bytes > _MOST_READING_BYTES
@@ -240,7 +240,7 @@ class Batcher:
         return self._unsent.popleft() if self._unsent else None
 
     def _request_row(self, pending: _PendingBatch, row: int) -> None:
-        """Requests the image of a row. A known bad image is replaced in training, and left out in validation."""
+        """Request the image of a row. A known bad image is replaced in training, and left out in validation."""
         is_bad = pending.shown[row] in self._bad.reasons
         if is_bad and pending.stream.seed is None:
             pending.bad.add(row)
@@ -254,7 +254,7 @@ class Batcher:
             self._unsent.append(request)
 
     def _request_replacement(self, request: _RowRequest) -> None:
-        """Requests a replacement from the same class. Raises TooManyBadImages if there is none."""
+        """Request a replacement from the same class. Raises TooManyBadImages if there is none."""
         pending, row = request.pending, request.row
         pending.bad.add(row)
         planned, seed = pending.planned[row], pending.stream.seed_of(pending.planned[row])
@@ -263,7 +263,7 @@ class Batcher:
         self._unsent.append(_RowRequest(pending, row, request.slot, others))
 
     def _image_of(self, index: int) -> tuple[ImageRef, int]:
-        """The image to request, and its approximate size in bytes."""
+        """Return the image to request, and its approximate size in bytes."""
         manifest = self._manifest
         size_bytes = manifest.sizes[index]
         image = ImageRef(manifest.keys[index], size_bytes, manifest.versions[index], manifest.in_val_source(index))
@@ -295,7 +295,7 @@ class Batcher:
     # --- batches ---
 
     def _deliver(self) -> None:
-        """Delivers complete batches of the current stream, in order, up to READY of them."""
+        """Deliver complete batches of the current stream, in order, up to READY of them."""
         while self._pending and self._pending[0].stream is self._wanted:
             pending = self._pending[0]
             if pending.unanswered or pending.stream.n_ready >= READY:

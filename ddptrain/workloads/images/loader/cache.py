@@ -45,7 +45,7 @@ class Cache:
         return Cache, (self._folder, self._max_bytes)
 
     def get(self, url: str, key: str, version: str) -> bytes | None:
-        """The content of an image, if it is cached; a damaged entry is deleted."""
+        """Return the content of an image, if it is cached; a damaged entry is deleted."""
         path = self._path(url, key, version)
         try:
             with path.open("rb", buffering=0) as file:
@@ -62,7 +62,7 @@ class Cache:
         return None
 
     def put(self, url: str, key: str, version: str, data: bytes) -> None:
-        """Caches an image, unless it is larger than 1/80 of the cache or the disk is full."""
+        """Cache an image, unless it is larger than 1/80 of the cache or the disk is full."""
         n_bytes = len(data) + _HEADER.size
         if n_bytes * 80 > self._max_bytes:
             return
@@ -102,7 +102,7 @@ class Cache:
                 self._uncounted -= 0 if is_free else n_bytes
 
     def _share(self) -> float:
-        """Bytes that a process may write before it must clean up."""
+        """Return bytes that a process may write before it must clean up."""
         try:
             with self._lock_path.open("rb", buffering=0) as file:
                 (total,) = _SIZE.unpack(file.read(_SIZE.size))
@@ -111,7 +111,7 @@ class Cache:
         return max(self._max_bytes - int(total), self._max_bytes * (1 - _FULL)) / _WRITERS
 
     def _clean_up(self) -> bool:
-        """Deletes entries above the limit and stores the total size; false if another process is cleaning up."""
+        """Delete entries above the limit and store the total size; false if another process is cleaning up."""
         file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             if not try_lock(file):
@@ -129,7 +129,7 @@ class Cache:
         return self._folder / ".lock"
 
     def _shrink(self) -> int:
-        """Deletes entries above the limit; returns the bytes of the remaining ones."""
+        """Delete entries above the limit; return the bytes of the remaining ones."""
         entries = sorted(self._entries())
         total = sum(size for _, size, _ in entries)
         if total <= self._max_bytes * _FULL:

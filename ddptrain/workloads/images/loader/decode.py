@@ -41,12 +41,15 @@ class CorruptImage(ValueError):
 
 
 def decode_eval(data: bytes, size: int) -> NDArray[uint8]:
-    """The centre of an image (224/256 of the shorter side), upright, uint8 [3, size, size]. Raises CorruptImage."""
+    """Return the centre of an image (224/256 of the shorter side), upright, uint8 [3, size, size].
+
+    Raises CorruptImage.
+    """
     return to_planes(decode_pixels(data, size, None, random.Random()), size)
 
 
 def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.Random) -> bytes:
-    """An upright image as the bytes of [size, size, 3], rows of RGB pixels; augment None crops the centre.
+    """Return an upright image as the bytes of [size, size, 3], rows of RGB pixels; augment None crops the centre.
 
     Raises CorruptImage.
     """
@@ -62,7 +65,7 @@ def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.
 
 
 def _square(image: Image.Image, size: int, augment: Augment | None, draw: random.Random) -> Image.Image:
-    """Crops and scales the image, turns it upright, and perhaps mirrors it."""
+    """Crop and scale the image, turn it upright, and perhaps mirror it."""
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise CorruptImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
@@ -83,7 +86,7 @@ def _square(image: Image.Image, size: int, augment: Augment | None, draw: random
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """The rotation that makes the image upright; None if its EXIF is damaged, because the pixels may be intact."""
+    """Return the rotation that makes the image upright; None if its EXIF is damaged: the pixels may be intact."""
     try:
         return _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # pillow raises arbitrary errors for damaged EXIF
@@ -91,7 +94,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 def _smooth(image: Image.Image) -> Image.Image:
-    """The image in a mode whose values can be interpolated."""
+    """Return the image in a mode whose values can be interpolated."""
     if image.mode in ("RGB", "L"):
         return image
     if image.mode.startswith("I;16"):  # convert() would clip all values above 255
@@ -108,7 +111,7 @@ def _centre_box(width: int, height: int) -> Box:
 
 
 def _random_box(width: int, height: int, draw: random.Random) -> Box:
-    """A box of random area, shape and position; the largest one of an allowed shape if ten draws did not fit.
+    """Return a box of random area, shape and position; the largest one of an allowed shape if ten draws did not fit.
 
     As in torchvision's RandomResizedCrop. Portrait and landscape shapes are equally likely, so EXIF may turn it later.
     """
@@ -125,7 +128,7 @@ def _random_box(width: int, height: int, draw: random.Random) -> Box:
 
 
 def to_planes(pixels: bytes, size: int) -> NDArray[uint8]:
-    """Pixels [size, size, 3] as an array [3, size, size]."""
+    """Return pixels [size, size, 3] as an array [3, size, size]."""
     import numpy as np
 
     return np.ascontiguousarray(np.frombuffer(pixels, np.uint8).reshape(size, size, 3).transpose(2, 0, 1))

@@ -67,32 +67,32 @@ class DecodeProcess:
         return 0 if self.alone is not None else self._most - len(self.pending)
 
     def put(self, request: DecodeRequest) -> None:
-        """Adds a request; `flush` sends it."""
+        """Add a request; `flush` sends it."""
         self.pending[request.ticket] = request
         self._unsent.append(request)
 
     def take_over(self, suspects: Iterable[DecodeRequest], others: Iterable[DecodeRequest]) -> None:
-        """Adds the requests of another process: first the suspects, each of them alone, then the others."""
+        """Add the requests of another process: first the suspects, each of them alone, then the others."""
         self._suspects.extend(suspects)
         self._others = [*others]
         self.pending |= {request.ticket: request for request in [*self._suspects, *self._others]}
         self._send_next()
 
     def complete(self, ticket: int) -> None:
-        """Removes a request that has a result."""
+        """Remove a request that has a result."""
         del self.pending[ticket]
         self.has_completed = True
         if self.alone is not None:
             self._send_next()
 
     def flush(self) -> None:
-        """Sends the requests that were put."""
+        """Send the requests that were put."""
         if self._unsent:
             self._send([_encode(request) for request in self._unsent])
             self._unsent.clear()
 
     def close_stdin(self) -> None:
-        """Closes its stdin, which ends it."""
+        """Close its stdin, which ends it."""
         assert self.popen.stdin is not None
         try:
             self.popen.stdin.close()
@@ -100,7 +100,7 @@ class DecodeProcess:
             pass
 
     def join(self) -> None:
-        """Waits until it has ended; kills it after a time limit."""
+        """Wait until the process has ended; kill it after a time limit."""
         self._wait()
         self._thread.join()
         self._results.close()
@@ -132,7 +132,7 @@ class DecodeProcess:
         self._on_end(self)
 
     def _wait(self) -> str:
-        """Waits for the end, and describes it; after a time limit kills the process, so that no slot is written."""
+        """Wait for the end, and describe it; kill the process after a time limit, so that no slot is written."""
         try:
             status = self.popen.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -147,7 +147,7 @@ def _encode(request: DecodeRequest) -> list[object]:
 
 
 def _start(fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Starts a decode process with SIGTERM and SIGINT blocked, so that signals to the group never reach it."""
+    """Start a decode process with SIGTERM and SIGINT blocked, so that signals to the group never reach it."""
     blocked = {signal.SIGTERM, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:

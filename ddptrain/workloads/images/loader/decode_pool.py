@@ -41,7 +41,7 @@ class DecodeProcessLost(TrainingFailed):
 
 
 def shared_memory(n_bytes: int) -> int:
-    """A file descriptor of anonymous memory, which is freed with the last process that has it open."""
+    """Return a file descriptor of anonymous memory, which is freed with the last process that has it open."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("ddptrain-images")
     else:
@@ -68,7 +68,7 @@ class ThreadDecodePool:
         )
 
     def put(self, request: DecodeRequest) -> bool:
-        """Takes a request; false if there is no capacity, and the request must be offered again later."""
+        """Take a request; false if there is no capacity, and the request must be offered again later."""
         if self._room == 0:
             return False
         self._room -= 1
@@ -76,14 +76,14 @@ class ThreadDecodePool:
         return True
 
     def flush(self) -> None:
-        """Starts the requests that were put since the last flush."""
+        """Start the requests that were put since the last flush."""
 
     def complete(self, ticket: int) -> None:
-        """Frees the capacity that a request used."""
+        """Free the capacity that a request used."""
         self._room += 1
 
     def close(self) -> None:
-        """Ends all threads and processes."""
+        """End all threads and processes."""
         self._pipeline.close()
 
 
@@ -165,7 +165,7 @@ class ProcessDecodePool:
         return given_up
 
     def _given_up(self, dead: DecodeProcess) -> list[DecodeResult]:
-        """Counts the death against the pending requests; gives one up that was alone in a process that ended."""
+        """Count the death for all pending requests; give up a request that was alone in its process."""
         if not dead.has_begun:
             return []
         if dead.alone is None:
@@ -178,7 +178,7 @@ class ProcessDecodePool:
         return [DecodeResult(ticket, reason)]
 
     def _start_replacement(self, place: int, dead: DecodeProcess, n_left: int) -> DecodeProcess:
-        """A new process in place of a dead one that has left `n_left` requests. Raises DecodeProcessLost."""
+        """Return a new process in place of a dead one that has left `n_left` requests. Raises DecodeProcessLost."""
         is_killed = dead.end.endswith("SIGKILL")
         memory = "; the system may have been out of memory" if is_killed else ""
         problem = f"decode process {place + 1} of {len(self._decoders)} (pid {dead.popen.pid}) {dead.end}{memory}"

@@ -46,7 +46,7 @@ class DecodeSetup:
     val_url: str = ""
 
     def reader(self) -> Reader | TwoLocationReader:
-        """A reader for the locations, with the cache."""
+        """Return a reader for the locations, with the cache."""
         cache = Cache(Path(self.cache_dir), self.cache_bytes, _print) if self.cache_dir else None
         source, val_source = (
             Reader(Location(url, self.options), cache, RetryPolicy(self.deadline_s)) for url in (self.url, self.val_url)
@@ -59,7 +59,7 @@ def _print(text: str) -> None:
 
 
 def main(requests: BinaryIO) -> None:
-    """Reads the setup, then requests until stdin ends; then this process ends."""
+    """Read the setup, then requests until stdin ends; then this process ends."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # blocked by the rank until here
@@ -79,7 +79,7 @@ def main(requests: BinaryIO) -> None:
 
 
 def _send_results(results: queue.SimpleQueue[DecodeResult], fd: int) -> None:
-    """Writes results as they come, several in a line; ends the process when its rank is gone."""
+    """Write results as they come, several in a line; end the process when its rank is gone."""
     rank_pid = os.getppid()
     while True:
         try:

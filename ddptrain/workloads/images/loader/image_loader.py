@@ -86,7 +86,7 @@ class ImageLoader:
         self.close()
 
     def close(self) -> None:
-        """Ends all threads and processes."""
+        """End all threads and processes."""
         if self._thread.is_alive():
             self._pool.close()
             self._batcher.inbox.put(batcher.StopBatcher())
@@ -103,11 +103,11 @@ class ImageLoader:
         return list(self._bad.reasons)
 
     def steps(self, epoch: int, taken: Sequence[Sequence[int]] = ()) -> int:
-        """Steps of all ranks in an epoch, or in the part of it that other ranks left."""
+        """Return steps of all ranks in an epoch, or in the part of it that other ranks left."""
         return len(self._training(epoch, taken, 0).shares)
 
     def train(self, epoch: int, taken: Sequence[Sequence[int]] = (), first: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch (from 1), or of the part of it that other ranks left, from step `first` on.
+        """Return the batches of an epoch (from 1), or of the part of it that other ranks left, from step `first` on.
 
         `taken`: (number of ranks, steps) pairs of the ranks that began the epoch, as for plan_epoch.
         Raises: TooManyBadImages; DecodeProcessLost; StoreUnreachable if the store does not answer for over a minute.
@@ -116,7 +116,7 @@ class ImageLoader:
         return self._batches(self._training(epoch, taken, first))
 
     def validate(self) -> Iterator[Batch]:
-        """The batches of all held-out images. Raises as `train` does."""
+        """Return the batches of all held-out images. Raises as `train` does."""
         return self._batches(self._validation())
 
     def _batches(self, stream: BatchStream) -> Iterator[Batch]:
@@ -134,7 +134,7 @@ class ImageLoader:
             inbox.put(batcher.EndStream(stream))
 
     def _next_batch(self, stream: BatchStream) -> Batch:
-        """The next batch. It comes or raises an error, because each image has a deadline."""
+        """Return the next batch. It comes or raises an error, because each image has a deadline."""
         while True:
             try:
                 batch = stream.ready.get(timeout=_CHECK_THREAD_S)
@@ -188,14 +188,14 @@ class ImageLoader:
 
 
 def loader_workers(setting: str | int, device: torch.device) -> int:
-    """The number of decode processes of a rank: `auto` leaves one core to a rank with a GPU, else three quarters."""
+    """Return the number of decode processes: `auto`: all cores but one (at most 16) with a GPU, else a quarter."""
     if isinstance(setting, int):
         return setting
     return max(1, min(16, _cores() - 1)) if device.type == "cuda" else max(1, _cores() // 4)
 
 
 def _cores() -> int:
-    """The number of the host's cores for this rank."""
+    """Return the number of the host's cores for this rank."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

@@ -29,7 +29,7 @@ class ObjectSource(Protocol):
     """What a reader needs of a store."""
 
     def get(self, key: str) -> bytes:
-        """The whole content of an object; blocks; must be thread-safe."""
+        """Return the whole content of an object; blocks; must be thread-safe."""
         ...
 
 
@@ -98,7 +98,7 @@ class Reader:
         self._reset()
 
     def read(self, wanted: ImageRef) -> bytes | ReadFailure:
-        """The whole content of an image; transient errors are retried until the deadline."""
+        """Return the whole content of an image; transient errors are retried until the deadline."""
         if self._cache is not None:
             known = self._cache.get(self._location.url, wanted.key, wanted.version)
             if known is not None and (wanted.size_bytes < 0 or wanted.size_bytes == len(known)):
@@ -180,15 +180,15 @@ class Reader:
         return data
 
     def _away(self, since: float, last_error: str) -> str:
-        """The error message for a store that has been silent since that time.monotonic()."""
+        """Return the error message for a store that has been silent since that time.monotonic()."""
         silent_s = time.monotonic() - since
         # The time of day makes two failures different: equal failures in a row are not restarted.
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
         silent = f"no request has succeeded since {clock} ({silent_s:.0f} s)"
-        return f"{self._location.words} does not answer: {silent}; the last error: {last_error}"
+        return f"{self._location.description} does not answer: {silent}; the last error: {last_error}"
 
     def _open(self) -> ObjectSource:
-        """The store of this process. Raises RuntimeError after a fork of a process that had connections."""
+        """Return the store of this process. Raises RuntimeError after a fork of a process that had connections."""
         if self._pid not in {0, os.getpid()}:
             if self._location.protocol not in SURVIVE_A_FORK:
                 raise RuntimeError(
@@ -203,7 +203,7 @@ class Reader:
             return self._store
 
     def _reset(self) -> None:
-        """Resets the attributes that belong to one process."""
+        """Reset the attributes that belong to one process."""
         self._store, self._pool, self._pid = None, None, 0
         self._lock, self._health = threading.Lock(), StoreHealth()
 
@@ -215,12 +215,12 @@ class TwoLocationReader:
         self._source, self._val_source = source, val_source
 
     def read(self, wanted: ImageRef) -> bytes | ReadFailure:
-        """The content of an image, from its location."""
+        """Return the content of an image, from its location."""
         return (self._val_source if wanted.in_val_source else self._source).read(wanted)
 
 
 def _finished(pending: dict[Future[bytes | ReadFailure], int]) -> Iterator[tuple[int, bytes | ReadFailure]]:
-    """Waits for at least one result, and yields all that are done."""
+    """Wait for at least one result, and yield all that are done."""
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     for future in done:
         yield pending.pop(future), future.result()

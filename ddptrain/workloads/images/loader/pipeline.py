@@ -60,11 +60,11 @@ class Pipeline:
         self._decoders = self._start(self._decode, decoders)
 
     def put(self, request: DecodeRequest) -> None:
-        """Adds a request."""
+        """Add a request."""
         self._requests.put(request)
 
     def close(self) -> None:
-        """Ends the threads: requests in progress may still get results, others do not."""
+        """End the threads: requests in progress may still get results, others do not."""
         self._closed = True
         for _ in self._readers:
             self._requests.put(None)
@@ -95,7 +95,7 @@ class Pipeline:
                 self._on_result(DecodeResult(request.ticket, self._fill(request, data, draw)))
 
     def _fill(self, request: DecodeRequest, data: bytes, draw: random.Random) -> str:
-        """Decodes an image into its slot; returns the reason if that fails."""
+        """Decode an image into its slot; return the reason if that fails."""
         n_bytes = self._size * self._size * 3
         draw.seed(request.seed)
         try:

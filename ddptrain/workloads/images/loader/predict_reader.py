@@ -43,7 +43,7 @@ def decoded(
 
 
 def _look(one: PredictInput | InputProblem, size: int, readers: dict[str, Reader]) -> Look:
-    """A function for any thread that reads and decodes an input."""
+    """Return a function for any thread that reads and decodes an input."""
     if isinstance(one, InputProblem):
         return lambda: one.reason
     if one.location is None:
@@ -83,7 +83,7 @@ def _read_file(path: str) -> bytes | str:
 
 @contextmanager
 def _threads(count: int) -> Iterator[Callable[[Look], Future[Image | str]]]:
-    """Calls functions in `count` threads. They are daemons, so the process can end while a store does not answer."""
+    """Call functions in `count` threads. They are daemons, so the process can end while a store does not answer."""
     work: queue.SimpleQueue[tuple[Look, Future[Image | str]] | None] = queue.SimpleQueue()
     over = threading.Event()
 

@@ -37,11 +37,11 @@ class StoreHealth:
         return self._key != _NO_KEY
 
     def record_answer(self, key: str = "") -> None:
-        """Records an answer; `key` is that of an image that it returned."""
+        """Record an answer; `key` is that of an image that it returned."""
         self._last_answer, self._key = time.monotonic(), key or self._key
 
     def probe(self, since: float, get: Callable[[str], object]) -> bool:
-        """Whether the store answers a probe for an image that it returned before.
+        """Return whether the store answers a probe for an image that it returned before.
 
         One thread probes for all. There is no probe if an answer, or an unanswered probe, is newer than `since`. `get`
         records its answers with `record_answer`.

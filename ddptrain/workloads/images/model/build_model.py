@@ -34,7 +34,7 @@ class SmallCnn(nn.Module):
         self.head = nn.Linear(64, n_outputs)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [n, n_outputs] for images [n, 3, h, w]."""
+        """Return logits [n, n_outputs] for images [n, 3, h, w]."""
         scores: Tensor = self.head(self.features(images))
         return scores
 
@@ -53,7 +53,7 @@ def describe(
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
 ) -> dict[str, Any]:
-    """The description of a model and its outputs, as plain data.
+    """Return the description of a model and its outputs, as plain data.
 
     outputs: the model's output for each class; by default one output per class. output_names: of all outputs, if there
     are others than the classes. mean, std: per channel, of pixels from 0 to 1.
@@ -72,7 +72,7 @@ def describe(
 
 
 def build(model_config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model of a description, with random weights.
+    """Build the model of a description, with random weights.
 
     Raises UsageError if the architecture does not exist, or does not support the image size.
     """
@@ -93,7 +93,7 @@ def build(model_config: Mapping[str, Any]) -> nn.Module:
 
 
 def outline(model_config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model without memory for its weights, if its architecture allows that. Raises as `build` does."""
+    """Build the model without memory for its weights, if its architecture allows that. Raises as `build` does."""
     try:
         with torch.device("meta"):
             return build(model_config)
@@ -102,7 +102,7 @@ def outline(model_config: Mapping[str, Any]) -> nn.Module:
 
 
 def wrong_size(model_config: Mapping[str, Any], error: Exception) -> UsageError:
-    """The error for images that are too small for a model, or of a size that it can't divide."""
+    """Return the error for images that are too small for a model, or of a size that it can't divide."""
     size = model_config["image_size"]
     return UsageError(
         f"{model_config['architecture']} can't take images of {size} x {size} pixels: {str(error).rstrip('.')}; "
@@ -111,7 +111,7 @@ def wrong_size(model_config: Mapping[str, Any], error: Exception) -> UsageError:
 
 
 def _options(architecture: str, image_size: int) -> dict[str, Any]:
-    """Arguments of torchvision's builder: transformers have a fixed image size.
+    """Return arguments of torchvision's builder: transformers have a fixed image size.
 
     The Inceptions are built without auxiliary heads: these need large images, and help little with BatchNorm.
     """
@@ -140,7 +140,7 @@ class PixelNormalizer(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """The converted images, on the device."""
+        """Return the converted images, on the device."""
         moved = images.to(self._scale.device, non_blocking=True)
         return torch.addcmul(self._shift, moved.float(), self._scale).contiguous(memory_format=self._format)
 

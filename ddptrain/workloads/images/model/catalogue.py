@@ -17,13 +17,13 @@ _MEMBER = re.compile(r"^    ([A-Z][A-Z0-9_]*) = ", re.MULTILINE)
 
 
 def architectures() -> list[str]:
-    """The names of all classification models; an empty list if torchvision is not installed."""
+    """Return the names of all classification models; an empty list if torchvision is not installed."""
     found = sorted(match["name"] for text in _sources() for match in _BUILDER.finditer(text))
     return [SMALL_CNN, *found] if found else []
 
 
 def weight_names(architecture: str) -> list[str]:
-    """The names of torchvision's weights for a model, as DEFAULT and IMAGENET1K_V1; empty if unknown."""
+    """Return the names of torchvision's weights for a model, as DEFAULT and IMAGENET1K_V1; empty if unknown."""
     for text in _sources():
         kinds = {match["name"]: match["weights"] for match in _BUILDER.finditer(text)}
         bodies = {match["name"]: match["body"] for match in _WEIGHTS.finditer(text)}

@@ -39,7 +39,7 @@ _REPORT_EVERY_S = 10.0
 
 
 def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """The description of the model that the parameters select; see `models.describe`.
+    """Return the description of the model that the parameters select; see `models.describe`.
 
     `tell` gets a line for each class whose name differs from that of its output.
 
@@ -69,7 +69,7 @@ def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callab
 
 
 def built_model(model_config: dict[str, Any]) -> nn.Module:
-    """Builds the model of a description and checks it with an image of its size. Raises UsageError if that fails."""
+    """Build the model of a description and check it with an image of its size. Raises UsageError if that fails."""
     model = build(model_config)
     size = model_config["image_size"]
     try:
@@ -83,7 +83,7 @@ def built_model(model_config: dict[str, Any]) -> nn.Module:
 def begin_with_weights(
     ctx: RankContext, settings: ImagesParams, model: nn.Module, model_config: dict[str, Any]
 ) -> None:
-    """Loads params.weights into the model, on all ranks; rank 0 prints what was loaded.
+    """Load params.weights into the model, on all ranks; rank 0 prints what was loaded.
 
     Raises BadWeights if they can't be fetched or read, or are of another model.
     """
@@ -109,7 +109,7 @@ def begin_with_weights(
 
 
 def _has_other_classes(settings: ImagesParams, model_config: Mapping[str, Any], inputs: Path | None) -> bool:
-    """Whether the weights are of a model of the registry that was trained on other classes."""
+    """Return whether the weights are of a model of the registry that was trained on other classes."""
     if inputs is None or not names_model(settings.weights):
         return False
     known = StartingWeights.read(inputs)
@@ -124,7 +124,7 @@ def _replaced(others: int | None, n_outputs: int) -> str:
 
 
 def _tell_size(settings: ImagesParams, weights: str) -> None:
-    """Prints a line if the weights were trained with another image size."""
+    """Print a line if the weights were trained with another image size."""
     size = (
         find_pretrained(settings.architecture, weights).image_size if is_weights_name(weights) else settings.image_size
     )
@@ -140,7 +140,7 @@ def weights_file(
     tell: Callable[[str], None],
     inputs: Path | None = None,
 ) -> Path:
-    """The local file with the weights, downloaded if needed; those of a model of the registry are in `inputs`.
+    """Return the local file with the weights, downloaded if needed; those of a model of the registry are in `inputs`.
 
     Raises: BadWeights, WeightsNotReached; UsageError if the weights of a model are missing.
     """
@@ -177,7 +177,7 @@ def check_weights_fit(
     tell: Callable[[str], None],
     inputs: Path | None = None,
 ) -> None:
-    """Checks that params.weights, a path or a URL, fits the model; passes if this host can't reach the URL.
+    """Check that params.weights, a path or a URL, fits the model; passes if this host can't reach the URL.
 
     A URL is downloaded to the folder where the ranks of this host look for it.
 
@@ -201,7 +201,7 @@ def check_weights_fit(
 
 
 def _fetched(path: Path, source: str) -> Mapping[str, Tensor]:
-    """The tensors of a downloaded file; it is deleted if it has none, so that a later run downloads it again."""
+    """Return the tensors of a downloaded file; it is deleted if it has none, so that a later run downloads it again."""
     try:
         check_weights_file(path, source)
         return read(path, source, lazily=True)
@@ -211,7 +211,7 @@ def _fetched(path: Path, source: str) -> Mapping[str, Tensor]:
 
 
 def _download_report(what: str, tell: Callable[[str], None]) -> Progress:
-    """A function that reports megabytes done, and in total if known, at intervals."""
+    """Return a function that reports megabytes done, and in total if known, at intervals."""
     due = time.monotonic() + _REPORT_EVERY_S
 
     def progress(done: float, total: float | None) -> None:

@@ -28,7 +28,7 @@ class _Wrong(Exception):
 
 
 def read_labels(where: str, read: Callable[[str], bytes] | None = None, n_outputs: int | None = None) -> Labels:
-    """The labels of a model with `n_outputs`, from a file, or from a URL that `read` downloads.
+    """Return the labels of a model with `n_outputs`, from a file, or from a URL that `read` downloads.
 
     Raises UsageError if it is unreadable, has no labels, or not one for each output.
     """
@@ -43,7 +43,7 @@ def read_labels(where: str, read: Callable[[str], bytes] | None = None, n_output
 
 
 def parse_labels(data: bytes, source: str) -> Labels:
-    """The labels in the bytes of a file: a dict as Python or JSON writes it, a list, or lines of text.
+    """Return the labels in the bytes of a file: a dict as Python or JSON writes it, a list, or lines of text.
 
     Raises UsageError if there are none, or if they are ambiguous.
     """
@@ -73,7 +73,7 @@ def _read(path: Path) -> bytes:
 
 
 def _entries(text: str) -> Sequence[Any]:
-    """The entry of each output, in their order."""
+    """Return the entry of each output, in their order."""
     if not text:
         raise _Wrong("it is empty")
     found = _structure(text) if text[0] in "{[(" else _lines(text)
@@ -86,7 +86,7 @@ def _entries(text: str) -> Sequence[Any]:
 
 
 def _structure(text: str) -> Any:
-    """Parses JSON, or else a Python literal of lists, dicts, texts and whole numbers."""
+    """Parse JSON, or else a Python literal of lists, dicts, texts and whole numbers."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
@@ -124,7 +124,7 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def _in_order(found: Mapping[Any, Any]) -> list[Any]:
-    """The values of a mapping from numbers of outputs, which may be texts."""
+    """Return the values of a mapping from numbers of outputs, which may be texts."""
     by_output: dict[int, Any] = {}
     for key, value in found.items():
         if isinstance(key, bool) or not re.fullmatch(r"[0-9]{1,7}", str(key)):
@@ -139,7 +139,7 @@ def _in_order(found: Mapping[Any, Any]) -> list[Any]:
 
 
 def _lines(text: str) -> Any:
-    """One label per line; if each line begins with a number, that is its output."""
+    """Return one label per line; if each line begins with a number, that is its output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     numbered = [_NUMBER_FIRST.fullmatch(line) for line in lines]
     if all(numbered):
@@ -148,7 +148,7 @@ def _lines(text: str) -> Any:
 
 
 def _label(output: int, entry: Any) -> Label:
-    """A label from its text, from a pair of WordNet id and text, or from both in one text."""
+    """Return a label from its text, from a pair of WordNet id and text, or from both in one text."""
     wordnet_id = None
     if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _ID.fullmatch(entry[0]):
         wordnet_id, entry = entry

@@ -72,13 +72,13 @@ class Labels:
         ]
 
     def called(self, name: str) -> tuple[list[Label], list[Label]]:
-        """The labels that match a name by the strictest comparison with any result, and by the loosest."""
+        """Return the labels that match a name by the strictest comparison with any result, and by the loosest."""
         found = (index.get(form(name), []) for form, index in self._tiers)
         form, index = self._tiers[-1]
         return next(filter(None, found), []), index.get(form(name), [])
 
     def like(self, name: str) -> list[Label]:
-        """The labels that the user may have meant: most words in common, or else the most similar spelling."""
+        """Return the labels that the user may have meant: most words in common, or else the most similar spelling."""
         words = set(_caseless(name).split())
         shared = {
             label: max(len(words & set(_caseless(synonym).split())) for synonym in label.names) for label in self.labels
@@ -100,7 +100,7 @@ class Match:
 
 
 def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
-    """The output of each class, by WordNet id or else by name.
+    """Return the output of each class, by WordNet id or else by name.
 
     Remarks tell the user about names that differ in more than separators, and about names that a looser comparison
     also finds at another label. Raises UsageError, which lists all classes without a label, with several, or with that
@@ -123,7 +123,7 @@ def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
 
 
 def _match(name: str, labels: Labels) -> Match | str:
-    """The label of a class, or what is wrong."""
+    """Return the label of a class, or what is wrong."""
     parts = _ID.fullmatch(name)
     wordnet_id, text = (parts[1], parts[2] or "") if parts else (None, name)
     if wordnet_id is not None and labels.by_id:
@@ -169,7 +169,7 @@ def _listed(labels: Sequence[Label]) -> str:
 
 
 def _index(labels: Iterable[Label], form: Callable[[str], str], *, synonyms: bool) -> dict[str, list[Label]]:
-    """Labels by a form of their names: of the whole text and the usual name, or of all `synonyms`."""
+    """Return labels by a form of their names: of the whole text and the usual name, or of all `synonyms`."""
     index: dict[str, list[Label]] = defaultdict(list)
     for label in labels:
         names = label.names if synonyms else label.names[:2]
@@ -179,16 +179,16 @@ def _index(labels: Iterable[Label], form: Callable[[str], str], *, synonyms: boo
 
 
 def _spaced(name: str) -> str:
-    """With single spaces instead of runs of spaces, _ and -."""
+    """Return the name with one space instead of runs of spaces, _ and -."""
     return _SEPARATORS.sub(" ", name).strip()
 
 
 def _caseless(name: str) -> str:
-    """Also without case and accents."""
+    """Return the name as _spaced does, also without case and accents."""
     plain = unicodedata.normalize("NFKD", _spaced(name))
     return "".join(char for char in plain if not unicodedata.combining(char)).casefold()
 
 
 def _letters(name: str) -> str:
-    """Only letters and digits: 'sheep dog' becomes 'sheepdog'."""
+    """Return only the letters and digits: 'sheep dog' becomes 'sheepdog'."""
     return _NOT_LETTERS.sub("", _caseless(name))

@@ -29,17 +29,17 @@ class WeightsNotReached(BadWeights):
 
 
 def is_weights_name(weights: str) -> bool:
-    """Whether it is a name of torchvision's weights, as DEFAULT, not a path or a URL."""
+    """Return whether it is a name of torchvision's weights, as DEFAULT, not a path or a URL."""
     return WEIGHTS_NAME.fullmatch(weights) is not None
 
 
 def is_weights_url(weights: str) -> bool:
-    """Whether it is a URL that must be downloaded."""
+    """Return whether it is a URL that must be downloaded."""
     return is_url(weights) and not weights.startswith(_HERE)
 
 
 def check_weights(params: ImagesParams) -> None:
-    """Checks the weights file if params.weights is a path. Raises BadWeights."""
+    """Check the weights file if params.weights is a path. Raises BadWeights."""
     weights = params.weights
     if weights is None or is_weights_url(weights) or is_weights_name(weights) or names_model(weights):
         return
@@ -47,14 +47,14 @@ def check_weights(params: ImagesParams) -> None:
 
 
 def weights_path(weights: str) -> Path:
-    """The path of a weights file that looks valid. Raises BadWeights."""
+    """Return the path of a weights file that looks valid. Raises BadWeights."""
     path = Path(weights.removeprefix(_HERE)).expanduser()
     check_weights_file(path, shorten(str(path.absolute()), 300))
     return path
 
 
 def check_weights_file(path: Path, where: str) -> None:
-    """Checks by its first bytes and size that a file has weights; messages call it `where`. Raises BadWeights."""
+    """Check by its first bytes and size that a file has weights; messages call it `where`. Raises BadWeights."""
     if path.is_dir():
         raise BadWeights(f"{where} is a folder: name the file in it, as model.safetensors, as params.weights")
     if not path.exists():
@@ -81,14 +81,14 @@ def check_weights_file(path: Path, where: str) -> None:
 
 
 def _is_whole(path: Path, first: bytes) -> bool:
-    """False if a file is certainly truncated: a zip file without its end, or a header that exceeds the file."""
+    """Return False if a file is certainly truncated: a zip file without its end, or a header that exceeds the file."""
     if first.startswith(_ZIP):
         return zipfile.is_zipfile(path)
     return not is_safetensors(first) or 8 + int.from_bytes(first[:8], "little") <= path.stat().st_size
 
 
 def is_safetensors(first: bytes) -> bool:
-    """Whether a file begins as safetensors: eight bytes of a length, then JSON. Zip files and pickles do not."""
+    """Return whether a file begins as safetensors: eight bytes of a length, then JSON. Zip files and pickles do not."""
     return first[8:9] == b"{"
 
 
@@ -103,6 +103,6 @@ def labels_of(params: ImagesParams) -> Labels | None:
 
 
 def options_for(params: ImagesParams, url: str) -> dict[str, Any]:
-    """The options of the source, if `url` has the same protocol; else none."""
+    """Return the options of the source, if `url` has the same protocol; else none."""
     same = url.partition("://")[0].lower() == params.source.partition("://")[0].lower()
     return dict(params.source_options) if same else {}

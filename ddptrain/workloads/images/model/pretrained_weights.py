@@ -47,7 +47,7 @@ class PretrainedWeights:
 
 
 def find_pretrained(architecture: str, name: str) -> PretrainedWeights:
-    """Torchvision's weights of that name. Raises BadWeights if there are none."""
+    """Return torchvision's weights of that name. Raises BadWeights if there are none."""
     from torchvision import models
 
     kinds = models.get_model_weights(architecture)
@@ -60,7 +60,7 @@ def find_pretrained(architecture: str, name: str) -> PretrainedWeights:
 
 
 def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Tensor]:
-    """The tensors of a safetensors file or of a state dict written by torch.save; nothing is executed.
+    """Return the tensors of a safetensors file or of a state dict written by torch.save; nothing is executed.
 
     source: the name of the file in messages. lazily: leave the content of the tensors on disk, if possible.
 
@@ -99,7 +99,7 @@ def fit(
     keep_head: bool,
     new_head: bool = False,
 ) -> tuple[dict[str, Tensor], int | None]:
-    """The weights to load into the model, and the number of outputs of their head if it is left out, else None.
+    """Return the weights to load into the model, and the number of outputs of their head if it is left out, else None.
 
     A head of another size is left out, which `keep_head` makes an error; `new_head` leaves out any head. Only names and
     shapes of the model are used. Raises BadWeights if the weights are of another model.
@@ -165,7 +165,7 @@ def _named_now(name: str) -> str:
 
 
 def _head(own: Mapping[str, Tensor], model_config: Mapping[str, Any]) -> list[str]:
-    """The names of the weights whose shape depends on the number of outputs."""
+    """Return the names of the weights whose shape depends on the number of outputs."""
     larger = outline({**model_config, "n_outputs": model_config["n_outputs"] + 1}).state_dict()
     return [name for name, value in own.items() if larger[name].shape != value.shape]
 
@@ -190,6 +190,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _forbidden(error: UnpicklingError) -> str:
-    """The function that the pickle would have called, as named in torch's long message; "" if it has none."""
+    """Return the function that the pickle would have called, as named in torch's long message; "" if it has none."""
     found = _GLOBAL.search(str(error))
     return f": {shorten(found[1], 100)}" if found else ""

@@ -60,7 +60,7 @@ class SavedConfig(BaseModel):
 
     @classmethod
     def restored(cls, stored: Any) -> SavedConfig:
-        """Validates the description in a checkpoint. Raises UsageError."""
+        """Validate the description in a checkpoint. Raises UsageError."""
         try:
             return cls.model_validate(stored)
         except ValidationError as error:
@@ -83,7 +83,7 @@ class SavedModel:
 
 
 def load_model(run_dir: Path) -> SavedModel:
-    """The model of the best (or else the latest) checkpoint of a run.
+    """Return the model of the best (or else the latest) checkpoint of a run.
 
     Raises UsageError if the run is of another workload, or has no readable checkpoint.
     """
@@ -94,7 +94,7 @@ def load_model(run_dir: Path) -> SavedModel:
 
 
 def load_classifier(folder: Path) -> tuple[torch.nn.Module, SavedConfig]:
-    """The model of a checkpoint's folder, and its description. Raises UsageError if it is not readable."""
+    """Return the model of a checkpoint's folder, and its description. Raises UsageError if it is not readable."""
     configs: list[SavedConfig] = []
 
     def built(stored: Any) -> torch.nn.Module:

@@ -150,7 +150,7 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
 
 def test_image_that_cant_be_pulled_is_hopeless_the_second_time() -> None:
     first, second = trouble_of(waiting("ErrImagePull", "not found")), trouble_of(waiting("ImagePullBackOff"))
-    assert first is not None and first.words == "ErrImagePull: not found" and not first.hopeless
+    assert first is not None and first.description == "ErrImagePull: not found" and not first.hopeless
     assert second is not None and second.hopeless
 
 
@@ -162,7 +162,7 @@ def test_container_that_is_being_made_is_no_trouble() -> None:
 def test_pod_without_a_node_tells_why() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no nvidia.com/gpu"}
     trouble = trouble_of({"status": {"conditions": [condition]}})
-    assert trouble is not None and trouble.words == "Unschedulable: no nvidia.com/gpu" and not trouble.hopeless
+    assert trouble is not None and trouble.description == "Unschedulable: no nvidia.com/gpu" and not trouble.hopeless
 
 
 # --- before the API server is reached ---

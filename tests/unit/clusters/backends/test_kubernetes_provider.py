@@ -385,7 +385,7 @@ def test_trouble_of_a_pod_is_why_its_container_does_not_run(
     status: dict[str, Any], words: str | None, hopeless: bool | None
 ) -> None:
     trouble = pods.trouble_of(pod("a", ready=False, **status))
-    assert (trouble and trouble.words, trouble and trouble.hopeless) == (words, hopeless)
+    assert (trouble and trouble.description, trouble and trouble.hopeless) == (words, hopeless)
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def test_cluster_of_a_run_is_started_and_ended_with_it(
 ) -> None:
     told: list[str] = []
     cluster = RunCluster(ClusterConfig(backend="slurm", idle_timeout_s=idle_timeout_s), told.append)
-    assert re.fullmatch("run-[0-9a-f]{8}", cluster.name) and cluster.words == "a cluster of backend slurm"
+    assert re.fullmatch("run-[0-9a-f]{8}", cluster.name) and cluster.description == "a cluster of backend slurm"
     cluster.begin()
-    cluster.mend(leaving=True)
+    cluster.replace_workers(leaving=True)
     cluster.close()
     assert calls == [] and cluster.worker_fault() is None
     assert cluster.connect() == Target("tcp://d") and told == ["starting a cluster of backend slurm"]

@@ -234,7 +234,7 @@ def test_logs_are_those_of_each_process_and_an_error_takes_the_place_of_one(host
         {"folder": "/a/scheduler", "name": "scheduler", "lines": 7},
         {"folder": "/a/worker", "name": "worker", "lines": 7},
     ]
-    assert Part("worker", "b", 1, "label").words == "the worker b"
+    assert Part("worker", "b", 1, "label").description == "the worker b"
     ssh._keep(made, [Part("worker", "b", 1, "label")])
     assert SshProvider().logs(made, 7) == {"worker b": ""}, "it may have no folder yet"
 

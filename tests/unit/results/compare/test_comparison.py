@@ -86,7 +86,7 @@ def test_runs_without_metrics_are_compared(tmp_path: Path) -> None:
 def test_the_text(views: list[RunView]) -> None:
     (views[1].layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "\\u001b[31mred"}')
     text = comparison_text(compare_runs(views))
-    assert "params    A  B\n  layers  1  2\n\nthe same in all runs, or not known: config, code, data" in text
+    assert "params    A  B\n  layers  1  2\n\nno differences, or not recorded: config, code, data" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["val/loss", "last", "2.5", "1", "(-1.5)"] in rows and ["best", "(min)", "2", "1", "(-1)", "*"] in rows
     assert ["best", "(max)", "0.5", "*", "0.4", "(-0.1)"] in rows and ["lr", "last", "-", "0.2"] in rows

@@ -15,7 +15,7 @@ from ddptrain import host_identity
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.ownership import driver_heartbeat, liveness, run_lock
-from ddptrain.results.ownership.driver_heartbeat import Heartbeat, Pulse
+from ddptrain.results.ownership.driver_heartbeat import Heartbeat, HeartbeatState
 from ddptrain.results.ownership.liveness import QUIET_AFTER_S, Liveness, Signs, decide
 from ddptrain.results.ownership.run_lock import LockState
 from ddptrain.results.run_record import DriverRecord
@@ -30,27 +30,29 @@ ANOTHER_HOST = DriverRecord(1, "another-host", "another-boot")
     ("state", "is_here", "pulse", "quiet_s", "expected"),
     [
         # A lock that is seen to be held settles it, whatever else there is to see.
-        (LockState.HELD, HERE, Pulse.NONE, LONG, Liveness.RUNNING),
-        (LockState.HELD, HERE, Pulse.SILENT, LONG, Liveness.RUNNING),
-        (LockState.HELD, ELSEWHERE, Pulse.SILENT, LONG, Liveness.RUNNING),
-        (LockState.HELD, ELSEWHERE, Pulse.NONE, LONG, Liveness.RUNNING),
+        (LockState.HELD, HERE, HeartbeatState.NONE, LONG, Liveness.RUNNING),
+        (LockState.HELD, HERE, HeartbeatState.SILENT, LONG, Liveness.RUNNING),
+        (LockState.HELD, ELSEWHERE, HeartbeatState.SILENT, LONG, Liveness.RUNNING),
+        (LockState.HELD, ELSEWHERE, HeartbeatState.NONE, LONG, Liveness.RUNNING),
         # Locks of this host are always seen.
-        (LockState.FREE, HERE, Pulse.NONE, 0.0, Liveness.GONE),
-        (LockState.FREE, HERE, Pulse.BEATING, 0.0, Liveness.GONE),
+        (LockState.FREE, HERE, HeartbeatState.NONE, 0.0, Liveness.GONE),
+        (LockState.FREE, HERE, HeartbeatState.BEATING, 0.0, Liveness.GONE),
         # Elsewhere a free lock may be one that is not shown: the heartbeat decides, however long nothing was logged.
-        (LockState.FREE, ELSEWHERE, Pulse.BEATING, LONG, Liveness.RUNNING),
-        (LockState.FREE, ELSEWHERE, Pulse.SILENT, 0.0, Liveness.GONE),
+        (LockState.FREE, ELSEWHERE, HeartbeatState.BEATING, LONG, Liveness.RUNNING),
+        (LockState.FREE, ELSEWHERE, HeartbeatState.SILENT, 0.0, Liveness.GONE),
         # The lock of another user can't be looked at.
-        (LockState.UNKNOWN, HERE, Pulse.BEATING, LONG, Liveness.RUNNING),
-        (LockState.UNKNOWN, HERE, Pulse.SILENT, 0.0, Liveness.GONE),
-        (LockState.UNKNOWN, ELSEWHERE, Pulse.BEATING, LONG, Liveness.RUNNING),
+        (LockState.UNKNOWN, HERE, HeartbeatState.BEATING, LONG, Liveness.RUNNING),
+        (LockState.UNKNOWN, HERE, HeartbeatState.SILENT, 0.0, Liveness.GONE),
+        (LockState.UNKNOWN, ELSEWHERE, HeartbeatState.BEATING, LONG, Liveness.RUNNING),
         # Runs of older versions have no heartbeat: silence proves nothing.
-        (LockState.FREE, ELSEWHERE, Pulse.NONE, QUIET_AFTER_S, Liveness.RUNNING),
-        (LockState.FREE, ELSEWHERE, Pulse.NONE, LONG, Liveness.UNKNOWN),
-        (LockState.UNKNOWN, HERE, Pulse.NONE, LONG, Liveness.UNKNOWN),
+        (LockState.FREE, ELSEWHERE, HeartbeatState.NONE, QUIET_AFTER_S, Liveness.RUNNING),
+        (LockState.FREE, ELSEWHERE, HeartbeatState.NONE, LONG, Liveness.UNKNOWN),
+        (LockState.UNKNOWN, HERE, HeartbeatState.NONE, LONG, Liveness.UNKNOWN),
     ],
 )
-def test_who_is_alive(state: LockState, is_here: bool, pulse: Pulse, quiet_s: float, expected: Liveness) -> None:
+def test_who_is_alive(
+    state: LockState, is_here: bool, pulse: HeartbeatState, quiet_s: float, expected: Liveness
+) -> None:
     assert decide(Signs(state, is_here, pulse, quiet_s)) is expected
 
 
@@ -122,7 +124,7 @@ def test_whoever_acts_watches_a_heartbeat_whose_clock_differs(layout: RunLayout)
 
     beating = threading.Thread(target=beat_by_a_clock_that_is_slow)
     age(layout.heartbeat_file, 300)
-    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.5) is Pulse.SILENT
+    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.5) is HeartbeatState.SILENT
     beating.start()
     try:
         assert liveness.look(layout, ANOTHER_HOST, watch_s=60.0) is Liveness.RUNNING
@@ -157,7 +159,7 @@ def test_a_heartbeat_beats_and_goes_with_its_driver(layout: RunLayout, monkeypat
     age(layout.heartbeat_file, 3600)
     kept.keep(lambda error: pytest.fail(str(error)))
     deadline = time.monotonic() + 30
-    while driver_heartbeat.look(layout.heartbeat_file) is not Pulse.BEATING:
+    while driver_heartbeat.look(layout.heartbeat_file) is not HeartbeatState.BEATING:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     kept.close()
@@ -196,9 +198,11 @@ def test_intervals_are_those_of_other_versions_that_share_the_folder() -> None:
     assert QUIET_AFTER_S == 600.0
 
 
-@pytest.mark.parametrize(("by_s", "pulse"), [(29.0, Pulse.BEATING), (31.0, Pulse.SILENT), (-31.0, Pulse.SILENT)])
+@pytest.mark.parametrize(
+    ("by_s", "pulse"), [(29.0, HeartbeatState.BEATING), (31.0, HeartbeatState.SILENT), (-31.0, HeartbeatState.SILENT)]
+)
 def test_a_heartbeat_is_silent_after_half_a_minute(
-    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, by_s: float, pulse: Pulse
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, by_s: float, pulse: HeartbeatState
 ) -> None:
     layout.heartbeat_file.touch()
     os.utime(layout.heartbeat_file, (1_000_000.0, 1_000_000.0))
@@ -220,9 +224,9 @@ def test_a_heartbeat_is_watched_five_times_a_second_for_as_long_as_it_was_asked(
 
     fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
     fake_time.replace(monkeypatch, "sleep", sleep)
-    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.9) is Pulse.SILENT
+    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.9) is HeartbeatState.SILENT
     assert slept == [0.2] * 5
-    assert driver_heartbeat.look(layout.root / "none", watch_s=0.9) is Pulse.NONE
+    assert driver_heartbeat.look(layout.root / "none", watch_s=0.9) is HeartbeatState.NONE
 
 
 def test_a_heartbeat_that_vanishes_while_it_is_watched_is_silent(
@@ -238,7 +242,7 @@ def test_a_heartbeat_that_vanishes_while_it_is_watched_is_silent(
 
     fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
     fake_time.replace(monkeypatch, "sleep", sleep)
-    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.5) is Pulse.SILENT
+    assert driver_heartbeat.look(layout.heartbeat_file, watch_s=0.5) is HeartbeatState.SILENT
 
 
 def test_a_beat_creates_a_file_that_is_missing_and_touches_its_own(layout: RunLayout) -> None:

@@ -181,7 +181,7 @@ def test_checkpoint_that_is_deleted_before_its_upload_is_passed_over(bench: Benc
 
 def test_files_outlive_the_checkpoint_while_they_are_sent(bench: Bench) -> None:
     bench.save(1, a="x")
-    with checkpoint_upload._held_files(bench.layout, 1) as held:
+    with checkpoint_upload._linked_files(bench.layout, 1) as held:
         assert held == bench.layout.root / ".outgoing/step-1"
         bench.drop(1)
         assert (held / "a").read_text() == "x"
@@ -194,7 +194,7 @@ def test_file_system_without_links_gets_copies(bench: Bench, monkeypatch: pytest
 
     monkeypatch.setattr(os, "link", link)
     bench.save(1, a="x")
-    with checkpoint_upload._held_files(bench.layout, 1) as held:
+    with checkpoint_upload._linked_files(bench.layout, 1) as held:
         assert held is not None and (held / "a").read_text() == "x" and (held / "a").stat().st_nlink == 1
 
 
@@ -280,5 +280,5 @@ def test_folder_without_a_manifest_is_no_checkpoint(bench: Bench) -> None:
     bench.save(1, a="x")
     bench.point(latest=1, best=1)
     assert bench.sync() == ["step-1/a", "step-1/checkpoint.json", "latest", "best"] and bench.is_synced()
-    with checkpoint_upload._held_files(bench.layout, 3) as held:
+    with checkpoint_upload._linked_files(bench.layout, 3) as held:
         assert held is None

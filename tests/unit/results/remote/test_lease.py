@@ -126,7 +126,7 @@ def test_lock_that_cannot_be_read_is_none(data: bytes | None) -> None:
 
 def test_lease_without_a_heartbeat_ends_after_three_minutes() -> None:
     """Drivers of several versions share a store, so all of them must wait as long."""
-    assert STALE_S == 180.0 > remote_lock._SURE_S == 120.0
+    assert STALE_S == 180.0 > remote_lock._OWNED_S == 120.0
 
 
 def test_age_of_a_claim_is_told_by_the_clock_of_the_store_since_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_process_that_may_not_be_looked_at_is_alive(monkeypatch: pytest.MonkeyPa
     def denied(pid: int) -> float:
         raise psutil.AccessDenied(pid)
 
-    monkeypatch.setattr(remote_lock, "_born", denied)
+    monkeypatch.setattr(remote_lock, "_process_start", denied)
     assert remote_lock._is_alive(7, 0.0)
 
 
@@ -342,12 +342,12 @@ def test_renewal_that_fails_is_repeated_ten_times_as_often(store: Any) -> None:
             waits.append(seconds)
             return len(waits) > 4
 
-    lock._over = cast(threading.Event, Over())
+    lock._stopped = cast(threading.Event, Over())
     lock._refresh()
     assert waits == [60.0, 6.0, 6.0, 60.0, 60.0]
     store.put(OTHER)
     waits.clear()
-    lock._over = SimpleNamespace(wait=Over().wait, set=lambda: waits.append(-1.0))  # type: ignore[assignment]
+    lock._stopped = SimpleNamespace(wait=Over().wait, set=lambda: waits.append(-1.0))  # type: ignore[assignment]
     lock._refresh()
     assert waits == [60.0, -1.0], "it ends when the lease is lost"
 
