@@ -133,7 +133,7 @@ def _list_source(source: _Source, known: Mapping[str, DataFile]) -> dict[str, Da
     location = Location.of(source.place, source.options, source.field)
     is_local = location.protocol == "file"
     if is_local and not Path(location.url).exists():
-        path = "" if source.place == location.url else f" ({location.words})"
+        path = "" if source.place == location.url else f" ({location.description})"
         raise UsageError(f"{source.field} is {hide_credentials(source.place)}, which does not exist{path}")
     if is_local and Path(location.url).is_file():
         status = Path(location.url).stat()

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -140,7 +141,7 @@ def test_device_or_fifo_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_temp_folder_is_private_and_deleted_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_ops.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with file_ops.temp_folder("sync-") as folder:
         (folder / "sub").mkdir()
         assert folder.parent == tmp_path and folder.name.startswith("sync-")
