@@ -26,7 +26,8 @@ _AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 @app.command(short_help="Start a cluster, and wait until it is warm.")
 def up(
     config: Annotated[
-        str | None, typer.Argument(help="YAML file whose cluster section counts, or an example's name.")
+        str | None,
+        typer.Argument(metavar="CONFIG", help="YAML file whose cluster section counts, or an example's name."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Its name (cluster.name); by default the backend's.")] = None,
     backend: Annotated[
@@ -126,7 +127,7 @@ def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False)
 def check(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="A cluster's name, or its scheduler's address; by default this machine."),
+        typer.Argument(metavar="NAME", help="A cluster's name, or its scheduler's address; by default this machine."),
     ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Measure longer (up to a minute) and larger data.")] = False,
     exclude_bad: Annotated[
@@ -210,7 +211,7 @@ def scale(
 
 @app.command()
 def down(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A cluster's name.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A cluster's name.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="Also if runs use it; they fail.")] = False,
     json: JsonOption = False,

@@ -1,8 +1,11 @@
-"""Examples for `--help` of each command, and for the man page."""
+"""Usage line and examples of `--help` of each command, and of the man page."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperCommand
 from typer.main import get_command_name
 from typer.models import CommandInfo
 
@@ -62,14 +65,23 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 
 
+class Command(TyperCommand):
+    """A command whose usage line names a required argument as CONFIG, not {CONFIG}."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+
 def command_name(info: CommandInfo) -> str:
     """Return the name of a command, which may be that of its function."""
     return info.name or get_command_name(getattr(info.callback, "__name__", ""))
 
 
 def add_examples(app: typer.Typer, path: tuple[str, ...] = ()) -> None:
-    """Show the examples at the end of each command's help."""
+    """Show the examples at the end of each command's help, and required arguments without braces."""
     for command in app.registered_commands:
+        command.cls = Command if command.cls in (None, TyperCommand) else command.cls
         name = command_name(command)
         lines = [f"  ddptrain {line}" for line in EXAMPLES.get(" ".join((*path, name)), ())]
         if lines:

@@ -32,7 +32,9 @@ _SHIPPED = {Workload.IMAGES: "images-local", Workload.PETNAMES: "petnames"}
 
 
 def init(
-    folder: Annotated[str, typer.Argument(help="Folder to write into; created if it does not exist.")] = ".",
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="Folder to write into; created if it does not exist.")
+    ] = ".",
     workload: Annotated[Workload, typer.Option(help="What the project trains.")] = Workload.FUNCTION,
     origin: Annotated[
         tuple[str, str] | None,

@@ -43,7 +43,7 @@ AllowChangesOption = Annotated[
     bool, typer.Option("--allow-changes", help="Resume although workload or parameters have changed.")
 ]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything, also the cluster; print what would run, start nothing.")
+    bool, typer.Option("--dry-run", help="Check configuration and cluster; print what would run, start nothing.")
 ]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")

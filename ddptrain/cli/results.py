@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
+from ddptrain.cli.examples import Command
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_json, print_result, write
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Run, RunNames, RunsDir, folder_of, place_of, view_of
@@ -27,7 +27,7 @@ app = typer.Typer(
 _MARK = "\0"  # no argument contains it
 
 
-class TagCommand(TyperCommand):
+class TagCommand(Command):
     """A command whose arguments may begin with a minus: `-old` is a tag to remove, not options."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -146,7 +146,7 @@ def plot(
 def sync(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run's id, the start of one, latest, a directory, or a URL.")
+        str | None, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
@@ -195,7 +195,7 @@ def tag(
     ctx: typer.Context,
     run: Run,
     tags: Annotated[
-        list[str] | None, typer.Argument(metavar="[+TAG|-TAG]...", help="+good adds a tag, -old removes one.")
+        list[str] | None, typer.Argument(metavar="+TAG|-TAG", help="+good adds a tag, -old removes one.")
     ] = None,
     runs_dir: RunsDir = None,
     json: JsonOption = False,
@@ -217,7 +217,10 @@ def note(
     ctx: typer.Context,
     run: Run,
     text: Annotated[
-        str | None, typer.Argument(help='The note, which replaces the one before; "" deletes it.', show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="TEXT", help='The note, which replaces the one before; "" deletes it.', show_default=False
+        ),
     ] = None,
     runs_dir: RunsDir = None,
     json: JsonOption = False,

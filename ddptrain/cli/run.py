@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ddptrain.cli import options as opt
+from ddptrain.cli.examples import Command
 from ddptrain.cli.train import reporting_of, start
 from ddptrain.config.torchrun import REPLACEMENTS
 from ddptrain.errors import UsageError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
 
 
-class RunCommand(TyperCommand):
+class RunCommand(Command):
     """Names the option of `ddptrain run` that takes the place of an option of torchrun."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -14,7 +14,10 @@ from ddptrain.errors import UsageError
 def sweep(
     config: Annotated[
         str | None,
-        typer.Argument(help="YAML file with a section sweep, or the name of a shipped example; --resume needs none."),
+        typer.Argument(
+            metavar="CONFIG",
+            help="YAML file with a section sweep, or the name of a shipped example; --resume needs none.",
+        ),
     ] = None,
     overrides: Annotated[list[str] | None, opt.set_option("sweep.trials=64")] = None,
     resume: Annotated[

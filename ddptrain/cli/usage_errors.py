@@ -74,7 +74,7 @@ def _what(error: Any, ctx: Any) -> str:
     if ctx is not None and (command := re.match(r"No such command '(.*?)'", message)):
         return f'there is no command "{shorten(command[1])}"{_command_hint(command[1], ctx)}'
     if kind == "MissingParameter" and param is not None and ctx is not None:
-        usage = re.sub("[{}]", "", " ".join(ctx.command.collect_usage_pieces(ctx))).replace("......", "...")
+        usage = " ".join(ctx.command.collect_usage_pieces(ctx))
         return f"{_name(param)} is missing: write {ctx.command_path} {usage}"
     if kind == "BadParameter" and param is not None:
         return f"{_name(param)}: {_wrong_value(error)}"
@@ -92,7 +92,17 @@ def _option_hint(name: str, ctx: Any) -> str:
         return ' (put the whole command in quotes: --from torchrun "torchrun ...")'
     if "--local-rank" in known:
         return f" (arguments of the script come after it and --: SCRIPT -- {shorten(name)} ...)"
-    return f" (a field is changed as --set params.{shorten(name.lstrip('-'))}=VALUE)" if "--set" in known else ""
+    return f" (a field is changed as --set {shorten(_field(name))}=VALUE)" if "--set" in known else ""
+
+
+def _field(option: str) -> str:
+    """The field that an option which does not exist probably stands for: of a section, or else of params."""
+    from ddptrain.config.run_config import RunConfig
+    from ddptrain.config.validation_errors import Schema
+
+    name = option.lstrip("-").replace("-", "_")
+    found = (key for key in Schema(RunConfig, None).keys() if key.rpartition(".")[2] == name)  # noqa: SIM118
+    return next(found, f"params.{name}")
 
 
 def _command_hint(name: str, ctx: Any) -> str:

@@ -144,7 +144,7 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
         data["name"] = default_name(workload, path.stem)
     params = data.get("params", {})
     if sweeps and isinstance(params, dict):
-        params = data["params"] = {**first_values(data.get("sweep")), **params}
+        params = data["params"] = {**first_values(data.get("sweep"), model), **params}
     if model and isinstance(params, dict):
         try:
             check_params(model, params)

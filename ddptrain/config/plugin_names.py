@@ -226,6 +226,9 @@ def _unknown(name: str, known: list[str]) -> Problem:
     if ":" in name:
         hint = of_file(name) or "as in mypackage.training:train"
         return Problem(where, "", "is not of the form package.module:function", hint)
+    if name.endswith(".py"):
+        hint = f"{of_file(f'{name}:train')} A script is workload: {{script: {shorten(name)}}}".strip()
+        return Problem(where, "", "is not of the form package.module:function", hint)
     if (dotted := re.fullmatch(r"([^\W\d]\w*(?:\.\w+)*)\.([^\W\d]\w*)", name)) is not None:
         hint = f"did you mean {dotted[1]}:{dotted[2]}?"
         return Problem(where, "", "is not of the form package.module:function", hint)

@@ -75,10 +75,10 @@ class ScriptWorkload(Strict):
         return self
 
 
-# The kind is determined first, so that an error mentions only one of them.
+# The kind is determined first, so that an error mentions only one of them. A tag must not be the name of a field.
 Workload = Annotated[
-    Annotated[ScriptWorkload, Tag("script")] | Annotated[FilledText, Tag("function")],
-    Discriminator(lambda value: "script" if isinstance(value, dict | ScriptWorkload) else "function"),
+    Annotated[ScriptWorkload, Tag("a script")] | Annotated[FilledText, Tag("function")],
+    Discriminator(lambda value: "a script" if isinstance(value, dict | ScriptWorkload) else "function"),
 ]
 
 

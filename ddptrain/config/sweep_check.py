@@ -19,14 +19,18 @@ from ddptrain.secret_rules import is_secret_name
 _MOST_SAMPLES = 100  # of a field; each is checked with the model of the params
 
 
-def first_values(section: object) -> dict[str, Any]:
-    """Return the first value of each parameter that a section `sweep` searches; none of a section with problems."""
+def first_values(section: object, model: type[BaseModel] | None) -> dict[str, Any]:
+    """Return the first value of each known parameter that a section `sweep` searches; none if it has problems."""
     try:
         sweep = SweepConfig.model_validate(section)
     except ValidationError:
         return {}
     named = ((name.partition("."), space) for name, space in sweep.space.items())
-    return {key: samples_of(space)[0] for (first, _, key), space in named if first == "params" and "." not in key}
+    return {
+        key: samples_of(space)[0]
+        for (first, _, key), space in named
+        if first == "params" and "." not in key and not (model and _is_unknown(model, key))
+    }
 
 
 def sweep_problems(config: RunConfig, model: type[BaseModel] | None, root: Node) -> Iterator[Located]:
@@ -74,8 +78,8 @@ def _wrong_value(
     model: type[BaseModel], values: Mapping[str, Any], key: str, samples: list[Any]
 ) -> tuple[str, str] | None:
     first = key.partition(".")[0]
-    if first not in (names := _names(model)) and model.model_config.get("extra") == "forbid":
-        return "there is no such parameter", did_you_mean(first, names)
+    if _is_unknown(model, first):
+        return "there is no such parameter", did_you_mean(first, _names(model))
     if "." in key:
         return None  # the trials check it
     for value in samples:
@@ -86,6 +90,10 @@ def _wrong_value(
                 if details["loc"][:1] == (key,):
                     return f"{describe_value(value, (key,))} is not possible: {details['msg']}", "change the values"
     return None
+
+
+def _is_unknown(model: type[BaseModel], name: str) -> bool:
+    return name not in _names(model) and model.model_config.get("extra") == "forbid"
 
 
 def _names(model: type[BaseModel]) -> list[str]:

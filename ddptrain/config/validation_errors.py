@@ -84,7 +84,8 @@ class Schema:
         else:
             models = [self.run]
         for part in (name for name in parent if isinstance(name, str)):
-            models = [found for model in models for found in _models_in(_fields(model).get(part))]
+            # The parts that are no fields are names in a mapping of models, as in sweep.space.
+            models = [found for model in models for found in _models_in(_fields(model).get(part, model))]
         return [name for model in models for name in _fields(model)]
 
 
@@ -161,7 +162,8 @@ def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema:
     key = dotted(path)
     match first["type"]:
         case "missing":
-            return Problem(place.text, key, "is required, and not given", f"write {key}: VALUE")
+            hint = "as in workload: train:train" if key == "workload" else f"write {key}: VALUE"
+            return Problem(place.text, key, "is required, and not given", hint)
         case "extra_forbidden":
             return Problem(place.text, key, "unknown key", _unknown_hint(path, schema))
         case "wrong_field":

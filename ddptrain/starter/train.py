@@ -13,7 +13,7 @@ from ddptrain import RankContext
 
 
 def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 0.01, hidden: int = 64) -> None:
-    """Train the model. Runs in each rank: one process per GPU (or on the CPU). The process group is initialised."""
+    """Train the model. Runs in each rank: one process per GPU (or on the CPU). The process group is initialized."""
     torch.manual_seed(0)  # the same model on every rank
     layers = [nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(ctx.device))

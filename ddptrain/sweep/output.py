@@ -102,9 +102,8 @@ def ended_words(sweep: SweepRecord) -> str:
 def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
     """Return the text at the end: the best trials as a table, the importance of each field, and where the files are."""
     states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
-    lines = [
-        f"sweep {sweep.sweep_id} {sweep.status} after {text_tables.duration(sweep.duration_s)}: {', '.join(states)}"
-    ]
+    ended = ", ".join(states) or "no trial has begun"
+    lines = [f"sweep {sweep.sweep_id} {sweep.status} after {text_tables.duration(sweep.duration_s)}: {ended}"]
     lines += _table(sweep).splitlines()
     if sweep.importance:
         shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]

@@ -210,7 +210,7 @@ def rollback(
 def alias(
     ctx: typer.Context,
     name: Annotated[str, typer.Argument(metavar="MODEL@ALIAS", help="The alias, as petnames@staging.")],
-    version: Annotated[int | None, typer.Argument(metavar="[VERSION]", min=1, help="The version's number.")] = None,
+    version: Annotated[int | None, typer.Argument(metavar="VERSION", min=1, help="The version's number.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
     reason: Reason = "",
     mirror: Mirrors = [],  # noqa: B006  # typer replaces it
@@ -258,7 +258,7 @@ def pin(
 def remove(
     ctx: typer.Context,
     model: Model,
-    version: Annotated[int, typer.Argument(min=1, help="The version's number.")],
+    version: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="The version's number.")],
     reason: Reason = "",
     models_dir: ModelsDir = None,
     json: JsonOption = False,

@@ -37,7 +37,7 @@ def predict(
         ),
     ],
     images: Annotated[
-        list[str], typer.Argument(metavar="PATH|URL...", help="Images, folders of any layout, and URLs of either.")
+        list[str], typer.Argument(metavar="PATH|URL", help="Images, folders of any layout, and URLs of either.")
     ],
     top: Annotated[int, typer.Option(min=1, help="How many classes of each image, the most probable first.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, an image a line.")] = False,

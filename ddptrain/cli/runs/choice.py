@@ -23,7 +23,7 @@ RunsDir = Annotated[
     ),
 ]
 RunNames = Annotated[
-    list[str], typer.Argument(metavar="RUN...", help="A run's id, the start of one, latest, a directory, or a URL.")
+    list[str], typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")]
 

@@ -24,7 +24,7 @@ def report(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN|SWEEP|MODEL]...",
+            metavar="RUN|SWEEP|MODEL",
             help="Runs (an id, the start of one, latest, SWEEP/7, a directory, a URL), a sweep, a model as "
             "petnames@champion.  [default: latest]",
         ),

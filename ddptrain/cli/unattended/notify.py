@@ -19,7 +19,7 @@ def notify() -> None:
 
 @app.command("test", short_help="Send a test message to every target.")
 def send_test(
-    config: Annotated[str, typer.Argument(help="YAML file with a section notify.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file with a section notify.")],
     overrides: Annotated[list[str] | None, set_option("notify.timeout_s=5")] = None,
     json: JsonOption = False,
     verbose: VerboseOption = False,

@@ -12,7 +12,10 @@ from ddptrain.cli.train import reporting_of
 
 
 def retrain(
-    config: Annotated[str, typer.Argument(help="YAML file with a section retrain, or the name of a shipped example.")],
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG", help="YAML file with a section retrain, or the name of a shipped example."),
+    ],
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Train although nothing has changed, or the data look wrong.")

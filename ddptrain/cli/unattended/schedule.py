@@ -117,7 +117,9 @@ def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
 
 
 @app.command()
-def remove(name: Annotated[str, typer.Argument(help="Name of the schedule.")], verbose: VerboseOption = False) -> None:
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the schedule.")], verbose: VerboseOption = False
+) -> None:
     """Remove an installed schedule from its scheduler. The model and its versions stay."""
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.install import uninstall
@@ -131,7 +133,7 @@ def remove(name: Annotated[str, typer.Argument(help="Name of the schedule.")], v
 @app.command()
 def check(
     configs: Annotated[
-        list[str] | None, typer.Argument(metavar="[CONFIG]...", help="YAML files.  [default: all installed schedules]")
+        list[str] | None, typer.Argument(metavar="CONFIG", help="YAML files.  [default: all installed schedules]")
     ] = None,
     grace: Grace = _GRACE,
     notify: Annotated[bool, typer.Option(help="Send a message as notify: says, one until the next success.")] = True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,14 @@ def test_example_is_accepted_by_its_parser(line: str) -> None:
     assert line in EXAMPLES[name]
     words = shlex.split(line.removeprefix(name).partition(" > ")[0])
     COMMANDS[name].make_context(name, words).close()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_usage_names_arguments_in_capitals_with_brackets_around_optional_ones(name: str) -> None:
+    command = COMMANDS[name]
+    usage = " ".join(command.collect_usage_pieces(command.context_class(command)))
+    argument = r"[A-Z|@]+(\[@ALIAS\|@VERSION\])?"
+    assert re.fullmatch(rf"\[OPTIONS\]( (-- )?({argument}|\[(-- )?[-+A-Z|]+\])(\.\.\.)?)*", usage), usage
 
 
 def test_help_ends_with_the_examples_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:

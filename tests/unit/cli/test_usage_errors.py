@@ -28,6 +28,15 @@ from ddptrain.cli.main import main
         ),
         ("train x --epochs 3", "there is no option --epochs (a field is changed as --set params.epochs=VALUE); see "),
         (
+            "train x --batch-size 3",
+            "there is no option --batch-size (a field is changed as --set params.batch_size=VALUE); ",
+        ),
+        ("train x --gpus 2", "there is no option --gpus (a field is changed as --set cluster.gpus=VALUE); see "),
+        (
+            "train x --max-restarts 2",
+            "there is no option --max-restarts (a field is changed as --set failure.max_restarts=",
+        ),
+        (
             "run --lr 0.1 x.py",
             "there is no option --lr (arguments of the script come after it and --: SCRIPT -- --lr ...); see ",
         ),

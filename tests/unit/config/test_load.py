@@ -140,6 +140,24 @@ def test_an_unknown_key_inside_an_optional_model_is_matched_there(refuse: Refuse
     ]
 
 
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ("arg: [1]", "workload.arg: unknown key (did you mean workload.args?)"),
+        ("args: --lr 0.1", 'workload.args: expected a list, got the text "--lr 0.1"'),
+    ],
+)
+def test_a_wrong_field_of_a_script_is_named_not_the_script(refuse: Refuse, section: str, problem: str) -> None:
+    assert refuse(f"workload: {{script: {Path(__file__)}, {section}}}\n") == [f"c.yaml:1: {problem}"]
+
+
+def test_an_unknown_key_inside_a_mapping_with_free_names_lists_the_known_ones(refuse: Refuse) -> None:
+    text = "workload: toy\nsweep: {trials: 2, space: {params.epochs: {max: 1}}}\n"
+    assert refuse(text) == [
+        "c.yaml:2: sweep.space.params.epochs.max: unknown key (known are: int, log, log_int, step, uniform)"
+    ]
+
+
 def test_unknown_key_that_begins_several_keys_names_all_of_them(refuse: Refuse) -> None:
     assert refuse("workload: toy\ncheckpoint: {every: 3}\n") == [
         (
@@ -225,7 +243,7 @@ def test_a_wrong_value_is_refused_in_plain_words(refuse: Refuse, text: str, prob
 
 
 def test_a_missing_workload_is_asked_for(refuse: Refuse) -> None:
-    assert refuse("name: x\n") == ["c.yaml:1: workload: is required, and not given (write workload: VALUE)"]
+    assert refuse("name: x\n") == ["c.yaml:1: workload: is required, and not given (as in workload: train:train)"]
 
 
 def test_an_unknown_workload_is_told_with_its_line(refuse: Refuse) -> None:

@@ -47,6 +47,13 @@ def problem_of(folder: Path, workload: str, more: str = "") -> str:
             "digits.main",
             f'{FORM}, got the text "digits.main" (did you mean digits:main?)',
         ),
+        (
+            "src/digits.py",
+            (
+                f'{FORM}, got the text "src/digits.py" (did you mean src.digits:train? '
+                "A script is workload: {script: src/digits.py})"
+            ),
+        ),
         ("broken:main", "c.yaml:1: workload: broken.py:2 is not valid Python: invalid syntax (the line is: x = = 1)"),
         (
             "pack.inside:main",

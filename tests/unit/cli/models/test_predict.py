@@ -132,7 +132,7 @@ def test_options_reach_the_model(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["predict", "latest"], "PATH|URL... is missing: write ddptrain predict [OPTIONS] RUN|MODEL PATH|URL..."),
+        (["predict", "latest"], "PATH|URL is missing: write ddptrain predict [OPTIONS] RUN|MODEL PATH|URL..."),
         (["predict", "latest", "nowhere"], "error: nowhere: no such file or folder"),
         (["predict", "none", "pictures"], 'error: no run "none" in runs'),
         (["predict", "latest", "pictures", "--json", "--csv"], "give --json or --csv, not both"),

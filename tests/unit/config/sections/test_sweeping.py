@@ -126,3 +126,13 @@ def test_a_param_without_default_needs_no_value_if_it_is_searched(tmp_path: Path
     with pytest.raises(ConfigError, match=r"^\S+: params.steps: is required, and not given [^\n]*$"):
         load_config(path, sweeps=True)
     assert load_config(path, ["params.steps=1"], sweeps=True).config.params == {"lr": 0.1, "steps": 1}
+
+
+def test_an_unknown_param_that_is_searched_is_one_problem(tmp_path: Path) -> None:
+    (tmp_path / "has.py").write_text("def main(ctx, lr: float): ...")
+    path = tmp_path / "c.yaml"
+    path.write_text("workload: has:main\nparams: {lr: 1}\nsweep: {space: {params.lrr: [1, 2]}, trials: 2}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, sweeps=True)
+    (problem,) = raised.value.problems
+    assert str(problem) == f"{path}:3: sweep.space.params.lrr: there is no such parameter (did you mean lr?)"
