@@ -167,6 +167,8 @@ def newest_trained(views: Sequence[RunView], workload: str) -> RunView:
 
 
 def _nothing_found(runs_dir: Path, run: str) -> str:
+    if (about_sweep := _about_sweep(runs_dir, run)) is not None:
+        return about_sweep
     names = _names(runs_dir)
     what = f'no run "{shorten(run)}" in {where_of(runs_dir)}'
     if os.path.isdir(run):
@@ -176,6 +178,19 @@ def _nothing_found(runs_dir: Path, run: str) -> str:
     match = nearest(run, names)
     newest = [view.run_id for view in list_runs(runs_dir)]
     return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_some(newest)}")
+
+
+def _about_sweep(runs_dir: Path, run: str) -> str | None:
+    """What to say if the name is that of a sweep, or SWEEP/7 of a sweep without this trial; None for other names."""
+    numbered = _NUMBERED.fullmatch(run)
+    for name in filter(None, (run, numbered and numbered[1])):
+        for folder in (runs_dir / name, Path(name)):
+            if not os.path.isfile(folder / "sweep.json"):
+                continue
+            trials = sorted(_names(folder))
+            what = f'sweep "{shorten(name)}" has no trial {numbered[2]}' if numbered else f'"{shorten(run)}" is a sweep'
+            return f"{what}; its trials are runs: {_some(trials)}" if trials else f"{what}, and no trial has begun"
+    return None
 
 
 def _some(names: list[str]) -> str:
