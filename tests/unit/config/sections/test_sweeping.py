@@ -126,3 +126,12 @@ def test_a_param_without_default_needs_no_value_if_it_is_searched(tmp_path: Path
     with pytest.raises(ConfigError, match=r"^\S+: params.steps: is required, and not given [^\n]*$"):
         load_config(path, sweeps=True)
     assert load_config(path, ["params.steps=1"], sweeps=True).config.params == {"lr": 0.1, "steps": 1}
+
+
+def test_a_problem_of_a_searched_param_is_told_once_at_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "needs.py").write_text("def main(ctx, lr: float): ...")
+    path = tmp_path / "c.yaml"
+    path.write_text("workload: needs:main\nsweep: {space: {params.nope: [1], params.lr: [a]}, trials: 2, metric: x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, sweeps=True)
+    assert [problem.key for problem in caught.value.problems] == ["sweep.space.params.nope", "sweep.space.params.lr"]
