@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 import threading
@@ -100,7 +101,8 @@ def sweep_data(record: SweepRecord, where: str) -> dict[str, Any]:
 
 def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:
     """Return the line about a trial that has ended."""
-    value = f"{sweep.metric} {text_tables.number(record.value)}" if record.value is not None else ""
+    known = record.value is not None and math.isfinite(record.value)
+    value = f"{sweep.metric} {text_tables.number(record.value)}" if known else ""
     spread = f"± {text_tables.number(record.spread)}" if record.spread is not None else ""
     took = text_tables.duration(record.duration_s)
     error = text_tables.clean_line(record.error)
@@ -132,9 +134,8 @@ def ended_words(sweep: SweepRecord) -> str:
 def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
     """Return the text at the end: the best trials as a table, the importance of each field, and where the files are."""
     states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
-    lines = [
-        f"sweep {sweep.sweep_id} {sweep.status} after {text_tables.duration(sweep.duration_s)}: {', '.join(states)}"
-    ]
+    counts, took = ", ".join(states) or "no trial", text_tables.duration(sweep.duration_s)
+    lines = [f"sweep {sweep.sweep_id} {sweep.status} after {took}: {counts}"]
     lines += _table(sweep).splitlines()
     if sweep.importance:
         shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]
