@@ -143,13 +143,15 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
     if "name" not in data and isinstance(workload, str):
         data["name"] = default_name(workload, path.stem)
     params = data.get("params", {})
-    if sweeps and isinstance(params, dict):
-        params = data["params"] = {**first_values(data.get("sweep"), model), **params}
+    searched = first_values(data.get("sweep"), model) if sweeps and isinstance(params, dict) else {}
+    if searched:
+        params = data["params"] = {**searched, **params}
     if model and isinstance(params, dict):
         try:
             check_params(model, params)
         except ValidationError as error:
-            problems += explain(error, root, schema, ("params",))
+            if any(details["loc"][0] not in searched for details in error.errors() if details["loc"]):
+                problems += explain(error, root, schema, ("params",))  # sweep_problems has those of searched fields
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:

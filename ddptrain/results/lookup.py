@@ -174,6 +174,8 @@ def newest_trained(views: Sequence[RunView], workload: str) -> RunView:
 
 
 def _not_found_message(runs_dir: Path, run: str) -> str:
+    if (about_sweep := _about_sweep(runs_dir, run)) is not None:
+        return about_sweep
     names = _names(runs_dir)
     what = f'no run "{shorten(run)}" in {where_of(runs_dir)}'
     if os.path.isdir(run):
@@ -183,6 +185,21 @@ def _not_found_message(runs_dir: Path, run: str) -> str:
     match = nearest(run, names)
     newest = [view.run_id for view in list_runs(runs_dir)]
     return f"{what}; " + (f"did you mean {match}?" if match else f"there are: {_first_names(newest)}")
+
+
+def _about_sweep(runs_dir: Path, run: str) -> str | None:
+    """Return the message for the name of a sweep, and for SWEEP/7 if that trial does not exist; None for other names."""
+    numbered = _NUMBERED.fullmatch(run)
+    for name in filter(None, (run, numbered and numbered[1])):
+        for folder in (runs_dir / name, Path(name)):
+            if not os.path.isfile(folder / "sweep.json"):
+                continue
+            trials = sorted(_names(folder))
+            what = f'sweep "{shorten(name)}" has no trial {numbered[2]}' if numbered else f'"{shorten(run)}" is a sweep'
+            return (
+                f"{what}; its trials are runs: {_first_names(trials)}" if trials else f"{what}, and no trial has begun"
+            )
+    return None
 
 
 def _first_names(names: list[str]) -> str:

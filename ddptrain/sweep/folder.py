@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -11,7 +12,7 @@ from typing import Any
 
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.config.wording import describe_value
+from ddptrain.config.wording import describe_value, shorten
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout, new_run_id
@@ -166,11 +167,25 @@ def _compared(config: object) -> dict[str, Any]:
         fields = data.get(section)
         for name, value in fields.items() if isinstance(fields, Mapping) else ():
             if section == "params" or name not in _MAY_DIFFER:
-                flat[f"{section}.{name}"] = value
+                is_space = section == "sweep" and name == "space" and isinstance(value, Mapping)
+                flat |= (
+                    {f"sweep.space.{field}": of for field, of in value.items()}
+                    if is_space
+                    else {f"{section}.{name}": value}
+                )
     return flat
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
-            yield f"{name}: was {describe_value(before.get(name))}, is {describe_value(now.get(name))}"
+            yield f"{name}: was {_shown(before.get(name))}, is {_shown(now.get(name))}"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, Mapping):  # the options that are not given are null
+        given = {name: option for name, option in value.items() if option is not None}
+        return shorten(json.dumps(given)) if given else ", ".join(value)
+    return shorten(json.dumps(value)) if isinstance(value, list) else describe_value(value)

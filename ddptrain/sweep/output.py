@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,7 +71,8 @@ def sweep_data(record: SweepRecord, where: str) -> dict[str, Any]:
 
 def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:
     """Return the line about a trial that has ended."""
-    value = f"{sweep.metric} {text_tables.number(record.value)}" if record.value is not None else ""
+    known = record.value is not None and math.isfinite(record.value)
+    value = f"{sweep.metric} {text_tables.number(record.value)}" if known else ""
     spread = f"± {text_tables.number(record.spread)}" if record.spread is not None else ""
     took = text_tables.duration(record.duration_s)
     error = text_tables.clean_line(record.error)

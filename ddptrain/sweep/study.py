@@ -72,9 +72,7 @@ class Study:
     """
 
     def __init__(self, journal: Path, sweep: SweepConfig) -> None:
-        optuna.logging.set_verbosity(optuna.logging.CRITICAL)
-        warnings.filterwarnings("ignore", module="optuna")
-        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+        _silence_optuna()
         self._sweep = sweep
         self._mutex = threading.RLock()
         self._distributions = {name: _distribution(space) for name, space in sweep.space.items()}
@@ -245,6 +243,19 @@ def _importance_module() -> Any:
     finally:
         if hidden:
             del sys.modules["sklearn"]
+
+
+def check_choice(sweep: SweepConfig) -> None:
+    """Raise UsageError for a sampler or pruner that does not exist, or does not take its options."""
+    _silence_optuna()
+    make_sampler(sweep, sweep.seed)
+    make_pruner(sweep)
+
+
+def _silence_optuna() -> None:
+    optuna.logging.set_verbosity(optuna.logging.CRITICAL)
+    warnings.filterwarnings("ignore", module="optuna")
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
 def make_sampler(sweep: SweepConfig, seed: int) -> optuna.samplers.BaseSampler:

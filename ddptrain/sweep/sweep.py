@@ -38,6 +38,7 @@ from ddptrain.sweep.trial_config import best_yaml, ranks_of, trial_config
 if TYPE_CHECKING:
     from ddptrain.sweep.study import Study
 
+_PLAIN = frozenset({"grid", "random", "tpe", "none", "median", "asha"})  # without options they need no early check
 _TICK_S = 0.5
 _SAVE_EVERY_S = 1.0
 _UPLOAD_S = 2.0  # between two looks at signals while a point is uploaded
@@ -74,6 +75,11 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
     check_trackers(resolved.config)
     check_tls(resolved)
+    sweep = resolved.config.sweep
+    if any(options or name not in _PLAIN for name, options in {**sweep.search, **sweep.prune}.items()):
+        from ddptrain.sweep.study import check_choice
+
+        check_choice(sweep)
     sweeps, name = folders.open_sweeps(resolved.config.results.dir), resolved.config.name
     held: AbstractContextManager[LocalSweep | StoredSweep]
     if options.resume:

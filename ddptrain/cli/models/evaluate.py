@@ -58,23 +58,10 @@ def evaluate(
 
 
 def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTarget:
-    """Return the run or model of that name; a name without @ is a model's only if there is no such run.
-
-    Raises UsageError.
-    """
-    from ddptrain.errors import RunNotFound, UsageError
-    from ddptrain.model_registry.reference import is_model_reference
+    """Return the run or model of that name. Raises UsageError."""
     from ddptrain.retrain.evaluation import EvaluationTarget
 
-    try:
-        folder, about = open_trained(source, runs_dir, models_dir)
-    except RunNotFound as error:
-        if is_model_reference(source) or "/" in source:
-            raise
-        try:
-            folder, about = open_trained(f"{source}@champion", runs_dir, models_dir)
-        except UsageError:
-            raise RunNotFound(f"{error}; there is no model of that name either") from None
+    folder, about = open_trained(source, runs_dir, models_dir)
     name = f"{about['model']}@{about['version']}" if "model" in about else str(about["run_id"])
     return EvaluationTarget(name, folder)
 

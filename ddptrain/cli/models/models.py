@@ -304,9 +304,27 @@ def open_trained(
 ) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a run, or of a verified version of a model, and what names it in JSON output.
 
-    source: RUN, or MODEL@ALIAS. workload: `latest` is then the newest run of this workload that has a checkpoint; a
-    line on stderr names it if it is not the newest of all. Raises DdptrainError.
+    source: RUN, MODEL@ALIAS, or if there is no such run MODEL. workload: `latest` is then the newest run of this
+    workload that has a checkpoint; a line on stderr names it if it is not the newest of all. Raises DdptrainError.
     """
+    from ddptrain.errors import RunNotFound, UsageError
+    from ddptrain.model_registry.reference import is_model_reference
+    from ddptrain.results.layout import LATEST
+
+    try:
+        return _open_run_or_version(source, runs_dir, models_dir, workload)
+    except RunNotFound as error:
+        if is_model_reference(source) or "/" in source or source == LATEST:
+            raise
+        try:
+            return _open_run_or_version(f"{source}@champion", runs_dir, models_dir, workload)
+        except UsageError:
+            raise RunNotFound(f"{error}; there is no model of that name either") from None
+
+
+def _open_run_or_version(
+    source: str, runs_dir: str, models_dir: str | None, workload: str | None
+) -> tuple[Path, dict[str, Any]]:
     from ddptrain.model_registry.reference import is_model_reference, parse_reference
 
     if is_model_reference(source):

@@ -68,6 +68,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
 
     Raises UsageError, StoreError.
     """
+    from ddptrain.config.wording import counted
     from ddptrain.results.remote.runs import open_runs_dir
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.select.table import cells, header
@@ -89,7 +90,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
     is_plain = not (selection.fields or limit)
     sweeps = list_found(runs_dir, {view.run_id for view in views}) if is_plain else []
     if not runs and not sweeps:
-        say(f"no runs in {runs_dir}" if not views else f"none of the {len(views)} runs in {runs_dir} matches")
+        say(f"no runs in {runs_dir}" if not views else f"no run matches, of {counted(len(views), 'run')} in {runs_dir}")
         return
     if (fields := selection.columns) is not None:
         table: list[tuple[str, ...]] = [tuple(header(fields)), *(tuple(cells(run, fields)) for run in runs)]

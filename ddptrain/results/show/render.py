@@ -76,10 +76,10 @@ def _result(view: RunView) -> str:
     """Return the result of a run in a few words: why it failed, its best checkpoint, or its last loss."""
     record = view.record
     if view.problem:
-        return _short(view.problem)
+        return _short(view.problem.replace(str(view.layout.run_json), view.layout.run_json.name))
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
-        return _short(f"{rank}{record.failure.type or ''} {record.failure.message}".strip())
+        return _short(rank + ": ".join(filter(None, (record.failure.type, record.failure.message))))
     if record.best is not None:
         return f"best {record.best.metric} {number(record.best.value)} at step {record.best.step}"
     losses = [name for name in record.last_metrics if "loss" in name]

@@ -64,7 +64,7 @@ def test_no_command_lists_the_runs(runs: Path) -> None:
     assert plain == invoke("list") == invoke("--runs-dir", str(runs), "list") == invoke("list", "--runs-dir", "runs")
     header, row = plain.splitlines()
     assert header.split()[:2] == ["RUN", "STATUS"]
-    assert row.startswith("pets-1  failed") and row.endswith("rank 1: ValueError no [bold]name")
+    assert row.startswith("pets-1  failed") and row.endswith("rank 1: ValueError: no [bold]name")
 
 
 def test_json_is_all_there_is_on_stdout(runs: Path) -> None:

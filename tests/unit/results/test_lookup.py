@@ -52,6 +52,27 @@ def test_an_ambiguous_prefix_names_the_candidates(tmp_path: Path) -> None:
         find_run(tmp_path, "pets")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pets", '"pets" is a sweep; its trials are runs: pets-0000, pets-0001'),
+        ("pets/7", 'sweep "pets" has no trial 7; its trials are runs: pets-0000, pets-0001'),
+        ("begun", '"begun" is a sweep, and no trial has begun'),
+        ("begun/0", 'sweep "begun" has no trial 0, and no trial has begun'),
+    ],
+)
+def test_the_name_of_a_sweep_in_place_of_a_run_is_met_with_its_trials(tmp_path: Path, name: str, message: str) -> None:
+    for sweep in ("pets", "begun"):
+        (tmp_path / sweep).mkdir()
+        (tmp_path / sweep / "sweep.json").write_text("{}")
+    put(tmp_path / "pets", "pets-0000")
+    put(tmp_path / "pets", "pets-0001")
+    put(tmp_path, "other")
+    with pytest.raises(RunNotFound) as caught:
+        find_run(tmp_path, name)
+    assert str(caught.value).startswith(message)
+
+
 def test_an_unknown_run_is_met_with_what_there_is(tmp_path: Path) -> None:
     put(tmp_path, "pets-1")
     with pytest.raises(RunNotFound, match="did you mean pets-1"):

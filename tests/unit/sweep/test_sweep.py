@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
 from ddptrain.sweep import study
 from ddptrain.sweep.folder import LocalSweep, locked
+from ddptrain.sweep.output import trial_line
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
 from tests.unit.sweep.conftest import StubRun, Sweeper
@@ -129,6 +131,7 @@ def test_a_value_that_is_no_number_is_a_failure(sweeper: Sweeper) -> None:
     assert sweeper.run(sweeper.config(trials=1)) == ExitCode.TRAINING_FAILED
     (trial,) = read_sweep(sweeper.folder / "s").trials
     assert (trial.state, trial.error) == (TrialState.FAILED, "no value of loss is a finite number")
+    assert "loss -" not in trial_line(replace(trial, value=math.nan), read_sweep(sweeper.folder / "s"))
 
 
 def test_a_resumed_sweep_continues_what_has_no_result_and_runs_nothing_twice(
@@ -194,6 +197,25 @@ def test_time_is_a_limit(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("ddptrain.sweep.sweep.Sweep._elapsed_s", lambda sweep: float(next(now)))
     assert sweeper.run(sweeper.config(trials=None, for_="60s")) == 0
     assert 1 <= len(read_sweep(sweeper.folder / "s").trials) <= 60
+
+
+@pytest.mark.parametrize("wrong", [{"search": "tpa"}, {"prune": "ahsa"}, {"search": {"tpe": {"foo": 1}}}])
+def test_a_wrong_sampler_or_pruner_is_found_before_anything_is_made(sweeper: Sweeper, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"^sweep\.(search|prune): "):
+        sweeper.run(sweeper.config(**wrong))
+    assert not (sweeper.folder / "s").exists()
+
+
+def test_a_resume_with_another_space_names_both(sweeper: Sweeper) -> None:
+    sweeper.workload = follows_lr
+    assert sweeper.run(sweeper.config(trials=1, params={"pause": 3})) == 0
+    with pytest.raises(UsageError) as caught:
+        sweeper.run(sweeper.config(space={"params.lr": [1, 2]}, search="tpe"), resume=True)
+    assert str(caught.value).splitlines()[1:] == [
+        "  params.pause: was 3, is not set",
+        "  sweep.search: was random, is tpe",
+        '  sweep.space.params.lr: was {"uniform": [0.0, 1.0]}, is [1, 2]',
+    ]
 
 
 def test_a_resume_with_another_space_is_refused(sweeper: Sweeper) -> None:

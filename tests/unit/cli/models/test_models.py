@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from ddptrain.cli.models.models import app
-from ddptrain.errors import DdptrainError, UsageError
+from ddptrain.cli.models.models import app, open_trained
+from ddptrain.errors import DdptrainError, RunNotFound, UsageError
 from ddptrain.results.layout import RunLayout
 
 MANIFEST = {
@@ -100,6 +100,15 @@ def test_promoted_run_becomes_a_version_and_the_champion(place: Path) -> None:
         ("rolled back", 1, ""),
         ("promoted", 2, ""),
     ]
+
+
+def test_a_model_without_alias_stands_for_its_champion_if_there_is_no_such_run(place: Path) -> None:
+    lines("promote", "pets", "names-20261122-100000-aaaa")
+    folder, about = open_trained("pets", "runs", None)
+    assert (about["model"], about["version"]) == ("pets", 1) and (folder / "run.json").is_file()
+    assert open_trained("names-20261122-11", "runs", None)[1] == {"run_id": "names-20261122-110000-bbbb"}
+    with pytest.raises(RunNotFound, match=r'no run "cats" in runs; .*; there is no model of that name either$'):
+        open_trained("cats", "runs", None)
 
 
 def test_list_and_show_name_the_champion(place: Path) -> None:

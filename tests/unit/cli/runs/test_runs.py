@@ -64,7 +64,7 @@ def test_a_condition_selects_and_the_parameters_are_in_the_record(runs: Path) ->
         "pets-2  0.66667   0.66667",
     ]
     result = call("list", "--where", "val/los < 1")
-    assert "none of the 2 runs in runs matches" in result.stderr and "did you mean val/loss?" in result.stderr
+    assert "no run matches, of 2 runs in runs" in result.stderr and "did you mean val/loss?" in result.stderr
     with pytest.raises(UsageError, match="--where: cannot read"):
         call("list", "--where", "val/loss <")
 

@@ -136,3 +136,12 @@ def test_an_unknown_param_that_is_searched_is_one_problem(tmp_path: Path) -> Non
         load_config(path, sweeps=True)
     (problem,) = raised.value.problems
     assert str(problem) == f"{path}:3: sweep.space.params.lrr: there is no such parameter (did you mean lr?)"
+
+
+def test_a_problem_of_a_searched_param_is_told_once_at_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "needs.py").write_text("def main(ctx, lr: float): ...")
+    path = tmp_path / "c.yaml"
+    path.write_text("workload: needs:main\nsweep: {space: {params.nope: [1], params.lr: [a]}, trials: 2, metric: x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, sweeps=True)
+    assert [problem.key for problem in caught.value.problems] == ["sweep.space.params.nope", "sweep.space.params.lr"]

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
+from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.run_record import (
     AttemptRecord,
     BestRecord,
@@ -34,7 +34,7 @@ def test_nothing_is_cut_off_a_row_by_a_narrow_terminal(tmp_path: Path, width: in
     record = RunRecord(run_id=run_id, status="failed", failure=FailureRecord(1, "h", "exception", "E", "no such name"))
     file = io.StringIO()
     print_table(run_table([RunFields(RunView(RunLayout(tmp_path), record))]), Console(file=file, width=width))
-    assert run_id in file.getvalue() and "rank 1: E no such name" in " ".join(file.getvalue().split())
+    assert run_id in file.getvalue() and "rank 1: E: no such name" in " ".join(file.getvalue().split())
 
 
 def test_tags_notes_and_chosen_fields_have_columns(tmp_path: Path) -> None:
@@ -83,7 +83,15 @@ def test_a_row_tells_the_failure_before_the_best(tmp_path: Path) -> None:
     failure = FailureRecord(1, "h", "exception", "ValueError", "no such name\nat all " + "x" * 200)
     record = RunRecord(run_id="r", status="failed", failure=failure, best=BestRecord("val/loss", "min", 1.0, 3))
     (row,) = rows([RunView(RunLayout(tmp_path), record)])
-    assert row[-1] == "rank 1: ValueError no such name"
+    assert row[-1] == "rank 1: ValueError: no such name"
+
+
+def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path: Path) -> None:
+    folder = tmp_path / ("long-" * 20)
+    folder.mkdir()
+    (folder / "run.json").write_text("{")
+    (row,) = rows([load_run(folder)])
+    assert row[-1].startswith("cannot read run.json: not JSON: ")
 
 
 @pytest.mark.parametrize(
