@@ -188,7 +188,7 @@ def _not_found_message(runs_dir: Path, run: str) -> str:
 
 
 def _about_sweep(runs_dir: Path, run: str) -> str | None:
-    """Return the message for the name of a sweep, and for SWEEP/7 if that trial does not exist; None for other names."""
+    """Return the message for the name of a sweep, and for SWEEP/7 without that trial; None for other names."""
     numbered = _NUMBERED.fullmatch(run)
     for name in filter(None, (run, numbered and numbered[1])):
         for folder in (runs_dir / name, Path(name)):
@@ -196,9 +196,8 @@ def _about_sweep(runs_dir: Path, run: str) -> str | None:
                 continue
             trials = sorted(_names(folder))
             what = f'sweep "{shorten(name)}" has no trial {numbered[2]}' if numbered else f'"{shorten(run)}" is a sweep'
-            return (
-                f"{what}; its trials are runs: {_first_names(trials)}" if trials else f"{what}, and no trial has begun"
-            )
+            rest = f"; its trials are runs: {_first_names(trials)}" if trials else ", and no trial has begun"
+            return what + rest
     return None
 
 
