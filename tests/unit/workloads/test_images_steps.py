@@ -73,7 +73,7 @@ def resumed(**changes: Any) -> Resumed:
 def test_trainer_goes_on_at_the_share_of_an_epoch_with_its_own_sums() -> None:
     restored: list[Any] = []
     trainer = bare_trainer(_images_per_epoch=20, _meter=SimpleNamespace(restore=restored.append))
-    trainer._go_on(resumed(rank_state={"meter": "sums", "images": 54}))
+    trainer._resume_from(resumed(rank_state={"meter": "sums", "images": 54}))
     assert (trainer.epochs_done, trainer.step, trainer._images) == (2, 17, 54)
     assert trainer._part == EpochProgress([[2, 5]], 0.25, 4, is_resumed=True)
     assert restored == ["sums"]
@@ -83,7 +83,7 @@ def test_trainer_goes_on_at_the_share_of_an_epoch_with_its_own_sums() -> None:
 def test_trainer_with_another_number_of_ranks_estimates_its_images() -> None:
     trainer = bare_trainer(_images_per_epoch=20, _meter=None)
     trainer._ctx.world_size = 4
-    trainer._go_on(resumed())
+    trainer._resume_from(resumed())
     assert (trainer.epochs_done, trainer.step, trainer._images) == (2, 17, 55)
     assert trainer._part == EpochProgress([[2, 5], [3, 4]], 0.75, 0, is_resumed=True)
 
@@ -93,7 +93,7 @@ def test_trainer_begins_an_epoch_where_a_checkpoint_has_no_part_of_one(
     epoch: float | None, epochs_done: int, images: int
 ) -> None:
     trainer = bare_trainer(_images_per_epoch=20, _meter=None)
-    trainer._go_on(resumed(epoch=epoch, data={"model_config": describe("small_cnn", 8, MANIFEST.classes)}))
+    trainer._resume_from(resumed(epoch=epoch, data={"model_config": describe("small_cnn", 8, MANIFEST.classes)}))
     assert (trainer.epochs_done, trainer.step, trainer._images) == (epochs_done, 17, images)
     assert trainer._part == EpochProgress()
 
@@ -103,7 +103,7 @@ def test_checkpoint_of_other_classes_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"is of 3 classes \(cat, dog, pug\), the images are of 2 classes \(cat, dog\)"
     ):
-        bare_trainer(_images_per_epoch=20)._go_on(resumed(data=data))
+        bare_trainer(_images_per_epoch=20)._resume_from(resumed(data=data))
 
 
 # --- Validation ---

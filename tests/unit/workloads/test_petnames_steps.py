@@ -178,7 +178,7 @@ def going_on(world_size: int, **checkpoint: Any) -> Any:
     trainer.epochs_done, trainer.rows_per_epoch, trainer.samples = 2, 20, 40
     trainer._loss_sum, trainer.n_targets = torch.zeros(()), 0
     data = {"taken": [[2, 5], [3, 4]], "begun": 0.25}
-    trainer._go_on(Resumed(**{"step": 17, "epoch": 2.75, "data": data, **checkpoint}))
+    trainer._resume_from(Resumed(**{"step": 17, "epoch": 2.75, "data": data, **checkpoint}))
     return trainer
 
 

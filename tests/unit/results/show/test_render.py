@@ -384,7 +384,7 @@ def test_units_of_sizes_change_at_1024(size_bytes: int, text: str) -> None:
 
 
 def test_what_was_not_sent_to_w_and_b_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "waiting", lambda parts: True)
+    monkeypatch.setattr(render, "unsent_parts", lambda parts: True)
     layout = RunLayout(tmp_path)
     not_sent = [("not sent", f"W&B lacks some of it: ddptrain results sync {tmp_path}")]
     assert dict(sections(RunView(layout, RunRecord(run_id="r", status="failed"))))["tracking"] == not_sent
