@@ -82,10 +82,9 @@ class Schedule:
             yield time.replace(tzinfo=self._zone)
 
     def _from(self, start: datetime) -> Iterator[datetime]:
-        if self._is_interval:
-            yield from self._interval_times(start)
+        fixed = map(_utc, CronSim(self.cron, self._local(start)))
         before = start
-        for time in map(_utc, CronSim(self.cron, self._local(start))):
+        for time in self._interval_times(start) if self._is_interval else fixed:
             if time > before:  # a time that does not exist may be replaced by another scheduled time
                 yield time
             before = time
@@ -102,6 +101,8 @@ class Schedule:
                     break
                 yield time
                 start = time
+            else:
+                return
             start = self._last_second(start + _SECOND, time)
 
     def _last_second(self, start: datetime, end: datetime) -> datetime:
