@@ -6,9 +6,10 @@ import functools
 import itertools
 import os
 import zoneinfo
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
@@ -73,8 +74,7 @@ class Schedule:
 
     def _wall_times(self, now: datetime) -> Iterator[datetime]:
         """Yield the next times on the clock of fixed times, also those that do not exist."""
-        minute, hour, *_ = self.cron.split()
-        if minute.startswith("*") or hour.startswith("*"):
+        if self._is_interval:
             return
         for time in CronSim(self.cron, now.astimezone(self._zone).replace(tzinfo=None)):
             if time.replace(tzinfo=UTC) > now + _LOOK_AHEAD:
@@ -82,11 +82,42 @@ class Schedule:
             yield time.replace(tzinfo=self._zone)
 
     def _from(self, start: datetime) -> Iterator[datetime]:
+        fixed = map(_utc, CronSim(self.cron, self._local(start)))
         before = start
-        for time in map(_utc, CronSim(self.cron, self._local(start))):
+        for time in self._interval_times(start) if self._is_interval else fixed:
             if time > before:  # a time that does not exist may be replaced by another scheduled time
                 yield time
             before = time
+
+    def _interval_times(self, start: datetime) -> Iterator[datetime]:
+        """Yield the times after `start` of an interval: those of clocks that never change, each until the next change.
+
+        cronsim adds whole hours and minutes to the local time, but on Lord Howe Island clocks change by half an hour.
+        """
+        while True:
+            offset = self._offset(start + _SECOND)
+            for time in map(_utc, CronSim(self.cron, start.astimezone(timezone(offset)))):
+                if self._offset(time) != offset:
+                    break
+                yield time
+                start = time
+            else:
+                return
+            start = self._last_second(start + _SECOND, time)
+
+    def _last_second(self, start: datetime, end: datetime) -> datetime:
+        """Return the last second before the clocks change, between two times."""
+        offset, seconds = self._offset(start), range((end - start) // _SECOND)
+        change = bisect(seconds, 0, key=lambda at: self._offset(start + at * _SECOND) != offset)
+        return start + (change - 1) * _SECOND
+
+    def _offset(self, time: datetime) -> timedelta:
+        return self._local(time).utcoffset() or timedelta()
+
+    @property
+    def _is_interval(self) -> bool:
+        minute, hour, *_ = self.cron.split()
+        return minute.startswith("*") or hour.startswith("*")
 
     def _local(self, time: datetime) -> datetime:
         return time.astimezone(self._zone)

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,6 +33,8 @@ from ddptrain.worker import environment
 from ddptrain.worker.rank_server_client import OwnRankServerClient
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from distributed import Security, Worker
 
     from ddptrain.worker.rank_host import RankHost
@@ -46,12 +49,19 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(UsageError):  # the driver, or `cluster up`, has already reported a wrong DDPTRAIN_LOG
         log.to_stderr()
     owned = options.scheduler == "-"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # The driver receives Ctrl-C, too, and stops the worker that it has started.
-    signal.signal(signal.SIGINT, signal.SIG_IGN if owned else lambda *_: sys.exit(0))
+    received: list[int] = []
+    _handle_signals(lambda number, _: received.append(number), owned=owned)
     scratch = _scratch(options.scratch, owned=owned)
     servers = _RankServers(scratch)
     servers.start()  # first, because the server imports torch for two seconds; meanwhile this process imports Dask
+
+    def end(*_: object) -> NoReturn:  # not an exception: any import may catch it
+        _clean_up(servers)
+        os._exit(0)
+
+    _handle_signals(end, owned=owned)
+    if received:
+        end()
     code = 0
     try:
         _serve(options, servers, owned=owned)
@@ -65,6 +75,12 @@ def main(argv: list[str] | None = None) -> None:
         code = 1
     _clean_up(servers)
     os._exit(code)  # task threads may still wait for a rank to end
+
+
+def _handle_signals(handler: Callable[[int, FrameType | None], object], *, owned: bool) -> None:
+    signal.signal(signal.SIGTERM, handler)
+    # Ctrl-C reaches the driver, too, which then stops the worker that it has started.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if owned else handler)
 
 
 class _RankServers:

@@ -236,7 +236,7 @@ def test_worker_without_ddptrain_ends_with_4_and_the_table(others: Others) -> No
     others.start_workers(count=1)
     python = make_environment(others.folder / "env", without="ddptrain")
     where = ("--scheduler-file", str(others.bench.scheduler_file), "--local-directory", str(others.folder / "bare"))
-    worker = ("-P", "-m", "distributed.cli.dask_worker", *where, "--no-dashboard", "--nthreads", "1")
+    worker = ("-E", "-P", "-m", "distributed.cli.dask_worker", *where, "--no-dashboard", "--nthreads", "1")
     others.bench.start("bare", "-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", str(python), *worker)
     before = others.state()
     ended = others.train({}, "--cluster", others.address)

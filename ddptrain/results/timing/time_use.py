@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ _KINDS = ("run_started", "entered", "finished", "checkpoint_staged", "timed", "r
 _LONGEST_LINE_BYTES = 1 << 20
 _LARGEST_S = 1e12
 _LEAST_SHOWN_S = 0.05
+_CLOCK_CHANGE_S = 1.0  # a smaller one is not noticed
 _KEPT = (RunStatus.SUCCEEDED, RunStatus.PREEMPTED)
 
 
@@ -92,11 +94,24 @@ _TAKEN_FIRST = ("other", "end", "restarts", "queue", "start", "lost", "training"
 class _AttemptEvents:
     """The events of one attempt; times in seconds since 1970."""
 
-    entered: list[float] = field(default_factory=list)
-    finished: list[float] = field(default_factory=list)
-    staged: dict[int, float] = field(default_factory=dict)  # by step
-    timed: list[tuple[str, float, float]] = field(default_factory=list)  # activity, end, seconds
-    run_ended: float | None = None  # a driver ended the run after this attempt
+    stamps: list[tuple[str, int, float]] = field(default_factory=list)  # kind, step, time of the driver; in their order
+    timed: list[tuple[str, float, float]] = field(default_factory=list)  # activity, end by the rank's clock, seconds
+
+    def times(self, kind: str) -> list[float]:
+        return [time_s for name, _, time_s in self.stamps if name == kind]
+
+    @property
+    def staged(self) -> dict[int, float]:
+        """By step."""
+        return {step: time_s for name, step, time_s in self.stamps if name == "checkpoint_staged"}
+
+    def add_record(self, attempt: AttemptRecord) -> None:
+        """Add when the attempt began and ended."""
+        if (ended := _seconds(attempt.ended_at)) is not None:
+            at = len(self.stamps) - len(self.times("run_finished"))  # these are the last
+            self.stamps.insert(at, ("ended", 0, ended))
+        if (began := _seconds(attempt.started_at)) is not None:
+            self.stamps.insert(0, ("began", 0, began))
 
 
 def time_use_of(view: RunView) -> TimeUse | None:
@@ -132,12 +147,16 @@ def _is_time(value: object) -> bool:
 def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s: float) -> TimeUse:
     """Divide the duration of a run into its parts; their sum is the duration.
 
-    Clocks may have been changed, and events may be missing: the rest is `other`.
+    Events may be missing: the rest is `other`.
     """
     spans = _Spans(record, duration_s)
     by_attempt = _by_attempt(events)
-    for number, attempt in enumerate(record.attempts):
-        spans.add(number, attempt, by_attempt.get(attempt.attempt, _AttemptEvents()))
+    all_events = [by_attempt.get(attempt.attempt, _AttemptEvents()) for attempt in record.attempts]
+    for attempt, own in zip(record.attempts, all_events, strict=True):
+        own.add_record(attempt)
+    _undo_clock_change(record, all_events, duration_s)
+    for number, own in enumerate(all_events):
+        spans.add(number, record.attempts[number], own)
     if not record.attempts:
         return TimeUse(queue=duration_s)
     return _fitted(TimeUse(**spans.seconds), duration_s)
@@ -151,17 +170,39 @@ def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents
         match event:
             case {"event": "run_started", "attempt": int(number)}:
                 now = found[number] = _AttemptEvents()
-            case {"event": "entered"}:
-                now.entered.append(time_s)
-            case {"event": "finished"}:
-                now.finished.append(time_s)
+            case {"event": "entered" | "finished" | "run_finished" as kind}:
+                now.stamps.append((kind, 0, time_s))
             case {"event": "checkpoint_staged", "step": int(step)}:
-                now.staged[step] = time_s
+                now.stamps.append(("checkpoint_staged", step, time_s))
             case {"event": "timed", "activity": str(activity), "seconds": int() | float() as seconds}:
                 now.timed.append((activity, time_s, float(seconds)))
-            case {"event": "run_finished"}:
-                now.run_ended = time_s
     return found
+
+
+def _undo_clock_change(record: RunRecord, attempts: Sequence[_AttemptEvents], duration_s: float) -> None:
+    """Move the times after a change of the clock in the last part of a run.
+
+    The duration is that of a clock which nobody sets, so the difference shows by how much the other one was set. It was
+    set where time seems to go back, or else in the longest pause between two times of the driver.
+    """
+    since, until = _seconds(record.resumed_at or record.started_at), _seconds(record.ended_at)
+    if since is None or until is None:
+        return
+    lasted_s = duration_s - record.earlier_s
+    change_s = until - since - lasted_s
+    if abs(change_s) < _CLOCK_CHANGE_S:
+        return
+    part = [own for own in attempts if own.stamps]
+    if record.resumed_at is not None:
+        part = list(itertools.dropwhile(lambda own: own.stamps[0][2] < since, part))
+    times = [since, *(time_s for own in part for _, _, time_s in own.stamps), until]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    goes_back = change_s < 0 and min(pauses) < -_CLOCK_CHANGE_S
+    changed = pauses.index(min(pauses) if goes_back else max(pauses))
+    numbers = itertools.count()
+    for own in part:
+        own.stamps = [(kind, step, at - change_s * (next(numbers) >= changed)) for kind, step, at in own.stamps]
+        own.timed = [(name, at - change_s * (not since <= at <= since + lasted_s), s) for name, at, s in own.timed]
 
 
 class _Spans:
@@ -177,23 +218,21 @@ class _Spans:
         self.seconds: dict[str, float] = dict.fromkeys(TimeUse.__dataclass_fields__, 0.0)
 
     def add(self, number: int, attempt: AttemptRecord, events: _AttemptEvents) -> None:
-        began, ended = _seconds(attempt.started_at), _seconds(attempt.ended_at)
-        if began is None:
+        if not (starts := events.times("began")):
             return
+        began, ended = starts[0], max(events.times("ended"), default=self._now)
+        run_ended = events.times("run_finished")
         is_last = number + 1 == len(self._record.attempts)
-        ended = self._now if ended is None else ended
         is_restart = self._add_wait(began)
-        all_entered = 0 < attempt.world_size <= len(events.entered)
-        trains_from = min(max(events.entered), ended) if all_entered else ended
+        entered = events.times("entered")
+        all_entered = 0 < attempt.world_size <= len(entered)
+        trains_from = min(max(entered), ended) if all_entered else ended
         self._add("restarts" if is_restart else "start", trains_from - began)
         following = None if is_last else self._record.attempts[number + 1]
         trained_until = self._add_training(attempt, events, trains_from, ended, following)
-        if is_last and self._record.ended_at is not None:
-            over = max(self._now, ended)
-        else:
-            over = ended if events.run_ended is None else max(ended, events.run_ended)
-        self._add("end", over - trained_until)
-        self._before = ended, events.run_ended is not None
+        over = [self._now] if is_last and self._record.ended_at is not None else run_ended[-1:]
+        self._add("end", max([ended, *over]) - trained_until)
+        self._before = ended, bool(run_ended)
 
     def _add_wait(self, began: float) -> bool:
         """Add the time before an attempt; return whether it restarts the ranks after a failure."""
@@ -224,7 +263,7 @@ class _Spans:
             until = ended
             self._add("lost", until - kept_until)
         else:
-            until = kept_until = max(events.finished, default=ended)
+            until = kept_until = max(events.times("finished"), default=ended)
         until, kept_until = min(max(until, trains_from), ended), min(max(kept_until, trains_from), ended)
         aside = 0.0
         for activity, name in _ACTIVITIES.items():

@@ -292,8 +292,8 @@ def dask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dask_fork_server: Fork
 
 
 def start_worker(dask: DaskBench, name: str, python: Path | None = None) -> None:
-    """A `dask worker` of another environment, or of this one."""
-    other = () if python is None else ("-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", str(python))
+    """A `dask worker` of another environment, without what PYTHONPATH (-E) names here, or of this one."""
+    other = () if python is None else ("-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", str(python), "-E")
     where = ("--scheduler-file", str(dask.scheduler_file), "--local-directory", str(dask.folder / name))
     command = ("-P", "-m", "distributed.cli.dask_worker", *where, "--nthreads", "1", "--no-dashboard", "--name", name)
     dask.start(name, *other, *command)

@@ -76,10 +76,21 @@ def refused(target: Target, timeout_s: float = 0.5) -> str:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is a reason to give up after one second instead of seven."""
-    monkeypatch.setattr(connect, "_SILENT_S", 1.0)
-    monkeypatch.setattr(connect, "_TRY_S", 0.5)
-    monkeypatch.setattr(connect, "_MARGIN_S", 0.5)
+    """Silence is a reason to give up after a tenth of a second instead of seven: for peers that say nothing at all."""
+    monkeypatch.setattr(connect, "_SILENT_S", 0.1)
+    monkeypatch.setattr(connect, "_MARGIN_S", 0.1)
+    for module, name in ((connect, "_TRY_S"), (connect, "_PROBE_S"), (connect, "_SPEAKS_FIRST_S")):
+        monkeypatch.setattr(module, name, 0.1)
+    for name in ("_GREETING_S", "_HTTP_S"):
+        monkeypatch.setattr(port_diagnosis, name, 0.1)
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For peers that do not speak first; one that is slow to answer is asked again."""
+    monkeypatch.setattr(connect, "_TRY_S", 0.1)
+    monkeypatch.setattr(connect, "_SPEAKS_FIRST_S", 0.3)
+    monkeypatch.setattr(port_diagnosis, "_GREETING_S", 0.1)
 
 
 @pytest.mark.usefixtures("quick")
@@ -149,7 +160,11 @@ def sends(data: bytes) -> Callable[[socket.socket], object]:
         (speak_http, "it uses HTTP: is that the port of Dask's dashboard?"),
     ],
 )
-def test_what_is_no_scheduler_is_told_within_seconds(answer: Callable[[socket.socket], object], reason: str) -> None:
+def test_what_is_no_scheduler_is_told_within_seconds(
+    answer: Callable[[socket.socket], object], reason: str, request: pytest.FixtureRequest
+) -> None:
+    if answer is speak_http:
+        request.getfixturevalue("quick_looks")
     began = time.monotonic()
     with server(answer) as port:
         told = refused(Target(f"tcp://127.0.0.1:{port}"), timeout_s=600)
@@ -165,7 +180,6 @@ def test_silent_port_is_given_up_long_before_the_cluster_must_have_started(silen
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -179,8 +193,10 @@ def test_silent_port_is_given_up_long_before_the_cluster_must_have_started(silen
     ],
 )
 def test_what_speaks_no_tls_is_not_taken_for_a_wrong_certificate(
-    answer: Callable[[socket.socket], object], reason: str, tmp_path: Path
+    answer: Callable[[socket.socket], object], reason: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    if reason == "says nothing":
+        request.getfixturevalue("quick")
     make_tls(tmp_path)
     began = time.monotonic()
     with server(answer) as port:
@@ -189,7 +205,6 @@ def test_what_speaks_no_tls_is_not_taken_for_a_wrong_certificate(
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.usefixtures("quick")
 def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -228,6 +243,7 @@ def test_greeting_of_a_dask_scheduler_is_known_by_its_length_and_names(data: byt
     assert port_diagnosis.is_not_dask(data) is expected
 
 
+@pytest.mark.usefixtures("quick_looks")
 def test_cluster_of_the_users_own_that_is_gone_says_how_to_clear_up() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -248,6 +264,7 @@ def test_scheduler_of_the_users_own_that_is_busy_is_given_longer(silent: int, mo
             raise TimeoutError("timed out after 3 s")
         return "a client"
 
+    monkeypatch.setattr(connect, "time", Clock())
     monkeypatch.setattr("ddptrain.driver.connect._try_connect", tried)
     monkeypatch.setattr("ddptrain.driver.connect._connection_problem", lambda target: "")
     address = f"tcp://127.0.0.1:{silent}"
@@ -256,6 +273,7 @@ def test_scheduler_of_the_users_own_that_is_busy_is_given_longer(silent: int, mo
     assert given[1] > given[0]
 
 
+@pytest.mark.usefixtures("quick_looks")
 def test_unknown_host_is_told_as_such() -> None:
     assert "the host of tcp://nowhere.invalid:1 is unknown" in refused(Target("tcp://nowhere.invalid:1"), timeout_s=30)
 
@@ -272,6 +290,7 @@ def test_certificate_of_another_cluster_is_told(speaks_tls: int, tmp_path: Path)
     assert "shows a certificate that ours has not signed" in told
 
 
+@pytest.mark.usefixtures("quick_looks")
 def test_address_without_tls_of_a_scheduler_with_it_is_told(speaks_tls: int) -> None:
     told = refused(Target(f"tcp://127.0.0.1:{speaks_tls}"), timeout_s=30)
     assert f"uses TLS: write the address as tls://127.0.0.1:{speaks_tls}" in told

@@ -89,10 +89,23 @@ def by_hand(schedule: Schedule, start: datetime, end: datetime) -> list[datetime
 
 @pytest.mark.parametrize(
     "zone_and_day",
-    [(BERLIN, "2026-10-24"), (BERLIN, "2027-03-27"), ("America/Havana", "2026-10-31"), ("Asia/Beirut", "2027-03-27")],
+    [
+        (BERLIN, "2026-10-24"),
+        (BERLIN, "2027-03-27"),
+        ("America/Havana", "2026-10-31"),
+        ("Asia/Beirut", "2027-03-27"),
+        ("Australia/Lord_Howe", "2026-04-03"),  # the clocks change by half an hour
+        ("Australia/Lord_Howe", "2026-10-02"),
+    ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("cron", ["30 2 * * *", "30 0,1,2,3 * * *", "0 2,3 * * *", "*/20 2 * * *", "0 */2 * * *"])
+@pytest.mark.parametrize(
+    "cron",
+    [
+        *("30 2 * * *", "30 0,1,2,3 * * *", "0 2,3 * * *", "*/20 2 * * *", "0 */2 * * *"),
+        *("45 * * * *", "15 */2 * * *", "*/15 2,3 * * *", "*/15 3 * * *", "* 0,1 * * *"),
+    ],
+)
 def test_times_are_those_of_a_look_at_every_minute(cron: str, zone_and_day: tuple[str, str]) -> None:
     zone, day = zone_and_day
     schedule, start = parse_schedule(cron, zone), utc(day)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +148,39 @@ def test_worker_ends_with_its_ranks_and_leaves_nothing(dask: DaskBench, end: str
         assert worker.wait(60) == 0, dask.log("ours").read_text()
     until_gone(pid)
     assert [list(folder.iterdir()) for folder in left_files(dask)] == [[]]
+
+
+# Gets SIGTERM while it starts its rank server, or in an import that catches everything.
+STARTING = """
+import os, signal, sys, time
+from ddptrain.worker import __main__ as worker
+
+class Client(worker.OwnRankServerClient):
+    def __init__(self, *given):
+        super().__init__(*given)
+        print(self._process.pid, flush=True)
+        if sys.argv[1] == "server":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+def import_dask():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException:
+        pass
+    time.sleep(30)
+
+worker.OwnRankServerClient, worker._import_dask = Client, import_dask
+worker.main(["--scheduler-file", "none", "--gpus", "none", "--scratch", sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize("when", ["server", "import"])
+def test_worker_that_is_ended_while_it_starts_leaves_nothing(tmp_path: Path, when: str) -> None:
+    command = [sys.executable, "-c", STARTING, when, str(tmp_path / "scratch")]
+    done = subprocess.run(command, env=Bench(tmp_path).env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_tls_worker_joins_with_the_clusters_certificate_alone(

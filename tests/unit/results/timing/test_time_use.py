@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -249,8 +249,72 @@ def test_what_was_recorded_beyond_the_duration_is_taken_from_what_is_known_least
     record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
     events = [*training(1, 3, 10), event("finished", 36), event("run_finished", 39)]
     assert parts(record, events, 40.0) == {"queue": 3.0, "start": 7.0, "training": 26.0, "end": 4.0}
-    assert parts(record, events, 35.0) == {"queue": 2.0, "start": 7.0, "training": 26.0}
-    assert parts(record, events, 9.0) == {"training": 9.0}
+    assert parts(replace(record, ended_at=iso(35)), events, 35.0) == {"queue": 2.0, "start": 7.0, "training": 26.0}
+    assert parts(replace(record, ended_at=iso(9)), events, 9.0) == {"training": 9.0}
+
+
+def moved(at_s: float, changed_at: float, by_s: float) -> float:
+    """What a clock shows that is moved during the run."""
+    return at_s + by_s if at_s > changed_at else at_s
+
+
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0, 600.0, -600.0])
+@pytest.mark.parametrize("changed_at", [1.0, 5.0, 20.0, 36.0, 39.0])
+def test_clock_that_is_set_during_the_run_moves_no_part(by_s: float, changed_at: float) -> None:
+    def shown(at_s: float) -> float:
+        return moved(at_s, changed_at, by_s)
+
+    record = RunRecord(
+        started_at=iso(0), ended_at=iso(shown(40)), attempts=(attempt(1, shown(3), shown(38), "succeeded"),)
+    )
+    events = [
+        event("run_started", shown(3), attempt=1),
+        event("entered", shown(9)),
+        event("entered", shown(10)),
+        timed("evaluation", shown(15), 2),
+        event("checkpoint_staged", shown(16), step=1),
+        timed("checkpoint", shown(25), 0.5),
+        event("checkpoint_staged", shown(26), step=2),
+        event("finished", shown(34)),
+        event("finished", shown(35)),
+        event("run_finished", shown(40)),
+    ]
+    expected = {"queue": 3, "start": 7, "training": 22.5, "checkpoints": 0.5, "evaluation": 2, "end": 5}
+    assert parts(record, events, 40) == expected
+
+
+def test_time_of_another_host_whose_clock_was_not_set_stays() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(3640), attempts=(attempt(1, 3, 3638, "succeeded"),))
+    events = [*training(1, 3, 10), timed("evaluation", 30, 2), event("finished", 3635)]
+    assert parts(record, events, 40) == {"queue": 3, "start": 7, "training": 23, "evaluation": 2, "end": 5}
+
+
+def test_clock_that_is_set_a_little_back_moves_no_part() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(1030), attempts=(attempt(1, 3, 1028, "succeeded"),))
+    events = [*training(1, 3, 10), event("finished", 1025)]
+    assert parts(record, events, 1040) == {"queue": 3, "start": 7, "training": 1025, "end": 5}
+
+
+@pytest.mark.parametrize("by_s", [7200.0, -7200.0])
+def test_clock_that_is_set_in_the_last_part_of_a_resumed_run_moves_no_part(by_s: float) -> None:
+    attempts = (attempt(1, 2, 20, "preempted"), attempt(2, 1005, 1050 + by_s, "succeeded", resumed_from=7))
+    record = RunRecord(
+        started_at=iso(0), ended_at=iso(1051 + by_s), resumed_at=iso(1000), earlier_s=21.0, attempts=attempts
+    )
+    events = [
+        *training(1, 2, 5),
+        event("finished", 19),
+        event("run_finished", 21),
+        *training(2, 1005, 1010),
+        event("finished", 1050 + by_s),
+        event("run_finished", 1051 + by_s),
+    ]
+    assert parts(record, events, 72) == {"queue": 7, "start": 8, "training": 54, "end": 3}
+
+
+def test_a_running_run_ends_now_by_its_clock() -> None:
+    record = RunRecord(started_at=iso(0), attempts=(attempt(1, 3, None, None),))
+    assert parts(record, training(1, 3, 10), 3640) == {"queue": 3, "start": 7, "training": 3630}
 
 
 def test_run_is_timed_by_its_files(tmp_path: Path) -> None:
