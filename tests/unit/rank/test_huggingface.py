@@ -165,9 +165,11 @@ def test_folder_to_resume_from_has_all_weights_of_a_sharded_checkpoint_in_one_fi
         write_shards(tmp_path / str(rank), shards, rank)
         name = shard_file(MODEL, rank)
         (tmp_path / str(rank) / name).rename(tmp_path / name)
-    folder = Path(str(callback_of(Context(resume_folder=tmp_path)).resume_from()))
+    callback = callback_of(Context(resume_folder=tmp_path))
+    folder = Path(str(callback.resume_from()))
     weights = load_file(folder / MODEL_FILE)
     assert weights.keys() == {"w"} and torch.equal(weights["w"], whole)
+    callback.on_train_begin(arguments(), State(), CONTROL)
 
 
 def test_checkpoint_of_other_code_is_refused(tmp_path: Path) -> None:
