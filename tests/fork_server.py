@@ -29,7 +29,7 @@ from typing import IO, Any, NoReturn
 from ddptrain.cli.warm.server import import_driver
 from ddptrain.rank.server import process_control
 from ddptrain.rank.server.warmup import import_everything
-from ddptrain.worker.environment import tuned_defaults
+from ddptrain.worker.rank_environment import tuned_defaults
 from tests.child_forks import (
     LENGTH,
     ChildForks,

@@ -296,7 +296,7 @@ def consolidate(
     It has model.safetensors, or above 5 GB several files and model.safetensors.index.json. All files of the checkpoint
     are compared with their hashes first. `ddptrain predict` accepts the folder.
     """
-    from ddptrain.results import consolidation
+    from ddptrain.results.checkpoints import consolidation
     from ddptrain.results.layout import BEST, step_name
     from ddptrain.results.lookup import find_checkpoint
     from ddptrain.results.run_store import NeededFiles

@@ -26,8 +26,8 @@ from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.log import Log, set_context
-from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, newest_verified
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.run_record import utc_now
 from ddptrain.results.run_writer import RunWriter
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 
 RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
 STAGE = "evaluate"  # marks the events of such a run in JSON output

@@ -29,7 +29,7 @@ from ddptrain.protocol.rank_spec import (
     RankSpec,
     Supervision,
 )
-from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
 from ddptrain.results.run_writer import RunWriter

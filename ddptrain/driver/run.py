@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.worker_group.rank_place import RankPlace
     from ddptrain.driver.worker_group.reservation import WaitHooks
     from ddptrain.driver.worker_group.worker_group import WorkerGroup
-    from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
+    from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 
 _log = Log(__name__)
 _UPLOAD_S = 900.0  # time for the last uploads at the end of a run
@@ -283,7 +283,7 @@ class _Run:
         """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
         if self.choice is None or self.choice.folder is None:
             return None
-        from ddptrain.results.checkpoint_verification import newest_verified
+        from ddptrain.results.checkpoints.verification import newest_verified
 
         found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"

@@ -14,8 +14,8 @@ from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
-from ddptrain.results.checkpoint_verification import verify
-from ddptrain.results.consolidation import consolidate
+from ddptrain.results.checkpoints.consolidation import consolidate
+from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import BEST, LATEST, RunLayout
 from ddptrain.results.lookup import RunView, find_checkpoint

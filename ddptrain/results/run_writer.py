@@ -18,8 +18,9 @@ from ddptrain.host_identity import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
-from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
-from ddptrain.results.checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints, discard_staged
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.latest_metrics import LatestMetrics
 from ddptrain.results.layout import RunLayout

@@ -25,7 +25,7 @@ from ddptrain.driver.run import LaunchOptions, train
 from ddptrain.errors import DdptrainError, HangDetected, Interrupted, TrainingFailed, UsageError, one_line
 from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.records import VersionRecord
-from ddptrain.results.checkpoint_verification import VerifiedCheckpoint, verify
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
 from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, parse_time

@@ -12,7 +12,7 @@ from ddptrain.model_registry.add_run import Retrained, add_output, add_run
 from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
 from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
-from ddptrain.results.checkpoint_verification import verify
+from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.layout import BEST
 from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.retrain.gate import judge, passed

@@ -16,7 +16,7 @@ from ddptrain import file_ops
 from ddptrain.config.wording import did_you_mean
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol.typed_json import decode_known_fields
-from ddptrain.schedule.times import Schedule, parse_schedule
+from ddptrain.schedule.due_times import Schedule, parse_schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.schedule.times import Schedule
+from ddptrain.schedule.due_times import Schedule
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig

@@ -19,9 +19,9 @@ from ddptrain.log import Log
 from ddptrain.model_registry.model_reader import ModelReader
 from ddptrain.retrain.ownership import is_being_retrained
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus
+from ddptrain.schedule.due_times import Schedule, slot_text
 from ddptrain.schedule.entries import Entry
 from ddptrain.schedule.job import env_file, read_env_file
-from ddptrain.schedule.times import Schedule, slot_text
 from ddptrain.storage.remote_folder import is_url
 
 _READ_RECORDS = 20

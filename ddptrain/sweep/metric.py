@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from ddptrain.results.checkpoint_verification import checkpoint_folders, read_manifest
+from ddptrain.results.checkpoints.verification import checkpoint_folders, read_manifest
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.log import Log
-from ddptrain.results.checkpoint_verification import finite_metrics, parse_manifest
+from ddptrain.results.checkpoints.verification import finite_metrics, parse_manifest
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import MANIFEST, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView

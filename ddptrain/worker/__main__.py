@@ -29,7 +29,7 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import make_temp_folder
 from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
-from ddptrain.worker import environment
+from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_server_client import OwnRankServerClient
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class _RankServers:
 
     def start(self) -> OwnRankServerClient:
         """Start a rank server. It imports torch while the caller continues."""
-        env = environment.server_environment(os.environ)
+        env = rank_environment.server_environment(os.environ)
         self.all.append(OwnRankServerClient(env, self.scratch / "rank-server.log"))
         return self.all[-1]
 
@@ -164,7 +164,7 @@ def _serve(options: argparse.Namespace, servers: _RankServers, *, owned: bool) -
     address = _address(options)
     if not address:
         return  # the driver that started this worker has already ended
-    environ = environment.without_nanny(os.environ, {})
+    environ = rank_environment.without_nanny(os.environ, {})
     host = RankHost(servers.all[0], servers.start, environ, gpus, servers.scratch)
     if owned:
         servers.scheduler = address

@@ -29,8 +29,8 @@ from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, key_prefix
 from ddptrain.worker import spool, stack_reports
 from ddptrain.worker.code_cache import CodeCache
-from ddptrain.worker.environment import interface_of
 from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
+from ddptrain.worker.rank_environment import interface_of
 from ddptrain.worker.rank_host import own_host, slot_resources
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout

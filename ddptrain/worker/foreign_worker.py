@@ -20,7 +20,7 @@ from ddptrain.file_ops import sha256
 from ddptrain.gpus import visible_gpus
 from ddptrain.protocol.exec_env import exec_only
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
-from ddptrain.worker import code_cache, environment
+from ddptrain.worker import code_cache, rank_environment
 from ddptrain.worker.rank_host import RankHost, own_host
 from ddptrain.worker.rank_server_client import RankServerLost, SharedRankServerClient
 
@@ -110,9 +110,9 @@ def offered_slots(worker: Worker) -> tuple[int, tuple[str, ...]]:
 
 
 def _new_host(worker: Worker, run_id: str) -> RankHost:
-    environ = environment.without_nanny(os.environ, _nanny_environ(worker))
+    environ = rank_environment.without_nanny(os.environ, _nanny_environ(worker))
     _, gpus = offered_slots(worker)
-    env = environment.server_environment(environ)
+    env = rank_environment.server_environment(environ)
     folder = _server_folder(worker.scheduler.address, env)
     server = SharedRankServerClient(folder, env)
     scratch = Path(worker.local_directory) / attached_plugin(run_id)

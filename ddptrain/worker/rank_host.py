@@ -18,7 +18,7 @@ from distributed.comm.addressing import get_address_host
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.encryption import WorkerKey
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
-from ddptrain.worker import environment
+from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_server_client import RankServerClient
 from ddptrain.worker.system.sampler import SystemSampler
 
@@ -106,7 +106,7 @@ class RankHost(WorkerPlugin):
     @property
     def interface(self) -> str | None:
         """The network interface that has the worker's address."""
-        return environment.interface_of(get_address_host(self.worker.address))
+        return rank_environment.interface_of(get_address_host(self.worker.address))
 
     def gpu_of(self, slot: int) -> str | None:
         """Return the device of a slot (an entry for CUDA_VISIBLE_DEVICES); None on the CPU."""

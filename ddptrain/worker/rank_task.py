@@ -17,8 +17,8 @@ from ddptrain.protocol import worker_notices
 from ddptrain.protocol.encryption import decrypt_specs
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit
-from ddptrain.worker.environment import HostResources
 from ddptrain.worker.foreign_worker import offered_slots, rank_host
+from ddptrain.worker.rank_environment import HostResources
 from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.rank_watch import RankWatch
 

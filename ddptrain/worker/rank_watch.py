@@ -16,10 +16,10 @@ from ddptrain.file_ops import open_append
 from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
-from ddptrain.worker import environment, spool, stack_reports
-from ddptrain.worker.environment import HostResources, RankResources
+from ddptrain.worker import rank_environment, spool, stack_reports
 from ddptrain.worker.oom import MemoryWatch
 from ddptrain.worker.process_activity import ProcessMonitor
+from ddptrain.worker.rank_environment import HostResources, RankResources
 from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.system.gpu_metrics import gpu_percent
 from ddptrain.worker.system.sampler import SampledRank
@@ -72,7 +72,7 @@ class RankWatch:
             spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
         gpu = self.host.gpu_of(spec.placement.slot)
         rank_resources = RankResources(gpu, resources, str(self.spool.staging))
-        return environment.complete(spec, self.host.environ, rank_resources)
+        return rank_environment.complete(spec, self.host.environ, rank_resources)
 
     def report_news(self) -> bool:
         """Send notices about everything new.

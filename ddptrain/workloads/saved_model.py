@@ -66,7 +66,7 @@ def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) 
 
 def _require_intact(folder: Path) -> None:
     """Compare the files with the manifest: a changed bit would change the model unseen. Raises UsageError."""
-    from ddptrain.results.checkpoint_verification import verify  # ranks need none of it
+    from ddptrain.results.checkpoints.verification import verify  # ranks need none of it
     from ddptrain.results.errors import CheckpointDamaged
 
     if not (folder / "checkpoint.json").exists():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.checkpoint_verification import verify
+from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from tests.chaos import processes
 from tests.chaos.arena import Arena, ClusterUp, Command, Ended

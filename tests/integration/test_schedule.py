@@ -22,9 +22,9 @@ import psutil
 import pytest
 import yaml
 
+from ddptrain.schedule.due_times import host_zone, parse_schedule
 from ddptrain.schedule.entries import Entries
 from ddptrain.schedule.targets.systemd import on_calendar
-from ddptrain.schedule.times import host_zone, parse_schedule
 from tests.conftest import PATIENCE_S, Cli
 
 CONFIG = """

@@ -27,8 +27,8 @@ from ddptrain.driver.transfer.artifact_collector import _file_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command, CommandReader
-from ddptrain.results.checkpoint_verification import newest_verified, read_manifest, verify
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.verification import newest_verified, read_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import RunLayout, safe_relative, step_name, step_of, valid_run_id
 from ddptrain.results.lookup import load_run

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
 # (file or room, the one module of a closed room that it may import)
 DOORS = {
     ("workloads", "ddptrain.rank.context"),
-    ("workloads", "ddptrain.results.checkpoint_verification"),  # a checkpoint is verified before it is used
+    ("workloads", "ddptrain.results.checkpoints.verification"),  # a checkpoint is verified before it is used
     ("workloads", "ddptrain.results.errors"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext
     ("__init__.py", "ddptrain.rank.current_context"),  # ddptrain.context

@@ -64,9 +64,9 @@ def add(
     from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import UsageError
     from ddptrain.schedule import install as installing
+    from ddptrain.schedule.due_times import host_zone, parse_schedule
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.job import make_job
-    from ddptrain.schedule.times import host_zone, parse_schedule
 
     if install and output:
         raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
@@ -179,8 +179,8 @@ def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], 
     """
     from ddptrain.config.config_file import find_config
     from ddptrain.errors import UsageError
+    from ddptrain.schedule.due_times import host_zone, parse_schedule
     from ddptrain.schedule.entries import Entries, Entry
-    from ddptrain.schedule.times import host_zone, parse_schedule
 
     paths = [find_config(config).absolute() for config in configs]
     if at:
@@ -231,7 +231,7 @@ def _row(entry: Entry, finding: Finding) -> tuple[str, ...]:
 def _listed(entry: Entry, finding: Finding) -> dict[str, Any]:
     import dataclasses
 
-    from ddptrain.schedule.times import slot_text
+    from ddptrain.schedule.due_times import slot_text
 
     missed = [slot_text(time) for time in finding.missed]
     last = dataclasses.asdict(finding.last) if finding.last else None
@@ -245,7 +245,7 @@ def _listed(entry: Entry, finding: Finding) -> dict[str, Any]:
 
 
 def _checked(finding: Finding) -> dict[str, Any]:
-    from ddptrain.schedule.times import slot_text
+    from ddptrain.schedule.due_times import slot_text
 
     judgement = finding.judgement
     return {

@@ -52,7 +52,7 @@ _MODULES = (
     "ddptrain.driver.worker_group.worker_group",
     "ddptrain.protocol.unix_comm",
     "ddptrain.reports.destinations",
-    "ddptrain.results.checkpoint_verification",
+    "ddptrain.results.checkpoints.verification",
     "tornado.platform.asyncio",
 )
 _MAX_BYTES = 4096

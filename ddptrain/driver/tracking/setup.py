@@ -15,7 +15,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
-from ddptrain.results.checkpoint_verification import VerifiedCheckpoint
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.metrics import AllSeries
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.tracker_records import WANDB, run_argument

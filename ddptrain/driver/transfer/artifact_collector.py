@@ -19,7 +19,7 @@ from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, Artif
 from ddptrain.driver.transfer.log_mirror import Fetch
 from ddptrain.log import Log
 from ddptrain.protocol import events
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import ARTIFACTS, TRACKING, safe_relative
 from ddptrain.results.run_writer import RunWriter

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.checkpoint_verification import checkpoint_folders, is_plain_name, parse_manifest
+from ddptrain.results.checkpoints.verification import checkpoint_folders, is_plain_name, parse_manifest
 from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, step_name, step_of
 from ddptrain.storage.remote_folder import RemoteFolder

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import RunNotFound
-from ddptrain.results.checkpoint_verification import verify
+from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, INPUTS, LATEST, MANIFEST, step_name, step_of
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS, parse_stored, stored_name, without_stored_as

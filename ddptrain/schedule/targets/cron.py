@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ddptrain.errors import ClusterError, ExitCode, UsageError
+from ddptrain.schedule.due_times import host_zone, same_zone
 from ddptrain.schedule.job import Job
 from ddptrain.schedule.targets import target
 from ddptrain.schedule.targets.target import Part, Target
-from ddptrain.schedule.times import host_zone, same_zone
 
 _MISSING = "install the package cron, or use --as systemd"
 _LOG_BYTES = 5_000_000

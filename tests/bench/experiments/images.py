@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from ddptrain.storage.store import Location, open_store
-from ddptrain.worker.environment import MALLOC_DEFAULTS
+from ddptrain.worker.rank_environment import MALLOC_DEFAULTS
 from ddptrain.workloads.images.data.listing import ImageSource, list_images, make_manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.bench.measure import Experiment, Figures, Goal, NotHere, Row, Source, Variants

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddptrain.worker.environment import tuned_defaults
+from ddptrain.worker.rank_environment import tuned_defaults
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.stage import BenchError, Stage
 

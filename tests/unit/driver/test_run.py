@@ -28,7 +28,7 @@ from ddptrain.driver.transfer import code_package
 from ddptrain.driver.worker_group import worker_group as worker_group_module
 from ddptrain.driver.worker_group.reservation import SlotRequest
 from ddptrain.errors import ClusterError, Interrupted, UsageError
-from ddptrain.results import checkpoint_verification
+from ddptrain.results.checkpoints import verification
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
@@ -603,7 +603,7 @@ def test_user_is_told_what_a_resumed_run_starts_from(
         warn(f"bad file in {layout}")
         return found
 
-    monkeypatch.setattr(checkpoint_verification, "newest_verified", newest)
+    monkeypatch.setattr(verification, "newest_verified", newest)
     made = unfinished_run(
         choice=SimpleNamespace(folder=Path("/r")),
         writer=SimpleNamespace(layout="layout"),

@@ -12,7 +12,7 @@ import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run, parse_time
 from ddptrain.results.ownership.liveness import Liveness

@@ -20,8 +20,8 @@ from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
 from ddptrain.protocol.events import Metrics
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results import run_writer as writer_module
-from ddptrain.results.checkpoint_verification import newest_verified
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.verification import newest_verified
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import load_run
 from ddptrain.results.ownership import driver_heartbeat, run_lock

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from ddptrain.schedule.due_times import parse_schedule
 from ddptrain.schedule.job import Job
-from ddptrain.schedule.times import parse_schedule
 
 WORK = Path("/srv/pets")
 

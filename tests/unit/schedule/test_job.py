@@ -11,8 +11,8 @@ import pytest
 
 from ddptrain.config.load import load_config
 from ddptrain.errors import UsageError
+from ddptrain.schedule.due_times import parse_schedule
 from ddptrain.schedule.job import Job, checked_name, make_job, read_env_file
-from ddptrain.schedule.times import parse_schedule
 
 CONFIG = """
 workload: petnames

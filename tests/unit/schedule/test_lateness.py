@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from ddptrain.retrain.records import RetrainRecord
+from ddptrain.schedule.due_times import parse_schedule
 from ddptrain.schedule.monitor import State, judge, missed_times
-from ddptrain.schedule.times import parse_schedule
 
 NIGHTLY = parse_schedule("03:00")
 GRACE = timedelta(minutes=10)

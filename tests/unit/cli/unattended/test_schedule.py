@@ -14,7 +14,7 @@ from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
-from ddptrain.schedule.times import host_zone
+from ddptrain.schedule.due_times import host_zone
 
 CRONTAB = """#!/bin/sh
 if [ "$1" = -l ]; then cat "{0}/crontab"; else cat > "{0}/crontab"; fi

@@ -14,7 +14,7 @@ import pytest
 from ddptrain.driver.tracking import wandb_stored_run, wandb_sync
 from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.remote.lease import LOCK, Claim

@@ -18,8 +18,8 @@ from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, Artif
 from ddptrain.driver.transfer import artifact_collector
 from ddptrain.driver.transfer.artifact_collector import ArtifactTransfer, Source
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, FileSaved
-from ddptrain.results import checkpoints
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints import run_checkpoints
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.run_writer import RunWriter
 from tests.unit.results.conftest import stage, writer
 
@@ -44,8 +44,8 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
         self.left = times
-        self._function = getattr(checkpoints, name)
-        monkeypatch.setattr(checkpoints, name, self)
+        self._function = getattr(run_checkpoints, name)
+        monkeypatch.setattr(run_checkpoints, name, self)
 
     def __call__(self, *args: Any) -> Any:
         if self.left > 0:

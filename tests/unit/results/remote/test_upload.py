@@ -10,8 +10,8 @@ import pytest
 
 from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.results.checkpoint_verification import verify
-from ddptrain.results.checkpoints import CheckpointPolicy
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import find_checkpoint

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.worker import environment
+from ddptrain.worker import rank_environment
 from tests.unit.specs import make_spec
 
 
@@ -23,8 +23,8 @@ def completed(
     **changes: Any,
 ) -> RankSpec:
     spec = make_spec(**{"rank": 3, "local_rank": 1, "node_rank": 1, "slot": 1, **changes})
-    host = environment.HostResources(cores, slots, interface)
-    return environment.complete(spec, environ, environment.RankResources(gpu, host, staging="/s"))
+    host = rank_environment.HostResources(cores, slots, interface)
+    return rank_environment.complete(spec, environ, rank_environment.RankResources(gpu, host, staging="/s"))
 
 
 def test_torchruns_variables_are_set() -> None:
@@ -93,15 +93,15 @@ def test_gloo_gets_the_workers_interface_unless_the_user_has_chosen_one() -> Non
 
 
 def test_interface_is_the_one_that_carries_the_address() -> None:
-    lo = environment.interface_of("127.0.0.1")
+    lo = rank_environment.interface_of("127.0.0.1")
     assert lo in psutil.net_if_addrs()
-    assert environment.interface_of("127.0.0.77") == lo
-    assert environment.interface_of("203.0.113.1") is None
+    assert rank_environment.interface_of("127.0.0.77") == lo
+    assert rank_environment.interface_of("203.0.113.1") is None
 
 
 def test_variables_of_the_nanny_are_removed_and_those_of_the_user_stay() -> None:
     nanny = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
-    cleaned = environment.without_nanny({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4", "A": "b"}, nanny)
+    cleaned = rank_environment.without_nanny({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4", "A": "b"}, nanny)
     assert cleaned == {"MKL_NUM_THREADS": "4", "A": "b"}
 
 
@@ -111,15 +111,15 @@ def test_restart_count_is_the_number_of_earlier_attempts() -> None:
 
 def test_dasks_own_configuration_reaches_neither_the_rank_server_nor_a_rank() -> None:
     environ = {"DASK_INTERNAL_INHERIT_CONFIG": "e30=", "DASK_DISTRIBUTED__LOGGING": "kept"}
-    own = environment.without_nanny(environ, {})
+    own = rank_environment.without_nanny(environ, {})
     assert own == {"DASK_DISTRIBUTED__LOGGING": "kept"}
-    assert "DASK_INTERNAL_INHERIT_CONFIG" not in environment.server_environment(environ)
+    assert "DASK_INTERNAL_INHERIT_CONFIG" not in rank_environment.server_environment(environ)
     assert "DASK_INTERNAL_INHERIT_CONFIG" not in completed(own).env
 
 
 def test_rank_server_has_one_blas_thread_unless_the_user_wants_more() -> None:
-    assert environment.server_environment({})["OPENBLAS_NUM_THREADS"] == "1"
-    assert environment.server_environment({"OPENBLAS_NUM_THREADS": "4"})["OPENBLAS_NUM_THREADS"] == "4"
+    assert rank_environment.server_environment({})["OPENBLAS_NUM_THREADS"] == "1"
+    assert rank_environment.server_environment({"OPENBLAS_NUM_THREADS": "4"})["OPENBLAS_NUM_THREADS"] == "4"
 
 
 def test_repr_shows_no_environment() -> None:

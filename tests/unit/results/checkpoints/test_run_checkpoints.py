@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, StagedFile
-from ddptrain.results import checkpoints, staged_files
-from ddptrain.results.checkpoint_verification import newest_verified, read_manifest
-from ddptrain.results.checkpoints import CheckpointPolicy, RunCheckpoints
+from ddptrain.results import staged_files
+from ddptrain.results.checkpoints import run_checkpoints
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints
+from ddptrain.results.checkpoints.verification import newest_verified, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
 from ddptrain.results.run_record import BestRecord
 from ddptrain.results.run_writer import RunWriter
@@ -72,7 +74,7 @@ def test_a_move_that_the_system_refuses_becomes_a_copy(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", across_devices)
-    monkeypatch.setattr(checkpoints, "write_file", lambda path, data: path.write_bytes(data))
+    monkeypatch.setattr(run_checkpoints, "write_file", lambda path, data: path.write_bytes(data))
     assert (save(writer, stage, 1, 1.0) / "state.pt").read_bytes() == b"s"
 
 
@@ -155,7 +157,7 @@ def test_replacing_a_step_fails_back_to_the_old_one(
         replace(source, target)
 
     if not swap:
-        monkeypatch.setattr(checkpoints, "_exchange", lambda *_: False)
+        monkeypatch.setattr(run_checkpoints, "_exchange", lambda *_: False)
     monkeypatch.setattr(os, "replace", break_down)
     if swap:
         writer.adopt_checkpoint(0, event, folder, POLICY)
@@ -265,7 +267,7 @@ def test_an_interruption_on_the_way_home_leaves_no_half_checkpoint(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, stop_at, interrupt)
+    monkeypatch.setattr(run_checkpoints, stop_at, interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(writer, stage, 2, 0.5)
     assert names(writer) == {"step-1", "latest", "best"}

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 from ddptrain.config.wording import shorten
 from ddptrain.file_ops import publish, sync_folder
 from ddptrain.protocol.events import CheckpointSaved, StagedFile
-from ddptrain.results.checkpoint_verification import is_plain_name
+from ddptrain.results.checkpoints.retention import CheckpointPolicy, best_checkpoint, superseded
+from ddptrain.results.checkpoints.verification import is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
 from ddptrain.results.run_record import BestRecord, as_json_data
@@ -25,15 +24,6 @@ from ddptrain.results.staged_files import StagedMove, move_in
 
 _MANIFEST_SCHEMA = 1
 _OLD = ".old-"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPolicy:
-    """How many checkpoints are kept besides the best one; the metric that decides which is best, and its direction."""
-
-    keep: int = 3
-    metric: str | None = "val/loss"
-    mode: Literal["min", "max"] = "min"
 
 
 class RunCheckpoints:
@@ -98,14 +88,13 @@ class RunCheckpoints:
         self._metrics.pop(event.step, None)
         self._metrics[event.step] = event.metrics
         self._update_pointers(policy)
-        kept = {*list(self._metrics)[-policy.keep :], *([self.best.step] if self.best else [])}
-        for step in [step for step in self._metrics if step not in kept]:
+        for step in superseded([*self._metrics], self.best, policy):
             del self._metrics[step]
             _remove(self._folder / step_name(step))
 
     def _update_pointers(self, policy: CheckpointPolicy) -> None:
         """Update the attribute `best`, and the pointer files `latest` and `best`."""
-        self.best = self._best(policy)
+        self.best = best_checkpoint(self._metrics, policy)
         steps = {LATEST: next(reversed(self._metrics), None), BEST: self.best.step if self.best else None}
         for name, step in steps.items():
             pointer = self._folder / name
@@ -114,17 +103,6 @@ class RunCheckpoints:
             else:
                 with results_errors(pointer):
                     pointer.unlink(missing_ok=True)
-
-    def _best(self, policy: CheckpointPolicy) -> BestRecord | None:
-        if policy.metric is None:
-            return None
-        values = ((metrics.get(policy.metric), step) for step, metrics in self._metrics.items())
-        candidates = [(value, step) for value, step in values if value is not None and math.isfinite(value)]
-        if not candidates:
-            return None
-        # Of equal values, max() and min() return the first one.
-        value, step = (max if policy.mode == "max" else min)(candidates, key=lambda pair: pair[0])
-        return BestRecord(policy.metric, policy.mode, value, step)
 
 
 def discard_staged(event: CheckpointSaved, sources: Sequence[Path]) -> None:

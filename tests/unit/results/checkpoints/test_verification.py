@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results.checkpoint_verification import (
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.verification import (
     checkpoint_folders,
     newest_verified,
     parse_manifest,
     read_manifest,
     verify,
 )
-from ddptrain.results.checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.remote.checkpoint_upload import parse_stored
 from ddptrain.results.run_writer import RunWriter

@@ -11,9 +11,9 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.schedule import times
+from ddptrain.schedule import due_times
+from ddptrain.schedule.due_times import Schedule, parse_schedule, resolve_slot, same_zone, slot_text, split_zone
 from ddptrain.schedule.expressions import values
-from ddptrain.schedule.times import Schedule, parse_schedule, resolve_slot, same_zone, slot_text, split_zone
 
 BERLIN = "Europe/Berlin"
 
@@ -201,7 +201,7 @@ def test_zones_are_compared_by_their_times() -> None:
 
 
 def test_zone_of_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    times.host_zone.cache_clear()
+    due_times.host_zone.cache_clear()
     monkeypatch.setattr(os.path, "realpath", lambda _: "/usr/share/zoneinfo/Europe/Berlin")
-    assert times.host_zone() == BERLIN
-    times.host_zone.cache_clear()
+    assert due_times.host_zone() == BERLIN
+    due_times.host_zone.cache_clear()

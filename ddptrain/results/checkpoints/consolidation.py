@@ -15,7 +15,7 @@ from typing import Any
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file, publish, sync_folder, write_atomic
 from ddptrain.protocol.tensor_slices import INDEX_FILE, ITEM_BYTES, MODEL, OPTIMIZER, SavedTensor, saved_model
-from ddptrain.results.checkpoint_verification import parse_manifest, verify
+from ddptrain.results.checkpoints.verification import parse_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import MANIFEST
 

@@ -1,0 +1,1 @@
+"""Checkpoints in a run directory: adding, verifying, keeping, consolidating."""
