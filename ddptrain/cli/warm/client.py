@@ -37,7 +37,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int | None:
     state = environ.get("XDG_STATE_HOME", "").strip() or os.path.join(environ.get("HOME", ""), ".local", "state")
     folder = os.path.join(state, "ddptrain", "clusters")
     request: bytes | None = None
-    for connection in _connections(folder):
+    for connection in _connections(folder, argv):
         with connection:
             request = request or _request(argv, environ)
             if (code := _ask(connection, request)) is not None:
@@ -65,10 +65,11 @@ def _has_more_files() -> bool:
     return False
 
 
-def _connections(clusters: str) -> Iterator[socket.socket]:
-    """Yield the connections to warm processes of this user's clusters."""
+def _connections(clusters: str, argv: Sequence[str]) -> Iterator[socket.socket]:
+    """Yield the connections to warm processes of this user's clusters; that of the named cluster is first."""
+    words = {word.removeprefix("--cluster=") for word in argv}
     try:
-        names = sorted(os.listdir(clusters))
+        names = sorted(os.listdir(clusters), key=lambda name: (name not in words, name))
     except OSError:
         return
     for name in names:

@@ -13,37 +13,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
 from multiprocessing import connection
 
 from ddptrain.errors import CheckpointNotWritten, one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import describe_status
+from ddptrain.rank.failure.lost_peer_errors import chain, lost_peer, message_of, timed_out
 from ddptrain.rank.failure.tracebacks import clipped, user_traceback
 
-# Parts of the messages of gloo, NCCL, the store and sockets in a rank that has lost its peer.
-_LOST_PEER_MESSAGES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "remote process has exited",
-    "socket closed",
-    "failed to recv",
-    "recvvalue failed",
-    "sendbytes failed",
-    "ncclremoteerror",
-    "connectfullmesh failed",
-)
-# Parts of the messages of gloo, NCCL and the store in a rank that has waited too long for another rank.
-_TIME_OUT_MESSAGES = (
-    "timed out waiting",
-    "timed out in blocking wait",
-    "application timeout caused pair closure",
-    "failed to pass monitoredbarrier",
-    "collective operation timeout",
-    "wait timeout",
-)
 _FROM_LOADER = re.compile(
     r"Caught (?P<type>\w+) in (?P<where>[^\n]+)\.\nOriginal (?P<trace>Traceback \(most recent call last\):\n.*)",
     re.DOTALL,
@@ -66,7 +43,7 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     return dataclasses.replace(
         failed,
         lost_peer=lost_peer(error),
-        timed_out=any(_is_from_torch(each) and _contains(each, _TIME_OUT_MESSAGES) for each in _chain(error)),
+        timed_out=timed_out(error),
         unwritable=isinstance(error, CheckpointNotWritten),
     )
 
@@ -95,17 +72,9 @@ def _text(error: BaseException) -> str:
     return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
 
 
-def message_of(error: BaseException) -> str:
-    """Return str() of a user's exception; str() itself may raise an exception."""
-    try:
-        return str(error)
-    except Exception:  # any user's code
-        return "<exception str() failed>"  # as in Python's tracebacks
-
-
 def _earlier(error: BaseException, phase: str) -> str:
     """Return the exception that caused this one, as a note; "" if there is none, or if the message contains it."""
-    *_, first = [each for each in _chain(error) if "RemoteTraceback" not in type(each).__name__]  # text of `error`
+    *_, first = [each for each in chain(error) if "RemoteTraceback" not in type(each).__name__]  # text of `error`
     text = one_line(message_of(first))
     message = message_of(error)
     of_signal = message.startswith("DataLoader worker (pid ")  # torch raises it at any place, also in a handler
@@ -187,31 +156,3 @@ def add_search_path(error: BaseException) -> None:
         standard = {library, os.path.join(library, "lib-dynload"), zipped}
         folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in standard]
         error.add_note(f"not found by {sys.executable} in {', '.join(folders)}")
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Return whether the error only says that another rank is gone, or follows from such an error."""
-    return any(_is_from_torch(each) and _contains(each, _LOST_PEER_MESSAGES) for each in _chain(error))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then the earlier errors that its traceback shows: causes, and errors that were being handled."""
-    seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
-
-
-def _is_from_torch(error: BaseException) -> bool:
-    """Return whether the error can be from torch.distributed, and not from a connection of the user's code."""
-    if isinstance(error, OSError):
-        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        return any("/torch/distributed/" in file for file in files)
-    return isinstance(error, RuntimeError)  # the base class of torch's DistError
-
-
-def _contains(error: BaseException, messages: Iterable[str]) -> bool:
-    text = message_of(error).lower()
-    return any(message in text for message in messages)

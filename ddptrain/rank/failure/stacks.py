@@ -23,7 +23,8 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.failure.exceptions import handled_error, message_of
+from ddptrain.rank.failure.exceptions import handled_error
+from ddptrain.rank.failure.lost_peer_errors import message_of
 from ddptrain.rank.failure.tracebacks import clipped
 
 _MAX_FRAMES = 200

@@ -18,9 +18,10 @@ from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.backends.per_run import RunCluster
 from ddptrain.clusters.cluster_records import ClusterRecord
 from ddptrain.config.load import load_mapping
-from ddptrain.driver import cluster_session
+from ddptrain.driver import cluster_session, connect
 from ddptrain.driver.cluster_session import SharedCluster, cluster_for
 from ddptrain.host_identity import HostId
+from tests.fake_time import Clock
 from tests.unit.notes import Notes
 
 
@@ -110,8 +111,10 @@ def test_cluster_whose_scheduler_is_gone_or_elsewhere_is_told(
 
 
 def test_address_where_nobody_listens_is_told_long_before_the_cluster_must_have_started(
-    capsys: pytest.CaptureFixture[str], folder: Path, dead_address: str
+    capsys: pytest.CaptureFixture[str], folder: Path, dead_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connect, "_TRY_S", 0.01)
+    monkeypatch.setattr(connect, "time", Clock())
     code, out, err = dry_run(capsys, "--cluster", dead_address, "--set", "cluster.start_timeout_s=600")
     assert (code, out) == (4, "") and f"no Dask scheduler answers at tcp://{dead_address} within 5 s" in err
 

@@ -20,7 +20,7 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.rank import rank_process
 from ddptrain.rank.entrypoint import load_function
-from ddptrain.rank.failure import exceptions
+from ddptrain.rank.failure import exceptions, lost_peer_errors
 from ddptrain.rank.failure.tracebacks import user_traceback
 from ddptrain.rank.server import process_control
 from tests.unit.specs import make_spec
@@ -75,7 +75,7 @@ def test_exit_code_is_that_of_python(code: object, status: int) -> None:
     ],
 )
 def test_error_of_a_rank_that_lost_its_peer_is_recognized(error: BaseException, lost: bool) -> None:
-    assert exceptions.lost_peer(error) is lost
+    assert lost_peer_errors.lost_peer(error) is lost
 
 
 def test_traceback_begins_with_the_users_frame() -> None:

@@ -58,29 +58,6 @@ def test_exception_in_a_dataloader_worker_is_reported_as_itself(error: Exception
     assert "Caught" not in told.traceback
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "[/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
-        "Application timeout caused pair closure",
-        "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout",
-        "Rank 0 timed out: Ranks 1 failed to pass monitoredBarrier in 3000 ms",
-    ],
-)
-def test_time_out_of_a_collective_operation_is_known(words: str) -> None:
-    told = exceptions.failure(RuntimeError(words), "train")
-    assert (told.timed_out, told.lost_peer) == (True, False)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 5 seconds"), TimeoutError("timed out")])
-def test_time_out_of_the_users_code_is_not_one_of_a_collective(error: Exception) -> None:
-    assert not exceptions.failure(error, "train").timed_out
-
-
-def test_broken_connection_of_the_users_code_is_a_root_cause() -> None:
-    assert not exceptions.lost_peer(ConnectionResetError(104, "Connection reset by peer"))
-
-
 def test_a_checkpoint_that_cannot_be_written_is_marked() -> None:
     full = CheckpointNotWritten(28, "a checkpoint could not be written: No space left on device")
     assert exceptions.failure(full, "train").unwritable
@@ -151,15 +128,6 @@ def test_exit_with_a_code_is_a_failure_with_this_code(code: object, expected: in
     failed = exceptions.bad_exit(SystemExit(code), "train")
     assert (failed.type, failed.message, failed.exit_code, failed.phase) == ("SystemExit", message, expected, "train")
     assert failed.traceback.startswith("SystemExit: ")
-
-
-@pytest.mark.parametrize(("folder", "lost"), [("/venv/torch/distributed/", True), ("/home/me/", False)])
-def test_broken_connection_inside_of_torch_is_a_lost_peer(folder: str, lost: bool) -> None:
-    code = "raise ConnectionResetError(104, 'Connection reset by peer')\n"
-    with pytest.raises(ConnectionResetError) as raised:
-        exec(compile(code, f"{folder}store.py", "exec"), {})
-    assert exceptions.lost_peer(raised.value) is lost
-    assert exceptions.failure(raised.value, "train").lost_peer is lost
 
 
 def test_import_error_that_names_the_interpreter_gets_no_note() -> None:

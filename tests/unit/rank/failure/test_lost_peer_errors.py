@@ -1,0 +1,39 @@
+"""Which errors make a rank a victim: another rank is gone, or did not come in time."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddptrain.rank.failure import exceptions, lost_peer_errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "wait timeout after 300000ms, keys: /default_pg/0//cuda//timeout",
+        "Rank 0 timed out: Ranks 1 failed to pass monitoredBarrier in 3000 ms",
+    ],
+)
+def test_time_out_of_a_collective_operation_is_known(words: str) -> None:
+    told = exceptions.failure(RuntimeError(words), "train")
+    assert (told.timed_out, told.lost_peer) == (True, False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 5 seconds"), TimeoutError("timed out")])
+def test_time_out_of_the_users_code_is_not_one_of_a_collective(error: Exception) -> None:
+    assert not exceptions.failure(error, "train").timed_out
+
+
+def test_broken_connection_of_the_users_code_is_a_root_cause() -> None:
+    assert not lost_peer_errors.lost_peer(ConnectionResetError(104, "Connection reset by peer"))
+
+
+@pytest.mark.parametrize(("folder", "lost"), [("/venv/torch/distributed/", True), ("/home/me/", False)])
+def test_broken_connection_inside_of_torch_is_a_lost_peer(folder: str, lost: bool) -> None:
+    code = "raise ConnectionResetError(104, 'Connection reset by peer')\n"
+    with pytest.raises(ConnectionResetError) as raised:
+        exec(compile(code, f"{folder}store.py", "exec"), {})
+    assert lost_peer_errors.lost_peer(raised.value) is lost
+    assert exceptions.failure(raised.value, "train").lost_peer is lost
