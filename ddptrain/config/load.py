@@ -150,7 +150,7 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
         try:
             check_params(model, params)
         except ValidationError as error:
-            if any(details["loc"][0] not in searched for details in error.errors() if details["loc"]):
+            if not all(details["loc"] and details["loc"][0] in searched for details in error.errors()):
                 problems += explain(error, root, schema, ("params",))  # sweep_problems has those of searched fields
     try:
         config = RunConfig.model_validate(data)
