@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pickle
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,17 @@ def test_first_cause_is_the_earliest_that_did_not_lose_a_peer() -> None:
     )
     assert failures.first_cause([RuntimeError("of Dask"), victim, late, first]) is first
     assert failures.first_cause([victim]) is victim
+
+
+def test_rank_that_was_stopped_is_not_the_cause_of_the_loss_of_another_worker(tmp_path: Path) -> None:
+    """Dask's own error of the lost worker has no time, and the stopped rank ends later."""
+    lost = RuntimeError("the worker was lost")
+    with pytest.raises(failures.RankFailed) as stopped:
+        outcome(tmp_path, -signal.SIGTERM)
+    assert failures.first_cause([stopped.value, lost]) is lost
+    with pytest.raises(failures.RankFailed) as killed:
+        outcome(tmp_path, -signal.SIGKILL)
+    assert failures.first_cause([killed.value, lost]) is killed.value
 
 
 def outcome(folder: Path, status: int) -> Any:

@@ -39,10 +39,11 @@ def _marked(error: BaseException, where: str, trace: str, at_ns: int, *, victim:
     return error
 
 
-def ended(text: str, at_ns: int) -> RankFailed:
-    """Return the error of a rank that left no exception."""
+def ended(text: str, at_ns: int, *, victim: bool = False) -> RankFailed:
+    """Return the error of a rank that left no exception. victim: the rank was stopped, likely after another failed."""
     error = RankFailed(text)
     setattr(error, _AT_NS, at_ns)
+    setattr(error, _VICTIM, victim)
     return error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import sys
 import threading
@@ -69,7 +70,7 @@ def _outcome(spec: RankSpec, answer: str, log: Path, exited: RankExit) -> Any:
         if exited.status == 0:
             return None  # the function called sys.exit(0)
         text = f"{who}: {exited.text}{_log_tail(log)}"
-        raise failures.ended(text, exited.time_ns) from None
+        raise failures.ended(text, exited.time_ns, victim=exited.status == -signal.SIGTERM) from None
     except Exception as error:  # unpickling runs user code, which may raise anything
         what = "return value" if exited.status == 0 else "exception"
         text = f"{who}: its {what} can't be read on its worker: {error!r}{_log_tail(log)}"
