@@ -77,6 +77,7 @@ class RankHost(WorkerPlugin):
         (self.scratch / "token").write_text(self.token)
         # Task key -> its children (its ranks, and possibly a store) -> grace period of each child in seconds
         self._children: dict[str, dict[str, float]] = {}
+        self._stops: dict[str, float | None] = {}  # rank's key -> grace period of the last stop, also before its start
         self.leaving = False
         self.worker_key = WorkerKey()
         self._lock = threading.Lock()
@@ -137,9 +138,15 @@ class RankHost(WorkerPlugin):
         The store keeps running.
         """
         with self._lock:
+            self._stops[key] = grace_s
             run_grace_s = next((children[key] for children in self._children.values() if key in children), None)
         if run_grace_s is not None:
             self.server.stop(key, run_grace_s if grace_s is None else grace_s)
+
+    def stop_if_told(self, key: str) -> None:
+        """Stop a rank that has just started, if its driver said so before: the rank server did not know it then."""
+        if key in self._stops:
+            self.stop(key, self._stops[key])
 
     def is_released(self, key: str) -> bool:
         """Return whether Dask has released the key of a task, so that nothing would stop ranks that start now."""
@@ -182,6 +189,9 @@ class RankHost(WorkerPlugin):
         with self._lock:
             keys = [key for key in self._children if key.startswith(key_prefix(run_id))]
             ranks = [child for key in keys for child in self._children[key]]
+            self._stops = {
+                key: grace_s for key, grace_s in self._stops.items() if not key.startswith(key_prefix(run_id))
+            }
         for key in keys:
             self.release(key)
         deadline = time.monotonic() + RELEASED_GRACE_S + 1.0

@@ -111,6 +111,8 @@ class _RanksTask:
         resources = HostResources(cpu_count(), offered_slots(self.worker)[0], self.host.interface)
         for watch in self.watches:
             self._guarded(watch, lambda watch=watch: watch.start(port, resources, self.woken))  # type: ignore[misc]
+        for spec in self.specs:
+            self.host.stop_if_told(spec.key)
         if self.host.is_released(self.key):  # Dask has released the key in the meantime
             for spec in self.specs:
                 self.host.kill(spec.key)

@@ -10,6 +10,7 @@ import pytest
 from distributed import Worker
 
 from ddptrain.errors import ClusterError
+from ddptrain.protocol.rank_spec import key_prefix
 from ddptrain.worker.rank_host import RankHost, slot_resources
 from ddptrain.worker.rank_server_client import RankServerClient
 
@@ -63,6 +64,28 @@ def test_stopped_rank_gets_the_grace_period_of_the_driver(server: FakeServer, tm
     host.stop("r", 2.0)
     host.stop("unknown")
     assert server.stopped == [("r", 30.0), ("r", 2.0)]
+
+
+def test_rank_that_was_stopped_before_its_start_is_stopped_after_it(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.stop("ddptrain/a/1/0", 2.0)  # the driver's SIGTERM, while the task of the rank begins
+    host.register("r", "ddptrain/a/1/0", 30.0)
+    host.register("r", "ddptrain/a/1/1", 30.0)
+    for key in ("ddptrain/a/1/0", "ddptrain/a/1/1"):
+        host.stop_if_told(key)
+    assert server.stopped == [("ddptrain/a/1/0", 2.0)]
+
+
+def test_stops_of_a_run_are_forgotten_with_it(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    keys = [f"{key_prefix(run)}1/0" for run in ("a", "b")]
+    for key in keys:
+        host.stop(key, 2.0)
+    host.remove_run("a")
+    for key in keys:
+        host.register(key, key, 30.0)
+        host.stop_if_told(key)
+    assert server.stopped == [(keys[1], 2.0)]
 
 
 def test_key_that_is_released_while_its_rank_starts_is_recognized(server: FakeServer, tmp_path: Path) -> None:
