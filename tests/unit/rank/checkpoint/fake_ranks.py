@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddptrain.rank.model.sharding import shard_model
@@ -46,6 +45,8 @@ class Net(nn.Module):
 
 @contextmanager
 def fake_rank(rank: int, ranks: int) -> Iterator[None]:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # imports the compiler: 0.8 s of CPU time
+
     _clear_sharding_prop_cache()  # it contains meshes, which are equal on all ranks
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
