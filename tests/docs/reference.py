@@ -1,11 +1,16 @@
-"""Pages of the reference, made from the JSON schema of the configuration."""
+"""Writes docs/reference/configuration.md from the JSON schema of the configuration."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ddptrain.config.json_schema import config_schema
+
+TARGET = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 Schema = Mapping[str, Any]
 _HEAD = """# Configuration
 
@@ -104,3 +109,12 @@ def _values(field: Schema, definitions: Mapping[str, Schema]) -> str:
     items = field.get("items")
     inner = f" of {_values(items, definitions)}" if kind == "list" and items else ""
     return f"{kind}{inner}{', ' if limits else ''}{', '.join(limits)}"
+
+
+def main() -> int:
+    TARGET.write_text(configuration_page(config_schema()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,9 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads a hook by its path
 
 from ddptrain.cli.main import PROGRAM, app  # noqa: E402
-from ddptrain.config.json_schema import config_schema  # noqa: E402
 from tests.docs.links import PAGES, site_links  # noqa: E402
-from tests.docs.reference import configuration_page  # noqa: E402
 
 _SOURCES = {page: file for file, page in PAGES.items()}
 # @mermaid-js/tiny 11.17.2 (MIT), compressed. The theme loads mermaid from another host; the site asks none.
@@ -45,7 +43,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are no files below docs/."""
     pages = {page: (ROOT / file).read_text(encoding="utf-8") for file, page in PAGES.items()}
     pages["reference/commands.md"] = _commands_page()
-    pages["reference/configuration.md"] = configuration_page(config_schema())
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -1,4 +1,4 @@
-"""configs/ddptrain.schema.json, which editors use for the examples, is the present schema."""
+"""configs/ddptrain.schema.json, which editors use, and docs/reference/configuration.md are current."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.config.json_schema import config_schema
+from tests.docs.reference import TARGET, configuration_page
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -15,6 +16,10 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 def test_schema_file_is_current() -> None:
     shipped = json.loads((CONFIGS / "ddptrain.schema.json").read_text(encoding="utf-8"))
     assert shipped == config_schema(), "run `make schema`"
+
+
+def test_page_of_the_docs_is_current() -> None:
+    assert TARGET.read_text(encoding="utf-8") == configuration_page(config_schema()), "run `make schema`"
 
 
 def test_each_field_has_a_description_of_its_own() -> None:
