@@ -33,7 +33,7 @@ _LOCK = ".lock"
 # --- Opening regular files ---
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
     """Return a descriptor of a regular file. Raises OSError for a symbolic link (ELOOP) and any other kind (EINVAL)."""
     descriptor = os.open(path, flags | _SAFE, mode)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -226,8 +226,8 @@ def sha256(data: bytes | memoryview = b"") -> _Hash:
     return hashlib.sha256(data)
 
 
-def hash_file(path: Path | str) -> tuple[int, str]:
-    """Return the size of a file in bytes and its SHA-256 in hex."""
-    with open(path, "rb", buffering=0) as file:
+def hash_file(path: Path | str, *, safely: bool = False) -> tuple[int, str]:
+    """Return the size of a file in bytes and its SHA-256 in hex; `safely`: only of what open_regular() opens."""
+    with open(path, "rb", buffering=0, opener=(lambda name, _: open_regular(name)) if safely else None) as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()
