@@ -28,6 +28,7 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CREATE = os.O_RDWR | os.O_CREAT
 APPEND = CREATE | os.O_APPEND
 _LOCK = ".lock"
+_LARGEST_BYTES = 64 << 20
 
 
 # --- Opening regular files ---
@@ -40,6 +41,17 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o600) 
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file that another user may have written.
+
+    Raises OSError, also for a symbolic link (ELOOP), a FIFO (EINVAL), and a file above 64 MiB (EFBIG).
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read()
 
 
 def open_append(path: Path, *, create_mode: int | None = None) -> int:

@@ -72,10 +72,11 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
 
     from ddptrain.config.load import load_data, load_mapping
     from ddptrain.errors import UsageError
+    from ddptrain.file_ops import read_regular
 
     path = folder / "config.yaml"
     try:
-        recorded = load_data(path.read_bytes(), str(path))
+        recorded = load_data(read_regular(path), str(path))
     except OSError as error:
         raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
     if not isinstance(recorded, dict):
