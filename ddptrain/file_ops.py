@@ -28,18 +28,30 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 CREATE = os.O_RDWR | os.O_CREAT
 APPEND = CREATE | os.O_APPEND
 _LOCK = ".lock"
+_LARGEST_BYTES = 64 << 20
 
 
 # --- Opening regular files ---
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
     """Return a descriptor of a regular file. Raises OSError for a symbolic link (ELOOP) and any other kind (EINVAL)."""
     descriptor = os.open(path, flags | _SAFE, mode)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file that another user may have written.
+
+    Raises OSError, also for a symbolic link (ELOOP), a FIFO (EINVAL), and a file above 64 MiB (EFBIG).
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read()
 
 
 def open_append(path: Path, *, create_mode: int | None = None) -> int:
@@ -226,8 +238,8 @@ def sha256(data: bytes | memoryview = b"") -> _Hash:
     return hashlib.sha256(data)
 
 
-def hash_file(path: Path | str) -> tuple[int, str]:
-    """Return the size of a file in bytes and its SHA-256 in hex."""
-    with open(path, "rb", buffering=0) as file:
+def hash_file(path: Path | str, *, safely: bool = False) -> tuple[int, str]:
+    """Return the size of a file in bytes and its SHA-256 in hex; `safely`: only of what open_regular() opens."""
+    with open(path, "rb", buffering=0, opener=(lambda name, _: open_regular(name)) if safely else None) as file:
         digest = hashlib.file_digest(file, "sha256")
         return file.tell(), digest.hexdigest()

@@ -12,9 +12,10 @@ LEFT_OUT = "<left out>"
 
 _ADDRESS = re.compile(r"(?<=://)(?:(?!://)\S)+")
 _QUERY_PART = re.compile(r"([?&;#])([^=&;#?\s]+)=(?!<left out>)([^&;#\s\"']+)")
-_ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_][\w.-]*)(\s?=\s?)(?!=|<left out>)(\"[^\"]*\"|'[^']*'|[^\s;&,'\"]+)")
+# Names have a longest length: without it, a text such as "a.a.a.a=" takes a time that grows with its length squared.
+_ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_][\w.-]{0,200})(\s?=\s?)(?!=|<left out>)(\"[^\"]*\"|'[^']*'|[^\s;&,'\"]+)")
 _IN_JSON = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(\"[^\"]*\"|'[^']*'|[0-9]+)")
-_OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]*)([\s,\"']+)(?!<left out>)([^\s,\"'-][^\s,\"']*)")
+_OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]{0,200})([\s,\"']+)(?!<left out>)([^\s,\"'-][^\s,\"']*)")
 _SHORTEST_SECRET = 4  # shorter numbers are not secrets; shorter texts occur within other words
 
 

@@ -238,8 +238,9 @@ def ping_url(url: str, suffix: str, run_id: str) -> str:
 def _post(url: str, body: str, timeout_s: float) -> tuple[str, bool]:
     """Send a request. Returns why it failed, "" if it did not, and whether another attempt may succeed."""
     address, authorization = _split_user(urlsplit(url))
-    headers = {"User-Agent": "ddptrain", "Content-Type": "text/plain; charset=utf-8", **authorization}
+    headers = {"User-Agent": "ddptrain", "Content-Type": "text/plain; charset=utf-8"}
     request = urllib.request.Request(address, body.encode(), headers)
+    request.unredirected_hdrs.update(authorization)  # urllib would send other headers to any server it is redirected to
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             answer = response.read(100).strip()

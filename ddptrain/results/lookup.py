@@ -15,7 +15,7 @@ from typing import Any
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.annotations.annotations import Annotations, read_annotations
-from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, step_name, step_of
+from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, step_name, step_of, valid_run_id
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.remote.local_copy import origin_of, where_of
@@ -249,7 +249,10 @@ def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunV
 
 
 def _read(layout: RunLayout) -> RunRecord:
-    return RunRecord.from_json(read_bytes(layout.run_json))
+    record = RunRecord.from_json(read_bytes(layout.run_json))
+    if not valid_run_id(record.run_id):  # commands make files of that name
+        raise RecordError(f'run_id is "{shorten(record.run_id)}", which cannot be the name of a run')
+    return record
 
 
 def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:

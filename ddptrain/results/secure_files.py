@@ -21,21 +21,12 @@ from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.run_record import ascii_json
 
 _WRITTEN_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_LARGEST_BYTES = 64 << 20  # of a file that is read into memory at once: another user may have written it
 
 
 # --- Files ---
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file.
-
-    Raises OSError, also for a symbolic link (ELOOP), a FIFO (EINVAL), and a file above 64 MiB (EFBIG).
-    """
-    with os.fdopen(file_ops.open_regular(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-        return file.read()
+read_bytes = file_ops.read_regular
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -65,7 +66,7 @@ def _folder(area: Path, parts: tuple[str, ...]) -> Path:
         folder = folder / part
         with results_errors(folder):
             if not os.path.lexists(folder):
-                folder.mkdir()
+                folder.mkdir(mode=0o755)
             kind = folder.lstat().st_mode
         if not stat.S_ISDIR(kind):
             what = "a symbolic link" if stat.S_ISLNK(kind) else "a file"
@@ -84,7 +85,7 @@ def move_in(moves: Sequence[StagedMove], damaged: type[ResultsError]) -> None:
         if _link_all(moves):
             return
     for move in moves:
-        with results_errors(move.target), move.target.open("xb") as out:
+        with results_errors(move.target), open(move.target, "xb", opener=_open_new) as out:
             _check_and_copy(move, damaged, out)
             out.flush()
             os.fsync(out.fileno())
@@ -125,8 +126,14 @@ def _check_and_copy(move: StagedMove, damaged: type[ResultsError], out: BinaryIO
         if digest.hexdigest() != move.sha256.lower():
             raise damaged(f"{move.source} is damaged: its SHA-256 is not the one announced")
         if out is None:
+            with suppress(OSError):  # NFS may have given it to another user
+                os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~0o022)
             with results_errors(move.source):
                 os.fsync(file.fileno())
+
+
+def _open_new(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o644)  # never writable for other users
 
 
 def _read_chunk(file: BinaryIO, path: Path, damaged: type[ResultsError]) -> bytes:

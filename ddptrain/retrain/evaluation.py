@@ -23,6 +23,7 @@ from ddptrain.config.wording import shorten
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.run import LaunchOptions, train
 from ddptrain.errors import DdptrainError, HangDetected, Interrupted, TrainingFailed, UsageError, one_line
+from ddptrain.file_ops import read_regular
 from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
@@ -195,7 +196,7 @@ def _checkpoint(target: EvaluationTarget, resolved: ResolvedConfig) -> VerifiedC
     """Return the best checkpoint of a target, compared with its hashes. Raises UsageError."""
     layout = RunLayout(target.folder)
     try:
-        record = RunRecord.from_json(layout.run_json.read_bytes())
+        record = RunRecord.from_json(read_regular(layout.run_json))
     except (OSError, RecordError) as error:
         raise UsageError(f"{target.folder} is neither a run nor a version of a model: {one_line(error)}") from error
     if record.workload != resolved.config.workload_name:

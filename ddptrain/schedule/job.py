@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.types import NAME_PATTERN
+from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.schedule.due_times import Schedule
@@ -91,7 +92,13 @@ def make_job(
         raise UsageError(f"{resolved.path} has no section retrain, which names the model: add for example {example}")
     if jitter_s and jitter_s >= (interval := schedule.shortest_interval(datetime.now(UTC)).total_seconds()):
         raise UsageError(f"--jitter is {jitter_s:g} s, and the schedule repeats after {interval:g} s: make it shorter")
-    path = resolved.path.absolute()
+    path, workdir = resolved.path.absolute(), Path.cwd()
+    for place in (path, workdir):
+        if re.search(r"[\x00-\x1f\x7f]", str(place)):
+            raise UsageError(
+                f"{shorten(str(place))} contains a line break or another control character, which a scheduler reads as "
+                "the end of a setting: rename it"
+            )
     kept = {key: environ[key] for key in _KEPT if environ.get(key)}
     if "PATH" in kept:
         kept["PATH"] = os.pathsep.join(dict.fromkeys(kept["PATH"].split(os.pathsep)))
@@ -104,7 +111,7 @@ def make_job(
         name=checked_name(name or config.retrain.model),
         model=config.retrain.model,
         config=path,
-        workdir=Path.cwd(),
+        workdir=workdir,
         schedule=schedule,
         command=(*_program(), "retrain", str(path), "--slot", str(schedule), "--output", "plain"),
         models_dir=config.models.dir,

@@ -78,11 +78,14 @@ def fetch_file(
 @contextmanager
 def _locked(lock: Path, progress: Progress) -> Iterator[None]:
     """Hold a lock file for the block; a process that waits reports progress, so that it does not count as hung."""
-    with lock.open("w") as file:
-        while not file_ops.try_lock(file.fileno()):
+    descriptor = file_ops.open_regular(lock, file_ops.CREATE, 0o644)
+    try:
+        while not file_ops.try_lock(descriptor):
             progress(0, None)
             time.sleep(_POLL_S)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progress, digest: str) -> None:
@@ -120,7 +123,7 @@ def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progres
     """Write the URL's content into a file; return its SHA-256 in hex."""
     digest, done = file_ops.sha256(), 0
     is_http = urlsplit(url).scheme.lower() in ("http", "https")
-    with beside.open("wb") as file:
+    with os.fdopen(file_ops.open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), "wb") as file:
         for chunk, total in _http_chunks(url) if is_http else _store_chunks(url, options):
             digest.update(chunk)
             file.write(chunk)

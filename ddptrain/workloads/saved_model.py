@@ -12,6 +12,7 @@ import torch
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import read_regular
 from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
 from ddptrain.workloads.saved_weights import read_weights
 
@@ -95,7 +96,7 @@ def check_workload(run_dir: Path, workload: str, command: str) -> None:
     """Check that a folder has a run of the workload. Raises UsageError."""
     path = run_dir / "run.json"
     try:
-        run: Any = json.loads(path.read_text(encoding="utf-8"))
+        run: Any = json.loads(read_regular(path))
         found = run["workload"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{run_dir} is not a run: {path}: {type(error).__name__}: {error}") from error
@@ -113,7 +114,7 @@ def checkpoint_folder(run_dir: Path) -> Path:
         return run_dir
     for pointer in ("best", "latest"):
         try:
-            name = (checkpoints / pointer).read_text(encoding="utf-8").strip()
+            name = read_regular(checkpoints / pointer).decode().strip()
         except (OSError, UnicodeDecodeError):
             continue
         if name in {"", ".", ".."} or Path(name).name != name or "\\" in name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -55,3 +56,10 @@ def test_texts_that_were_hidden_are_listed_the_longest_first() -> None:
 def test_known_texts_are_removed_from_all_data() -> None:
     data = {"a": ["x hunter2 y"], "b": ("hunter2", 3), "hunter2": None}
     assert hide_known(data, ["hunter2"]) == {"a": ["x <left out> y"], "b": ("<left out>", 3), "hunter2": None}
+
+
+@pytest.mark.parametrize("text", ["a." * 40_000 + "=", "-a." * 40_000])
+def test_time_for_a_long_text_of_another_user_grows_with_its_length(text: str) -> None:
+    began = time.process_time()
+    assert hide_credentials(text) == text
+    assert time.process_time() - began < 5.0  # 40 s and 75 s, if every name was read to its end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,21 +73,50 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
 
     from ddptrain.config.load import load_data, load_mapping
     from ddptrain.errors import UsageError
+    from ddptrain.file_ops import read_regular
 
     path = folder / "config.yaml"
     try:
-        recorded = load_data(path.read_bytes(), str(path))
+        recorded = load_data(read_regular(path), str(path))
     except OSError as error:
         raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
     if not isinstance(recorded, dict):
         raise UsageError(f"{path} is not a configuration of a run")
     kept, secret = _without_secrets(recorded)
+    if not _is_own(path):
+        kept = _of_the_model(kept)
+        say(
+            f"evaluate: {path} is of a store or another user: its cluster, env and options of stores are not used; "
+            "give your own with --cluster and --set"
+        )
     if secret:
         say(
             f"evaluate: {path} does not contain the secrets {', '.join(secret)}: if they are needed, give them in the "
             "environment or with --set"
         )
     return checked(partial(load_mapping, kept, Path.cwd(), source=str(path)), overrides, options)
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether this user has written a file of a run: it is no copy of a run or version in a store either."""
+    from platformdirs import user_cache_path
+
+    from ddptrain.results.secure_files import is_own_folder
+
+    copies = user_cache_path("ddptrain", appauthor=False)
+    is_own = is_own_folder(path.parent) and path.lstat().st_uid == path.parent.stat().st_uid
+    return is_own and not path.absolute().is_relative_to(copies)
+
+
+def _of_the_model(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of another user's configuration that names no program, variable, host or folder of files."""
+    kept = {key: recorded[key] for key in ("workload", "name", "evaluate", "prepare", "dist") if key in recorded}
+    params, cluster = recorded.get("params"), recorded.get("cluster")
+    if isinstance(params, Mapping):
+        kept["params"] = {key: value for key, value in params.items() if not str(key).endswith("_options")}
+    if isinstance(cluster, Mapping) and "ranks" in cluster:
+        kept["cluster"] = {"ranks": cluster["ranks"]}
+    return kept
 
 
 def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:

@@ -28,11 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import dask
+
 from ddptrain.clusters import security
 from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.scheduler.idle_time import IdleWatch
 from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE, write_ended
 from ddptrain.config.wording import did_you_mean, shorten
+from ddptrain.file_ops import temp_folder
 from ddptrain.protocol.rank_spec import SLOT_RESOURCE
 
 ORDER_FILE = "order.json"
@@ -69,12 +72,18 @@ class CannotKeep(Exception):
 class Kept:
     """The cluster object, and its name for messages."""
 
-    def __init__(self, order: KeeperOrder, folder: Path) -> None:
-        """Create the cluster; a certificate made here is written to `folder`. Raises CannotKeep."""
+    def __init__(self, order: KeeperOrder, folder: Path, scratch: Path) -> None:
+        """Create the cluster; a certificate made here is written to `folder`. Raises CannotKeep.
+
+        scratch: a private folder for the processes of a LocalCluster.
+        """
         self.name = order.cls
         if order.kwargs.get("asynchronous"):
             raise CannotKeep("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
         made = _imported(order.cls)
+        if _is_local(made) and dask.config.get("temporary-directory", None) is None:
+            # Dask imports modules from below it; by default others may write there.
+            dask.config.set({"temporary-directory": str(scratch)})
         with self._telling("(...)"):
             self._cluster: Any = made(**{**_security_of_ours(made, order.kwargs, folder), **order.kwargs})
         if not hasattr(self._cluster, "scheduler_address"):
@@ -139,9 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     folder: Path = parser.parse_args(argv).folder
     order = KeeperOrder(**json.loads((folder / ORDER_FILE).read_text(encoding="utf-8")))
     sys.path += order.sys_path
-    with _Signal() as told_to_end:
+    with temp_folder("ddptrain-class-") as scratch, _Signal() as told_to_end:
         try:
-            kept = Kept(order, folder)
+            kept = Kept(order, folder, scratch)
         except CannotKeep as error:
             write_ended(folder, str(error), is_usage=error.is_usage)
             return 1
@@ -271,16 +280,19 @@ def _imported(name: str) -> Any:
 
 def _security_of_ours(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Make a certificate for a LocalCluster without one. Otherwise every user of this machine could use the cluster."""
-    from distributed import LocalCluster
-
-    is_local = isinstance(made, type) and issubclass(made, LocalCluster)
     chosen = {"security", "protocol"} & kwargs.keys() or kwargs.get(
         "processes"
     ) is False  # no other process can connect to it
-    if not is_local or chosen or not _takes(made, "security"):
+    if not _is_local(made) or chosen or not _takes(made, "security"):
         return {}
     security.make_tls(folder)
     return {"security": security.own_security(folder)}
+
+
+def _is_local(made: Any) -> bool:
+    from distributed import LocalCluster
+
+    return isinstance(made, type) and issubclass(made, LocalCluster)
 
 
 def _takes(made: Any, argument: str) -> bool:

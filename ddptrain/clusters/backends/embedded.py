@@ -180,5 +180,6 @@ async def _new_scheduler() -> Scheduler:
             port=0,
             dashboard=False,
             dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
+            local_directory=str(folder),  # Dask imports modules from below it; by default others may write there
         )
         return scheduler

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain import log
 from ddptrain.clusters.security import CERT_FILE, own_security, write_private_json
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import temp_folder
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     with contextlib.suppress(UsageError):  # `cluster up` has complained of a wrong DDPTRAIN_LOG
         log.to_stderr()
-    asyncio.run(_serve(options))
+    with temp_folder("ddptrain-scheduler-") as scratch:
+        asyncio.run(_serve(options, scratch))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,14 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _serve(options: argparse.Namespace) -> None:
+async def _serve(options: argparse.Namespace, scratch: Path) -> None:
     from ddptrain.protocol import unix_comm
 
     stop_signal = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_signal.set)
     folder: Path = options.folder
-    scheduler = await _started(options)
+    scheduler = await _started(options, scratch)
     write_private_json(folder / SCHEDULER_FILE, _card(scheduler))
     warm = _start_warm_driver(folder) if options.warm_driver else None
     _log.info("scheduler listens", address=scheduler.address, idle_timeout_s=options.idle_timeout)
@@ -119,7 +121,7 @@ def _start_warm_driver(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-async def _started(options: argparse.Namespace) -> Scheduler:
+async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
     import dask
     from distributed import Scheduler
 
@@ -132,6 +134,7 @@ async def _started(options: argparse.Namespace) -> Scheduler:
         **_listening(options),
         dashboard=shows,
         dashboard_address=options.dashboard_address if routes else _NOWHERE,
+        local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
     )
     return scheduler
 

@@ -63,7 +63,7 @@ class RunCheckpoints:
         _check_names(event, staged)
         try:
             with results_errors(incoming):
-                incoming.mkdir(parents=True)
+                incoming.mkdir(mode=0o755, parents=True)
             moves = [StagedMove(at / f.name, incoming / f.name, f.size_bytes, f.sha256) for at, f in staged]
             move_in(moves, CheckpointDamaged)
             write_file(incoming / MANIFEST, _manifest(event, [file for _, file in staged], world_size, versions))

@@ -143,10 +143,10 @@ def _is_finite(value: object) -> bool:
 
 def _compare(path: Path, size_bytes: int, sha256: str) -> None:
     try:
-        size = path.stat().st_size
+        size = path.lstat().st_size
         if size != size_bytes:  # checked first: hashing reads the whole file
             raise CheckpointDamaged(f"{path.name} has {size} bytes, not {size_bytes}")
-        _, digest = hash_file(path)
+        _, digest = hash_file(path, safely=True)
     except OSError as error:
         raise CheckpointDamaged(f"cannot read {path}: {error.strerror}") from error
     if digest != sha256:

@@ -71,7 +71,7 @@ def _data(view: RunView) -> Mapping[str, Any]:
         return {}
     for path in paths:
         try:
-            facts[path.name] = f"sha256 {hash_file(path)[1][:_HASH_CHARACTERS]}"
+            facts[path.name] = f"sha256 {hash_file(path, safely=True)[1][:_HASH_CHARACTERS]}"
         except OSError:
             continue
     return facts

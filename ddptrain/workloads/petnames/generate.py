@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ddptrain.errors import UsageError
+from ddptrain.file_ops import read_regular
 from ddptrain.workloads.petnames.alphabet import BLANK, STOP, display, foreign_characters, normalise
 from ddptrain.workloads.petnames.model import CharacterModel
 from ddptrain.workloads.petnames.sampling import sample_names
@@ -92,7 +93,7 @@ def known_names(run_dir: Path) -> set[str]:
     """All names of the run's list, both training and held-out names, normalised. Raises UsageError if it has none."""
     path = run_dir / "artifacts" / "names.json"
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(read_regular(path))
         return {normalise(name) for names in (saved["train"], saved["held_out"]) for name in names}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(

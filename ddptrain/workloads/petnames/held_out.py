@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import UsageError
-from ddptrain.file_ops import write_atomic
+from ddptrain.file_ops import read_regular, write_atomic
 from ddptrain.workloads.held_out import HeldOut, digest_of
 from ddptrain.workloads.petnames.names import clean_names, load_names
 from ddptrain.workloads.petnames.params import PetnamesParams
@@ -32,7 +32,7 @@ def held_out_names(run_dir: Path) -> list[str]:
     """Return the names that a run held out. Raises UsageError if it has none."""
     path = run_dir / "artifacts" / NAMES_FILE
     try:
-        entries = json.loads(path.read_bytes())["held_out"]
+        entries = json.loads(read_regular(path))["held_out"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"can't read the names that {run_dir.name} held out: {path}: {type(error).__name__}: {error}; "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import pytest
 
 from ddptrain.notify import heartbeat
@@ -145,3 +148,28 @@ def test_body_is_the_newest_10_kb_without_secrets(server: Server) -> None:
     assert body.splitlines()[-3] == lines[-1]
     for secret in ("sesame", "tokentoken1", "abcd1234", "\x1b"):
         assert secret not in body
+
+
+def test_password_is_not_sent_to_the_server_that_the_check_server_redirects_to() -> None:
+    got: list[tuple[str, str | None]] = []
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, self.headers["Authorization"]))
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{server.server_port}/other")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            got.append((self.path, self.headers["Authorization"]))
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
+        answering = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+        answering.start()
+        heartbeat._post(f"http://user:word@127.0.0.1:{server.server_port}/ping", "", 5.0)
+        answering.join()
+    assert got == [("/ping", "Basic dXNlcjp3b3Jk"), ("/other", None)]

@@ -120,6 +120,14 @@ def test_a_damaged_run_is_listed_as_unreadable(tmp_path: Path, text: str) -> Non
     assert bad.record.started_at.startswith("2025-06-01T12:00:00")
 
 
+@pytest.mark.parametrize("run_id", ["/home/other/x", "../x", "a/b", "-x", "a\nb", "x" * 200])
+def test_name_in_the_record_that_leads_elsewhere_makes_the_run_unreadable(tmp_path: Path, run_id: str) -> None:
+    folder = put(tmp_path, "bad-1")
+    RunLayout(folder).run_json.write_text(RunRecord(run_id=run_id, status="succeeded").to_json())
+    view = load_run(folder)
+    assert (view.run_id, view.status) == ("bad-1", "unreadable") and "cannot be the name of a run" in view.problem
+
+
 def test_a_run_under_way_is_running_and_counts_its_time(tmp_path: Path, driver: Driver) -> None:
     driver("a-run")
     view = load_run(find_run(tmp_path / "runs", "latest"))

@@ -12,8 +12,10 @@ import pytest
 
 from ddptrain.protocol.events import FileSaved
 from ddptrain.results import staged_files
+from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.run_writer import RunWriter
+from tests.unit.results.conftest import Stage
 
 StageFile = Callable[[str, bytes], tuple[FileSaved, Path]]
 
@@ -119,6 +121,22 @@ def parcels_in(folder: Path, *names: str) -> list[staged_files.StagedMove]:
 def test_staged_files_of_the_same_file_system_are_linked(tmp_path: Path) -> None:
     staged_files.move_in(parcels_in(tmp_path, "a", "b"), FileDamaged)
     assert [(tmp_path / name).stat().st_nlink for name in ("a", "a-new", "b", "b-new")] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_no_other_user_may_write_whatever_the_umask_is(
+    writer: RunWriter, stage: Stage, stage_file: StageFile, monkeypatch: pytest.MonkeyPatch, is_linked: bool
+) -> None:
+    monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: is_linked)
+    before = os.umask(0)
+    try:
+        writer.adopt_file(*stage_file("samples/a.json", b"[]"))
+        writer.adopt_checkpoint(0, *stage(10), CheckpointPolicy())
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(writer.layout.root): path.stat().st_mode for path in writer.layout.root.rglob("*")}
+    assert {str(path) for path, mode in modes.items() if mode & 0o022} == set()
+    assert modes[Path("checkpoints/step-10/state.pt")] & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES])

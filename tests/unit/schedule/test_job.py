@@ -45,6 +45,18 @@ def test_paths_are_absolute_and_values_those_of_the_configuration(config: Path, 
     assert (job.stop_s, job.deadline_s, job.gpus) == (105, 21600.0, 2)
 
 
+@pytest.mark.parametrize("name", ["a\nExecStartPre=touch x", "a\rb", "a\x1bb"])
+def test_folder_whose_name_would_begin_a_line_of_its_own_is_refused(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    config.rename(folder / "nightly.yaml")
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="a line break or another control character, which a scheduler"):
+        job_of()
+
+
 def test_environment_has_no_secrets(config: Path) -> None:
     job = job_of(
         PATH="/a:/b:/a",

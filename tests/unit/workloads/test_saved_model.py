@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_pointer_that_leads_elsewhere_is_refused(run_dir: Path, name: str) -> No
     (run_dir / "checkpoints" / "best").write_text(name)
     with pytest.raises(UsageError, match="which is not the name of a folder in it"):
         checkpoint_folder(run_dir)
+
+
+@pytest.mark.parametrize("name", ["run.json", "checkpoints/best"])
+def test_fifo_in_the_place_of_a_file_is_not_waited_for(run_dir: Path, name: str) -> None:
+    (run_dir / name).unlink()
+    os.mkfifo(run_dir / name)
+    if name == "run.json":
+        with pytest.raises(UsageError, match="it is not a regular file"):
+            check_workload(run_dir, "petnames", "generate")
+    else:
+        assert checkpoint_folder(run_dir).name == "step-8"
 
 
 def test_consolidated_checkpoint_is_its_own_folder(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import dask
 import pytest
 from distributed import LocalCluster, Security
 
@@ -272,6 +273,25 @@ def test_cluster_of_this_machine_gets_a_certificate_unless_it_is_chosen(
     assert (tmp_path / "cert.pem").exists() is secured and found.keys() == ({"security"} if secured else set())
     if secured:
         assert isinstance(found["security"], Security)
+
+
+class FolderCluster(LocalCluster):
+    """A LocalCluster that starts nothing; it knows where Dask would put its folders."""
+
+    scheduler_address = "tls://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.folder = dask.config.get("temporary-directory", None)
+
+
+@pytest.mark.parametrize("chosen", [None, "/scratch"])
+def test_processes_of_this_machine_have_a_private_folder_unless_it_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    monkeypatch.setattr(process, "_imported", lambda name: FolderCluster)
+    with dask.config.set({"temporary-directory": chosen}):
+        kept = process.Kept(KeeperOrder("FolderCluster", {}), tmp_path, tmp_path / "scratch")
+    assert kept._cluster.folder == (chosen or str(tmp_path / "scratch"))
 
 
 def test_error_is_told_with_its_causes_each_once_and_cut() -> None:

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_scheduler_listens_on_loopback_only_unless_told_otherwise(start: Callabl
     scheduler.card()
     listening = psutil.Process(scheduler.process.pid).net_connections("tcp")
     assert {item.laddr.ip for item in listening if item.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+def test_folder_that_dask_adds_to_the_import_path_is_in_a_private_one_that_goes_with_the_scheduler(
+    start: Callable[..., Started],
+) -> None:
+    scheduler = start()
+    with client_of(scheduler.card()["address"]) as client:
+        folder = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.local_directory)
+    private = Path(folder).parents[1]
+    assert private != Path(tempfile.gettempdir()) and stat.S_IMODE(private.stat().st_mode) == 0o700
+    scheduler.process.send_signal(signal.SIGTERM)
+    assert scheduler.process.wait(END_S) == 0
+    assert not private.exists()
 
 
 def test_forgotten_scheduler_ends_and_says_why(start: Callable[..., Started]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,9 +65,30 @@ def lead_elsewhere(folder: Path) -> None:
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
 
 
+def link_to(target: str) -> Callable[[Path], object]:
+    """Put a symbolic link, or with "" a FIFO, in the place of a file of a checkpoint; its manifest gives the size."""
+
+    def replace(folder: Path) -> None:
+        manifest = json.loads((folder / "checkpoint.json").read_text())
+        file = folder / "model.safetensors"
+        if target == "same":
+            file.rename(folder.parent / "moved")
+            file.symlink_to(folder.parent / "moved")
+        else:
+            file.unlink()
+            file.symlink_to(target) if target else os.mkfifo(file)
+        manifest["files"][0]["size_bytes"] = file.lstat().st_size
+        (folder / "checkpoint.json").write_text(json.dumps(manifest))
+
+    return replace
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
+        (link_to(""), "cannot read .*model.safetensors: it is not a regular file"),
+        (link_to("/dev/zero"), "cannot read .*model.safetensors: Too many levels of symbolic links"),
+        (link_to("same"), "cannot read .*model.safetensors: Too many levels of symbolic links"),
         (change_byte, "the SHA-256 of model.safetensors is not the one"),
         (cut_short, "model.safetensors has 999 bytes, not 1000"),
         (remove_file, "cannot read .*model.safetensors: No such file"),
