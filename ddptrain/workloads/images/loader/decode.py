@@ -67,8 +67,6 @@ def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.
 def _square(image: Image.Image, size: int, augment: Augment | None, draw: random.Random) -> Image.Image:
     """Crop and scale the image, turn it upright, and perhaps mirror it."""
     width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise CorruptImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
     box = _random_box(width, height, draw) if augment == "crop" else _centre_box(width, height)
     turn = _turn(image)
     # A JPEG can be decoded at 1/2, 1/4 or 1/8 size, as long as the box is not smaller than the result.
@@ -139,8 +137,8 @@ def _ceil(number: float) -> int:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, CorruptImage):
-        return str(error)
+    if isinstance(error, Image.DecompressionBombError):
+        return f"it has more than {MOST_PIXELS:,} pixels"
     if type(error).__name__ == "UnidentifiedImageError":
         return f"not an image of a known format ({', '.join(FORMATS)})"
     # These errors of pillow have a message that explains; others are clear only with their type.
