@@ -104,7 +104,7 @@ class _RowRequest:
 
 
 class Batcher:
-    """Runs in one thread, the only one that accesses its state and calls its methods; other threads put these calls into `inbox`.
+    """Runs in one thread, the only one that accesses its state; other threads put messages into `inbox`.
 
     pixels: uint8 [slots, size, size, 3], filled by the decode pool; there are at least as many slots as images in a
     batch.

@@ -161,7 +161,7 @@ def test_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
     header = encoded(Image.new("1", (1, 1)))
     many = header.replace(struct.pack(">II", 1, 1), struct.pack(">II", 14_000, 14_000))
     many = many[:29] + struct.pack(">I", zlib.crc32(many[12:29])) + many[33:]
-    with pytest.raises(CorruptImage, match="^it has more than 178,956,970 pixels$"):
+    with pytest.raises(CorruptImage, match=r"^it has more than 178,956,970 pixels$"):
         decode_eval(many, 32)
 
 
