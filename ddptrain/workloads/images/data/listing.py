@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
 
-from ddptrain.config.wording import counted, nearest, shorten
+from ddptrain.config.wording import counted, listed, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location, open_store
@@ -75,9 +75,7 @@ class SourceListing:
 
 def _imageless(folders: Sequence[str]) -> str:
     """Return the part of a message about folders without images, which are no classes."""
-    names = ", ".join(shorten(name, 40) for name in folders[:_MOST_NAMED])
-    more = ", ..." if len(folders) > _MOST_NAMED else ""
-    return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
+    return f"{counted(len(folders), 'folder')} without an image ({listed(folders, _MOST_NAMED)})" if folders else ""
 
 
 def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
@@ -86,7 +84,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     Raises: UsageError for invalid parameters or an unusable source, StoreError if the source can't be listed.
     """
     settings = ImagesParams.model_validate_json(json.dumps(params), strict=True)
-    location = Location.at(settings)
+    location = Location.of(settings.source, settings.source_options)
     made_of = _made_of(settings, location)
     known = Manifest.read(folder) if (folder / FILE).exists() else None
     if known is None:  # otherwise a checkpoint has the weights, or the ranks check them
@@ -283,9 +281,8 @@ def _unknown(name: str, classes: Sequence[str]) -> str:
     inside = [known for known in classes if name.lower() in known.lower()]
     names = {_WORDNET.sub("", known): known for known in classes} | {known: known for known in classes}
     match = inside[0] if len(inside) == 1 else names.get(nearest(name, names) or "")
-    some = ", ".join(shorten(known, 40) for known in classes[:_MOST_NAMED])
-    more = ", ..." if len(classes) > _MOST_NAMED else ""
-    return f'"{shorten(name)}" ({f"did you mean {shorten(match)}?" if match else f"there are {some}{more}"})'
+    hint = f"did you mean {shorten(match)}?" if match else f"there are {listed(classes, _MOST_NAMED)}"
+    return f'"{shorten(name)}" ({hint})'
 
 
 def _add(found: SourceListing, item: Listed, path: str) -> None:

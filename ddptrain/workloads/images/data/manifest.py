@@ -56,7 +56,7 @@ class Manifest:
 
     def location(self, params: ImagesParams) -> Location:
         """Return where to read the images: a local folder as the driver resolved it, a URL as in the parameters."""
-        chosen = Location.at(params)
+        chosen = Location.of(params.source, params.source_options)
         return Location(self.url, chosen.options) if chosen.protocol == "file" else chosen
 
     def val_location(self, params: ImagesParams) -> Location | None:
