@@ -162,13 +162,12 @@ def _refuse_too_large(url: str, size_bytes: int) -> None:
 
 def _store_chunks(url: str, options: Mapping[str, Any]) -> Iterator[tuple[bytes, int]]:
     try:
-        for chunk in fetch_chunks(url, options, setting="params.source", limits=Limits(timeout_s=600.0)):
+        for chunk in fetch_chunks(url, options, setting="params.weights", limits=Limits(timeout_s=600.0)):
             yield chunk, 0
     except (Transient, StoreUnreachable) as error:
         raise ConnectionError(str(error)) from None
     except (StoreError, UsageError) as error:
-        why = str(error).removeprefix("params.source ")  # the store is that of the weights
-        raise DownloadFailed(f"can't fetch {hide_credentials(url)}: {why}") from None
+        raise DownloadFailed(f"can't fetch {hide_credentials(url)}: {error}") from None
 
 
 def _digest_in(name: str) -> str:

@@ -103,7 +103,10 @@ class Location:
     @property
     def options_setting(self) -> str:
         """The configuration field with the store's options; "" if all options come from the environment."""
-        return f"{self.setting}_options" if self.setting.startswith("params.") else ""
+        if not self.setting.startswith("params."):
+            return ""
+        # One parameter has the options of all places of images: of both sources, the weights and the label map.
+        return "params.names_options" if self.setting == "params.names" else "params.source_options"
 
     @property
     def advice(self) -> str:
@@ -253,9 +256,9 @@ def open_store(location: Location, limits: Limits = Limits()) -> Store:
     return open_fsspec_store(location, limits)
 
 
-def fetch(where: str, options: Mapping[str, Any]) -> bytes:
+def fetch(where: str, options: Mapping[str, Any], setting: str) -> bytes:
     """Return the content of one small file, given by its path or URL. Raises UsageError, StoreError."""
-    return b"".join(fetch_chunks(where, options, setting="params.source", limits=Limits(timeout_s=60.0, retries=2)))
+    return b"".join(fetch_chunks(where, options, setting=setting, limits=Limits(timeout_s=60.0, retries=2)))
 
 
 def fetch_chunks(where: str, options: Mapping[str, Any], *, setting: str, limits: Limits) -> Iterator[bytes]:

@@ -149,11 +149,11 @@ def test_a_folder_that_a_host_does_not_see_is_told_instead_of_its_images(tmp_pat
 
 def test_one_file_is_fetched_by_its_path_or_url(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_bytes(b"tench")
-    assert fetch(str(tmp_path / "labels.txt"), {}) == b"tench"
+    assert fetch(str(tmp_path / "labels.txt"), {}, "params.label_map") == b"tench"
     fsspec.filesystem("memory").pipe_file("/fetched/labels.txt", b"tench")
-    assert fetch("memory://fetched/labels.txt", {}) == b"tench"
+    assert fetch("memory://fetched/labels.txt", {}, "params.label_map") == b"tench"
     with pytest.raises(StoreMissing, match=r"none\.txt does not exist"):
-        fetch(str(tmp_path / "none.txt"), {})
+        fetch(str(tmp_path / "none.txt"), {}, "params.label_map")
 
 
 # --- what fsspec knows ---

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Self
 
 from ddptrain.config.wording import counted, listed, nearest, shorten
 from ddptrain.errors import UsageError
@@ -48,17 +47,6 @@ class SourceListing:
     n_hidden: int = 0
     n_stray: int = 0
     folders: set[str] = field(default_factory=set)
-
-    @classmethod
-    def among(cls, items: Iterable[Listed], inside: str = "") -> Self:
-        """Sort the files of a listing, or those inside one of its folders."""
-        found = cls()
-        for item in items:
-            if inside and item.key.startswith(f"{inside}/"):
-                _add(found, item, item.key.removeprefix(f"{inside}/"))
-            elif not inside:
-                _add(found, item, item.key)
-        return found
 
     @property
     def ignored(self) -> str:
@@ -149,8 +137,7 @@ def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
 
     Raises: UsageError if no class folder has images; StoreError if the source can't be listed.
     """
-    found = SourceListing.among(_listing(location, tell))
-    found.folders |= _folders_of(location)
+    found = _part(_listing(location, tell), location)
     _check(found, location)
     return found
 
@@ -161,10 +148,13 @@ def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSo
     Raises: UsageError if the source is unusable; StoreError if it can't be listed.
     """
     items = list(_listing(location, tell))
-    whole = SourceListing.among(items)
-    whole.folders |= _folders_of(location)
+    whole = _part(items, location)
     _check(whole, location)
-    val_location = None if params.val_source is None else Location.of(params.val_source, params.source_options)
+    val_location = (
+        None
+        if params.val_source is None
+        else Location.of(params.val_source, params.source_options, "params.val_source")
+    )
     if val_location == location:
         raise UsageError(
             f"params.val_source is params.source, {location.description}: give another folder, or leave it out"
@@ -186,13 +176,6 @@ def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
             tell(f"listing {location.description}: {number:,} files so far")
 
 
-def _folders_of(location: Location, inside: str = "") -> set[str]:
-    """Return the folders in a local folder, also empty ones. Object stores have no empty folders."""
-    if location.protocol != "file":
-        return set()
-    return {entry.name for entry in os.scandir(Path(location.url, inside)) if entry.is_dir() and entry.name[0] != "."}
-
-
 def _class_folders(found: SourceListing) -> dict[str, int]:
     """Return the number of class folders in each folder with images; 0 if an image is directly in it.
 
@@ -205,10 +188,16 @@ def _class_folders(found: SourceListing) -> dict[str, int]:
     return counts
 
 
-def _part(items: Iterable[Listed], location: Location, name: str) -> SourceListing:
-    """Return the content of one folder of a split source."""
-    found = SourceListing.among(items, name)
-    found.folders |= _folders_of(location, name)
+def _part(items: Iterable[Listed], location: Location, inside: str = "") -> SourceListing:
+    """Sort the files of a source, or those inside one of its folders."""
+    found = SourceListing()
+    prefix = f"{inside}/" if inside else ""
+    for item in items:
+        if item.key.startswith(prefix):
+            _add(found, item, item.key.removeprefix(prefix))
+    if location.protocol == "file":  # also empty folders, which object stores don't have
+        entries = os.scandir(Path(location.url, inside))
+        found.folders |= {entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."}
     return found
 
 
@@ -222,7 +211,7 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     where = f"{location.description}/{source.layout.train}" if source.layout else location.description
     classes = chosen_classes(sorted(found.by_class), params.subset, where)
     if len(classes) < 2:
-        raise UsageError(_too_few(found, classes, where, depth=2 if source.layout else 1))
+        raise UsageError(_too_few(found, classes, where, location.setting, depth=2 if source.layout else 1))
     used, val_keys = _sampled(found, classes, params), set[str]()
     val: dict[str, list[Listed]] = {}
     if source.val is None:
@@ -306,7 +295,7 @@ def _check(found: SourceListing, location: Location) -> None:
     if found.by_class:
         return
     where = location.description
-    want = "params.source must be a folder with one folder of images for each class"
+    want = f"{location.setting} must be a folder with one folder of images for each class"
     if found.n_stray:
         raise UsageError(
             f"{where} has its {counted(found.n_stray, 'image')} directly in it, not in class folders: {want}"
@@ -323,14 +312,14 @@ def _check(found: SourceListing, location: Location) -> None:
     raise UsageError(f"there is no image in {where}, only {counted(n_files, 'other file')} ({common}); {want}")
 
 
-def _too_few(found: SourceListing, classes: Sequence[str], where: str, depth: int) -> str:
+def _too_few(found: SourceListing, classes: Sequence[str], where: str, setting: str, depth: int) -> str:
     problem = f"{where} gives {counted(len(classes), 'class')} only, {shorten(classes[0])}: at least 2 are needed"
     if len(found.by_class) > 1:
         return f"{problem}; see params.subset"
     deeper = sum(item.key.count("/") > depth for item in found.by_class[classes[0]])
     if deeper:
-        return f"{problem}; did you mean params.source: {where}/{shorten(classes[0])}?"
-    return f"{problem}; params.source must be a folder with one folder of images for each class"
+        return f"{problem}; did you mean {setting}: {where}/{shorten(classes[0])}?"
+    return f"{problem}; {setting} must be a folder with one folder of images for each class"
 
 
 def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:

@@ -63,7 +63,7 @@ class Manifest:
         """Return where to read the validation images, as `location`; None if they are in the source."""
         if not self.val_url:
             return None
-        chosen = Location.of(params.val_source or self.val_url, params.source_options)
+        chosen = Location.of(params.val_source or self.val_url, params.source_options, "params.val_source")
         return Location(self.val_url, chosen.options) if chosen.protocol == "file" else chosen
 
     def in_val_source(self, index: int) -> bool:

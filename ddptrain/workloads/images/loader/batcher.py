@@ -119,7 +119,7 @@ class Batcher:
         self._rows: dict[BatchStream, Iterator[_BatchRow]] = {}  # of the current stream, and of the next
         self._pending: deque[_PendingBatch] = deque()
         self._unsent: deque[_RowRequest] = deque()
-        self._sent: dict[int, tuple[_RowRequest, int]] = {}  # ticket -> place, bytes
+        self._sent: dict[int, tuple[_RowRequest, int]] = {}  # ticket -> request, its bytes
         self._tickets = itertools.count()
         self._reading_bytes = 0
         self._error: Exception | None = None

@@ -31,7 +31,11 @@ _CHECK_PARENT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DecodeSetup:
-    """The first message to a decode process; sent as JSON."""
+    """The first message to a decode process, as JSON.
+
+    size: width and height of the decoded images. readers: threads that read. pixels_fd: the shared memory of all slots.
+    results_fd: the pipe for results. val_url: the location of the validation images; "" if they are in the source.
+    """
 
     url: str
     options: dict[str, Any]

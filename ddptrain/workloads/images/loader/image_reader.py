@@ -48,7 +48,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailure:
-    """Why an image can't be read; `away` has the reason if the store as a whole does not answer."""
+    """Why an image can't be read. `away`: the reason, if the whole store does not answer; "" otherwise."""
 
     key: str
     reason: str
@@ -57,7 +57,10 @@ class ReadFailure:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The retry policy: time limit, and the waits between, which double; each is drawn from 50 to 100 %."""
+    """How long a read is tried again, and the wait between two attempts.
+
+    The wait doubles up to `longest_wait_s`; each is multiplied by a random number from 0.5 to 1.
+    """
 
     deadline_s: float = 60.0
     first_wait_s: float = 0.1

@@ -35,7 +35,9 @@ class DecodeResult:
 
 
 class Pipeline:
-    """Takes any number of requests, and calls `answer` with the result of each, in its threads; it must not block.
+    """Takes any number of requests, and calls `on_result` with the result of each, in its threads.
+
+    `on_result` must not block.
 
     pixels: a writable buffer of slots, each [size, size, 3] bytes.
     """

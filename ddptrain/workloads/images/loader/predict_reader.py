@@ -29,7 +29,10 @@ _TRIES = RetryPolicy(deadline_s=20.0)  # the user waits for the command
 def decoded(
     inputs: Iterable[PredictInput | InputProblem], size: int, ahead: int
 ) -> Iterator[tuple[PredictInput | InputProblem, Image | str]]:
-    """Each input with its image of that size, or with the reason why it is unreadable; reads `ahead` of them ahead."""
+    """Yield each input with its image [3, size, size], or with the reason why it is unreadable.
+
+    ahead: how many inputs are read before they are needed.
+    """
     waiting: deque[tuple[PredictInput | InputProblem, Future[Image | str]]] = deque()
     readers: dict[str, Reader] = {}
     with _threads(THREADS) as submit:
