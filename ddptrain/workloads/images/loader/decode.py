@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 from PIL import Image
@@ -38,6 +39,11 @@ _UPRIGHT = {
 
 class CorruptImage(ValueError):
     """The bytes are no readable image, or one that is too large; the message has the reason."""
+
+
+def ignore_pillow_warnings() -> None:
+    """Ignore pillow's warnings, in this process: about images that are large or odd, but can be read."""
+    warnings.filterwarnings("ignore", module="PIL")
 
 
 def decode_eval(data: bytes, size: int) -> NDArray[uint8]:

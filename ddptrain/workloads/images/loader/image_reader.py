@@ -211,17 +211,6 @@ class Reader:
         self._lock, self._health = threading.Lock(), StoreHealth()
 
 
-class TwoLocationReader:
-    """Reads images of two locations: training and validation."""
-
-    def __init__(self, source: Reader, val_source: Reader) -> None:
-        self._source, self._val_source = source, val_source
-
-    def read(self, wanted: ImageRef) -> bytes | ReadFailure:
-        """Return the content of an image, from its location."""
-        return (self._val_source if wanted.in_val_source else self._source).read(wanted)
-
-
 def _finished(pending: dict[Future[bytes | ReadFailure], int]) -> Iterator[tuple[int, bytes | ReadFailure]]:
     """Wait for at least one result, and yield all that are done."""
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
