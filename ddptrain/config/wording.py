@@ -16,6 +16,12 @@ def shorten(text: str, limit: int = 80) -> str:
     return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in cut)
 
 
+def listed(names: Sequence[str], most: int, limit: int = 40) -> str:
+    """Return the first `most` names, each of at most `limit` characters, as "a, b and 3 more"."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(shorten(name, limit) for name in names[:most]) + more
+
+
 def dotted(path: Sequence[str | int]) -> str:
     """Return the full key, as `params.layers[2]`."""
     text = ""

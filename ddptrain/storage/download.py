@@ -68,7 +68,8 @@ def fetch_file(
             if not path.exists():
                 _delete_abandoned(path)
                 tell(f"fetching {hide_credentials(url)} to {path}")
-                _download(url, path, options, progress, _digest_in(path.name) if check_name else "")
+                digest = _HASH_IN_NAME.search(path.name) if check_name else None
+                _download(url, path, options, progress, digest[1] if digest else "")
     except (OSError, http.client.HTTPException) as error:
         kind = DownloadFailed if _is_final(error) else ServerUnreachable
         raise kind(f"can't fetch {hide_credentials(url)} to {path}: {_reason(error)}") from None
@@ -141,19 +142,13 @@ def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progres
 def _http_chunks(url: str) -> Iterator[tuple[bytes, int]]:
     """Yield pieces of the content, each with the total size in bytes, or 0 if it is not known."""
     with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-        total, done = _announced(answer.headers.get("Content-Length")), 0
+        total, done = answer.length or 0, 0
         _refuse_too_large(url, total)
         while chunk := answer.read1(_CHUNK_BYTES):  # read() would wait for the complete chunk
             yield chunk, total
             done += len(chunk)
     if total and done != total:
         raise ConnectionError(f"it ended after {done:,} of {total:,} bytes")
-
-
-def _announced(length: str | None) -> int:
-    """Parse Content-Length; 0 if it is missing or not a number."""
-    text = (length or "").strip()
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
 
 
 def _refuse_too_large(url: str, size_bytes: int) -> None:
@@ -165,18 +160,12 @@ def _refuse_too_large(url: str, size_bytes: int) -> None:
 
 def _store_chunks(url: str, options: Mapping[str, Any]) -> Iterator[tuple[bytes, int]]:
     try:
-        for chunk in fetch_chunks(url, options, setting="params.source", limits=Limits(timeout_s=600.0)):
+        for chunk in fetch_chunks(url, options, setting="params.weights", limits=Limits(timeout_s=600.0)):
             yield chunk, 0
     except (Transient, StoreUnreachable) as error:
         raise ConnectionError(str(error)) from None
     except (StoreError, UsageError) as error:
-        why = str(error).removeprefix("params.source ")  # the store is that of the weights
-        raise DownloadFailed(f"can't fetch {hide_credentials(url)}: {why}") from None
-
-
-def _digest_in(name: str) -> str:
-    found = _HASH_IN_NAME.search(name)
-    return found[1] if found else ""
+        raise DownloadFailed(f"can't fetch {hide_credentials(url)}: {error}") from None
 
 
 def _is_final(error: Exception) -> bool:

@@ -33,9 +33,8 @@ class Folder(Store):
         """See Store."""
         if not self._root.is_dir():
             what = "is not a folder" if self._root.exists() else "does not exist"
-            raise StoreMissing(
-                f"{self._root} {what}: params.source must be a folder with one folder of images for each class"
-            )
+            want = f"{self.location.setting} must be a folder with one folder of images for each class"
+            raise StoreMissing(f"{self._root} {what}: {want}")
         try:
             yield from self._below(self._root / folder, f"{folder}/" if folder else "", set())
         except PermissionError as error:

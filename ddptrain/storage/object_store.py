@@ -209,8 +209,6 @@ class ObjectStore(Store):
 
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
         """Return the StoreError for an error of obstore."""
-        if isinstance(error, FileNotFoundError) and key:
-            return NotFound(key)
         if type(error).__name__ == "PreconditionError":
             return Transient(f"{self.location.description}/{key} can't be {action}: it was replaced meanwhile")
         return store_error(self.location, action, key, error, self._limits.timeout_s)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.redact import hide_credentials
@@ -70,15 +70,6 @@ class NoConditionalWrites(StoreError):
 # --- Locations and options ---
 
 
-class _Source(Protocol):
-    """The fields of ImagesParams that name a source of images."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def source_options(self) -> Mapping[str, Any]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Location:
     """A place in a store: an absolute path, or a URL without a slash at its end. `options` may be secret.
@@ -91,13 +82,8 @@ class Location:
     setting: str = field(default="params.source", compare=False)
 
     @classmethod
-    def at(cls, params: _Source) -> Self:
-        """Return the source that the parameters name; a path is relative to the working directory or to ~."""
-        return cls.of(params.source, params.source_options)
-
-    @classmethod
     def of(cls, source: str, options: Mapping[str, Any], setting: str = "params.source") -> Self:
-        """Return the location of a path or URL as it is written in a configuration."""
+        """Return the location of a path or URL of a configuration; a path is relative to the working directory or ~."""
         return cls(_absolute(source), dict(options), setting)
 
     @property
@@ -117,7 +103,10 @@ class Location:
     @property
     def options_setting(self) -> str:
         """The configuration field with the store's options; "" if all options come from the environment."""
-        return f"{self.setting}_options" if self.setting.startswith("params.") else ""
+        if not self.setting.startswith("params."):
+            return ""
+        # One parameter has the options of all places of images: of both sources, the weights and the label map.
+        return "params.names_options" if self.setting == "params.names" else "params.source_options"
 
     @property
     def advice(self) -> str:
@@ -267,22 +256,14 @@ def open_store(location: Location, limits: Limits = Limits()) -> Store:
     return open_fsspec_store(location, limits)
 
 
-def fetch(
-    where: str,
-    options: Mapping[str, Any] | None = None,
-    *,
-    setting: str = "params.source",
-    limits: Limits = Limits(timeout_s=60.0, retries=2),
-) -> bytes:
+def fetch(where: str, options: Mapping[str, Any], setting: str) -> bytes:
     """Return the content of one small file, given by its path or URL. Raises UsageError, StoreError."""
-    return b"".join(fetch_chunks(where, options, setting=setting, limits=limits))
+    return b"".join(fetch_chunks(where, options, setting=setting, limits=Limits(timeout_s=60.0, retries=2)))
 
 
-def fetch_chunks(
-    where: str, options: Mapping[str, Any] | None, *, setting: str, limits: Limits = Limits(timeout_s=60.0, retries=2)
-) -> Iterator[bytes]:
+def fetch_chunks(where: str, options: Mapping[str, Any], *, setting: str, limits: Limits) -> Iterator[bytes]:
     """Yield the content of one file in pieces, given by its path or URL. Raises UsageError, StoreError."""
-    location = Location.of(where, options or {}, setting)
+    location = Location.of(where, options, setting)
     key = ""
     if location.protocol == "file" or location.protocol in OBJECT_STORES:
         folder, _, key = location.url.rpartition("/")

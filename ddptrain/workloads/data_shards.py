@@ -32,7 +32,7 @@ def plan_epoch(
 
 
 def plan_validation(n: int, batch_size: int, world_size: int, rank: int) -> list[RankShare]:
-    """Return what `plan_epoch` does, but in the order of the rows."""
+    """The steps of one rank in a validation of `n` rows, in their order; none if `n` is 0."""
     if n == 0:
         return []
     batches = torch.tensor_split(torch.arange(n), -(-n // (batch_size * world_size)))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ddptrain.config.wording import counted, shorten
+from ddptrain.config.wording import counted, listed
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.data.held_out import evaluated_only, evaluated_params
 from ddptrain.workloads.images.data.manifest import Manifest
@@ -37,7 +38,7 @@ def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
     everything = Manifest.read(ctx.inputs)
     classes = comparable_classes(everything.classes, _known_classes(checkpoint.compared))
     if missing := [name for name in classes if name not in config.classes]:
-        raise UsageError(f"it knows none of the classes of the images to evaluate on: {_named(missing)}")
+        raise UsageError(f"it knows none of the classes of the images to evaluate on: {listed(missing, _MOST_NAMED)}")
     manifest = evaluated_only(everything, classes)
     _note_classes(checkpoint, everything, manifest, classes)
     settings = evaluated_params(ImagesParams.model_validate(dict(checkpoint.params)), checkpoint.data)
@@ -45,16 +46,16 @@ def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
     described = config.model_dump()
     outputs = torch.tensor(class_outputs(everything.classes, config), device=ctx.device)
     pixels = PixelNormalizer(described, ctx.device)
-    n_batches = 0
-
-    def seen() -> None:
-        nonlocal n_batches
-        n_batches += 1
-        ctx.progress(n_batches, unit="batches")
-
+    numbers = itertools.count(1)
     location = manifest.location(settings)
     with ImageLoader(manifest, location, settings, ctx.device, ctx.rank, ctx.world_size, print) as loader:
-        score = evaluate_model(model.to(ctx.device), pixels, loader.validate(), outputs, seen=seen)
+        score = evaluate_model(
+            model.to(ctx.device),
+            pixels,
+            loader.validate(),
+            outputs,
+            seen=lambda: ctx.progress(next(numbers), unit="batches"),
+        )
         check_bad_on_all_ranks(loader, manifest, settings.max_bad_fraction, ctx.device)
     if score.n != len(manifest.val):
         checkpoint.notes.append(f"{len(manifest.val) - score.n:,} of {len(manifest.val):,} images could not be read")
@@ -97,12 +98,7 @@ def _note_classes(
     if n_left_out:
         checkpoint.notes.append(
             f"{counted(n_left_out, 'image')} of {len(all_images):,} are left out, because not all models know their "
-            f"classes: {_named(left_out)}"
+            f"classes: {listed(left_out, _MOST_NAMED)}"
         )
     if not compared.val:
         raise UsageError("no image to evaluate on has a class that all models know")
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(shorten(name, 40) for name in names[:_MOST_NAMED]) + more

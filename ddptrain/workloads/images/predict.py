@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Classifier:
         Raises UsageError if a batch does not fit into the memory of the device.
         """
         images = decoded(inputs, self._size, ahead=batch_size + THREADS)
-        for batch in _batches(images, batch_size):
+        while batch := list(itertools.islice(images, batch_size)):
             found = iter(self._predictions([image for _, image in batch if not isinstance(image, str)]))
             for one, image in batch:
                 yield ImageResult(one.name, error=image) if isinstance(image, str) else _result(one.name, next(found))
@@ -93,16 +94,3 @@ def _result(file: str, predictions: tuple[Prediction, ...]) -> ImageResult:
     if any(math.isnan(one.probability) for one in predictions):
         return ImageResult(file, error="the model returns NaN for it; did its training diverge?")
     return ImageResult(file, predictions)
-
-
-def _batches(
-    images: Iterable[tuple[PredictInput | InputProblem, Image | str]], size: int
-) -> Iterator[list[tuple[PredictInput | InputProblem, Image | str]]]:
-    batch = []
-    for image in images:
-        batch.append(image)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

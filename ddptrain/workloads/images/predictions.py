@@ -29,7 +29,7 @@ class PredictionTable:
         self._kept: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def add(self, index: Tensor, labels: Tensor, outputs: Tensor, probabilities: Tensor) -> None:
-        """Add the images of a batch; the columns index the keys, the classes and the outputs."""
+        """Add the n images of a batch: int64 [n] indices of keys, classes and outputs; float [n] probabilities."""
         self._kept.append((index, labels, outputs, probabilities))
 
     def rows(self) -> list[Row]:

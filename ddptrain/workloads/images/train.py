@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.config.wording import counted, shorten
+from ddptrain.config.wording import counted, listed
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import PreemptedExit, RankContext, Resumed
 from ddptrain.workloads.data_shards import EpochProgress, plan_epoch
@@ -352,5 +352,4 @@ def _described_again(model_config: dict[str, Any], manifest: Manifest, image_siz
 
 
 def _some(classes: Sequence[str]) -> str:
-    more = ", ..." if len(classes) > 3 else ""
-    return f"{counted(len(classes), 'class')} ({', '.join(shorten(name, 40) for name in classes[:3])}{more})"
+    return f"{counted(len(classes), 'class')} ({listed(classes, 3)})"

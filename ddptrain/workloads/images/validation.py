@@ -47,9 +47,12 @@ def evaluate(
 ) -> ValidationScore:
     """The score of a model on the batches of all ranks. All ranks must call it; each may have any number of batches.
 
-    `pixels` converts the bytes of a batch to the model's input. `outputs`, on the device, has the model's output for
-    each class. Unreadable images do not count. `keep` receives the predictions. `seen` is called after each batch and
-    reports activity to the watchdog.
+    pixels: converts the bytes of a batch to the model's input.
+    outputs: int64 [classes], on the device: the model's output for each class.
+    keep: receives the predictions.
+    seen: is called after each batch, to report activity to the watchdog.
+
+    Unreadable images do not count.
     """
     was_training = model.training
     model.eval()

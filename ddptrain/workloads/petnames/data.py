@@ -78,7 +78,7 @@ def plan_epoch(
     """Return the steps of one rank in one epoch. All ranks get equally many, and together they take each row once.
 
     The rows of a step have similar lengths. The total of a share is the number of targets of all ranks in the step,
-    because the gradient of a step is the mean over them. For `taken` see `sharding.deal_epoch`.
+    because the gradient of a step is the mean over them. For `taken` see data_shards.deal_epoch.
     """
     pool_steps = POOL_STEPS if rows.context == "full" else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import UsageError
@@ -23,11 +24,6 @@ def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:
     model = load_checkpoint(checkpoint.path, "petnames", CharacterModel.restored).to(ctx.device)
     config = model.config
     rows = make_rows(read_names(ctx.inputs), config.context, config.window, ctx.device)
-    n_done = 0
-
-    def seen() -> None:
-        nonlocal n_done
-        n_done += 1
-        ctx.progress(n_done, unit="batches")
-
-    return {"val/loss": mean_nll(model, rows, ctx.rank, ctx.world_size, seen)}
+    numbers = itertools.count(1)
+    loss = mean_nll(model, rows, ctx.rank, ctx.world_size, lambda: ctx.progress(next(numbers), unit="batches"))
+    return {"val/loss": loss}

@@ -19,6 +19,7 @@ from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, lo
 MAX_BATCH = 8192
 _ATTEMPTS_PER_NAME = 20  # bounds the run time of a model that repeats itself
 _EXTRA_ATTEMPTS = 1000
+_LARGEST_SEED = 2**63 - 1  # of torch.Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def generate_names(
 
     Raises UsageError if an argument is invalid, or the run has no usable checkpoint of the petnames workload.
     """
-    start = _checked_start(count, prefix, temperature)
+    start = _checked_start(count, prefix, temperature, seed)
     model, checkpoint = load_model(run_dir)
     sieve = _NameFilter(set() if keep_known else known_names(run_dir), count)
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
@@ -132,12 +133,14 @@ class _NameFilter:
         return max(64, int(1.1 * missing / kept_share))
 
 
-def _checked_start(count: int, prefix: str, temperature: float) -> str:
+def _checked_start(count: int, prefix: str, temperature: float, seed: int | None) -> str:
     """Return the normalised prefix, with single spaces. Raises UsageError for an invalid argument."""
     if count < 1:
         raise UsageError(f"--count must be at least 1, not {count}")
     if not 0 < temperature < float("inf"):
         raise UsageError(f"--temperature must be above 0, not {temperature}; 1 samples as trained, less is safer")
+    if seed is not None and not 0 <= seed <= _LARGEST_SEED:
+        raise UsageError(f"--seed must be between 0 and {_LARGEST_SEED}, not {seed}")
     start = normalise(prefix) + (" " if prefix[-1:].isspace() and prefix.strip() else "")
     foreign = foreign_characters(start)
     if foreign:

@@ -297,8 +297,8 @@ def mean_nll(
 ) -> float:
     """Return the mean negative log likelihood, in nats, of all characters and stops of `rows`.
 
-    All ranks must call it, with the same rows. Each evaluates its own part; all get the mean over all rows. `seen` is
-    called after each batch and reports activity to the watchdog.
+    All ranks must call it, with the same rows. Each evaluates its own part; all get the mean over all rows.
+    seen: is called after each batch, to report activity to the watchdog.
     """
     was_training = model.training
     model.eval()

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ddptrain.config.wording import counted, describe_value, did_you_mean, dotted, nearest, shorten
+from ddptrain.config.wording import counted, describe_value, did_you_mean, dotted, listed, nearest, shorten
 
 
 def test_text_is_cut_and_its_control_characters_are_escaped() -> None:
     assert shorten("a\x1b[31m\n") == "a\\u001b[31m\\u000a"
     assert shorten("x" * 81) == "x" * 77 + "..."
+
+
+def test_only_the_first_names_of_a_list_are_told() -> None:
+    assert listed(["a", "b", "c", "d", "e"], 5) == "a, b, c, d, e"
+    assert listed([*"abcdefg"], 5) == "a, b, c, d, e and 2 more"
+    assert listed(["x" * 50], 5) == "x" * 37 + "..."
 
 
 def test_key_has_dots_and_indices() -> None:

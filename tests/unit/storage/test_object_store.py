@@ -16,6 +16,7 @@ from ddptrain.storage.store import (
     NoConditionalWrites,
     NotFound,
     StoreForbidden,
+    StoreMissing,
     StoreUnreachable,
     TooLarge,
     Transient,
@@ -55,6 +56,16 @@ def test_content_is_limited_and_may_begin_later(store: ObjectStore) -> None:
     for read in (lambda: store.get("none"), lambda: list(store.chunks("none"))):
         with pytest.raises(NotFound):
             read()
+
+
+def test_missing_bucket_is_not_taken_for_a_missing_object() -> None:
+    class WithoutBucket:
+        def get(self, key: str, options: object) -> None:
+            raise FileNotFoundError(f"Object at location {key} not found: status code: 404 <Code>NoSuchBucket</Code>")
+
+    memory: Any = WithoutBucket()
+    with pytest.raises(StoreMissing, match=r"s3://bucket/cats does not exist \(404 NoSuchBucket\)"):
+        ObjectStore(Location("s3://bucket/cats"), memory, Limits()).get("x")
 
 
 def test_large_object_comes_in_parts_of_one_version(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,6 @@ from ddptrain.storage.store import (
     fetch,
     open_store,
 )
-from ddptrain.workloads.images.params import ImagesParams
 
 HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
 
@@ -51,7 +50,7 @@ def no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def at(source: str, **options: Any) -> Location:
-    return Location.at(ImagesParams(source=source, source_options=options))
+    return Location.of(source, options)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +149,11 @@ def test_a_folder_that_a_host_does_not_see_is_told_instead_of_its_images(tmp_pat
 
 def test_one_file_is_fetched_by_its_path_or_url(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_bytes(b"tench")
-    assert fetch(str(tmp_path / "labels.txt")) == b"tench"
+    assert fetch(str(tmp_path / "labels.txt"), {}, "params.label_map") == b"tench"
     fsspec.filesystem("memory").pipe_file("/fetched/labels.txt", b"tench")
-    assert fetch("memory://fetched/labels.txt") == b"tench"
+    assert fetch("memory://fetched/labels.txt", {}, "params.label_map") == b"tench"
     with pytest.raises(StoreMissing, match=r"none\.txt does not exist"):
-        fetch(str(tmp_path / "none.txt"))
+        fetch(str(tmp_path / "none.txt"), {}, "params.label_map")
 
 
 # --- what fsspec knows ---

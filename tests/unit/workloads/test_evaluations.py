@@ -283,9 +283,3 @@ def test_evaluation_without_an_image_of_a_shared_class_is_an_error() -> None:
             checkpoint, manifest, Manifest("/a", manifest.classes, manifest.keys, (0,), (-1,), ("",), (), ()), ["dog"]
         )
     assert checkpoint.notes == ["1 image of 1 are left out, because not all models know their classes: cat"]
-
-
-def test_at_most_five_classes_are_named() -> None:
-    assert evaluate_checkpoint._named(["a", "b", "c", "d", "e"]) == "a, b, c, d, e"
-    assert evaluate_checkpoint._named([*"abcdefg"]) == "a, b, c, d, e and 2 more"
-    assert evaluate_checkpoint._named(["x" * 50]) == "x" * 37 + "..."

@@ -156,6 +156,7 @@ def test_a_pointer_out_of_the_folder_is_refused(run_dir: Path, name: str) -> Non
         ({"count": 0}, "--count must be at least 1, not 0"),
         ({"temperature": 0.0}, "--temperature must be above 0, not 0.0"),
         ({"temperature": float("nan")}, "--temperature must be above 0, not nan"),
+        ({"seed": 10**30}, "--seed must be between 0 and 9223372036854775807, not 10{30}$"),
         ({"prefix": "r2-d2"}, "--prefix 'r2-d2' has '2', which no name may contain"),
         ({"prefix": "lu+"}, "--prefix 'lu\\+' has '\\+'"),
     ],

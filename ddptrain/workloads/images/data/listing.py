@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Self
 
-from ddptrain.config.wording import counted, nearest, shorten
+from ddptrain.config.wording import counted, listed, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location, open_store
@@ -49,17 +48,6 @@ class SourceListing:
     n_stray: int = 0
     folders: set[str] = field(default_factory=set)
 
-    @classmethod
-    def among(cls, items: Iterable[Listed], inside: str = "") -> Self:
-        """Sort the files of a listing, or those inside one of its folders."""
-        found = cls()
-        for item in items:
-            if inside and item.key.startswith(f"{inside}/"):
-                _add(found, item, item.key.removeprefix(f"{inside}/"))
-            elif not inside:
-                _add(found, item, item.key)
-        return found
-
     @property
     def ignored(self) -> str:
         """The files that are left out, for a message; "" if there are none."""
@@ -75,9 +63,7 @@ class SourceListing:
 
 def _imageless(folders: Sequence[str]) -> str:
     """Return the part of a message about folders without images, which are no classes."""
-    names = ", ".join(shorten(name, 40) for name in folders[:_MOST_NAMED])
-    more = ", ..." if len(folders) > _MOST_NAMED else ""
-    return f"{counted(len(folders), 'folder')} without an image ({names}{more})" if folders else ""
+    return f"{counted(len(folders), 'folder')} without an image ({listed(folders, _MOST_NAMED)})" if folders else ""
 
 
 def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
@@ -86,7 +72,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     Raises: UsageError for invalid parameters or an unusable source, StoreError if the source can't be listed.
     """
     settings = ImagesParams.model_validate_json(json.dumps(params), strict=True)
-    location = Location.at(settings)
+    location = Location.of(settings.source, settings.source_options)
     made_of = _made_of(settings, location)
     known = Manifest.read(folder) if (folder / FILE).exists() else None
     if known is None:  # otherwise a checkpoint has the weights, or the ranks check them
@@ -151,8 +137,7 @@ def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
 
     Raises: UsageError if no class folder has images; StoreError if the source can't be listed.
     """
-    found = SourceListing.among(_listing(location, tell))
-    found.folders |= _folders_of(location)
+    found = _part(_listing(location, tell), location)
     _check(found, location)
     return found
 
@@ -163,10 +148,13 @@ def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSo
     Raises: UsageError if the source is unusable; StoreError if it can't be listed.
     """
     items = list(_listing(location, tell))
-    whole = SourceListing.among(items)
-    whole.folders |= _folders_of(location)
+    whole = _part(items, location)
     _check(whole, location)
-    val_location = None if params.val_source is None else Location.of(params.val_source, params.source_options)
+    val_location = (
+        None
+        if params.val_source is None
+        else Location.of(params.val_source, params.source_options, "params.val_source")
+    )
     if val_location == location:
         raise UsageError(
             f"params.val_source is params.source, {location.description}: give another folder, or leave it out"
@@ -188,13 +176,6 @@ def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
             tell(f"listing {location.description}: {number:,} files so far")
 
 
-def _folders_of(location: Location, inside: str = "") -> set[str]:
-    """Return the folders in a local folder, also empty ones. Object stores have no empty folders."""
-    if location.protocol != "file":
-        return set()
-    return {entry.name for entry in os.scandir(Path(location.url, inside)) if entry.is_dir() and entry.name[0] != "."}
-
-
 def _class_folders(found: SourceListing) -> dict[str, int]:
     """Return the number of class folders in each folder with images; 0 if an image is directly in it.
 
@@ -207,10 +188,16 @@ def _class_folders(found: SourceListing) -> dict[str, int]:
     return counts
 
 
-def _part(items: Iterable[Listed], location: Location, name: str) -> SourceListing:
-    """Return the content of one folder of a split source."""
-    found = SourceListing.among(items, name)
-    found.folders |= _folders_of(location, name)
+def _part(items: Iterable[Listed], location: Location, inside: str = "") -> SourceListing:
+    """Sort the files of a source, or those inside one of its folders."""
+    found = SourceListing()
+    prefix = f"{inside}/" if inside else ""
+    for item in items:
+        if item.key.startswith(prefix):
+            _add(found, item, item.key.removeprefix(prefix))
+    if location.protocol == "file":  # also empty folders, which object stores don't have
+        entries = os.scandir(Path(location.url, inside))
+        found.folders |= {entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."}
     return found
 
 
@@ -224,7 +211,7 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     where = f"{location.description}/{source.layout.train}" if source.layout else location.description
     classes = chosen_classes(sorted(found.by_class), params.subset, where)
     if len(classes) < 2:
-        raise UsageError(_too_few(found, classes, where, depth=2 if source.layout else 1))
+        raise UsageError(_too_few(found, classes, where, location.setting, depth=2 if source.layout else 1))
     used, val_keys = _sampled(found, classes, params), set[str]()
     val: dict[str, list[Listed]] = {}
     if source.val is None:
@@ -283,9 +270,8 @@ def _unknown(name: str, classes: Sequence[str]) -> str:
     inside = [known for known in classes if name.lower() in known.lower()]
     names = {_WORDNET.sub("", known): known for known in classes} | {known: known for known in classes}
     match = inside[0] if len(inside) == 1 else names.get(nearest(name, names) or "")
-    some = ", ".join(shorten(known, 40) for known in classes[:_MOST_NAMED])
-    more = ", ..." if len(classes) > _MOST_NAMED else ""
-    return f'"{shorten(name)}" ({f"did you mean {shorten(match)}?" if match else f"there are {some}{more}"})'
+    hint = f"did you mean {shorten(match)}?" if match else f"there are {listed(classes, _MOST_NAMED)}"
+    return f'"{shorten(name)}" ({hint})'
 
 
 def _add(found: SourceListing, item: Listed, path: str) -> None:
@@ -309,7 +295,7 @@ def _check(found: SourceListing, location: Location) -> None:
     if found.by_class:
         return
     where = location.description
-    want = "params.source must be a folder with one folder of images for each class"
+    want = f"{location.setting} must be a folder with one folder of images for each class"
     if found.n_stray:
         raise UsageError(
             f"{where} has its {counted(found.n_stray, 'image')} directly in it, not in class folders: {want}"
@@ -326,14 +312,14 @@ def _check(found: SourceListing, location: Location) -> None:
     raise UsageError(f"there is no image in {where}, only {counted(n_files, 'other file')} ({common}); {want}")
 
 
-def _too_few(found: SourceListing, classes: Sequence[str], where: str, depth: int) -> str:
+def _too_few(found: SourceListing, classes: Sequence[str], where: str, setting: str, depth: int) -> str:
     problem = f"{where} gives {counted(len(classes), 'class')} only, {shorten(classes[0])}: at least 2 are needed"
     if len(found.by_class) > 1:
         return f"{problem}; see params.subset"
     deeper = sum(item.key.count("/") > depth for item in found.by_class[classes[0]])
     if deeper:
-        return f"{problem}; did you mean params.source: {where}/{shorten(classes[0])}?"
-    return f"{problem}; params.source must be a folder with one folder of images for each class"
+        return f"{problem}; did you mean {setting}: {where}/{shorten(classes[0])}?"
+    return f"{problem}; {setting} must be a folder with one folder of images for each class"
 
 
 def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:

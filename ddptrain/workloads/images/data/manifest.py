@@ -56,14 +56,14 @@ class Manifest:
 
     def location(self, params: ImagesParams) -> Location:
         """Return where to read the images: a local folder as the driver resolved it, a URL as in the parameters."""
-        chosen = Location.at(params)
+        chosen = Location.of(params.source, params.source_options)
         return Location(self.url, chosen.options) if chosen.protocol == "file" else chosen
 
     def val_location(self, params: ImagesParams) -> Location | None:
         """Return where to read the validation images, as `location`; None if they are in the source."""
         if not self.val_url:
             return None
-        chosen = Location.of(params.val_source or self.val_url, params.source_options)
+        chosen = Location.of(params.val_source or self.val_url, params.source_options, "params.val_source")
         return Location(self.val_url, chosen.options) if chosen.protocol == "file" else chosen
 
     def in_val_source(self, index: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain.config.wording import shorten
+from ddptrain.config.wording import listed
 from ddptrain.errors import UsageError
 
 TRAIN = "train"
@@ -92,8 +92,7 @@ def _how_to_say(where: str) -> str:
 
 
 def _named(names: Sequence[str]) -> str:
-    more = ", ..." if len(names) > _MOST_NAMED else ""
-    return ", ".join(f"{shorten(name, 40)}/" for name in names[:_MOST_NAMED]) + more
+    return listed([f"{name}/" for name in names], _MOST_NAMED)
 
 
 def check_classes_agree(train: Sequence[str], used: Sequence[str], val: Sequence[str], where: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import queue
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import torch
@@ -66,39 +65,18 @@ class BatchStream:
     ready: queue.SimpleQueue[Batch | Exception] = field(default_factory=queue.SimpleQueue)
     n_ready: int = 0  # used by the thread of the batcher only
 
+    def take(self) -> None:
+        """The training has taken a batch."""
+        self.n_ready -= 1
+
     def seed_of(self, index: int) -> int | None:
         """Return the seed for the augmentation of a planned image: equal in each process and for each replacement."""
         return None if self.seed is None else (self.seed << 32) | index
 
 
-@dataclass(frozen=True, slots=True)
-class BeginStream:
-    """The training now reads this stream; `then` probably comes next."""
-
-    stream: BatchStream
-    then: BatchStream | None
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTaken:
-    """The training has taken a batch of this stream."""
-
-    stream: BatchStream
-
-
-@dataclass(frozen=True, slots=True)
-class EndStream:
-    """The training reads no more of this stream."""
-
-    stream: BatchStream
-
-
-class StopBatcher:
-    """Ends the thread."""
-
-
 _BatchRow = tuple["_PendingBatch", int]
-Message = BeginStream | BatchTaken | EndStream | StopBatcher | Sequence[DecodeResult] | ProcessDied
+# A call of a method, or what the decode pool reports; None ends the thread.
+Message = Callable[[], None] | Sequence[DecodeResult] | ProcessDied
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +111,7 @@ class Batcher:
     """
 
     def __init__(self, manifest: Manifest, pixels: NDArray[np.uint8], bad: BadImages, device: torch.device) -> None:
-        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._manifest, self._pixels, self._bad, self._device = manifest, pixels, bad, device
         self._labels = torch.tensor(manifest.labels, dtype=torch.int64)
         self._free = list(range(len(pixels)))
@@ -141,16 +119,16 @@ class Batcher:
         self._rows: dict[BatchStream, Iterator[_BatchRow]] = {}  # of the current stream, and of the next
         self._pending: deque[_PendingBatch] = deque()
         self._unsent: deque[_RowRequest] = deque()
-        self._sent: dict[int, tuple[_RowRequest, int]] = {}  # ticket -> place, bytes
+        self._sent: dict[int, tuple[_RowRequest, int]] = {}  # ticket -> request, its bytes
         self._tickets = itertools.count()
         self._reading_bytes = 0
         self._error: Exception | None = None
 
     def run(self, pool: DecodePool) -> None:
-        """Process messages until StopBatcher."""
+        """Process messages until there is None."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while not isinstance(message := self.inbox.get(), StopBatcher):
+        while (message := self.inbox.get()) is not None:
             try:
                 self._take(message, pool)
                 if self._error is None:
@@ -160,36 +138,31 @@ class Batcher:
                 self._fail(error)
 
     def _take(self, message: Message, pool: DecodePool) -> None:
-        match message:
-            case BeginStream():
-                self._begin(message.stream, message.then)
-            case BatchTaken():
-                message.stream.n_ready -= 1
-            case EndStream():
-                self._drop(message.stream)
-            case ProcessDied():
-                if self._error is None:
-                    self._take(message.replace(), pool)
-            case _:
-                for result in cast("Sequence[DecodeResult]", message):
-                    pool.complete(result.ticket)
-                    self._completed(result)
+        if callable(message):
+            message()
+        elif not isinstance(message, ProcessDied):
+            for result in message:
+                pool.complete(result.ticket)
+                self._completed(result)
+        elif self._error is None:
+            self._take(message.replace(), pool)
 
     # --- streams ---
 
-    def _begin(self, stream: BatchStream, then: BatchStream | None) -> None:
+    def begin(self, stream: BatchStream, then: BatchStream | None) -> None:
+        """The training now reads `stream`; `then` probably comes next."""
         self._wanted = stream
         if self._error is not None:
             stream.ready.put(self._error)
         for other in [*self._rows]:
             if other not in (stream, then):
-                self._drop(other)
+                self.drop(other)
         for new in (stream, then):
             if new is not None and new not in self._rows:
                 self._rows[new] = self._rows_of(new)
 
-    def _drop(self, stream: BatchStream) -> None:
-        """Remove a stream and cancel its unfinished batches."""
+    def drop(self, stream: BatchStream) -> None:
+        """The training reads no more of a stream: remove it and cancel its unfinished batches."""
         self._rows.pop(stream, None)
         cancelled_batches = [pending for pending in self._pending if pending.stream is stream]
         self._pending = deque(pending for pending in self._pending if pending.stream is not stream)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 from PIL import Image
@@ -40,6 +41,11 @@ class CorruptImage(ValueError):
     """The bytes are no readable image, or one that is too large; the message has the reason."""
 
 
+def ignore_pillow_warnings() -> None:
+    """Ignore pillow's warnings, in this process: about images that are large or odd, but can be read."""
+    warnings.filterwarnings("ignore", module="PIL")
+
+
 def decode_eval(data: bytes, size: int) -> NDArray[uint8]:
     """Return the centre of an image (224/256 of the shorter side), upright, uint8 [3, size, size].
 
@@ -67,8 +73,6 @@ def decode_pixels(data: bytes, size: int, augment: Augment | None, draw: random.
 def _square(image: Image.Image, size: int, augment: Augment | None, draw: random.Random) -> Image.Image:
     """Crop and scale the image, turn it upright, and perhaps mirror it."""
     width, height = image.size
-    if width * height > MOST_PIXELS:
-        raise CorruptImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
     box = _random_box(width, height, draw) if augment == "crop" else _centre_box(width, height)
     turn = _turn(image)
     # A JPEG can be decoded at 1/2, 1/4 or 1/8 size, as long as the box is not smaller than the result.
@@ -139,8 +143,8 @@ def _ceil(number: float) -> int:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, CorruptImage):
-        return str(error)
+    if isinstance(error, Image.DecompressionBombError):
+        return f"it has more than {MOST_PIXELS:,} pixels"
     if type(error).__name__ == "UnidentifiedImageError":
         return f"not an image of a known format ({', '.join(FORMATS)})"
     # These errors of pillow have a message that explains; others are clear only with their type.

@@ -27,9 +27,9 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class DecodeProcess:
-    """A process, and the thread that receives its results; everything else is called by one thread.
+    """A process, and the thread that receives its results and calls `on_results` and, at last, `on_end`.
 
-    `tell` gets the results. `ended` is called last, when the process is gone and can write to no slot.
+    When `on_end` is called, the process is gone and can write to no slot. All methods are called by one thread.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DecodeProcess:
         on_results: Callable[[Sequence[DecodeResult]], None],
         on_end: Callable[[DecodeProcess], None],
     ) -> None:
-        self.pending: dict[int, DecodeRequest] = {}  # ticket -> order
+        self.pending: dict[int, DecodeRequest] = {}  # by ticket
         self.alone: DecodeRequest | None = None  # the only request that was sent, if they are sent one by one
         self.has_begun = self.has_completed = False
         self.end = ""  # how it ended

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,11 +41,7 @@ class DecodeProcessLost(TrainingFailed):
 
 def shared_memory(n_bytes: int) -> int:
     """Return a file descriptor of anonymous memory, which is freed with the last process that has it open."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("ddptrain-images")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    fd = os.memfd_create("ddptrain-images")
     os.ftruncate(fd, n_bytes)
     return fd
 

@@ -13,8 +13,7 @@ import os
 import queue
 import signal
 import threading
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO
 from ddptrain.storage.store import Location
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.decode import Augment
-from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, RetryPolicy, TwoLocationReader
+from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
 from ddptrain.workloads.images.loader.pipeline import DecodeRequest, DecodeResult, Pipeline
 
 _MOST_RESULTS = 64  # results in a line
@@ -31,7 +30,11 @@ _CHECK_PARENT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DecodeSetup:
-    """The first message to a decode process; sent as JSON."""
+    """The first message to a decode process, as JSON.
+
+    size: width and height of the decoded images. readers: threads that read. pixels_fd: the shared memory of all slots.
+    results_fd: the pipe for results. val_url: the location of the validation images; "" if they are in the source.
+    """
 
     url: str
     options: dict[str, Any]
@@ -45,13 +48,13 @@ class DecodeSetup:
     results_fd: int
     val_url: str = ""
 
-    def reader(self) -> Reader | TwoLocationReader:
-        """Return a reader for the locations, with the cache."""
+    def reader(self) -> Callable[[ImageRef], bytes | ReadFailure]:
+        """Return a function that reads an image of either location, with the cache."""
         cache = Cache(Path(self.cache_dir), self.cache_bytes, _print) if self.cache_dir else None
         source, val_source = (
             Reader(Location(url, self.options), cache, RetryPolicy(self.deadline_s)) for url in (self.url, self.val_url)
         )
-        return TwoLocationReader(source, val_source) if self.val_url else source
+        return lambda image: (val_source if image.in_val_source else source).read(image)
 
 
 def _print(text: str) -> None:
@@ -63,15 +66,15 @@ def main(requests: BinaryIO) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # blocked by the rank until here
-    warnings.simplefilter("ignore")  # pillow's warnings about images that it can read
     setup = DecodeSetup(**json.loads(requests.readline()))
     pixels = memoryview(mmap.mmap(setup.pixels_fd, 0))
     results: queue.SimpleQueue[DecodeResult] = queue.SimpleQueue()
     _write(setup.results_fd, [])  # tells the rank that from now on an image may end this process
     threading.Thread(target=_send_results, args=(results, setup.results_fd), daemon=True).start()
-    reader = setup.reader()
     # Two decoders, because one often waits for the interpreter lock, which the readers use, too.
-    pipeline = Pipeline(reader, pixels, setup.size, setup.augment, results.put, readers=setup.readers, decoders=2)
+    pipeline = Pipeline(
+        setup.reader(), pixels, setup.size, setup.augment, results.put, readers=setup.readers, decoders=2
+    )
     for line in requests:
         for ticket, slot, wanted, seed in json.loads(line):
             pipeline.put(DecodeRequest(ticket, slot, ImageRef(*wanted), seed))

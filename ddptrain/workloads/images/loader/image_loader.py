@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -18,9 +19,8 @@ import torch
 from ddptrain.storage.store import Location
 from ddptrain.workloads.data_shards import plan_epoch, plan_validation
 from ddptrain.workloads.images.data.manifest import Manifest
-from ddptrain.workloads.images.loader import batcher
 from ddptrain.workloads.images.loader.bad_images import BadImages
-from ddptrain.workloads.images.loader.batcher import Batch, Batcher, BatchStream
+from ddptrain.workloads.images.loader.batcher import READY, Batch, Batcher, BatchStream
 from ddptrain.workloads.images.loader.decode_client import AHEAD
 from ddptrain.workloads.images.loader.decode_pool import (
     DecodePool,
@@ -89,7 +89,7 @@ class ImageLoader:
         """End all threads and processes."""
         if self._thread.is_alive():
             self._pool.close()
-            self._batcher.inbox.put(batcher.StopBatcher())
+            self._batcher.inbox.put(None)
             self._thread.join()
 
     @property
@@ -124,14 +124,14 @@ class ImageLoader:
             stream = self._next
         self._next = self._predict_next(stream)
         inbox = self._batcher.inbox
-        inbox.put(batcher.BeginStream(stream, self._next))
+        inbox.put(partial(self._batcher.begin, stream, self._next))
         try:
             for _ in stream.shares:
                 batch = self._next_batch(stream)
-                inbox.put(batcher.BatchTaken(stream))
+                inbox.put(stream.take)
                 yield batch
         finally:
-            inbox.put(batcher.EndStream(stream))
+            inbox.put(partial(self._batcher.drop, stream))
 
     def _next_batch(self, stream: BatchStream) -> Batch:
         """Return the next batch. It comes or raises an error, because each image has a deadline."""
@@ -170,7 +170,7 @@ class ImageLoader:
         readers = math.ceil(settings.requests / max(1, processes))
         # Complete batches that wait for the training are not in slots.
         batch = self._step_images
-        wanted = max(batch * max(1, settings.prefetch - batcher.READY), settings.requests + AHEAD * processes)
+        wanted = max(batch * max(1, settings.prefetch - READY), settings.requests + AHEAD * processes)
         slots = max(batch, min(wanted + batch, _MOST_PIXEL_BYTES // (size * size * 3)))
         return DecodeSetup(
             url=location.url,
@@ -196,7 +196,7 @@ def loader_workers(setting: str | int, device: torch.device) -> int:
 
 def _cores() -> int:
     """Return the number of the host's cores for this rank."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

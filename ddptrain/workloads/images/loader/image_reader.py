@@ -48,7 +48,7 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailure:
-    """Why an image can't be read; `away` has the reason if the store as a whole does not answer."""
+    """Why an image can't be read. `away`: the reason, if the whole store does not answer; "" otherwise."""
 
     key: str
     reason: str
@@ -57,7 +57,10 @@ class ReadFailure:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The retry policy: time limit, and the waits between, which double; each is drawn from 50 to 100 %."""
+    """How long a read is tried again, and the wait between two attempts.
+
+    The wait doubles up to `longest_wait_s`; each is multiplied by a random number from 0.5 to 1.
+    """
 
     deadline_s: float = 60.0
     first_wait_s: float = 0.1
@@ -206,17 +209,6 @@ class Reader:
         """Reset the attributes that belong to one process."""
         self._store, self._pool, self._pid = None, None, 0
         self._lock, self._health = threading.Lock(), StoreHealth()
-
-
-class TwoLocationReader:
-    """Reads images of two locations: training and validation."""
-
-    def __init__(self, source: Reader, val_source: Reader) -> None:
-        self._source, self._val_source = source, val_source
-
-    def read(self, wanted: ImageRef) -> bytes | ReadFailure:
-        """Return the content of an image, from its location."""
-        return (self._val_source if wanted.in_val_source else self._source).read(wanted)
 
 
 def _finished(pending: dict[Future[bytes | ReadFailure], int]) -> Iterator[tuple[int, bytes | ReadFailure]]:

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddptrain.workloads.images.loader.decode import Augment, CorruptImage, decode_pixels
-from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, TwoLocationReader
+from ddptrain.workloads.images.loader.decode import Augment, CorruptImage, decode_pixels, ignore_pillow_warnings
+from ddptrain.workloads.images.loader.image_reader import ImageRef, ReadFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,16 @@ class DecodeResult:
 
 
 class Pipeline:
-    """Takes any number of requests, and calls `answer` with the result of each, in its threads; it must not block.
+    """Takes any number of requests, and calls `on_result` with the result of each, in its threads.
+
+    `on_result` must not block.
 
     pixels: a writable buffer of slots, each [size, size, 3] bytes.
     """
 
     def __init__(
         self,
-        reader: Reader | TwoLocationReader,
+        read: Callable[[ImageRef], bytes | ReadFailure],
         pixels: memoryview,
         size: int,
         augment: Augment,
@@ -51,7 +53,8 @@ class Pipeline:
         readers: int,
         decoders: int,
     ) -> None:
-        self._reader, self._pixels, self._size, self._augment = reader, pixels, size, augment
+        ignore_pillow_warnings()
+        self._read_image, self._pixels, self._size, self._augment = read, pixels, size, augment
         self._on_result = on_result
         self._requests: queue.SimpleQueue[DecodeRequest | None] = queue.SimpleQueue()
         self._read: queue.SimpleQueue[tuple[DecodeRequest, bytes | ReadFailure] | None] = queue.SimpleQueue()
@@ -80,7 +83,7 @@ class Pipeline:
     def _fetch(self) -> None:
         while (request := self._requests.get()) is not None and not self._closed:
             try:
-                data = self._reader.read(request.wanted)
+                data = self._read_image(request.wanted)
             except Exception as error:  # a bug, or a store that can't be opened: report it instead of hanging
                 data = ReadFailure(request.wanted.key, f"{type(error).__name__}: {error}")
             self._read.put((request, data))

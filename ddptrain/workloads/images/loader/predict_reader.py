@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput, describe_reason
-from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval
+from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval, ignore_pillow_warnings
 from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
 
 Image = NDArray[np.uint8]  # [3, size, size]
@@ -29,7 +29,11 @@ _TRIES = RetryPolicy(deadline_s=20.0)  # the user waits for the command
 def decoded(
     inputs: Iterable[PredictInput | InputProblem], size: int, ahead: int
 ) -> Iterator[tuple[PredictInput | InputProblem, Image | str]]:
-    """Each input with its image of that size, or with the reason why it is unreadable; reads `ahead` of them ahead."""
+    """Yield each input with its image [3, size, size], or with the reason why it is unreadable.
+
+    ahead: how many inputs are read before they are needed.
+    """
+    ignore_pillow_warnings()
     waiting: deque[tuple[PredictInput | InputProblem, Future[Image | str]]] = deque()
     readers: dict[str, Reader] = {}
     with _threads(THREADS) as submit:

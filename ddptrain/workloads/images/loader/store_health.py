@@ -22,14 +22,9 @@ class StoreHealth:
 
     def __init__(self) -> None:
         self._probing = threading.Lock()
-        self._last_answer = time.monotonic()
+        self.last_answer = time.monotonic()  # at first, the time of the construction
         self._failed_probe = -1.0  # start of our newest probe without an answer
         self._key = _NO_KEY
-
-    @property
-    def last_answer(self) -> float:
-        """The time.monotonic() of the last answer; at first, of the construction."""
-        return self._last_answer
 
     @property
     def has_read(self) -> bool:
@@ -38,7 +33,7 @@ class StoreHealth:
 
     def record_answer(self, key: str = "") -> None:
         """Record an answer; `key` is that of an image that it returned."""
-        self._last_answer, self._key = time.monotonic(), key or self._key
+        self.last_answer, self._key = time.monotonic(), key or self._key
 
     def probe(self, since: float, get: Callable[[str], object]) -> bool:
         """Return whether the store answers a probe for an image that it returned before.
@@ -47,8 +42,8 @@ class StoreHealth:
         records its answers with `record_answer`.
         """
         with self._probing:
-            if self._last_answer >= since or self._failed_probe >= since:
-                return self._last_answer >= since
+            if self.last_answer >= since or self._failed_probe >= since:
+                return self.last_answer >= since
             began = time.monotonic()
             try:
                 get(self._key)

@@ -39,7 +39,7 @@ _REPORT_EVERY_S = 10.0
 
 
 def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return the description of the model that the parameters select; see `models.describe`.
+    """Return the description of the model that the parameters select; see build_model.describe.
 
     `tell` gets a line for each class whose name differs from that of its output.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddptrain.config.wording import shorten
+from ddptrain.config.wording import listed, shorten
 from ddptrain.errors import UsageError
 
 _ID = re.compile(r"(n[0-9]{8})(?:[-_. ]+(.*))?", re.DOTALL)
@@ -163,9 +163,7 @@ def _candidates(labels: Labels, text: str) -> str:
 
 
 def _listed(labels: Sequence[Label]) -> str:
-    more = len(labels) - _MAX_CANDIDATES
-    listed = ", ".join(map(str, labels[:_MAX_CANDIDATES]))
-    return f"{listed} and {more:,} more" if more > 0 else listed
+    return listed([str(label) for label in labels], _MAX_CANDIDATES, 80)
 
 
 def _index(labels: Iterable[Label], form: Callable[[str], str], *, synonyms: bool) -> dict[str, list[Label]]:

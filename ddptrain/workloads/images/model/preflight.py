@@ -97,7 +97,7 @@ def labels_of(params: ImagesParams) -> Labels | None:
     if params.label_map is None:
         return None
     where = params.label_map
-    read = (lambda url: fetch(url, options_for(params, url))) if is_url(where) else None
+    read = (lambda url: fetch(url, options_for(params, url), "params.label_map")) if is_url(where) else None
     n_outputs = N_OUTPUTS if params.weights is not None and is_weights_name(params.weights) else None
     return read_labels(where, read, n_outputs)
 

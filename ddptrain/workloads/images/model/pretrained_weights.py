@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ddptrain.config.wording import did_you_mean, shorten
+from ddptrain.config.wording import did_you_mean, listed, shorten
 from ddptrain.errors import one_line
 from ddptrain.workloads.images.model.build_model import outline
 from ddptrain.workloads.images.model.preflight import BadWeights, is_safetensors
@@ -117,7 +117,7 @@ def fit(
         differences = {"missing": missing, "unknown": unexpected, "of another shape": misfits}
         raise BadWeights(
             f"the weights {source} are not of {model_config['architecture']}: "
-            + "; ".join(f"{what}: {_listed(names)}" for what, names in differences.items() if names)
+            + "; ".join(f"{what}: {listed(names, _MOST_NAMED, 80)}" for what, names in differences.items() if names)
             + "; set params.architecture to that of the weights, or params.weights to others, or to null"
         )
     if others is not None and keep_head:
@@ -182,11 +182,6 @@ def _head_outputs(
 
 def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape)) or "a number"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(shorten(name) for name in names[:_MOST_NAMED]) + more
 
 
 def _forbidden(error: UnpicklingError) -> str:

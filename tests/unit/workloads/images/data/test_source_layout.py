@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import ConfigError, UsageError
+from ddptrain.storage.store import Location, StoreMissing
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import FILE, Manifest
 from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect
@@ -156,6 +157,13 @@ def test_a_folder_of_its_own_comes_before_the_val_folder_of_the_source(tmp_path:
     assert "train/ trains, val/ is not used" in said[0]
 
 
+def test_missing_validation_folder_names_its_own_parameter(tmp_path: Path) -> None:
+    assert Location.of("s3://b", {}, "params.val_source").options_setting == "params.source_options"
+    source = fill(tmp_path / "source", "cat", "dog")
+    with pytest.raises(StoreMissing, match=r"/none does not exist: params\.val_source must be a folder"):
+        prepared(tmp_path / "inputs", source, val_source=str(tmp_path / "none"))
+
+
 @pytest.mark.parametrize(
     ("folders", "val", "complaint"),
     [
@@ -169,7 +177,7 @@ def test_a_folder_of_its_own_comes_before_the_val_folder_of_the_source(tmp_path:
             r"source/train gives 1 class only, cat: at least 2 are needed; params.source must be",
         ),
         (["train/cat", "train/dog", "val"], [], r"source is split into train/, val/, and val/ has no images in class"),
-        (["cat", "dog"], ["."], r"held has its 4 images directly in it"),
+        (["cat", "dog"], ["."], r"held has its 4 images directly in it, .*: params.val_source must be a folder"),
     ],
 )
 def test_folders_that_do_not_agree_end_it_before_anything_starts(

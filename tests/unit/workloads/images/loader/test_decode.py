@@ -1,7 +1,9 @@
 import io
 import random
+import struct
 import subprocess
 import sys
+import zlib
 from typing import Any
 
 import numpy as np
@@ -155,10 +157,12 @@ def test_what_is_no_whole_image_is_told(data: bytes, reason: str) -> None:
         decode_eval(data, 32)
 
 
-def test_image_of_too_many_pixels_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_decode, "MOST_PIXELS", 64 * 48 - 1)
-    with pytest.raises(CorruptImage, match="64 x 48 pixels are more than 3,071"):
-        decode_eval(encoded(quarters()), 32)
+def test_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
+    header = encoded(Image.new("1", (1, 1)))
+    many = header.replace(struct.pack(">II", 1, 1), struct.pack(">II", 14_000, 14_000))
+    many = many[:29] + struct.pack(">I", zlib.crc32(many[12:29])) + many[33:]
+    with pytest.raises(CorruptImage, match=r"^it has more than 178,956,970 pixels$"):
+        decode_eval(many, 32)
 
 
 def test_decode_process_imports_neither_torch_nor_numpy() -> None:

@@ -47,6 +47,12 @@ def test_images_and_reasons_come_in_the_order_of_the_inputs(tmp_path: Path) -> N
     ]
 
 
+def test_pillow_does_not_warn_about_an_image_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # above it pillow warns, above twice as many it refuses
+    ((_, image),) = decoded([picture(tmp_path / "one.png", 10)], 8, 1)
+    assert not isinstance(image, str)
+
+
 def test_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = picture(tmp_path / "one.png", 10)
     size = os.path.getsize(one.key)
