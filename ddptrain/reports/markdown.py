@@ -196,7 +196,7 @@ def _metrics(view: RunView) -> Iterator[str]:
     if not names:
         return
     yield "### Metrics"
-    rows = [[cell(name), _number(record.last_metrics.get(name)), sparks.get(name, "")] for name in names]
+    rows = [[cell(name), _number(record.numbers.get(name)), sparks.get(name, "")] for name in names]
     yield table(("metric", "last", "curve"), rows[:_MOST_METRICS])
     if more := len(rows) - _MOST_METRICS if len(rows) > _MOST_METRICS else 0:
         yield f"and {counted(more, 'more metric')}"

@@ -49,10 +49,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class MetricSummary:
-    """Last, smallest and largest value of a metric (the mean of the ranks); None if no value is finite."""
+    """Last, smallest and largest value of a metric (the mean of the ranks).
+
+    The last one is NaN if it is not finite; the others are None if no value is finite.
+    """
 
     name: str
-    last: float | None
+    last: float
     least: float | None
     most: float | None
     points: int
@@ -165,9 +168,8 @@ def summaries(lines: Sequence[Line]) -> list[MetricSummary]:
 
 def _summary(line: Line) -> MetricSummary:
     finite = line.value[np.isfinite(line.value)]
-    if not len(finite):
-        return MetricSummary(line.metric, None, None, None, len(line.value))
-    return MetricSummary(line.metric, float(finite[-1]), float(finite.min()), float(finite.max()), len(line.value))
+    least, most = (float(finite.min()), float(finite.max())) if len(finite) else (None, None)
+    return MetricSummary(line.metric, float(line.value[-1]), least, most, len(line.value))
 
 
 def page_data(lines: Sequence[Line], points: int) -> list[dict[str, Any]]:
