@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from ddptrain.file_ops import open_regular
+from ddptrain.results.metrics import json_object
 
 LAST_BYTES = 16 << 20  # the end of the file, which contains the last attempt
 _LONGEST_LINE_BYTES = 1 << 20
@@ -29,16 +29,9 @@ def read_events(path: Path, kinds: Collection[str], last_bytes: int | None = Non
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         while line := file.readline(_LONGEST_LINE_BYTES):
-            if any(mark in line for mark in marks) and (event := _parsed(line)) and event.get("event") in kinds:
+            event = json_object(line) if any(mark in line for mark in marks) else {}
+            if event.get("event") in kinds and is_time(event.get("time_s")):
                 yield event
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) and is_time(event.get("time_s")) else None
 
 
 def is_time(value: object) -> bool:

@@ -69,18 +69,22 @@ def read_lines(view: RunView) -> list[Line]:
     """
     logged = MetricsReader(view.layout.metrics_jsonl, _READ_BYTES).read()
     series = series_of(drop_replaced(_bounded(logged), view.record.attempts))
-    began = parse_time(view.record.started_at)
-    start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
+    start = _start(view, series)
     return [line for name in sorted({name for name, _ in series}) for line in _of_metric(name, series, start)]
 
 
 def read_system_lines(view: RunView) -> list[Line]:
     """Return the curves of the system metrics of a run by time. Raises ResultsError if the file can't be read."""
     series = system_series(read_system(view.layout.system_jsonl))
+    start = _start(view, series)
+    shown = ((name, where, one) for (name, where), one in sorted(series.items()) if where < _MOST_RANKS)
+    return [_line(name, where, one, start) for name, where, one in shown]
+
+
+def _start(view: RunView, series: AllSeries) -> float:
+    """Return when the run began, in seconds since 1970; the time of the first value if it is not known."""
     began = parse_time(view.record.started_at)
-    start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
-    lines = [_line(name, where, one, start) for (name, where), one in sorted(series.items())]
-    return [line for line in lines if int(line.rank) < _MOST_RANKS]
+    return began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
 
 
 def _bounded(lines: Sequence[MetricLine]) -> list[MetricLine]:
