@@ -10,7 +10,7 @@ from typing import Any
 
 from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.layout import MANIFEST, RunLayout, step_of
+from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
 from ddptrain.results.metrics import finite_number
 from ddptrain.results.secure_files import read_bytes
 
@@ -61,14 +61,6 @@ def newest_verified(layout: RunLayout, warn: Callable[[str], None]) -> VerifiedC
         except CheckpointDamaged as error:
             warn(f"checkpoint {folder.name} is skipped: {error}")
     return None
-
-
-def checkpoint_folders(layout: RunLayout) -> list[Path]:
-    """Return the folders of a run's checkpoints, the highest step first, damaged ones included."""
-    if not layout.checkpoints_dir.is_dir():
-        return []
-    by_step = {step: path for path in layout.checkpoints_dir.iterdir() if (step := step_of(path.name)) is not None}
-    return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def parse_manifest(data: bytes) -> dict[str, Any] | None:
