@@ -22,9 +22,22 @@ def clean_line(text: str) -> str:
 
 def plain_table(table: Sequence[Sequence[str]]) -> str:
     """Return a table with columns aligned by blanks."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    padded = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
+    widths = [max(map(columns_of, column)) for column in zip(*table, strict=True)]
+    padded = ("  ".join(map(_padded, row, widths)).rstrip() for row in table)
     return "\n".join(padded)
+
+
+def columns_of(text: str) -> int:
+    """Return how many columns of a terminal a text takes: a Chinese character takes two."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # 50 ms, and rarely needed
+
+    return cell_len(text)
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - columns_of(text))
 
 
 def clean_table(table: Sequence[Sequence[str]]) -> str:
@@ -36,17 +49,16 @@ def plain_sections(parts: Sequence[Section]) -> str:
     """Return titles with names and values below them; further lines of a value are indented."""
     blocks = []
     for title, lines in parts:
-        width = max(len(name) for name, _ in lines)
+        width = max(columns_of(name) for name, _ in lines)
         indent = "\n" + " " * (width + 4)
-        blocks.append(
-            "\n".join([title, *(f"  {name:{width}}  {value.replace(chr(10), indent)}" for name, value in lines)])
-        )
+        rows = [f"  {_padded(name, width)}  {value.replace(chr(10), indent)}" for name, value in lines]
+        blocks.append("\n".join([title, *rows]))
     return "\n\n".join(blocks)
 
 
 def number(value: float | None) -> str:
-    """Return a number with four significant digits; "-" for None, NaN and infinities."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+    """Return a number with four significant digits, nan and inf by name; "-" for None."""
+    return "-" if value is None else f"{value:.4g}"
 
 
 def duration(seconds: float | None) -> str:

@@ -16,7 +16,7 @@ from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_json, print_result, write
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Run, RunNames, RunsDir, folder_of, place_of, view_of
 from ddptrain.cli.runs.compare import chart_style, compare
-from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs
+from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs, show_sweep
 from ddptrain.cli.runs.report import report
 from ddptrain.cli.unattended.prune import prune
 
@@ -57,13 +57,19 @@ def results(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = Fal
 
 @app.command(short_help="Show everything about a run.")
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
-    """Show everything about a run: status, failure, ranks, metrics, checkpoints and files."""
+    """Show everything about a run: status, failure, ranks, metrics, checkpoints and files; of a sweep, its trials."""
+    from ddptrain.errors import RunNotFound
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.results.timing.time_use import time_use_of
     from ddptrain.text_tables import plain_sections
 
-    view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
+    try:
+        view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
+    except RunNotFound:
+        if not show_sweep(folder_of(ctx, runs_dir), run, as_json=json):
+            raise
+        return
     if json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in view.layout.artifacts().items()]
         logs = {str(rank): view.layout.shown_path(path) for rank, path in view.layout.logs().items()}

@@ -225,13 +225,8 @@ def _metrics(report: RetrainReport) -> list[tuple[str, str, str, str]]:
         one, other = candidate.get(name), champion.get(name)
         is_known = one is not None and other is not None and math.isfinite(one) and math.isfinite(other)
         difference = f"{one - other:+.4g}" if is_known and one is not None and other is not None else number(None)
-        rows.append((clean_line(name), _value(one), _value(other), difference))
+        rows.append((clean_line(name), number(one), number(other), difference))
     return rows
-
-
-def _value(value: float | None) -> str:
-    """Return the number as text; NaN and infinity stay, because they explain why a version was rejected."""
-    return number(value) if value is None or math.isfinite(value) else str(value)
 
 
 def _lists(report: RetrainReport) -> list[tuple[str, list[str]]]:

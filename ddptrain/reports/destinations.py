@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from ddptrain.file_ops import open_append, write_all, write_atomic
 from ddptrain.sanitize import sanitized
 
 if TYPE_CHECKING:
-    from ddptrain.reports.facts import Facts
     from ddptrain.reports.report import RunReport
     from ddptrain.results.lookup import RunView
 
@@ -94,57 +93,43 @@ def write_reports(report: RunReport, destinations: Destinations) -> None:
         return
     try:
         from ddptrain.reports.facts import read_facts
+        from ddptrain.reports.job_log import job_log
+        from ddptrain.reports.junit import junit_xml
+        from ddptrain.reports.markdown import COMMENT_CHARACTERS, markdown
 
         facts = read_facts(report, destinations.workspace)
-        _write_job_log(facts, destinations)
+        if destinations.service:  # on stderr: with --output json, stdout has JSON lines only, and CI services read both
+            _write_stderr(job_log(facts, destinations.service, destinations.workspace, Path.cwd()))
     except Exception as error:  # a report must not change the result of a run
         _warn(f"the report could not be made: {type(error).__name__}: {one_line(error)}")
         return
-    for what, path, write in (
-        ("the step summary", destinations.summary, _append_summary),
-        ("the report", destinations.report, _write_markdown),
-        ("the JUnit file", destinations.junit, _write_junit),
-    ):
+
+    def text(most_bytes: int = COMMENT_CHARACTERS) -> bytes:
+        return markdown(facts, destinations.environ, most_bytes).encode()
+
+    files: tuple[tuple[str, Path | None, Callable[[Path], None]], ...] = (
+        ("the step summary", destinations.summary, lambda path: _append_summary(path, text)),
+        ("the report", destinations.report, lambda path: write_atomic(path, text(), durable=False)),
+        ("the JUnit file", destinations.junit, lambda path: write_atomic(path, junit_xml(facts), durable=False)),
+    )
+    for what, path, write in files:
         try:
             if path is not None:
-                write(path, facts, destinations.environ)
+                write(path)
         except Exception as error:  # a report must not change the result of a run
             _warn(f"{what} {path} could not be written: {_reason(error)}; the result of the run is not affected")
 
 
-def _append_summary(path: Path, facts: Facts, environ: Mapping[str, str]) -> None:
-    from ddptrain.reports.markdown import markdown
-
+def _append_summary(path: Path, text_of: Callable[[int], bytes]) -> None:
     descriptor = open_append(path, create_mode=0o644)
     try:
         size = os.fstat(descriptor).st_size
-        text = markdown(facts, environ, max(0, _SUMMARY_BYTES - size - 1))
+        text = text_of(max(0, _SUMMARY_BYTES - size - 1))
         if not text:
             raise OSError("it has no room left")
-        write_all(descriptor, b"\n" * bool(size) + text.encode())
+        write_all(descriptor, b"\n" * bool(size) + text)
     finally:
         os.close(descriptor)
-
-
-def _write_markdown(path: Path, facts: Facts, environ: Mapping[str, str]) -> None:
-    from ddptrain.reports.markdown import markdown
-
-    write_atomic(path, markdown(facts, environ).encode(), durable=False)
-
-
-def _write_junit(path: Path, facts: Facts, _: Mapping[str, str]) -> None:
-    from ddptrain.reports.junit import junit_xml
-
-    write_atomic(path, junit_xml(facts), durable=False)
-
-
-def _write_job_log(facts: Facts, destinations: Destinations) -> None:
-    """Write to stderr: with --output json, stdout has JSON lines only, and CI services read both."""
-    if not destinations.service:
-        return
-    from ddptrain.reports.job_log import job_log
-
-    _write_stderr(job_log(facts, destinations.service, destinations.workspace, Path.cwd()))
 
 
 def _warn(text: str) -> None:
@@ -179,10 +164,8 @@ class Reporting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, DdptrainError) and not self._done and self.destinations.are_wanted:
-            from ddptrain.reports.report import RunReport
-
-            self.ended(RunReport.of_error(self.name, error))
+        if isinstance(error, DdptrainError) and not self._done:
+            self._report(lambda report: report.of_error(self.name, error))
 
     def ended(self, report: RunReport) -> None:
         """Write the report to all destinations."""
@@ -191,14 +174,14 @@ class Reporting:
 
     def run_ended(self, view: RunView) -> None:
         """Write the report of a run."""
-        if self.destinations.are_wanted:
-            from ddptrain.reports.report import RunReport
-
-            self.ended(RunReport.of_run(view, secrets=self.secrets))
+        self._report(lambda report: report.of_run(view, secrets=self.secrets))
 
     def checked(self) -> None:
         """Write the report of a check that started nothing."""
-        if self.destinations.are_wanted:
+        self._report(lambda report: report(self.name, "checked", ExitCode.SUCCEEDED))
+
+    def _report(self, make: Callable[[type[RunReport]], RunReport]) -> None:
+        if self.destinations.are_wanted:  # otherwise nothing is imported
             from ddptrain.reports.report import RunReport
 
-            self.ended(RunReport(self.name, "checked", ExitCode.SUCCEEDED))
+            self.ended(make(RunReport))

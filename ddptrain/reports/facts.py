@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddptrain.errors import DdptrainError
+from ddptrain.file_ops import open_regular
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.reports.rank_results import RankResult, rank_results
 from ddptrain.reports.report import RunReport
 from ddptrain.reports.source_line import SourceLine, line_of_failure
 from ddptrain.results.lookup import RunView
-from ddptrain.results.show.log_follower import show_logs
+from ddptrain.results.show.log_follower import final_text
 
 TAIL_LINES = 30
 MOST_RANKS = 4  # whose last lines are shown
 _LINE_CHARACTERS = 500
+_READ_BYTES = 256 << 10  # the end of a log
 _TAIL_BYTES = 6000  # of one rank, so that a report fits into a comment
 
 
@@ -50,22 +52,32 @@ def _tails(report: RunReport, view: RunView, ranks: Sequence[RankResult]) -> dic
     failed = sorted((each for each in ranks if each.failed), key=lambda each: (each.rank != first, each.rank))
     different = {each.message: each.rank for each in reversed(failed)}  # a mistake that fails on every rank counts once
     tails: dict[int, list[str]] = {}
+    logs = view.layout.logs()
     for rank in [each.rank for each in failed if different[each.message] == each.rank][:MOST_RANKS]:
-        try:
-            lines = list(show_logs(view, rank, TAIL_LINES))
-        except DdptrainError:  # it has no log, or one that cannot be read
-            continue
-        shown = [_shortened(hide_credentials(hide_known(line, report.secrets))) for line in lines]
-        tails[rank] = _last_that_fit(shown)
+        if rank in logs:
+            tails[rank] = last_lines(logs[rank], TAIL_LINES, _TAIL_BYTES, report.secrets)
     return tails
 
 
-def _last_that_fit(lines: list[str]) -> list[str]:
-    room, first = _TAIL_BYTES, len(lines)
-    while first > 0 and (room := room - len(lines[first - 1].encode(errors="replace")) - 1) >= 0:
-        first -= 1
-    return lines[first:]
+def last_lines(path: Path, most: int, room_bytes: int, secrets: Sequence[str] = ()) -> list[str]:
+    """Return the last lines of a log as a terminal shows them, without credentials; none if it cannot be read."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
+            lines = file.read(_READ_BYTES).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return []
+    kept: list[str] = []
+    for line in reversed((lines if lines[-1] else lines[:-1])[-most:]):
+        shown = _shortened(line, secrets)
+        room_bytes -= len(shown.encode(errors="replace")) + 1
+        if room_bytes < 0:
+            break
+        kept.append(shown)
+    return kept[::-1]
 
 
-def _shortened(line: str) -> str:
-    return line if len(line) <= _LINE_CHARACTERS else f"{line[:_LINE_CHARACTERS]}..."
+def _shortened(line: str, secrets: Sequence[str]) -> str:
+    text = final_text(line if line.count("\r") < 1000 else line.rpartition("\r")[2])
+    shown = str(hide_credentials(hide_known(text[: 2 * _LINE_CHARACTERS], secrets)))
+    return shown if len(shown) <= _LINE_CHARACTERS else f"{shown[:_LINE_CHARACTERS]}..."

@@ -47,11 +47,13 @@ def junit_xml(facts: Facts) -> bytes:
     skipped = str(sum(case.result == SKIPPED for case in cases))
     suite = ET.SubElement(root, "testsuite", {"name": _text(report.name), **totals, "skipped": skipped})
     suite.set("time", _time(duration_s))
-    if view is not None and view.record.started_at:
-        suite.set("timestamp", _text(view.record.started_at[:19]))
-    if view is not None and view.record.driver.host:
-        suite.set("hostname", _text(view.record.driver.host))
-    _add_properties(suite, report)
+    if view is not None:
+        facts_of_run = {"timestamp": view.record.started_at[:19], "hostname": view.record.driver.host}
+        suite.attrib |= {name: _text(value) for name, value in facts_of_run.items() if value}
+    properties = ET.SubElement(suite, "properties")
+    for name, value in _properties(report).items():
+        if value:
+            ET.SubElement(properties, "property", {"name": name, "value": _text(value)})
     for case in cases:
         _add(suite, case)
     ET.indent(root)
@@ -61,7 +63,10 @@ def junit_xml(facts: Facts) -> bytes:
 
 def _cases(facts: Facts) -> list[_Case]:
     report = facts.report
-    cases = _problem_cases(report) or [_run_case(facts)]
+    cases = [
+        _Case(report.name, f"configuration {problem.key}".strip(), ERROR, str(problem), "ConfigError")
+        for problem in report.problems
+    ] or [_run_case(facts)]
     cases += [_rank_case(facts, rank) for rank in facts.ranks]
     cases += [
         _Case(
@@ -88,14 +93,6 @@ def _distinct(cases: list[_Case]) -> list[_Case]:
         if (number := seen[case.group, case.name]) > 1:
             case.name += f" ({number})"
     return cases
-
-
-def _problem_cases(report: RunReport) -> list[_Case]:
-    """Return a case for each problem of a configuration."""
-    return [
-        _Case(report.name, " ".join(filter(None, ("configuration", problem.key))), ERROR, str(problem), "ConfigError")
-        for problem in report.problems
-    ]
 
 
 def _run_case(facts: Facts) -> _Case:
@@ -125,9 +122,9 @@ def _rank_case(facts: Facts, rank: RankResult) -> _Case:
     return case
 
 
-def _add_properties(suite: ET.Element, report: RunReport) -> None:
+def _properties(report: RunReport) -> dict[str, str]:
     view = report.view
-    values = {
+    return {
         "status": report.status,
         "exit_code": str(report.exit_code),
         "run": view.run_id if view is not None else "",
@@ -135,10 +132,6 @@ def _add_properties(suite: ET.Element, report: RunReport) -> None:
         "model": report.model,
         "version": "" if report.version is None else str(report.version),
     }
-    properties = ET.SubElement(suite, "properties")
-    for name, value in values.items():
-        if value:
-            ET.SubElement(properties, "property", {"name": name, "value": _text(value)})
 
 
 def _add(suite: ET.Element, case: _Case) -> None:

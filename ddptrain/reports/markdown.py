@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import quote
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import DdptrainError
@@ -81,8 +82,6 @@ def _cause(facts: Facts, environ: Mapping[str, str]) -> str:
 
 def _source_url(source: SourceLine, environ: Mapping[str, str]) -> str:
     """Return the address of the line in the commit that the job has checked out; "" if the job does not say."""
-    from urllib.parse import quote
-
     file = quote(source.file)
     server, repository, commit = (environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY", "SHA"))
     if server and repository and _SHA.fullmatch(commit):
@@ -196,9 +195,9 @@ def _metrics(view: RunView) -> Iterator[str]:
     if not names:
         return
     yield "### Metrics"
-    rows = [[cell(name), _number(record.last_metrics.get(name)), sparks.get(name, "")] for name in names]
+    rows = [[cell(name), _number(record.numbers.get(name)), sparks.get(name, "")] for name in names]
     yield table(("metric", "last", "curve"), rows[:_MOST_METRICS])
-    if more := len(rows) - _MOST_METRICS if len(rows) > _MOST_METRICS else 0:
+    if (more := len(rows) - _MOST_METRICS) > 0:
         yield f"and {counted(more, 'more metric')}"
     if record.best is not None:
         best = record.best
@@ -214,11 +213,8 @@ def _curves(view: RunView) -> tuple[Plot | None, str]:
     try:
         size_bytes = view.layout.metrics_jsonl.stat().st_size
         if size_bytes > _CURVES_BYTES:
-            command = f"ddptrain results plot {run_argument(view.layout)}"
-            return (
-                None,
-                f"There are too many values for a chart here ({size_bytes >> 20} MiB): {code(command)} draws it",
-            )
+            command = code(f"ddptrain results plot {run_argument(view.layout)}")
+            return None, f"There are too many values for a chart here ({size_bytes >> 20} MiB): {command} draws it"
         return whole_plot(view), ""
     except FileNotFoundError:
         return None, ""

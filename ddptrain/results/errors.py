@@ -1,10 +1,4 @@
-"""Errors of run directories. Errors of object stores are in storage/store.py.
-
-ResultsError             4  the run directory can't be written: disk full, no permission, not a folder
-├── CheckpointDamaged    4  a checkpoint does not have the size or hash that its event or manifest states
-├── FileDamaged          4  a staged file does not have the size or hash that its event states
-└── UnsafePath           1  the training code asked for a path outside its run directory
-"""
+"""Errors of run directories. Errors of object stores are in storage/store.py."""
 
 from __future__ import annotations
 
@@ -17,17 +11,17 @@ from ddptrain.errors import DdptrainError, ExitCode
 
 
 class ResultsError(DdptrainError):
-    """The run directory can't be written."""
+    """The run directory can't be written or read: disk full, no permission, not a folder."""
 
     exit_code = ExitCode.CLUSTER
 
 
 class CheckpointDamaged(ResultsError):
-    """A checkpoint does not match its event or manifest; nothing visible has changed."""
+    """A checkpoint does not have the size or hash that its event or manifest states; nothing visible has changed."""
 
 
 class FileDamaged(ResultsError):
-    """A staged file does not match its event; nothing visible has changed."""
+    """A staged file does not have the size or hash that its event states; nothing visible has changed."""
 
 
 class UnsafePath(ResultsError):

@@ -160,6 +160,14 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def checkpoint_folders(layout: RunLayout) -> list[Path]:
+    """Return the folders of a run's checkpoints, the highest step first, damaged ones included."""
+    if not layout.checkpoints_dir.is_dir():
+        return []
+    by_step = {step: path for path in layout.checkpoints_dir.iterdir() if (step := step_of(path.name)) is not None}
+    return [by_step[step] for step in sorted(by_step, reverse=True)]
+
+
 def safe_relative(path: str) -> PurePosixPath:
     """Return a relative path that a rank has given, without "." and empty parts.
 

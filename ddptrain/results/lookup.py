@@ -15,7 +15,7 @@ from typing import Any
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.annotations.annotations import Annotations, read_annotations
-from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, step_name, step_of, valid_run_id
+from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, checkpoint_folders, step_of, valid_run_id
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.remote.local_copy import origin_of, where_of
@@ -288,20 +288,16 @@ def find_checkpoint(layout: RunLayout, which: str = LATEST) -> Path:
 
     Raises RunNotFound if the run has no such checkpoint.
     """
-    folders = {
-        step: layout.checkpoints_dir / step_name(step)
-        for path in (layout.checkpoints_dir.iterdir() if layout.checkpoints_dir.is_dir() else ())
-        if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
-    }
+    folders = {step_of(path.name): path for path in checkpoint_folders(layout) if (path / MANIFEST).is_file()}
     if not folders:
         raise RunNotFound(f"run {layout.root.name} has no checkpoint")
     step = step_of(which)
     if step is not None and step not in folders:
-        available = ", ".join(folders[known].name for known in sorted(folders))
+        available = ", ".join(path.name for path in reversed(folders.values()))
         raise RunNotFound(f"run {layout.root.name} has no checkpoint {which}; it has {available}")
     if step is None:
         step = _pointed_at(layout.checkpoints_dir / which)
-    return folders[step] if step in folders else folders[max(folders)]
+    return folders.get(step) or next(iter(folders.values()))  # the newest one is the first
 
 
 def _pointed_at(pointer: Path) -> int | None:

@@ -82,25 +82,31 @@ class MetricsReader:
 
 
 def _parse(raw: bytes) -> MetricLine | None:
-    try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(fields, dict) or not isinstance(fields.get("rank"), int):
+    fields = json_object(raw)
+    if not isinstance(fields.get("rank"), int):
         return None
     values = {
-        name: _number(value)
+        name: finite_number(value)
         for name, value in fields.items()
         if name not in _POSITION and (value is None or is_number(value))
     }
     return MetricLine(
-        _number(fields.get("time_s")) or 0.0,
-        _number(fields.get("step")),
-        _number(fields.get("epoch")),
+        finite_number(fields.get("time_s")) or 0.0,
+        finite_number(fields.get("step")),
+        finite_number(fields.get("epoch")),
         fields["rank"],
         values,
         attempt if isinstance(attempt := fields.get("attempt"), int) else 1,
     )
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line; an empty one for other content."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -108,7 +114,8 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _number(value: Any) -> float | None:
+def finite_number(value: object) -> float | None:
+    """Return a value of JSON as a float; None if it is no number, not finite, or too large for a float."""
     try:
         number = float(value) if is_number(value) else math.nan
     except OverflowError:

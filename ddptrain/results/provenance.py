@@ -30,22 +30,10 @@ def git_state(folder: Path) -> GitRecord | None:
     """Return the state of the git checkout of the folder; None without a checkout, without git, or after a timeout."""
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
-    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"]
-    try:
-        done = subprocess.run(
-            command,
-            check=False,
-            cwd=folder,
-            env=_git_environment(),
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_GIT_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.decode(errors="replace").splitlines()
+    data = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules")
+    lines = data.decode(errors="replace").splitlines()
     commits = [line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")]
-    if done.returncode != 0 or not commits or commits[0] == "(initial)":
+    if not commits or commits[0] == "(initial)":
         return None
     return GitRecord(commit=commits[0], dirty=any(not line.startswith("#") for line in lines))
 
@@ -58,27 +46,10 @@ def git_diff(folder: Path, secrets: Sequence[str] = ()) -> str:
     """
     no_programs = ("--no-ext-diff", "--no-textconv")  # programs that git's configuration or attributes name
     options = ("--no-color", "--ignore-submodules", "--src-prefix=a/", "--dst-prefix=b/")
-    command = ["git", "-c", "core.quotePath=false", "diff", "HEAD", *no_programs, *options]
-    try:
-        with subprocess.Popen(
-            command,
-            cwd=folder,
-            env=_git_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        ) as process:
-            assert process.stdout is not None, "a pipe"
-            timer = threading.Timer(_GIT_TIMEOUT_S, process.kill)
-            timer.start()
-            data = process.stdout.read(_MOST_DIFF_BYTES + 1)
-            timer.cancel()
-            process.kill()  # a larger diff is not read to its end
-    except OSError:
+    data = _git(folder, "-c", "core.quotePath=false", "diff", "HEAD", *no_programs, *options, most=_MOST_DIFF_BYTES + 1)
+    if not data:
         return ""
     is_cut = len(data) > _MOST_DIFF_BYTES
-    if not data or (not is_cut and process.returncode != 0):
-        return ""
     text = data[:_MOST_DIFF_BYTES].decode("utf-8", "replace")
     text = text.rpartition("\n")[0] + "\n... (the rest is left out)\n" if is_cut else text
     return without_secrets_in_diff(text, secrets)
@@ -109,9 +80,28 @@ def _hide_value(part: re.Match[str]) -> str:
     return f"{part[1]}{part[2]}{part[3]}{LEFT_OUT}" if is_secret_name(part[2]) else part[0]
 
 
-def _git_environment() -> dict[str, str]:
-    """Return the environment for git, without optional locks, which could block a git command of the user."""
-    return {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+def _git(folder: Path, *arguments: str, most: int = -1) -> bytes:
+    """Return the output of a git command, at most `most` bytes; nothing if it fails or takes longer than a second."""
+    try:
+        with subprocess.Popen(
+            ["git", *arguments],
+            cwd=folder,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # a lock could block a git command of the user
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            assert process.stdout is not None, "a pipe"
+            timer = threading.Timer(_GIT_TIMEOUT_S, process.kill)
+            timer.start()
+            data = process.stdout.read(most)
+            if len(data) == most:
+                process.kill()  # the rest is not read
+            process.wait()
+            timer.cancel()
+    except OSError:
+        return b""
+    return data if process.returncode == 0 or len(data) == most else b""
 
 
 @functools.cache

@@ -187,7 +187,7 @@ class RunRecord(_Part):
     waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
     inputs. duration_s: of all parts of a resumed run, in seconds; earlier_s: the same without the last part, which
     began at `resumed_at`. params: as in config.yaml; None in records of older versions. last_metrics: one value for all
-    ranks; see results/latest_metrics.py.
+    ranks, None if it is not finite; see results/latest_metrics.py.
     """
 
     schema: int = SCHEMA
@@ -219,6 +219,11 @@ class RunRecord(_Part):
     checkpoints: tuple[str, ...] = ()
     tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tracker: its url, id, ...
     result: Any = None  # what rank 0's function returned: JSON
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The last metrics by name; NaN for a value that is not finite, which JSON does not have."""
+        return {name: math.nan if value is None else value for name, value in sorted(self.last_metrics.items())}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as JSON data; a number that is not finite becomes null."""

@@ -20,10 +20,10 @@ from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints, discard_staged
-from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, checkpoint_folders, read_manifest
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.latest_metrics import LatestMetrics
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.layout import RunLayout, checkpoint_folders
 from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat

@@ -10,7 +10,7 @@ from ddptrain.results.lookup import parse_time
 from ddptrain.sweep.folder import LocalSweeps, open_sweeps
 from ddptrain.sweep.output import best_words, sweep_data
 from ddptrain.sweep.records import SweepRecord
-from ddptrain.sweep.stop import find_target
+from ddptrain.sweep.stop import SweepTarget, find_target
 from ddptrain.text_tables import clean_line, duration
 
 _HEADER = ("SWEEP", "STATUS", "STARTED (UTC)", "DURATION", "TRIALS", "BEST")
@@ -46,15 +46,27 @@ def list_sweeps(runs_dir: str, known_runs: Container[str] = ()) -> list[ListedSw
     place = runs_dir.rstrip("/")
     found = sweeps.list() if isinstance(sweeps, LocalSweeps) else sweeps.list(known_runs)
     return [
-        ListedSweep(record, f"{place}/{sweep_id}", _status(record, place, sweep_id))
+        ListedSweep(record, f"{place}/{sweep_id}", _status(record, find_target(place, sweep_id)))
         for sweep_id, record in found.items()
     ]
 
 
-def _status(record: SweepRecord, place: str, sweep_id: str) -> str:
+def find_listed(runs_dir: str, name: str) -> ListedSweep | None:
+    """Return the sweep of that name, path or URL; None if there is none.
+
+    Raises UsageError, StoreError, ResultsError.
+    """
+    target = find_target(runs_dir, name)
+    if target is None:
+        return None
+    where = name.rstrip("/") if "/" in name else f"{runs_dir.rstrip('/')}/{name}"
+    record = target.read()
+    return ListedSweep(record, where, _status(record, target))
+
+
+def _status(record: SweepRecord, target: SweepTarget | None) -> str:
     if record.status != "running":
         return record.status
-    target = find_target(place, sweep_id)
     return "running" if target is not None and target.holder() is not None else "interrupted"
 
 

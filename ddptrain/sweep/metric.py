@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from ddptrain.results.checkpoints.verification import checkpoint_folders, read_manifest
+from ddptrain.results.checkpoints.verification import read_manifest
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.layout import RunLayout, checkpoint_folders
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import read_series
 

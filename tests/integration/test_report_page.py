@@ -112,6 +112,11 @@ def test_controls_of_the_curves_and_the_table(tmp_path: Path, run_cli: Cli) -> N
         await browser.open((tmp_path / "report.html").as_uri(), 390, dark=True)
         assert await browser.run("document.documentElement.scrollWidth") == 390
         assert await browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+        await browser.run("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+        metrics = (
+            "[...document.querySelectorAll('[aria-label=Metrics]')].every((one) => one.scrollWidth <= one.clientWidth)"
+        )
+        assert await browser.run(metrics)
 
     in_browser(tmp_path, visit)
 

@@ -63,6 +63,23 @@ def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption =
         say(f"no sweeps in {place}")
 
 
+def show_sweep(runs_dir: str, name: str, *, as_json: bool) -> bool:
+    """Print the trials of a sweep; return False if there is no sweep of that name, path or URL."""
+    import dataclasses
+
+    from ddptrain.sweep import listing
+    from ddptrain.sweep.output import summary_lines
+
+    if (found := listing.find_listed(runs_dir, name)) is None:
+        return False
+    record = dataclasses.replace(found.record, status=found.status)
+    if as_json:
+        print_json({**dataclasses.asdict(record), "sweep_dir": found.where})
+    else:
+        write(summary_lines(record, found.where))
+    return True
+
+
 def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *, as_json: bool) -> None:
     """Print the runs of a folder that are selected; if there is no selection, also sweeps.
 

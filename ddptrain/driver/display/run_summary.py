@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.config.wording import counted
 from ddptrain.results.run_record import RunStatus, as_json_data
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.timing.time_use import read_events, time_use
+from ddptrain.results.timing.time_use import time_use, timed_events
 
 if TYPE_CHECKING:
     from ddptrain.driver.failure.run_end import RunEnd
@@ -24,7 +24,7 @@ _RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
 
 def last_event(writer: RunWriter, run_end: RunEnd, duration_s: float) -> dict[str, Any]:
     """Return the last line of --output json and events.jsonl as an object. Write the use of the time into run.json."""
-    spent = time_use(writer.record, read_events(writer.layout.events_jsonl), duration_s)
+    spent = time_use(writer.record, timed_events(writer.layout), duration_s)
     writer.update(time_use_s=spent.as_dict(), goodput=spent.goodput)
     return _finished(writer.layout, writer.record, run_end.status, run_end.exit_code, duration_s, run_end.failure)
 
@@ -72,7 +72,7 @@ def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list
         text.append(f"  last    {', '.join(figures[:_MOST_FIGURES])}{more}")
     if record.best is not None:
         text.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
-    spent = time_use(record, read_events(writer.layout.events_jsonl), duration_s).line()
+    spent = time_use(record, timed_events(writer.layout), duration_s).line()
     if spent and record.attempts:
         text.append(f"  time    {spent}")
     text.append(f"  results {writer.layout.where}")
@@ -99,5 +99,5 @@ def evaluation_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> l
 
 
 def _figure(value: float) -> str:
-    """Return four significant digits of a small number, all digits before the point of a large one."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    """Return four significant digits of a small or very large number, else all digits before the point."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -66,7 +66,8 @@ class StepProfiler:
                 else:
                     self._save()
             elif step >= self.wanted.last:
-                self._give_up(before)
+                between = f"they are between two reports, of steps {before} and {step}; {HOW_TO_REPORT}"
+                self._give_up(between if before > 0 else f"the first report is of step {step}")
             elif step >= self.wanted.first - 1:
                 self._begin(step)
         except Exception as error:  # the training continues, whatever torch.profiler raises
@@ -80,7 +81,7 @@ class StepProfiler:
             if complete and self._profile is not None and self._step > self._began_after:
                 self._save()
             elif complete:
-                self._warn_unseen()
+                self._give_up(self._why_unseen)
             elif self._profile is not None:
                 # The profile is not stopped: this takes seconds, and a rank that is being stopped may not have them.
                 self._note(f"{self.wanted} were not recorded: rank {self._rank} has ended before", "info")
@@ -154,24 +155,17 @@ class StepProfiler:
         self.is_over = True
         self._note(f"{self.wanted} of rank {self._rank} were not recorded: {reason}")
 
-    def _give_up(self, before: int) -> None:
-        """End the profile: the last step is complete, and no report came in time to begin."""
+    def _give_up(self, reason: str) -> None:
+        """End a profile that has not begun."""
         self.is_over = True
-        if self._rank != self.wanted.speaker:
-            return
-        if before <= 0:
-            self._note(f"{self.wanted} were not recorded: the first report is of step {self._step}")
-        else:
-            reports = f"steps {before} and {self._step}"
-            self._note(f"{self.wanted} were not recorded: they are between two reports, of {reports}; {HOW_TO_REPORT}")
+        if self._rank == self.wanted.speaker:
+            self._note(f"{self.wanted} were not recorded: {reason}")
 
-    def _warn_unseen(self) -> None:
-        if self._rank != self.wanted.speaker:
-            return
+    @property
+    def _why_unseen(self) -> str:
         if self._step <= 0:
-            self._note(f"{self.wanted} were not recorded: the workload has reported no step; {HOW_TO_REPORT}")
-        else:
-            self._note(f"{self.wanted} were not recorded: the last reported step is {self._step}")
+            return f"the workload has reported no step; {HOW_TO_REPORT}"
+        return f"the last reported step is {self._step}"
 
     def _note(self, text: str, level: str = "warning") -> None:
         if level == "warning" or self._rank == self.wanted.speaker:

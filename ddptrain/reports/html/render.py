@@ -115,6 +115,7 @@ def _environment() -> Environment:
         "param_name": lambda name: name.removeprefix("params."),
         "settings_rows": lambda settings: [(setting.key, setting.value) for setting in settings],
         "short_number": _short_number,
+        "sort_key": lambda value: "" if value is None or value != value else value,  # rows without a value stay last
         "sorted_items": lambda items: sorted(items.items())[:_MOST_ROWS],
         "status_class": lambda status: status if status in _STATES else "",
         "time": time_text,

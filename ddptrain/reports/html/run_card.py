@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.file_ops import open_regular
-from ddptrain.redact import hide_credentials, hide_known, hide_secrets
+from ddptrain.redact import hide_secrets
+from ddptrain.reports.facts import last_lines
 from ddptrain.reports.html import tables as csv_tables
 from ddptrain.reports.html.pictures import Picture, PictureReader
 from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
@@ -25,7 +25,6 @@ from ddptrain.reports.source_line import is_installed
 from ddptrain.results.layout import files_below
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.run_record import FailureRecord
-from ddptrain.results.show.log_follower import final_text
 from ddptrain.results.show.render import size
 from ddptrain.results.timing.time_use import TimeUse, time_use_of
 
@@ -39,12 +38,11 @@ MOST_RUNS = 100  # on one page
 _POINTS = 300_000  # of all curves: 32 bytes each in the page
 _IMAGE_BYTES = 4 << 20  # of all runs, as they are in the page
 _TEXT_BYTES = 2 << 20  # of one kind (last lines, tables, configurations) of all runs
+_LOG_BYTES, _CONFIG_BYTES, _DIFF_BYTES = 256 << 10, 128 << 10, 200_000  # at most, of one run
 _MOST_FRAMES = 20
 _TRACEBACK_CHARACTERS = 20_000
 _MOST_RANKS = 16
 _LINES = 40
-_LINE_CHARACTERS = 500
-_READ_BYTES = 256 << 10  # the end of a log
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +53,6 @@ class Frame:
     line: int
     function: str
     code: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The last lines of a rank."""
-
-    rank: int
-    lines: Sequence[str]
 
 
 def user_frames(failure: FailureRecord | None) -> list[Frame]:
@@ -90,67 +80,30 @@ def shown_traceback(failure: FailureRecord | None) -> str:
     return text if len(text) <= _TRACEBACK_CHARACTERS else f"...\n{text[-_TRACEBACK_CHARACTERS:]}"
 
 
-def tails(view: RunView, budget_bytes: int, secrets: Iterable[str] = ()) -> list[Tail]:
+def tails(view: RunView, budget_bytes: int) -> dict[int, list[str]]:
     """Return the last lines of the first 16 ranks, that of the failure first, each with an equal part of the budget."""
     failure = view.record.failure
     first = failure.rank if failure is not None else None
     logs = sorted(view.layout.logs().items(), key=lambda item: (item[0] != first, item[0]))[:_MOST_RANKS]
     room = budget_bytes // max(1, len(logs))
-    return [Tail(rank, lines) for rank, path in logs if (lines := _last_lines(path, room, secrets))]
-
-
-def _last_lines(path: Path, room: int, secrets: Iterable[str]) -> list[str]:
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _READ_BYTES))
-            lines = file.read(_READ_BYTES).decode("utf-8", "replace").split("\n")
-    except OSError:
-        return []
-    kept: list[str] = []
-    for line in reversed(lines[:-1] if lines[-1] == "" else lines):
-        shown = _shortened(line[-_READ_BYTES:], secrets)
-        room -= len(shown.encode(errors="replace")) + 1
-        if room < 0 or len(kept) == _LINES:
-            break
-        kept.append(shown)
-    return kept[::-1]
-
-
-def _shortened(line: str, secrets: Iterable[str]) -> str:
-    text = final_text(line if line.count("\r") < 1000 else line.rpartition("\r")[2])
-    cut = text[: 2 * _LINE_CHARACTERS]
-    shown = str(hide_credentials(hide_known(cut, secrets)))
-    return shown if len(shown) <= _LINE_CHARACTERS else f"{shown[:_LINE_CHARACTERS]}..."
+    return {rank: lines for rank, path in logs if (lines := last_lines(path, _LINES, room))}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The share of one run. curve_points: of all its curves together. The bytes are those before escaping.
+    """The share of one run. curve_points: of all its curves together. text_bytes: of each kind of text, unescaped.
 
     A page has less than 20 MB with any number of runs up to MOST_RUNS.
     """
 
     curve_points: int
     image_bytes: int
-    log_bytes: int
-    table_bytes: int
-    config_bytes: int
-    diff_bytes: int
+    text_bytes: int
 
     @classmethod
     def for_runs(cls, count: int) -> Self:
         """Return the share of each of `count` runs."""
-        share = max(1, count)
-        text = _TEXT_BYTES // share
-        return cls(
-            _POINTS // share,
-            _IMAGE_BYTES // share,
-            min(text, 256 << 10),
-            text,
-            min(text, 128 << 10),
-            min(text, 200_000),
-        )
+        return cls(*(whole // max(1, count) for whole in (_POINTS, _IMAGE_BYTES, _TEXT_BYTES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +121,7 @@ class RunCard:
     timeline: Timeline | None
     frames: Sequence[Frame]
     traceback: str
-    tails: Sequence[Tail]
+    tails: Mapping[int, Sequence[str]]
     tables: Sequence[csv_tables.TableFile]
     galleries: Sequence[tuple[str, Sequence[csv_tables.GalleryItem]]]
     confusion: csv_tables.Confusion | None
@@ -229,13 +182,13 @@ def read_card(view: RunView, limits: Limits) -> RunCard:
         read_timeline(view, _evaluations(view, lines)),
         user_frames(failure),
         shown_traceback(failure),
-        tails(view, limits.log_bytes),
+        tails(view, min(limits.text_bytes, _LOG_BYTES)),
         **media,
-        settings=read_settings(view.layout.config_yaml, limits.config_bytes),
+        settings=read_settings(view.layout.config_yaml, min(limits.text_bytes, _CONFIG_BYTES)),
         result="" if view.record.result is None else shorten(json.dumps(hide_secrets(view.record.result)), _TEXT),
         problems=problems,
         time_use=time_use_of(view),
-        diff=_diff(view, limits.diff_bytes),
+        diff=_diff(view, min(limits.text_bytes, _DIFF_BYTES)),
     )
 
 
@@ -255,7 +208,7 @@ def _diff(view: RunView, budget_bytes: int) -> str:
 def _media(view: RunView, limits: Limits) -> dict[str, Any]:
     """Return the tables, pictures and other files among the artifacts, as fields of a card."""
     files = dict(islice(_artifacts(view), _MOST_FILES))
-    csv_files = csv_tables.CsvFiles(view.layout.artifacts_dir, files, limits.table_bytes)
+    csv_files = csv_tables.CsvFiles(view.layout.artifacts_dir, files, limits.text_bytes)
     pictures = PictureReader(view.layout.artifacts_dir, files, limits.image_bytes)
     tables = csv_files.tables()
     galleries = [(table.path, items) for table in tables if (items := csv_tables.gallery(table, pictures))]

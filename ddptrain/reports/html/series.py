@@ -49,10 +49,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class MetricSummary:
-    """Last, smallest and largest value of a metric (the mean of the ranks); None if no value is finite."""
+    """Last, smallest and largest value of a metric (the mean of the ranks).
+
+    The last one is NaN if it is not finite; the others are None if no value is finite.
+    """
 
     name: str
-    last: float | None
+    last: float
     least: float | None
     most: float | None
     points: int
@@ -66,18 +69,22 @@ def read_lines(view: RunView) -> list[Line]:
     """
     logged = MetricsReader(view.layout.metrics_jsonl, _READ_BYTES).read()
     series = series_of(drop_replaced(_bounded(logged), view.record.attempts))
-    began = parse_time(view.record.started_at)
-    start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
+    start = _start(view, series)
     return [line for name in sorted({name for name, _ in series}) for line in _of_metric(name, series, start)]
 
 
 def read_system_lines(view: RunView) -> list[Line]:
     """Return the curves of the system metrics of a run by time. Raises ResultsError if the file can't be read."""
     series = system_series(read_system(view.layout.system_jsonl))
+    start = _start(view, series)
+    shown = ((name, where, one) for (name, where), one in sorted(series.items()) if where < _MOST_RANKS)
+    return [_line(name, where, one, start) for name, where, one in shown]
+
+
+def _start(view: RunView, series: AllSeries) -> float:
+    """Return when the run began, in seconds since 1970; the time of the first value if it is not known."""
     began = parse_time(view.record.started_at)
-    start = began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
-    lines = [_line(name, where, one, start) for (name, where), one in sorted(series.items())]
-    return [line for line in lines if int(line.rank) < _MOST_RANKS]
+    return began.timestamp() if began else min((one.time_s[0] for one in series.values()), default=0.0)
 
 
 def _bounded(lines: Sequence[MetricLine]) -> list[MetricLine]:
@@ -165,9 +172,8 @@ def summaries(lines: Sequence[Line]) -> list[MetricSummary]:
 
 def _summary(line: Line) -> MetricSummary:
     finite = line.value[np.isfinite(line.value)]
-    if not len(finite):
-        return MetricSummary(line.metric, None, None, None, len(line.value))
-    return MetricSummary(line.metric, float(finite[-1]), float(finite.min()), float(finite.max()), len(line.value))
+    least, most = (float(finite.min()), float(finite.max())) if len(finite) else (None, None)
+    return MetricSummary(line.metric, float(line.value[-1]), least, most, len(line.value))
 
 
 def page_data(lines: Sequence[Line], points: int) -> list[dict[str, Any]]:

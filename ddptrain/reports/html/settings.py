@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.redact import hide_secrets
+from ddptrain.results.compare.differences import flat
 from ddptrain.results.secure_files import read_bytes
 
 _MOST = 1000
@@ -42,9 +42,9 @@ def read_settings(path: Path, budget: int) -> list[Setting]:
         return []
     if not isinstance(data, dict):
         return []
-    defaults = dict(_flat(_defaults(data.get("workload"))))
+    defaults = dict(flat(_defaults(data.get("workload"))))
     found: list[Setting] = []
-    for key, value in _flat(hide_secrets(data)):
+    for key, value in flat(hide_secrets(data)):
         text = _text(value)
         default = _text(defaults[key]) if key in defaults else None
         budget -= len(key) + len(text)
@@ -62,15 +62,6 @@ def _defaults(workload: object) -> dict[str, Any]:
     params = {name: one.get_default(call_default_factory=True) for name, one in fields if not one.is_required()}
     defaults = RunConfig.model_validate({"workload": _ANY, "name": _ANY}).model_dump(mode="json")
     return {name: value for name, value in defaults.items() if value != _ANY} | {"params": params}
-
-
-def _flat(data: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        key = f"{above}.{name}" if above else str(name)
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, key)
-        else:
-            yield key, value
 
 
 def _text(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.metrics import is_number
+from ddptrain.results.metrics import finite_number, is_number
 from ddptrain.results.secure_files import read_bytes
 
 SWEEP_JSON = "sweep.json"
@@ -104,7 +103,7 @@ def read_sweep(folder: Path) -> Sweep:
     found = [trial for trial in _list(raw.get("trials")) if isinstance(trial, dict)]
     names = list(_mapping(raw.get("space")))[:_MOST_PARAMS]
     importance = _mapping(raw.get("importance"))
-    axes = [_axis(name, _mapping(raw["space"][name]), _number(importance.get(name))) for name in names]
+    axes = [_axis(name, _mapping(raw["space"][name]), finite_number(importance.get(name))) for name in names]
     return Sweep(
         folder=folder,
         name=_text(raw.get("sweep_id")) or folder.name,
@@ -115,7 +114,7 @@ def read_sweep(folder: Path) -> Sweep:
         search=_text(raw.get("search")),
         prune=_text(raw.get("prune")),
         started_at=_text(raw.get("started_at")),
-        duration_s=_number(raw.get("duration_s")),
+        duration_s=finite_number(raw.get("duration_s")),
         planned=_whole(raw.get("planned")),
         best=_whole(raw.get("best")),
         axes=axes,
@@ -138,17 +137,17 @@ def _trial(raw: Mapping[str, Any], names: Sequence[str]) -> Trial:
         number=_whole(raw.get("number")) or 0,
         state=_text(raw.get("state")),
         params=[_param(params.get(name)) for name in names],
-        value=_number(raw.get("value")),
-        spread=_number(raw.get("spread")),
+        value=finite_number(raw.get("value")),
+        spread=finite_number(raw.get("spread")),
         step=_whole(raw.get("step")),
-        duration_s=_number(raw.get("duration_s")),
+        duration_s=finite_number(raw.get("duration_s")),
         error=_text(raw.get("error"), 300),
         run_ids=[name for name in _list(raw.get("run_ids")) if isinstance(name, str) and valid_run_id(name)][:20],
     )
 
 
 def _param(value: Any) -> float | str | None:
-    number = _number(value)
+    number = finite_number(value)
     if number is not None:
         return number
     return None if value is None else _text(value if isinstance(value, str) else json.dumps(value))
@@ -158,14 +157,6 @@ def _text(value: Any, most: int = _CHARACTERS) -> str:
     if is_number(value):
         return f"{value:g}"
     return value[:most] if isinstance(value, str) else ""
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value) if is_number(value) else math.nan
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _whole(value: Any) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 from ddptrain.file_ops import hash_file
 from ddptrain.results.errors import CheckpointDamaged
-from ddptrain.results.layout import MANIFEST, RunLayout, step_of
-from ddptrain.results.metrics import is_number
+from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
+from ddptrain.results.metrics import finite_number
 from ddptrain.results.secure_files import read_bytes
 
 
@@ -64,14 +63,6 @@ def newest_verified(layout: RunLayout, warn: Callable[[str], None]) -> VerifiedC
     return None
 
 
-def checkpoint_folders(layout: RunLayout) -> list[Path]:
-    """Return the folders of a run's checkpoints, the highest step first, damaged ones included."""
-    if not layout.checkpoints_dir.is_dir():
-        return []
-    by_step = {step: path for path in layout.checkpoints_dir.iterdir() if (step := step_of(path.name)) is not None}
-    return [by_step[step] for step in sorted(by_step, reverse=True)]
-
-
 def parse_manifest(data: bytes) -> dict[str, Any] | None:
     """Parse a manifest.
 
@@ -87,7 +78,7 @@ def parse_manifest(data: bytes) -> dict[str, Any] | None:
 
 def finite_metrics(manifest: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of a parsed manifest that are finite numbers."""
-    return {name: value for name, value in manifest["metrics"].items() if _is_finite(value)}
+    return {name: value for name, value in manifest["metrics"].items() if finite_number(value) is not None}
 
 
 def is_plain_name(name: object) -> bool:
@@ -115,7 +106,7 @@ def _is_complete(manifest: dict[str, Any]) -> bool:
     return (
         _is_count(manifest.get("step"))
         and _is_count(manifest.get("world_size"))
-        and ("epoch" in manifest and (manifest["epoch"] is None or _is_finite(manifest["epoch"])))
+        and ("epoch" in manifest and (manifest["epoch"] is None or finite_number(manifest["epoch"]) is not None))
         and isinstance(manifest.get("metrics"), dict)
         and (isinstance(files, list) and bool(files) and all(map(_is_file, files)))
     )
@@ -132,13 +123,6 @@ def _is_file(file: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return is_number(value) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _compare(path: Path, size_bytes: int, sha256: str) -> None:

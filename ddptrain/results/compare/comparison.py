@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,14 +99,9 @@ def compare_runs(
 
 def labels(views: Sequence[RunView]) -> list[str]:
     """Return a short label for each run: A, B, ... Z, AA, AB, ..."""
-    result = []
-    for number in range(len(views)):
-        label, rest = "", number + 1
-        while rest:
-            rest, letter = divmod(rest - 1, 26)
-            label = chr(ord("A") + letter) + label
-        result.append(label)
-    return result
+    lengths = itertools.count(1)
+    every = (letters for length in lengths for letters in itertools.product(string.ascii_uppercase, repeat=length))
+    return ["".join(letters) for letters in itertools.islice(every, len(views))]
 
 
 def _names(views: Sequence[RunView], series: Sequence[AllSeries]) -> list[str]:

@@ -41,7 +41,7 @@ def export_tensorboard(views: Sequence[RunView], output: Path) -> list[Path]:
         paths.append(output / view.run_id / _FILE)
         with output_file(paths[-1]) as file:
             writer = RecordWriter(file)
-            for event in chain(_events(view, series), _system_events(view, system)):
+            for event in _events(view, series, system):
                 writer.write(event.SerializeToString())
             writer.flush()
     return paths
@@ -69,7 +69,7 @@ def points(series: AllSeries, metric: str) -> list[Point]:
     ]
 
 
-def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
+def _events(view: RunView, series: AllSeries, system: AllSeries) -> Iterator[Any]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -79,25 +79,21 @@ def _events(view: RunView, series: AllSeries) -> Iterator[Any]:
     began_s = began.timestamp() if began is not None else 0.0
     yield Event(wall_time=began_s, file_version=FILE_VERSION)
     yield Event(wall_time=began_s, summary=Summary(value=[text_value("params", _as_table(params_of(view)))]))
-    for metric in sorted({name for name, _ in series}):
-        for time_s, step, value in points(series, metric):
-            summary = Summary(value=[Summary.Value(tag=encodable(metric), simple_value=_as_float32(value))])
-            yield Event(wall_time=time_s, step=step, summary=summary)
+    metrics = sorted({name for name, _ in series})
+    every = ((encodable(metric), point) for metric in metrics for point in points(series, metric))
+    for tag, (time_s, step, value) in chain(every, _system_points(system, began_s or None)):
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=_as_float32(value))])
+        yield Event(wall_time=time_s, step=step, summary=summary)
 
 
-def _system_events(view: RunView, series: AllSeries) -> Iterator[Any]:
+def _system_points(series: AllSeries, began_s: float | None) -> Iterator[tuple[str, Point]]:
     """Yield the system metrics of ranks and hosts, as "system/gpu_percent/rank_0"; a step is a second of the run."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    began = parse_time(view.record.started_at)
     for (name, number), one in sorted(series.items()):
-        start = began.timestamp() if began is not None else one.time_s[0]
+        start = one.time_s[0] if began_s is None else began_s
         tag = f"{name}/{'host' if name.startswith(HOST_PREFIX) else 'rank'}_{number}"
         for time_s, value in zip(one.time_s, one.value, strict=True):
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=_as_float32(value))])
             if abs(time_s - start) < _LARGEST_STEP:
-                yield Event(wall_time=time_s, step=max(0, int(time_s - start)), summary=summary)
+                yield tag, (time_s, max(0, int(time_s - start)), value)
 
 
 def _as_float32(value: float) -> float:

@@ -83,14 +83,11 @@ def continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[Ru
 def _make_runs_dir(runs_dir: Path) -> None:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise UsageError(
-            f"cannot keep runs in {runs_dir}: it is not a folder; choose another with --runs-dir"
-        ) from error
     except OSError as error:
-        raise UsageError(
-            f"cannot make the folder {runs_dir}: {error.strerror}; choose another with --runs-dir"
-        ) from error
+        why = f"make the folder {runs_dir}: {error.strerror}"
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            why = f"keep runs in {runs_dir}: it is not a folder"
+        raise UsageError(f"cannot {why}; choose another with --runs-dir") from error
 
 
 def _refuse_unless_free(layout: RunLayout) -> None:

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.checkpoints.verification import checkpoint_folders, is_plain_name, parse_manifest
+from ddptrain.results.checkpoints.verification import is_plain_name, parse_manifest
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, step_name, step_of
+from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, checkpoint_folders, step_name, step_of
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
 

@@ -66,7 +66,7 @@ class RunFields:
             return FIELDS[field.name](self.view)
         if field.kind == "" and field.name.startswith(PARAMS):
             return _below(params_of(self.view), field.name.removeprefix(PARAMS))
-        return self.view.record.last_metrics.get(field.name)
+        return self.view.record.numbers.get(field.name)
 
 
 def _below(values: Any, path: str) -> Any:

@@ -27,7 +27,7 @@ def _rows(view: RunView, metrics: Mapping[str, float | None]) -> Iterator[tuple[
     yield "duration", duration(view.duration_s)
     if record.world_size:
         yield "ranks", str(record.world_size)
-    for name, value in sorted({**record.last_metrics, **metrics}.items()):
+    for name, value in sorted({**record.numbers, **metrics}.items()):
         yield name, number(value)
     if record.best is not None:
         yield "best", f"{record.best.metric} {number(record.best.value)} at step {record.best.step}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,9 @@ def save_picture(plot: Plot, out: Path, best: BestRecord | None = None, *, optio
         _draw_panel(axis, panel, best, plot.x_name)
     axes[-1].set_xlabel(_X_LABELS[plot.x_name])
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a character that the font lacks is drawn as a box
+        figure.savefig(buffer, format=kind)
     try:
         write_file(out, buffer.getvalue())
     except ResultsError as error:

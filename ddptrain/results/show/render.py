@@ -20,7 +20,7 @@ from ddptrain.results.system.system_file import read_system
 from ddptrain.results.system.use import use_lines
 from ddptrain.results.timing.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
-from ddptrain.text_tables import Section, clean, clean_line, duration, number, plain_table
+from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
 from ddptrain.tracking.wandb.wandb_folders import unsent_parts
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _result(view: RunView) -> str:
         return f"best {record.best.metric} {number(record.best.value)} at step {record.best.step}"
     losses = [name for name in record.last_metrics if "loss" in name]
     name = next((name for name in ("val/loss", *losses, *record.last_metrics) if name in record.last_metrics), None)
-    return "" if name is None else f"{name} {number(record.last_metrics[name])}"
+    return "" if name is None else f"{name} {number(record.numbers[name])}"
 
 
 def _short(text: str) -> str:
@@ -127,7 +127,7 @@ def sections(view: RunView) -> list[Section]:
         ("slow ranks", [(slow.found_at, slow.description) for slow in record.slow_ranks]),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("use of hosts and GPUs", use_lines(read_system(view.layout.system_jsonl))),
-        ("last metrics", [(name, number(value)) for name, value in sorted(record.last_metrics.items())]),
+        ("last metrics", [(name, number(value)) for name, value in record.numbers.items()]),
         ("tracking", _tracking(view)),
         ("artifacts", _artifacts(files)),
         ("environment of the ranks", environment),
@@ -239,7 +239,7 @@ def print_table(table: Sequence[Sequence[str]], console: Console) -> None:
 
     titles, *found = table
     columns = [*zip(*table, strict=True)]
-    if sum(2 + max(map(len, column)) for column in columns[:-1]) + _LEAST_RESULT > console.width:
+    if sum(2 + max(map(columns_of, column)) for column in columns[:-1]) + _LEAST_RESULT > console.width:
         console.print(Text(plain_table(table)), soft_wrap=True)
         return
     drawn = Table(box=None, pad_edge=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from ddptrain.file_ops import open_regular
 from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.errors import results_errors
-from ddptrain.results.metrics import AllSeries, Series, is_number
+from ddptrain.results.metrics import AllSeries, MetricLine, finite_number, json_object, series_of
 from ddptrain.results.secure_files import JsonLines
 
 PREFIX = "system/"
@@ -83,24 +82,18 @@ def read_system(path: Path) -> list[SystemLine]:
 
 
 def _parse(raw: bytes) -> SystemLine | None:
-    try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError):
+    fields = json_object(raw)
+    time_s, host, rank = _number(fields.get("time_s")), fields.get("host"), fields.get("rank")
+    if time_s is None or not isinstance(host, str) or (rank is not None and type(rank) is not int):
         return None
-    if not isinstance(fields, dict):
-        return None
-    time_s, host, rank = fields.get("time_s"), fields.get("host"), fields.get("rank")
-    if not isinstance(time_s, int | float) or not isinstance(host, str) or (rank is not None and type(rank) is not int):
-        return None
-    names = HOST_METRICS if rank is None else RANK_METRICS
-    if not _is_number(time_s):
-        return None
-    values = {name: float(fields[name]) for name in names if _is_number(fields.get(name))}
-    return SystemLine(float(time_s), host[:_HOST_CHARACTERS], rank, values)
+    found = {name: _number(fields.get(name)) for name in (HOST_METRICS if rank is None else RANK_METRICS)}
+    values = {name: value for name, value in found.items() if value is not None}
+    return SystemLine(time_s, host[:_HOST_CHARACTERS], rank, values)
 
 
-def _is_number(value: object) -> bool:
-    return is_number(value) and abs(value) < _LARGEST  # false for NaN
+def _number(value: object) -> float | None:
+    number = finite_number(value)
+    return number if number is not None and abs(number) < _LARGEST else None
 
 
 def system_series(lines: list[SystemLine]) -> AllSeries:
@@ -109,18 +102,9 @@ def system_series(lines: list[SystemLine]) -> AllSeries:
     Hosts are numbered in the order of their names.
     """
     numbers = {host: number for number, host in enumerate(sorted({line.host for line in lines}))}
-    series: AllSeries = {}
-    for name, where, time_s, value in _values(lines, numbers):
-        one = series.setdefault((name, where), Series())
-        one.time_s.append(time_s)
-        one.step.append(None)
-        one.epoch.append(None)
-        one.value.append(value)
-    return series
-
-
-def _values(lines: list[SystemLine], numbers: Mapping[str, int]) -> Iterator[tuple[str, int, float, float]]:
+    found = []
     for line in lines:
         prefix, where = (HOST_PREFIX, numbers[line.host]) if line.rank is None else (PREFIX, line.rank)
-        for name, value in line.values.items():
-            yield prefix + name, where, line.time_s, value
+        values: dict[str, float | None] = {prefix + name: value for name, value in line.values.items()}
+        found.append(MetricLine(line.time_s, None, None, where, values))
+    return series_of(found)

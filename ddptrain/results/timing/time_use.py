@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ddptrain.file_ops import open_regular
+from ddptrain.results.events_file import is_time, read_events
+from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from ddptrain.text_tables import duration
 
 _KINDS = ("run_started", "entered", "finished", "checkpoint_staged", "timed", "run_finished")
-_LONGEST_LINE_BYTES = 1 << 20
-_LARGEST_S = 1e12
 _LEAST_SHOWN_S = 0.05
 _CLOCK_CHANGE_S = 1.0  # a smaller one is not noticed
 _KEPT = (RunStatus.SUCCEEDED, RunStatus.PREEMPTED)
@@ -118,30 +114,12 @@ def time_use_of(view: RunView) -> TimeUse | None:
     """Return where the time of a run went; None if its duration is not known."""
     if (duration_s := view.duration_s) is None:
         return None
-    return time_use(view.record, read_events(view.layout.events_jsonl), duration_s)
+    return time_use(view.record, timed_events(view.layout), duration_s)
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of an events.jsonl that matter here; damaged lines, and those above 1 MiB, are left out."""
-    marks = [f'"event":"{kind}"'.encode() for kind in _KINDS]
-    try:
-        descriptor = open_regular(path)
-    except OSError:
-        return
-    with os.fdopen(descriptor, "rb") as file:
-        while line := file.readline(_LONGEST_LINE_BYTES):
-            if not any(mark in line for mark in marks):
-                continue
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and _is_time(event.get("time_s")) and _is_time(event.get("seconds", 0)):
-                yield event
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and -_LARGEST_S < value < _LARGEST_S  # also false for NaN
+def timed_events(layout: RunLayout) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run that matter here."""
+    return (event for event in read_events(layout.events_jsonl, _KINDS) if is_time(event.get("seconds", 0)))
 
 
 def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s: float) -> TimeUse:
@@ -179,30 +157,54 @@ def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents
     return found
 
 
-def _undo_clock_change(record: RunRecord, attempts: Sequence[_AttemptEvents], duration_s: float) -> None:
-    """Move the times after a change of the clock in the last part of a run.
+@dataclass(frozen=True, slots=True)
+class ClockChange:
+    """How the clock was set during the last part of a run, which lasted from `since` to `until` by that clock.
 
-    The duration is that of a clock which nobody sets, so the difference shows by how much the other one was set. It was
-    set where time seems to go back, or else in the longest pause between two times of the driver.
+    The duration is that of a clock which nobody sets, so the difference shows by how much the other one was set.
     """
-    since, until = _seconds(record.resumed_at or record.started_at), _seconds(record.ended_at)
-    if since is None or until is None:
-        return
-    lasted_s = duration_s - record.earlier_s
-    change_s = until - since - lasted_s
-    if abs(change_s) < _CLOCK_CHANGE_S:
+
+    since: float
+    until: float
+    by_s: float
+    is_resumed: bool
+
+    @classmethod
+    def of(cls, record: RunRecord, duration_s: float | None) -> Self | None:
+        """Return the change of a run that has ended; None if the clock was not set by a second or more."""
+        since, until = _seconds(record.resumed_at or record.started_at), _seconds(record.ended_at)
+        if since is None or until is None or duration_s is None:
+            return None
+        by_s = until - since - (duration_s - record.earlier_s)
+        return cls(since, until, by_s, record.resumed_at is not None) if abs(by_s) >= _CLOCK_CHANGE_S else None
+
+    def undone(self, times: Sequence[float]) -> list[float]:
+        """Return times of the driver, in their order, as a clock that nobody sets would have shown them.
+
+        The clock was set where time seems to go back, or else in the longest pause between two times.
+        """
+        earlier = [*itertools.takewhile(lambda time_s: self.is_resumed and time_s < self.since, times)]
+        own = times[len(earlier) :]
+        pauses = [later - before for before, later in itertools.pairwise([self.since, *own, self.until])]
+        goes_back = self.by_s < 0 and min(pauses) < -_CLOCK_CHANGE_S
+        changed = pauses.index(min(pauses) if goes_back else max(pauses))
+        return [*earlier, *own[:changed], *(time_s - self.by_s for time_s in own[changed:])]
+
+    def undone_in_rank(self, time_s: float) -> float:
+        """Return a time of a rank in the last part, whose host may have another clock, within that part."""
+        return time_s if self.since <= time_s <= self.until - self.by_s else time_s - self.by_s
+
+
+def _undo_clock_change(record: RunRecord, attempts: Sequence[_AttemptEvents], duration_s: float) -> None:
+    if (change := ClockChange.of(record, duration_s)) is None:
         return
     part = [own for own in attempts if own.stamps]
-    if record.resumed_at is not None:
-        part = list(itertools.dropwhile(lambda own: own.stamps[0][2] < since, part))
-    times = [since, *(time_s for own in part for _, _, time_s in own.stamps), until]
-    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-    goes_back = change_s < 0 and min(pauses) < -_CLOCK_CHANGE_S
-    changed = pauses.index(min(pauses) if goes_back else max(pauses))
-    numbers = itertools.count()
+    if change.is_resumed:
+        part = list(itertools.dropwhile(lambda own: own.stamps[0][2] < change.since, part))
+    times = iter(change.undone([time_s for own in part for _, _, time_s in own.stamps]))
     for own in part:
-        own.stamps = [(kind, step, at - change_s * (next(numbers) >= changed)) for kind, step, at in own.stamps]
-        own.timed = [(name, at - change_s * (not since <= at <= since + lasted_s), s) for name, at, s in own.timed]
+        own.stamps = [(kind, step, next(times)) for kind, step, _ in own.stamps]
+        own.timed = [(name, change.undone_in_rank(at), s) for name, at, s in own.timed]
 
 
 class _Spans:

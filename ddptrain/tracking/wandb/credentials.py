@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ddptrain.redact import hide_credentials
+
 KEY = "WANDB_API_KEY"
 TOKEN_FILE = "WANDB_IDENTITY_TOKEN_FILE"  # noqa: S105  # the name of a variable, not a password
 BASE_URL = "WANDB_BASE_URL"
+_MAX_REASON = 300  # characters of an error message
 # The addresses of the public service; one of them is wandb's default.
 _PUBLIC = ("api.forge.coreweave.com", "forge.coreweave.com", "api.wandb.ai")
 
@@ -58,6 +61,14 @@ def access_to(named: str, environ: Mapping[str, str]) -> Access | None:
     if not in_environment and _is_private(named) and (key := _from_netrc(environ, named, or_default=False)):
         return Access(key.strip(), named)
     return None if chosen.has_credentials else chosen
+
+
+def without_credentials(message: str, environ: Mapping[str, str] = {}) -> str:
+    """Return an error message of wandb or its server on one line, without credentials."""
+    text = " ".join(message.split())
+    if key := environ.get(KEY):
+        text = text.replace(key, "<left out>")
+    return hide_credentials(text)[:_MAX_REASON]
 
 
 def _origin(url: str) -> tuple[object, ...]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.protocol.exec_env import without_working_directory
-from ddptrain.redact import hide_credentials
-from ddptrain.tracking.wandb.credentials import KEY, TOKEN_FILE
+from ddptrain.tracking.wandb.credentials import TOKEN_FILE, without_credentials
 
 # Variables that describe how the run was recorded, not how it is sent.
 _NOT_PASSED_ON = frozenset(
@@ -24,7 +23,6 @@ _NOT_PASSED_ON = frozenset(
 # Paths that may be relative to the user's working directory. The command runs in another one.
 _PATHS = ("WANDB_CONFIG_DIR", "WANDB_CREDENTIALS_FILE", TOKEN_FILE)
 _KILL_S = 2.0
-_MAX_REASON = 300  # characters of wandb's error message
 # Without the line that names wandb's log file, which is deleted with the folder in which the command ran.
 _ERROR = re.compile(r"^(?:.*\bERROR|Error:) +(?!Find detailed error logs)(.+?)\s*$", re.MULTILINE)
 _LINK = re.compile(r"/(?P<id>[^/\]\s]+)\] View run .*?at (?P<url>https?://\S+)")
@@ -60,10 +58,8 @@ def sync_logs(logs: Sequence[Path], env: Mapping[str, str], scratch: Path, timeo
     text, ended = _run(logs, {**env, **folders}, scratch, timeout_s)
     errors = _ERROR.findall(text)
     reason = errors[-1] if errors else "" if ended else f"it was not done in {timeout_s:.0f} s"
-    if key := env.get(KEY):
-        reason = reason.replace(key, "<left out>")
     urls = {match["id"]: match["url"] for match in _LINK.finditer(text)}
-    return SyncOutput(hide_credentials(reason)[:_MAX_REASON], urls)
+    return SyncOutput(without_credentials(reason, env), urls)
 
 
 def _run(logs: Sequence[Path], env: Mapping[str, str], cwd: Path, timeout_s: float) -> tuple[str, bool]:

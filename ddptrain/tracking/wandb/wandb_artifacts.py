@@ -9,14 +9,12 @@ from typing import Any
 
 import wandb
 
-from ddptrain.redact import hide_credentials
 from ddptrain.tracking import items
 from ddptrain.tracking.temp_files import link_or_copy
 from ddptrain.tracking.wandb import internals
+from ddptrain.tracking.wandb.credentials import without_credentials
 from ddptrain.tracking.wandb.media import artifact_name
 from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, checkpoint_folder
-
-_MAX_REASON = 300  # characters of the server's error message
 
 
 @dataclass(slots=True)
@@ -49,7 +47,7 @@ class Uploads:
         self._uploads.append(upload)
 
         def answered(error: str) -> None:
-            upload.refused = " ".join(hide_credentials(error).split())[:_MAX_REASON]
+            upload.refused = without_credentials(error)
             upload.artifact = None
 
         internals.when_answered(handle, answered)

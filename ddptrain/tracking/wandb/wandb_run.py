@@ -17,15 +17,13 @@ from typing import Any
 
 import wandb
 
-from ddptrain.redact import hide_credentials
 from ddptrain.tracking.wandb import internals
+from ddptrain.tracking.wandb.credentials import without_credentials
 from ddptrain.tracking.wandb.wandb_artifacts import Uploads
 from ddptrain.tracking.wandb.wandb_folders import OPEN, SENT, UNSENT
 
 FLUSH_S = 0.25  # wandb writes rows to its log file this often; rows in the file survive if the rank is killed
-_KEY = "WANDB_API_KEY"
 _SERVICE = "WANDB_SERVICE"  # <version>-<process>-<address> of wandb's service process
-_MAX_REASON = 300  # characters of wandb's error message
 # Settings whose environment variable has a different name.
 _VARIABLES = {
     "root_dir": "WANDB_DIR",
@@ -187,8 +185,5 @@ def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
 
 def reason_of(error: BaseException) -> str:
     """Return wandb's error message on one line, without secrets."""
-    text = " ".join(f"{error}".split()) or type(error).__name__
-    text = text.partition(" Consider increasing")[0]
-    if key := os.environ.get(_KEY):
-        text = text.replace(key, "<left out>")
-    return hide_credentials(text)[:_MAX_REASON]
+    text = f"{error}" or type(error).__name__
+    return without_credentials(text.partition(" Consider increasing")[0], os.environ)

@@ -18,6 +18,7 @@ from ddptrain.errors import RunNotFound
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
 
 # Through the package's own entry point, so that errors become exit codes as they do for a person.
 COMMAND = [sys.executable, "-m", "ddptrain", "results"]
@@ -51,6 +52,20 @@ def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
+
+
+def test_show_prints_the_trials_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trials = [TrialRecord(0, {"params.lr": 1}, TrialState.COMPLETE, 2.5)]
+    (folder := tmp_path / "runs/search").mkdir(parents=True)
+    SweepRecord("search", "pets", "pets.yaml", "2026-03-01T10:00:00Z", status="running", trials=trials).save(folder)
+    for name in ("search", "runs/search/"):
+        shown = invoke("show", name)
+        assert shown.startswith("sweep search interrupted") and "best: trial 0, val/loss 2.5: runs/search/best" in shown
+    found = json.loads(invoke("show", "search", "--json"))
+    assert (found["status"], found["trials"][0]["value"], found["sweep_dir"]) == ("interrupted", 2.5, "runs/search")
+    with pytest.raises(RunNotFound, match='no run "other"'):
+        invoke("show", "other")
 
 
 @pytest.mark.parametrize("command", [[], ["list"], ["show"], ["logs"], ["plot"], ["sync"]])

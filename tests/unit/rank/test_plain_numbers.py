@@ -32,6 +32,13 @@ def test_long_value_is_shortened_in_the_message() -> None:
     assert len(str(raised.value)) < 400 and str(raised.value).endswith("... (list)")
 
 
+def test_integer_that_no_event_can_hold_becomes_a_float() -> None:
+    found = numbers({"fits": 2**63 - 1, "least": -(2**63), "large": 10**30, "negative": -(2**63) - 1, "huge": 10**400})
+    assert found == {"fits": 2**63 - 1, "least": -(2**63), "large": 1e30, "negative": -(2.0**63), "huge": float("inf")}
+    assert [type(value) for value in found.values()] == [int, int, float, float, float]
+    assert number("x", -(10**400)) == float("-inf")
+
+
 def test_mapping_is_converted_with_text_names() -> None:
     assert numbers({"a": torch.tensor(2.0), 3: 4}) == {"a": 2.0, "3": 4}  # type: ignore[dict-item]
 
@@ -40,7 +47,7 @@ def test_step_must_be_whole_and_may_be_missing() -> None:
     assert (whole("step", 7.0), whole("step", torch.tensor(8)), whole("step", None)) == (7, 8, None)
     with pytest.raises(TypeError, match=r"step must be a whole number, not 7\.5"):
         whole("step", 7.5)
-    for value in (float("nan"), float("inf")):
+    for value in (float("nan"), float("inf"), 10**30, 2**63):
         with pytest.raises(TypeError, match="step must be a whole number"):
             whole("step", value)
     assert (optional("epoch", 1.5), optional("epoch", None)) == (1.5, None)

@@ -53,7 +53,7 @@ run `toy-1` · exit code 0 · 2 ranks · 4.2 s · commit `0123456789ab` with cha
 
 | metric | last | curve |
 | --- | --- | --- |
-| `odd` | - |  |
+| `odd` | nan |  |
 | `samples` | 12,345 |  |
 | `val/loss` | 1 | █▁ |
 

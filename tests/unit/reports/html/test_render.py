@@ -16,6 +16,7 @@ from ddptrain.reports.html import render
 from ddptrain.reports.html.page_content import html_page
 from ddptrain.reports.html.render import long_text, page_json, safe_text
 from ddptrain.reports.html.subjects import Subjects
+from ddptrain.reports.html.sweep import read_sweep
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import GitRecord
 from tests.hostile_run import ATTACKS, MARK, write_hostile_run
@@ -69,6 +70,19 @@ def test_failed_run_shows_its_failure(tmp_path: Path) -> None:
     page = html_page(Subjects([failed_run(tmp_path)])).decode()
     assert "ValueError: wrong shape" in page
     assert f"<code>{tmp_path}/train.py:4</code> in step" in page
+
+
+@pytest.mark.parametrize(("spread", "error", "columns"), [(None, "", []), (0.5, "boom", ["Spread", "Error"])])
+def test_table_of_trials_has_no_empty_columns(
+    tmp_path: Path, spread: float | None, error: str, columns: list[str]
+) -> None:
+    trial = {"number": 0, "state": "complete", "value": 1.0, "spread": spread, "error": error}
+    (tmp_path / "sweep.json").write_text(json.dumps({"metric": "loss", "trials": [trial]}))
+    page = html_page(Subjects([], read_sweep(tmp_path))).decode()
+    (table,) = re.findall(r'aria-label="Trials"><table.*?</table>', page, re.DOTALL)
+    titles = re.findall(r"<th scope=.col.[^>]*>([^<]*)</th>", table)
+    assert [title for title in titles if title in ("Spread", "Error")] == columns
+    assert len(titles) == len(re.findall(r"<td|<th scope=.row", table))
 
 
 def test_tags_note_and_time_are_shown(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ def test_mean_of_ranks_is_taken_at_each_step(tmp_path: Path) -> None:
     assert (summary.last, summary.least, summary.most) == (5.0, 2.0, 5.0)
 
 
+def test_last_value_may_be_nan(tmp_path: Path) -> None:
+    steps = [{"time_s": 1, "step": step, "rank": 0, "loss": value} for step, value in enumerate((2.0, None))]
+    (summary,) = summaries(read_lines(view_with(tmp_path, *steps)))
+    assert (str(summary.last), summary.least, summary.most) == ("nan", 2.0, 2.0)
+
+
 def test_equal_ranks_are_one_curve(tmp_path: Path) -> None:
     view = view_with(tmp_path, *({"time_s": 1, "step": 1, "rank": rank, "loss": 2.0} for rank in range(4)))
     assert [(one.rank, one.value.tolist()) for one in read_lines(view)] == [(MEAN, [2.0])]

@@ -90,7 +90,7 @@ def test_parameters_are_a_table() -> None:
 
 def test_first_events_have_the_time_of_the_start(tmp_path: Path) -> None:
     def events(view: RunView) -> list[Any]:
-        return list(tensorboard._events(view, read_series(view.layout.metrics_jsonl)))
+        return list(tensorboard._events(view, read_series(view.layout.metrics_jsonl), {}))
 
     first, params, metric = events(put(tmp_path, "a", {"step": 4, "x": 0.5}, started_at="2025-01-01T00:00:00Z"))
     assert (first.wall_time, first.file_version) == (1735689600.0, "brain.Event:2")

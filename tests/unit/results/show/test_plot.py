@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ def test_a_picture_is_written_whole(plot: Plot, tmp_path: Path) -> None:
     save_picture(plot, out, BestRecord("train/loss", "min", 1.0, 3))
     assert out.read_bytes().startswith(PNG)
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_name_that_the_font_lacks_gives_no_warning(plot: Plot, tmp_path: Path) -> None:
+    save_picture(dataclasses.replace(plot, run_id="名前"), tmp_path / "plot.png")
 
 
 def test_the_ending_decides_the_format(plot: Plot, tmp_path: Path) -> None:

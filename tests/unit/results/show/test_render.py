@@ -25,7 +25,7 @@ from ddptrain.results.select.fields import RunFields
 from ddptrain.results.show import render
 from ddptrain.results.show.render import HEADER, print_sections, print_table, rows, run_table, sections, size
 from ddptrain.results.tracker_records import wandb_parts
-from ddptrain.text_tables import clean, duration, plain_sections, plain_table
+from ddptrain.text_tables import clean, duration, number, plain_sections, plain_table
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -99,7 +99,7 @@ def test_the_row_of_an_unreadable_run_tells_the_cause_and_not_its_path(tmp_path:
     [
         (RunRecord(best=BestRecord("val/loss", "min", 1.23456, 3)), "best val/loss 1.235 at step 3"),
         (RunRecord(last_metrics={"lr": 0.1, "train/loss": 2.0}), "train/loss 2"),
-        (RunRecord(last_metrics={"lr": None}), "lr -"),
+        (RunRecord(last_metrics={"lr": None}), "lr nan"),
         (RunRecord(), ""),
     ],
 )
@@ -109,6 +109,8 @@ def test_a_row_ends_in_what_the_run_came_to(tmp_path: Path, record: RunRecord, r
 
 def test_columns_are_aligned() -> None:
     assert plain_table([("A", "B"), ("long", "x")]) == "A     B\nlong  x"
+    assert plain_table([("A", "B"), ("名前", "x"), ("é", "y")]) == "A     B\n名前  x\né     y"
+    assert plain_sections([("t", [("名", "x"), ("abc", "y")])]) == "t\n  名   x\n  abc  y"
 
 
 def test_empty_parts_are_left_out_and_long_values_indented(tmp_path: Path) -> None:
@@ -287,7 +289,7 @@ def test_everything_about_a_run_is_shown_in_sections(tmp_path: Path) -> None:
         ("slow ranks", [("2025-01-01T10:30:00Z", slow_words)]),
         ("attempt 1 (failed)", [("rank 0", "h, process 7, GPU 3, exit code 1"), ("rank 1", "g")]),
         ("attempt 2 (running)", [("rank 0", "h")]),
-        ("last metrics", [("a", "-"), ("b", "2")]),
+        ("last metrics", [("a", "nan"), ("b", "2")]),
         ("environment of the ranks", [("A", "2 (ddptrain)"), ("B", "1 (user)")]),
         ("versions", [("dask", "2025.1"), ("torch", "2.6")]),
     ]
@@ -389,3 +391,12 @@ def test_what_was_not_sent_to_w_and_b_is_told_with_the_command(tmp_path: Path, m
     not_sent = [("not sent", f"W&B lacks some of it: ddptrain results sync {tmp_path}")]
     assert dict(sections(RunView(layout, RunRecord(run_id="r", status="failed"))))["tracking"] == not_sent
     assert "tracking" not in dict(sections(RunView(layout, RunRecord(run_id="r", status="running"))))
+
+
+def test_metric_that_is_not_finite_is_shown_as_nan(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"run_id": "r", "status": "succeeded", "last_metrics": {"loss": null}}')
+    view = load_run(tmp_path)
+    assert dict(sections(view))["last metrics"] == [("loss", "nan")]
+    assert rows([view])[0][-1] == "loss nan"
+    assert RunFields(view)(Field("loss")) != RunFields(view)(Field("loss"))
+    assert [number(value) for value in (None, float("nan"), float("-inf"), 0.12345)] == ["-", "nan", "-inf", "0.1235"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.timing.time_use import TimeUse, read_events, time_use, time_use_of
+from ddptrain.results.timing.time_use import TimeUse, time_use, time_use_of, timed_events
 
 START = 1735689600.0
 
@@ -198,8 +198,8 @@ def test_events_are_read_from_the_file_of_anyone(tmp_path: Path) -> None:
     ]
     lines += ['{"event":"timed","time_s":1,"seconds":1e999}', f'{{"event":"entered","time_s":1{"0" * 400}}}']
     path.write_text("\n".join([*lines, f'{{"event":"entered","x":"{"y" * (1 << 20)}","time_s":1}}', good]) + "\n")
-    assert list(read_events(path)) == [event("entered", 1)] * 2
-    assert list(read_events(tmp_path / "missing")) == []
+    assert list(timed_events(RunLayout(tmp_path))) == [event("entered", 1)] * 2
+    assert list(timed_events(RunLayout(tmp_path / "missing"))) == []
 
 
 def test_as_text() -> None:
@@ -328,4 +328,4 @@ def test_run_is_timed_by_its_files(tmp_path: Path) -> None:
 def test_times_of_events_are_numbers_below_a_billion_seconds(tmp_path: Path, time_s: str, counts: bool) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(f'{{"event":"entered","time_s":{time_s}}}\n')
-    assert len(list(read_events(path))) == counts
+    assert len(list(timed_events(RunLayout(tmp_path)))) == counts
