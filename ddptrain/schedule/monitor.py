@@ -171,7 +171,11 @@ def _look(entry: Entry, grace: timedelta, *, notify: bool, with_missed: bool) ->
     records = retrainings.newest(_READ_FOR_MISSED if with_missed else _READ_RECORDS)
     now, allowed = _now(), timedelta(seconds=entry.jitter_s) + grace
     judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added)
-    if judgement.state is State.LATE and is_being_retrained(registry.folder, model):
+    owned = [
+        None,
+        *(record.number for record in records if record.is_running),
+    ]  # with `overlap: allow`, each has a lock
+    if judgement.state is State.LATE and any(is_being_retrained(registry.folder, model, each) for each in owned):
         judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added, is_running=True)
     missed: Sequence[datetime] = ()
     if with_missed and entry.added is not None:
