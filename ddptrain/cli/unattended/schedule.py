@@ -147,10 +147,13 @@ def check(
 ) -> int:
     """Report models without a successful retraining for longer than their schedule allows.
 
+    With --quiet, a problem that lasts is printed once a day, and once when it is over.
+
     Exit code 0: none; 9: at least one is late; 4: at least one could not be checked.
     """
     from ddptrain.config.sections.retraining import duration_s
     from ddptrain.errors import ExitCode
+    from ddptrain.schedule.alarms import new_alarms
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import look
 
@@ -158,18 +161,23 @@ def check(
     entries, problems = _to_check(configs or [], at, timezone)
     with Entries().locked("check", wait=False) as alone:  # two checks at a time would tell it twice
         found = [look(each, allowed, notify=notify and alone) for each in entries]
+        lines = {} if at else {"": "; ".join(problems)}
+        for entry, finding in zip(entries, found, strict=True):
+            subject = f"{entry.name} {entry.config}"
+            lines[subject] = f"{finding.name}: {finding.problem}" if finding.problem else ""
+            lines[f"{subject} messages"] = "; ".join(f"{finding.name}: {warning}" for warning in finding.warnings)
+        printed = new_alarms(Entries(), lines, datetime.now(UTC), save=alone) if quiet else filter(None, lines.values())
     if json:
         print_json([_checked(finding) for finding in found])
     elif not quiet:
         write(line for finding in found for line in _lines(finding))
-    problems += [f"{finding.name}: {finding.problem}" for finding in found if finding.problem]
-    for line in [*problems, *(warning for finding in found for warning in finding.warnings)]:
+    for line in printed:
         say(f"ddptrain: {line}")
     if not (found or problems or quiet or json):
         say(_NONE)
     if any(finding.is_late for finding in found):
         return ExitCode.LATE
-    return ExitCode.CLUSTER if problems else ExitCode.SUCCEEDED
+    return ExitCode.CLUSTER if problems or any(finding.problem for finding in found) else ExitCode.SUCCEEDED
 
 
 def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], list[str]]:
