@@ -51,8 +51,8 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
             record = _write(start, replace(record, stage=Stage.NOTIFY))
             _clean_up(start)
             _write(start, _ended(replace(record, stage=Stage.CLEAN_UP), end))
-        elif end.status == RetrainStatus.FAILED:  # otherwise a model that fails each night would fill the disk
-            _clean_up(start)
+        elif end.status == RetrainStatus.FAILED and start.owner.holds_lock:
+            _clean_up(start)  # otherwise a model that fails each night would fill the disk
     except DdptrainError as error:
         start.out.notice(f"the end of the retraining is not recorded: {one_line(error)}", level="warning")
         if not (is_told or start.is_done(Stage.NOTIFY)):

@@ -96,6 +96,11 @@ class ModelOwner:
             self._over.set()
             self.release()
 
+    @property
+    def holds_lock(self) -> bool:
+        """Whether this process holds the lock of the model, or of a retraining."""
+        return self._lock is not None
+
     def take_record(self, number: int) -> bool:
         """Hold the lock of one retraining, for `overlap: allow`; return False if another process holds it.
 

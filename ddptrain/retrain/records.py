@@ -21,10 +21,8 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
 
-from ddptrain.config.wording import shorten
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.records import RegistryDamaged
-from ddptrain.protocol.typed_json import decode_known_fields
+from ddptrain.model_registry.records import RegistryDamaged, decoded
 from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Versioned
@@ -137,10 +135,7 @@ class RetrainRecord:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read the file; fields of newer versions are ignored. Raises RegistryDamaged."""
-        try:
-            return cast(Self, decode_known_fields(cls, json.loads(data)))
-        except (ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise RegistryDamaged(f"{name} is damaged: {shorten(str(error))}") from None
+        return cast(Self, decoded(cls, data, name))
 
 
 class RetrainRecords:

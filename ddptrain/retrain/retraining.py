@@ -54,11 +54,7 @@ def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
 
     Raises UsageError if the configuration has no section retrain, or the registry cannot be opened; StoreError.
     """
-    settings = resolved.config.retrain
-    if settings is None:
-        example = f"retrain: {{model: {resolved.config.name}}}"
-        raise UsageError(f"{resolved.path} has no section retrain, which names the model: add for example {example}")
-    return Retraining(Start.of(resolved, settings, options)).run()
+    return Retraining(Start.of(resolved, resolved.retrain, options)).run()
 
 
 class Retraining:

@@ -67,6 +67,7 @@ def add(
     from ddptrain.schedule.due_times import host_zone, parse_schedule
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.job import make_job
+    from ddptrain.schedule.targets.target import write_parts
 
     if install and output:
         raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
@@ -81,7 +82,8 @@ def add(
     if problem := target.problem(parts):
         raise UsageError(problem)
     if output:
-        done = [f"wrote {path}" for path in installing.write_into(output.absolute(), parts)]
+        write_parts(parts)
+        done = [f"wrote {part.path}" for part in parts]
     else:
         write(line for part in parts for line in [f"# --- {part.path or part.name}", *part.text.splitlines(), ""])
         done = installing.install(job, target_name, target, parts, options, Entries()) if install else []

@@ -202,7 +202,7 @@ def drop_section(watched: Entry) -> None:
         (remove_config, "there is no such file"),
         (remove_folder, "cannot enter the folder"),
         (damage_record, "000001.json is damaged"),
-        (drop_section, "retrain: is missing"),
+        (drop_section, "has no section retrain"),
     ],
 )
 def test_problem_is_one_line(watched: Entry, harm: Any, message: str) -> None:
