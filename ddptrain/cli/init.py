@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.errors import UsageError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -81,7 +83,6 @@ def _translated(tool: str, command: str) -> tuple[dict[str, str], tuple[str, ...
     import yaml
 
     from ddptrain.config.torchrun import translate
-    from ddptrain.errors import UsageError
 
     if tool != "torchrun":
         raise UsageError(f'--from {tool}: only commands of torchrun are known: --from torchrun "torchrun ... train.py"')
@@ -103,8 +104,6 @@ def _schema() -> str:
 
 def _write(target: Path, files: dict[str, str]) -> None:
     """Write new files; an older schema is replaced. Raises UsageError if another file exists."""
-    from ddptrain.errors import UsageError
-
     names = [name for name in files if name != _SCHEMA]
     existing = [name for name in names if (target / name).is_symlink() or (target / name).exists()]
     if existing:

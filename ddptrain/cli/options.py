@@ -9,6 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from ddptrain.errors import ConfigError, UsageError
+
 Loaded = TypeVar("Loaded")
 
 
@@ -100,8 +102,6 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
 
     Raises ConfigError; its problems name the option as it was typed.
     """
-    from ddptrain.errors import ConfigError
-
     try:
         return load([*overrides, *options])
     except ConfigError as error:
@@ -112,8 +112,6 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
 
 def parsed(option: str, text: str, parse: Callable[[str], Loaded]) -> Loaded:
     """Return the value of an option. Raises UsageError, which names the option."""
-    from ddptrain.errors import UsageError
-
     try:
         return parse(text)
     except ValueError as error:

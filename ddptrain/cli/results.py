@@ -19,6 +19,8 @@ from ddptrain.cli.runs.compare import chart_style, compare
 from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs
 from ddptrain.cli.runs.report import report
 from ddptrain.cli.unattended.prune import prune
+from ddptrain.errors import ExitCode, UsageError
+from ddptrain.text_tables import plain_sections
 
 app = typer.Typer(
     name="results", help="List runs; show one, its logs, its curves; delete old ones.", no_args_is_help=False
@@ -61,7 +63,6 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOptio
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.results.timing.time_use import time_use_of
-    from ddptrain.text_tables import plain_sections
 
     view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
     if json:
@@ -162,7 +163,6 @@ def sync(
     from dataclasses import asdict
 
     from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_runs
-    from ddptrain.errors import ExitCode, UsageError
     from ddptrain.results.remote.runs import open_runs_dir
 
     if (run is None) != every:
@@ -262,7 +262,6 @@ def export(
     parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
     folder for MLflow, or on its server.
     """
-    from ddptrain.errors import UsageError
     from ddptrain.results.export.mlflow import export_mlflow
     from ddptrain.results.export.tables import export_tables
     from ddptrain.results.export.tensorboard import export_tensorboard

@@ -11,6 +11,7 @@ import typer
 
 from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
@@ -86,7 +87,6 @@ def start(
         reporting.checked()
         return
     from ddptrain.driver.run import train as launch
-    from ddptrain.errors import UsageError
 
     if options.resume not in (None, "auto") and options.run_id is not None:
         raise UsageError(

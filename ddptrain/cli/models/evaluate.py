@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
-from ddptrain.cli.options import ClusterOption, RanksOption, VerboseOption, checked, field_options
+from ddptrain.cli.options import (
+    ClusterOption,
+    JsonOption,
+    RanksOption,
+    VerboseOption,
+    checked,
+    field_options,
+    set_option,
+)
 from ddptrain.cli.printing import print_result, say
+from ddptrain.errors import UsageError
+from ddptrain.redact import LEFT_OUT, hide_credentials
+from ddptrain.text_tables import clean_line, plain_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,15 +45,12 @@ def evaluate(
             "checkpoint.data.  [default: the held-out data of RUN]",
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the run's configuration; repeatable."),
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("params.batch_size=64")] = None,
     ranks: RanksOption = None,
     cluster: ClusterOption = None,
     runs_dir: TrainedRunsDir = "runs",
     models_dir: ModelsDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Score the best checkpoint of a run, or a model, on the data that its training held out."""
@@ -71,7 +79,6 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
     from pathlib import Path
 
     from ddptrain.config.load import load_data, load_mapping
-    from ddptrain.errors import UsageError
 
     path = folder / "config.yaml"
     try:
@@ -91,8 +98,6 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
 
 def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
     """Return the data without the values that were left out of config.yaml, and the keys of these values."""
-    from ddptrain.redact import LEFT_OUT
-
     kept: dict[str, Any] = {}
     secret: list[str] = []
     for key, value in data.items():
@@ -107,7 +112,6 @@ def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, 
 
 
 def _table(found: Evaluation, names: list[str]) -> list[str]:
-    from ddptrain.text_tables import clean_line, plain_table
 
     metrics = sorted({metric for scores in found.scores.values() for metric in scores})
     rows = [(metric, *(_figure(found.scores.get(name, {}).get(metric)) for name in names)) for metric in metrics]
@@ -121,7 +125,6 @@ def _figure(value: float | None) -> str:
 
 
 def _as_dict(found: Evaluation, data: str | None) -> dict[str, Any]:
-    from ddptrain.redact import hide_credentials
 
     return {
         "scores": {name: dict(scores) for name, scores in found.scores.items()},

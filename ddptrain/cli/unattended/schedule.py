@@ -10,7 +10,9 @@ import typer
 
 from ddptrain.cli.options import JsonOption, VerboseOption, parsed
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.errors import ExitCode, UsageError
 from ddptrain.schedule.target_name import TargetName
+from ddptrain.text_tables import clean_table
 
 if TYPE_CHECKING:
     from ddptrain.schedule.entries import Entry
@@ -62,7 +64,6 @@ def add(
 
     from ddptrain.config.load import load_config
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import UsageError
     from ddptrain.schedule import install as installing
     from ddptrain.schedule.due_times import host_zone, parse_schedule
     from ddptrain.schedule.entries import Entries
@@ -98,10 +99,8 @@ def add(
 def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
     """Show the installed schedules: the last retraining, the next time, and the missed times."""
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import ExitCode
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import look
-    from ddptrain.text_tables import clean_table
 
     entries, problems = Entries().readable()
     grace = timedelta(seconds=duration_s(_GRACE))
@@ -154,7 +153,6 @@ def check(
     Exit code 0: none; 9: at least one is late; 4: at least one could not be checked.
     """
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import ExitCode
     from ddptrain.schedule.alarms import new_alarms
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import look
@@ -188,7 +186,6 @@ def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], 
     Also returns a line for each installed schedule that can't be read.
     """
     from ddptrain.config.config_file import find_config
-    from ddptrain.errors import UsageError
     from ddptrain.schedule.due_times import host_zone, parse_schedule
     from ddptrain.schedule.entries import Entries, Entry
 
@@ -243,15 +240,9 @@ def _listed(entry: Entry, finding: Finding) -> dict[str, Any]:
 
     from ddptrain.schedule.due_times import slot_text
 
-    missed = [slot_text(time) for time in finding.missed]
+    about = {**dataclasses.asdict(entry), "cron": entry.schedule.cron, **_checked(finding)}
     last = dataclasses.asdict(finding.last) if finding.last else None
-    return {
-        **dataclasses.asdict(entry),
-        "cron": entry.schedule.cron,
-        **_checked(finding),
-        "missed": missed,
-        "last": last,
-    }
+    return {**about, "missed": [slot_text(time) for time in finding.missed], "last": last}
 
 
 def _checked(finding: Finding) -> dict[str, Any]:
