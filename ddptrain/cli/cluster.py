@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,8 +72,6 @@ def up(
     verbose: VerboseOption = False,
 ) -> None:
     """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
-    from functools import partial
-
     from ddptrain.clusters import lifecycle
     from ddptrain.clusters.signals import interruptible
     from ddptrain.config.load import load_cluster
@@ -247,8 +247,6 @@ def down(
 
 def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
     """Convert options with their fields and values: `--set` text -> the option as it was typed."""
-    import json
-
     typed = {}
     for option, (field, value) in options.items():
         if value is not None:

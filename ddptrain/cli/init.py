@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from ddptrain.cli.printing import say
 from ddptrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _SCHEMA = "ddptrain.schema.json"
 _SCHEMA_LINE = f"# yaml-language-server: $schema={_SCHEMA}\n"
@@ -44,11 +45,6 @@ def init(
     ] = None,
 ) -> None:
     """Write a small training function and its YAML file; existing files are not changed."""
-    import shlex
-    from pathlib import Path
-
-    from ddptrain.cli.printing import say
-
     notes: tuple[str, ...] = ()
     if origin is None:
         files = _starter(workload)
@@ -95,7 +91,6 @@ def _translated(tool: str, command: str) -> tuple[dict[str, str], tuple[str, ...
 
 
 def _schema() -> str:
-    import json
 
     from ddptrain.config.json_schema import config_schema
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -129,8 +130,6 @@ def local_config(config: str) -> str:
 
 def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
     """Convert options for configuration fields: `--set` text -> the option as it was typed."""
-    import json
-
     options: dict[str, str] = {}
     if ranks is not None:
         options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
@@ -143,7 +142,6 @@ def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) 
 
 def _cluster_fields(cluster: str) -> list[str]:
     """Return the overrides for `--cluster`, whose value is a name, an address (with a port) or a scheduler file."""
-    import json
     import re
 
     if re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):

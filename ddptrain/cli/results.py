@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -160,8 +161,6 @@ def sync(
     It skips runs that are running, and data that the server already has. The exit code is 4 if something could not be
     sent; the next call tries again.
     """
-    from dataclasses import asdict
-
     from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_runs
     from ddptrain.results.remote.runs import open_runs_dir
 
@@ -226,8 +225,6 @@ def note(
     json: JsonOption = False,
 ) -> None:
     """Write a note on a run: ddptrain results note latest "larger batches". Without a text it prints the note."""
-    from dataclasses import replace
-
     from ddptrain.results.annotations.annotations import checked_note
 
     runs, name = place_of(ctx, runs_dir, run)

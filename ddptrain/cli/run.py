@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,7 +80,6 @@ def run(
 
 
 def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
-    from pathlib import Path
 
     from ddptrain.config.load import COMMAND_LINE, load_mapping
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,8 +24,6 @@ from ddptrain.redact import LEFT_OUT, hide_credentials
 from ddptrain.text_tables import clean_line, plain_table
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ddptrain.config.resolved import ResolvedConfig
     from ddptrain.retrain.evaluation import Evaluation, EvaluationTarget
 
@@ -76,8 +75,6 @@ def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTar
 
 def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
     """Return the configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
-    from pathlib import Path
-
     from ddptrain.config.load import load_data, load_mapping
 
     path = folder / "config.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 import typer
@@ -26,8 +27,6 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Make new pet names with a trained run, one per line; none of them is in the run's own list."""
-    import dataclasses
-
     from ddptrain.workloads.petnames.generate import generate_names
 
     run_dir, source = open_trained(run, runs_dir, models_dir, "petnames")

@@ -58,7 +58,7 @@ RunOrModel = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
-        help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
+        help="A run's id, the start of one, latest, a directory or URL; or a model, as NAME@champion.",
     ),
 ]
 TrainedRunsDir = Annotated[
@@ -266,8 +266,6 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write a version into a new folder, for use without ddptrain. All its files are compared with their hashes."""
-    from pathlib import Path
-
     from ddptrain.model_registry.model_reader import open_version
 
     registry = _registry(ctx, models_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -105,8 +106,6 @@ def _source_options(given: Iterable[str]) -> dict[str, object]:
 
 def _json(head: dict[str, str], results: Iterable[ImageResult]) -> Iterator[str]:
     """Yield one JSON object line by line, so that not all results are in memory."""
-    import json
-
     yield json.dumps(head).removesuffix("}") + ', "results": ['
     pending = ""
     for result in results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -29,8 +30,6 @@ def send_test(
 
     Exits with 0 if all of them were delivered, else with 4.
     """
-    from functools import partial
-
     from ddptrain.config.load import load_config
     from ddptrain.host_identity import this_host
     from ddptrain.notify.heartbeat import Heartbeat

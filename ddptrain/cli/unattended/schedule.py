@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -236,7 +237,6 @@ def _row(entry: Entry, finding: Finding) -> tuple[str, ...]:
 
 
 def _listed(entry: Entry, finding: Finding) -> dict[str, Any]:
-    import dataclasses
 
     from ddptrain.schedule.due_times import slot_text
 
