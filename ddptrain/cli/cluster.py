@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +13,9 @@ import typer
 
 from ddptrain.cli.options import JsonOption, VerboseOption, checked, field_options
 from ddptrain.cli.printing import print_json, print_result, say, write
+from ddptrain.config.wording import nearest, shorten
+from ddptrain.errors import DdptrainError, ExitCode, UsageError
+from ddptrain.text_tables import clean, plain_sections, plain_table
 
 if TYPE_CHECKING:
     from ddptrain.clusters.status import View
@@ -67,8 +72,6 @@ def up(
     verbose: VerboseOption = False,
 ) -> None:
     """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
-    from functools import partial
-
     from ddptrain.clusters import lifecycle
     from ddptrain.clusters.signals import interruptible
     from ddptrain.config.load import load_cluster
@@ -100,7 +103,6 @@ def list_(json: JsonOption = False, verbose: VerboseOption = False) -> None:
         print_json([view.as_dict() for view in views])
     elif views:
         from ddptrain.clusters.render import HEADER, row
-        from ddptrain.text_tables import plain_table
 
         write([plain_table([HEADER, *(row(view) for view in views)])])
     else:
@@ -115,7 +117,6 @@ def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False)
     """
     from ddptrain.clusters import cluster_records
     from ddptrain.clusters import status as clusters_status
-    from ddptrain.errors import ExitCode
 
     view = clusters_status.at(cluster_records.find(name))
     _print_view(view, as_json=json)
@@ -156,7 +157,6 @@ def check(
     from ddptrain.driver.cluster_check import report as text
     from ddptrain.driver.cluster_check.command import check_cluster
     from ddptrain.driver.control.signals import signals_to
-    from ddptrain.errors import ExitCode
 
     depth = "deep" if deep else "quick"
     with signals_to(SimpleQueue()) as signals:
@@ -168,8 +168,6 @@ def check(
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
     """Return the variables of `--env NAME=VALUE`. Raises UsageError."""
-    from ddptrain.errors import UsageError
-
     for text in given:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", text, re.DOTALL):
             raise UsageError(f"--env {text}: write it as NAME=VALUE")
@@ -186,7 +184,6 @@ def logs(
 ) -> None:
     """Print the last log lines of scheduler and workers, including those that have ended."""
     from ddptrain.clusters import lifecycle
-    from ddptrain.text_tables import clean
 
     found = lifecycle.logs(name, lines, source)
     blocks = (f"==> {each} <==\n{clean(text).rstrip()}".rstrip() + "\n" for each, text in found.items())
@@ -220,7 +217,6 @@ def down(
     """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
     from ddptrain.clusters import cluster_records, lifecycle
     from ddptrain.clusters.signals import interruptible
-    from ddptrain.errors import DdptrainError, UsageError
 
     if (name is None) != all_:
         raise UsageError("name one cluster, or --all")
@@ -233,36 +229,24 @@ def down(
                 lifecycle.down(each, _tell, now=now)
                 ended.append(each)
             except cluster_records.ClusterNotFound:
-                _tell(_nothing_to_end(each, [other.name for other in cluster_records.every()]))
+                near = nearest(each, [other.name for other in cluster_records.every()])
+                hint = f" (did you mean {near}?)" if near else ""
+                _tell(f'there is no cluster "{shorten(each)}", so there is nothing to end{hint}')
             except DdptrainError as error:
                 failed[each] = error
     data = {"ended": ended, "failed": {each: str(error) for each, error in failed.items()}}
     print_result(data, (f"cluster {each} is down" for each in ended), as_json=json)
     if not names:
         say("no clusters")
-    _raise_all(list(failed.values()))
-
-
-def _nothing_to_end(name: str, known: Sequence[str]) -> str:
-    from ddptrain.config.wording import nearest, shorten
-
-    near = nearest(name, known)
-    hint = f" (did you mean {near}?)" if near else ""
-    return f'there is no cluster "{shorten(name)}", so there is nothing to end{hint}'
-
-
-def _raise_all(errors: Sequence[Exception]) -> None:
-    """Print all errors except the first, and raise the first."""
-    for error in errors[1:]:
-        say(f"ddptrain: error: {error}")
-    if errors:
-        raise errors[0]
+    first, *others = failed.values() or [None]
+    for other in others:
+        say(f"ddptrain: error: {other}")
+    if first is not None:
+        raise first
 
 
 def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
     """Convert options with their fields and values: `--set` text -> the option as it was typed."""
-    import json
-
     typed = {}
     for option, (field, value) in options.items():
         if value is not None:
@@ -275,7 +259,6 @@ def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
 
 def _print_view(view: View, *, as_json: bool) -> None:
     from ddptrain.clusters.render import sections
-    from ddptrain.text_tables import plain_sections
 
     print_result(view.as_dict(), [plain_sections(sections(view))], as_json=as_json)
 

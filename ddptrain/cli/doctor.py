@@ -10,6 +10,7 @@ from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_result
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 from ddptrain.errors import ExitCode
+from ddptrain.text_tables import clean_line
 
 if TYPE_CHECKING:
     from ddptrain.driver.doctor.judge import Check
@@ -32,7 +33,6 @@ def doctor(runs_dir: RunsDir = None, json: JsonOption = False) -> int:
 
 def _check_lines(checks: list[Check]) -> list[str]:
     from ddptrain.driver.doctor.judge import Result
-    from ddptrain.text_tables import clean_line
 
     width = max(len(check.subject) for check in checks)
     lines = []

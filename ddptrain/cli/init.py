@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from ddptrain.cli.printing import say
+from ddptrain.errors import UsageError
 
 _SCHEMA = "ddptrain.schema.json"
 _SCHEMA_LINE = f"# yaml-language-server: $schema={_SCHEMA}\n"
@@ -42,11 +45,6 @@ def init(
     ] = None,
 ) -> None:
     """Write a small training function and its YAML file; existing files are not changed."""
-    import shlex
-    from pathlib import Path
-
-    from ddptrain.cli.printing import say
-
     notes: tuple[str, ...] = ()
     if origin is None:
         files = _starter(workload)
@@ -81,7 +79,6 @@ def _translated(tool: str, command: str) -> tuple[dict[str, str], tuple[str, ...
     import yaml
 
     from ddptrain.config.torchrun import translate
-    from ddptrain.errors import UsageError
 
     if tool != "torchrun":
         raise UsageError(f'--from {tool}: only commands of torchrun are known: --from torchrun "torchrun ... train.py"')
@@ -94,7 +91,6 @@ def _translated(tool: str, command: str) -> tuple[dict[str, str], tuple[str, ...
 
 
 def _schema() -> str:
-    import json
 
     from ddptrain.config.json_schema import config_schema
 
@@ -103,8 +99,6 @@ def _schema() -> str:
 
 def _write(target: Path, files: dict[str, str]) -> None:
     """Write new files; an older schema is replaced. Raises UsageError if another file exists."""
-    from ddptrain.errors import UsageError
-
     names = [name for name in files if name != _SCHEMA]
     existing = [name for name in names if (target / name).is_symlink() or (target / name).exists()]
     if existing:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
 import typer
+
+from ddptrain.errors import ConfigError, UsageError
 
 Loaded = TypeVar("Loaded")
 
@@ -100,8 +103,6 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
 
     Raises ConfigError; its problems name the option as it was typed.
     """
-    from ddptrain.errors import ConfigError
-
     try:
         return load([*overrides, *options])
     except ConfigError as error:
@@ -112,8 +113,6 @@ def checked(load: Callable[[Sequence[str]], Loaded], overrides: Sequence[str], o
 
 def parsed(option: str, text: str, parse: Callable[[str], Loaded]) -> Loaded:
     """Return the value of an option. Raises UsageError, which names the option."""
-    from ddptrain.errors import UsageError
-
     try:
         return parse(text)
     except ValueError as error:
@@ -131,8 +130,6 @@ def local_config(config: str) -> str:
 
 def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
     """Convert options for configuration fields: `--set` text -> the option as it was typed."""
-    import json
-
     options: dict[str, str] = {}
     if ranks is not None:
         options[f"cluster.ranks={ranks}"] = f"--ranks {ranks}"
@@ -145,7 +142,6 @@ def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) 
 
 def _cluster_fields(cluster: str) -> list[str]:
     """Return the overrides for `--cluster`, whose value is a name, an address (with a port) or a scheduler file."""
-    import json
     import re
 
     if re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):

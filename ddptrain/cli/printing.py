@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -33,8 +34,6 @@ def say(text: str) -> None:
 
 def print_json(data: object, indent: int | None = 2) -> None:
     """Print data as JSON on stdout, in one line without `indent`; a number that is not finite is null."""
-    import json
-
     from ddptrain.results.run_record import as_json_data
 
     write([json.dumps(as_json_data(data), indent=indent, allow_nan=False)], is_json=True)

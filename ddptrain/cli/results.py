@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,8 @@ from ddptrain.cli.runs.compare import chart_style, compare
 from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs, show_sweep
 from ddptrain.cli.runs.report import report
 from ddptrain.cli.unattended.prune import prune
+from ddptrain.errors import ExitCode, UsageError
+from ddptrain.text_tables import plain_sections
 
 app = typer.Typer(
     name="results", help="List runs; show one, its logs, its curves; delete old ones.", no_args_is_help=False
@@ -62,7 +65,6 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOptio
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
     from ddptrain.results.timing.time_use import time_use_of
-    from ddptrain.text_tables import plain_sections
 
     try:
         view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
@@ -165,10 +167,7 @@ def sync(
     It skips runs that are running, and data that the server already has. The exit code is 4 if something could not be
     sent; the next call tries again.
     """
-    from dataclasses import asdict
-
     from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_runs
-    from ddptrain.errors import ExitCode, UsageError
     from ddptrain.results.remote.runs import open_runs_dir
 
     if (run is None) != every:
@@ -232,8 +231,6 @@ def note(
     json: JsonOption = False,
 ) -> None:
     """Write a note on a run: ddptrain results note latest "larger batches". Without a text it prints the note."""
-    from dataclasses import replace
-
     from ddptrain.results.annotations.annotations import checked_note
 
     runs, name = place_of(ctx, runs_dir, run)
@@ -268,7 +265,6 @@ def export(
     parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
     folder for MLflow, or on its server.
     """
-    from ddptrain.errors import UsageError
     from ddptrain.results.export.mlflow import export_mlflow
     from ddptrain.results.export.tables import export_tables
     from ddptrain.results.export.tensorboard import export_tensorboard

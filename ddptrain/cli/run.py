@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -79,9 +80,8 @@ def run(
 
 
 def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
-    from pathlib import Path
 
-    from ddptrain.config.load import load_mapping
+    from ddptrain.config.load import COMMAND_LINE, load_mapping
 
-    load = partial(load_mapping, {"workload": workload}, Path.cwd(), source="ddptrain run")
+    load = partial(load_mapping, {"workload": workload}, Path.cwd(), source=COMMAND_LINE)
     return opt.checked(lambda changes: load(overrides=changes), overrides, options)

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli.models.models import TrainedRunsDir
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_result, say
+from ddptrain.errors import UsageError, one_line
+from ddptrain.text_tables import clean_line
 
 if TYPE_CHECKING:
     from ddptrain.driver.control.stop import StopTarget
@@ -21,9 +24,7 @@ def stop(
         str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, a URL, or a sweep.")
     ],
     now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR|URL", help="Folder that holds the runs, or s3://bucket/folder.")
-    ] = "runs",
+    runs_dir: TrainedRunsDir = "runs",
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -33,7 +34,6 @@ def stop(
     on its driver's host.
     """
     from ddptrain.driver.control.stop import is_active, stop_run
-    from ddptrain.text_tables import clean_line
 
     if _stop_sweep(runs_dir, run, now=now, as_json=as_json):
         return
@@ -69,7 +69,6 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
     import socket
 
     from ddptrain.driver.control.stop import StopTarget, is_active
-    from ddptrain.errors import UsageError
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import load_run
     from ddptrain.results.ownership.driver_heartbeat import WATCH_S
@@ -94,7 +93,6 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
 
 def _words(view: RunView, *, was_active: bool) -> str:
     """Return the end of the run in one line."""
-    from ddptrain.errors import one_line
     from ddptrain.results.run_record import RunStatus
 
     record = view.record

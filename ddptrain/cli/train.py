@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
@@ -56,8 +60,6 @@ def reporting_of(source: str, report: str | None, junit: str | None) -> Reportin
 
     Raises UsageError if a file cannot be written.
     """
-    from pathlib import PurePath
-
     from ddptrain.reports.destinations import Destinations, Reporting
 
     return Reporting(PurePath(source).stem, Destinations.chosen(report, junit))
@@ -86,7 +88,6 @@ def start(
         reporting.checked()
         return
     from ddptrain.driver.run import train as launch
-    from ddptrain.errors import UsageError
 
     if options.resume not in (None, "auto") and options.run_id is not None:
         raise UsageError(
@@ -100,9 +101,6 @@ def start(
 
 def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     """Start the same command as a detached process; print its run id, and how to follow and stop it."""
-    import dataclasses
-    import shlex
-
     from ddptrain.driver.control.detach import EndedEarly, start_detached
 
     command = str(ctx.command.name)
@@ -154,8 +152,6 @@ def _load(config: str, overrides: list[str], options: dict[str, str]) -> Resolve
 
 def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:
     """Load the configuration that ddptrain.launch sent by stdin, so that the command line shows no secrets."""
-    from pathlib import Path
-
     from ddptrain.config.load import load_config, load_mapping
     from ddptrain.driver.control.launch_request import read_launch_request
 

@@ -22,12 +22,13 @@ from ddptrain.config.sections.clusters import ClusterConfig, ClusterFile
 from ddptrain.config.sweep_check import first_values, sweep_problems
 from ddptrain.config.types import default_name
 from ddptrain.config.validation_errors import MAX_PROBLEMS, Schema, explain, located, place_of
-from ddptrain.config.wording import describe_value, dotted, nearest, shorten
+from ddptrain.config.wording import KNOWN, describe_value, dotted, nearest, shorten
 from ddptrain.config.yaml_reader import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 
 _LAUNCHED = "the configuration"
+COMMAND_LINE = "ddptrain run"  # the source of a script that has no configuration file
 
 
 def load_config(source: Path | str, overrides: Sequence[str] = (), *, sweeps: bool = False) -> ResolvedConfig:
@@ -130,7 +131,14 @@ def _overridden(root: Node, overrides: Sequence[str]) -> list[Located]:
 
 
 def _in_order(problems: list[Located], name: str) -> list[Problem]:
+    """Return the problems by their places. The known keys of a section are listed only once."""
     ordered = [each.problem for each in sorted(problems, key=lambda each: each.place)]
+    listed: set[str] = set()
+    for number, problem in enumerate(ordered):
+        if problem.hint in listed:
+            ordered[number] = dataclasses.replace(problem, hint="")
+        elif problem.hint.startswith(KNOWN):
+            listed.add(problem.hint)
     more = len(ordered) - MAX_PROBLEMS
     return [*ordered[:MAX_PROBLEMS], *([Problem(name, "", f"and {more:,} more problems")] if more > 0 else [])]
 
@@ -158,6 +166,8 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
         problems += explain(error, root, schema)
         return None
     problems += _script_problems(config, path, root)
+    if config.evaluate is not None:
+        _find_function("evaluate", config.evaluate, path, root, problems)
     problems += sweep_problems(config, model, root)
     return config
 
@@ -167,7 +177,8 @@ def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]
     script = config.script.script if config.script is not None else None
     if script is None:
         return []
-    key, shown = ("workload", "script"), describe_value(script)
+    key = () if root.place.text == COMMAND_LINE else ("workload", "script")
+    shown = describe_value(script)
     if script.endswith(".ipynb"):
         message = f"expected a Python file, got the notebook {shown.removeprefix('the text ')}"
         return [located(root, key, message, f"convert it: jupyter nbconvert --to script {shorten(script)}")]
@@ -209,22 +220,34 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
 
 def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
     """The model of the params, read from the source of the user's function; adds a problem if there is no function."""
-    module, _, name = plugin_names.workload_target(workload).partition(":")
+    target = plugin_names.workload_target(workload)
+    found = _find_function("workload", target, path, root, problems)
+    return config_params.params_model(found, target.partition(":")[2]) if found is not None else None
+
+
+def _find_function(
+    field: str, target: str, path: Path, root: Node, problems: list[Located]
+) -> config_params.Found | None:
+    """Return the source with a function of the user; None if it is not found. Adds a problem if it surely is missing.
+
+    target: module:function, the value of a field.
+    """
+    module, _, name = target.partition(":")
     found = config_params.find_source(module, [*import_folders(path), *sys.path])
     if found is None:
         return None
     names = config_params.names_in(found)
     if names is not None and (first := name.partition(".")[0]) not in names:
-        message = f"{shorten(str(found.path), 300)} has no {first}, got {describe_value(workload)}"
+        message = f"{shorten(str(found.path), 300)} has no {first}, got {describe_value(target)}"
         match = nearest(first, names)
         hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
-        problems.append(located(root, ("workload",), message, hint))
-        return None
-    if config_params.is_module(found, name):
+    elif config_params.is_module(found, name):
         message = f"{name} is a module that {shorten(str(found.path), 300)} imports, not a function"
-        problems.append(located(root, ("workload",), message, f"name a function of {module}, as {module}:train"))
-        return None
-    return config_params.params_model(found, name)
+        hint = f"name a function of {module}, as {module}:train"
+    else:
+        return found
+    problems.append(located(root, (field,), message, hint))
+    return None
 
 
 def _override(root: Node, number: int, option: str) -> list[Located]:

@@ -13,7 +13,9 @@ import yaml
 from ddptrain.config import plugin_names
 from ddptrain.config.params_check import check_params
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.config.yaml_reader import scalar
+from ddptrain.errors import UsageError
 from ddptrain.redact import hide_known, hide_secrets, known_secrets
 
 
@@ -35,6 +37,14 @@ class ResolvedConfig:
     yaml_text: str = field(repr=False)
     secrets: tuple[str, ...] = field(repr=False)
     import_folders: tuple[str, str]
+
+    @property
+    def retrain(self) -> RetrainConfig:
+        """The section `retrain`. Raises UsageError if there is none."""
+        if self.config.retrain is None:
+            example = f"retrain: {{model: {self.config.name}}}"
+            raise UsageError(f"{self.path} has no section retrain, which names the model: add for example {example}")
+        return self.config.retrain
 
 
 def resolve(config: RunConfig, path: Path) -> ResolvedConfig:

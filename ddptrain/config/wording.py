@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 
 PathKey = tuple[str | int, ...]
+KNOWN = "known are: "  # the start of a hint
 
 
 def shorten(text: str, limit: int = 80) -> str:
@@ -58,7 +59,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Return a hint for an unknown name: the most similar known name, or else all of them."""
     match = nearest(name, known)
-    return f"did you mean {match}?" if match else f"known are: {', '.join(sorted(known))}" if known else ""
+    return f"did you mean {match}?" if match else f"{KNOWN}{', '.join(sorted(known))}" if known else ""
 
 
 def counted(number: int, noun: str) -> str:

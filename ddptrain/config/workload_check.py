@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddptrain.config.config_file import MAX_NEIGHBOURS, python_files
 from ddptrain.config.function_signature import syntax_error, syntax_error_of_file
-from ddptrain.config.load import place_in_file
+from ddptrain.config.load import COMMAND_LINE, place_in_file
 from ddptrain.config.plugin_names import of_file, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import describe_value, nearest, shorten
@@ -45,10 +45,10 @@ def _check_script(resolved: ResolvedConfig) -> None:
         (path for path in (Path(folder, script.script) for folder in resolved.import_folders) if path.is_file()), None
     )
     if found is not None and (error := syntax_error_of_file(found)) is not None:
-        where = "ddptrain run"
+        where, key = COMMAND_LINE, ""
         if resolved.path.is_file():
-            where = place_in_file(resolved.path, ("workload", "script"), script.script)
-        raise ConfigError([_not_python(where, "workload.script", error)])
+            where, key = place_in_file(resolved.path, ("workload", "script"), script.script), "workload.script"
+        raise ConfigError([_not_python(where, key, error)])
 
 
 def _not_python(where: str, key: str, error: SyntaxError) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ddptrain.errors import UsageError
@@ -113,8 +113,5 @@ def _record(registry: ModelRegistry, model: str, view: RunView, retrained: Retra
         parent=registry.state(model).version_of(CHAMPION),
         code=run.code.hash if run.code else (run.git.commit if run.git else ""),
         versions=run.versions,
-        data=retrained.data,
-        held_out=retrained.held_out,
-        config=retrained.config,
-        evaluation=retrained.evaluation,
+        **asdict(retrained),
     )

@@ -78,7 +78,7 @@ class VersionRecord:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read version.json. `name` is the file's, for the message. Raises RegistryDamaged."""
-        record: Self = _decoded(cls, data, name)
+        record: Self = decoded(cls, data, name)
         _require_counts(name, record.version, record.step, record.parent or 0)
         paths = [file.path for file in record.files]
         if not paths or len(set(paths)) < len(paths):
@@ -121,7 +121,7 @@ class Change:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read an entry. Raises RegistryDamaged."""
-        record: Self = _decoded(cls, data, name)
+        record: Self = decoded(cls, data, name)
         _require_counts(name, record.number, record.version, *record.aliases.values(), *record.pinned, *record.removed)
         return record
 
@@ -130,7 +130,7 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, indent=1, allow_nan=False) + "\n").encode()
 
 
-def _decoded(cls: Any, data: bytes, name: str) -> Any:
+def decoded(cls: Any, data: bytes, name: str) -> Any:
     """Return a record of the type `cls`; fields of newer versions are ignored. Raises RegistryDamaged."""
     try:
         raw = json.loads(data)

@@ -22,8 +22,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
-from types import TracebackType
-from typing import Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from ddptrain.config.sections.retraining import FROM_ENV
@@ -56,8 +54,7 @@ class _Ping:
 class Heartbeat:
     """The check of one retraining; a thread of its own sends, so that no server delays anything. Raises nothing.
 
-    As a context manager it sends the start, and the end if `end` was not called: the exit code of the exception, or
-    success. The thread is a daemon: a process that ends does not wait for a silent server.
+    The thread is a daemon: a process that ends does not wait for a silent server.
     """
 
     def __init__(
@@ -134,21 +131,6 @@ class Heartbeat:
             exit_code = None
         suffix = "fail" if exit_code is None else str(exit_code) if exit_code else ""
         return self._finish(suffix, text)
-
-    def __enter__(self) -> Self:
-        self.begin()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._ending.is_set():
-            return
-        if error is None:
-            self.end(0)
-            return
-        code = getattr(error, "exit_code", getattr(error, "code", None))  # DdptrainError, or SystemExit and typer.Exit
-        self.end(code if isinstance(code, int) else None, one_line(error))
 
     def _finish(self, suffix: str, text: str) -> list[str]:
         if self._url and not self._ending.is_set():

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
 
 _log = Log(__name__)
-_KEPT_LISTINGS = 50
 _LOOKED_AT = 50  # earlier retrainings
 _SUCCESSES = [status for status in RetrainStatus if status.is_success]
 _TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)
@@ -52,6 +51,8 @@ def conclude(start: Start, end: End, duration_s: float) -> None:
             record = _write(start, replace(record, stage=Stage.NOTIFY))
             _clean_up(start)
             _write(start, _ended(replace(record, stage=Stage.CLEAN_UP), end))
+        elif end.status == RetrainStatus.FAILED and start.owner.holds_lock:
+            _clean_up(start)  # otherwise a model that fails each night would fill the disk
     except DdptrainError as error:
         start.out.notice(f"the end of the retraining is not recorded: {one_line(error)}", level="warning")
         if not (is_told or start.is_done(Stage.NOTIFY)):
@@ -142,11 +143,11 @@ def _champion(start: Start) -> int | None:
 
 
 def _clean_up(start: Start) -> None:
-    """Delete old versions, runs and listings; a problem is only a warning."""
+    """Delete old versions, runs, records and listings; a problem is only a warning."""
     config, settings = start.resolved.config, start.settings
     try:
         report = clean_up(start.registry, settings.model, settings.keep, config.results.dir, config.name)
-        start.records.remove_older(_KEPT_LISTINGS)
+        start.records.remove_older(report.versions.kept)
     except DdptrainError as error:
         start.out.notice(f"the clean-up has failed: {one_line(error)}", level="warning")
         return

@@ -1,5 +1,7 @@
 """One owner per model: the lock that a retraining holds, and the request to hand it over.
 
+With `overlap: allow` each retraining has a lock of its own instead.
+
 In a folder the lock is held with flock, in an object store it is a lease (results/remote/lease.py). Both end when the
 process that holds them dies. `overlap: replace` writes a request that the owner looks for every few seconds; the owner
 then ends like after SIGTERM: it saves a checkpoint first.
@@ -70,45 +72,73 @@ class ModelOwner:
         self.model = model
         self.replaced_by = ""  # who asked for the model, as "process 12 on host"
         self.lost: DdptrainError | None = None
-        store = self._folder.store
-        self._lock: _FolderLock | StoreLock = (
-            _FolderLock(store, self._folder.path) if isinstance(store, OwnFolder) else StoreLock(self._folder)
-        )
+        self._lock: _FolderLock | StoreLock | None = None
         self._over = threading.Event()
 
     @contextmanager
     def owned(self, overlap: str, wait_s: float, tell: Callable[[str], None]) -> Iterator[None]:
         """Hold the lock for the block, which other processes may end with SIGTERM through a request.
 
-        overlap: skip, wait or replace (see RetrainConfig).
+        overlap: skip, wait or replace; with allow, nothing is held before take_record() (see RetrainConfig).
 
         Raises:
             RunLocked: another process holds the lock, with wait and replace for longer than `wait_s` seconds.
             StoreError, ResultsError: the lock cannot be taken.
         """
-        self._take(overlap, wait_s, tell)
-        watch = threading.Thread(target=self._watch, name="ddptrain-replace", daemon=True)
         try:
-            self._lock.keep(self._lose)
-            with suppress(StoreError):  # a request that stays only ends this process, which is safe
-                self._folder.remove(_REQUEST)
-            watch.start()
+            if overlap != "allow":
+                self._take(overlap, wait_s, tell)
+                with suppress(StoreError):  # a request that stays only ends this process, which is safe
+                    self._folder.remove(_REQUEST)
+                threading.Thread(target=self._watch, name="ddptrain-replace", daemon=True).start()
             yield
         finally:
             self._over.set()
-            self._lock.release()
+            self.release()
+
+    @property
+    def holds_lock(self) -> bool:
+        """Whether this process holds the lock of the model, or of a retraining."""
+        return self._lock is not None
+
+    def take_record(self, number: int) -> bool:
+        """Hold the lock of one retraining, for `overlap: allow`; return False if another process holds it.
+
+        Raises StoreError, ResultsError.
+        """
+        lock = _lock_in(_record_folder(self._folder, number))
+        try:
+            lock.take(contested=True)
+        except RunLocked:
+            return False
+        self.release()
+        self._hold(lock)
+        return True
 
     def assure(self) -> None:
-        """Check that this process still owns the model. Raises RunLocked, StoreError."""
-        self._lock.assure()
+        """Check that this process still owns the model, or the retraining. Raises RunLocked, StoreError."""
+        if self._lock is not None:
+            self._lock.assure()
+
+    def release(self) -> None:
+        """Release the lock, if one is held."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _hold(self, lock: _FolderLock | StoreLock) -> None:
+        self._lock = lock
+        lock.keep(self._lose)
 
     def _take(self, overlap: str, wait_s: float, tell: Callable[[str], None]) -> None:
         """Take the lock; with wait and replace try again for `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         is_reported = False
+        lock = _lock_in(self._folder)
         while True:
             try:
-                self._lock.take(contested=True)
+                lock.take(contested=True)
+                self._hold(lock)
                 return
             except RunLocked:
                 busy = f"model {self.model} is being retrained by {self._holder() or 'another process'}"
@@ -149,13 +179,24 @@ class ModelOwner:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def is_being_retrained(registry: RemoteFolder, model: str) -> bool:
-    """Return whether a process holds the lock of the model; False if this host cannot see it. Raises StoreError.
+def is_being_retrained(registry: RemoteFolder, model: str, number: int | None = None) -> bool:
+    """Return whether a process holds the lock of the model, or of the retraining of that number (`overlap: allow`).
 
-    It does not take the lock, which would disturb a starting retraining.
+    False if this host cannot see it. It does not take the lock, which would disturb a starting retraining. Raises
+    StoreError.
     """
     folder = registry.below(model).below("retrainings")
+    if number is not None:
+        folder = _record_folder(folder, number)
     if isinstance(folder.store, OwnFolder):
         return run_lock.is_held(Path(folder.store.location.url, folder.path, LOCK))
     claim = claim_from(folder.read(LOCK))
     return claim is not None and claim.is_held(claim.age_s)
+
+
+def _record_folder(retrainings: RemoteFolder, number: int) -> RemoteFolder:
+    return retrainings.below(f"{number:06d}")
+
+
+def _lock_in(folder: RemoteFolder) -> _FolderLock | StoreLock:
+    return _FolderLock(folder.store, folder.path) if isinstance(folder.store, OwnFolder) else StoreLock(folder)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.errors import ExitCode, UsageError, one_line
@@ -20,26 +21,10 @@ from ddptrain.retrain.records import RetrainStatus, Stage
 from ddptrain.retrain.script_output import output_state, read_metrics
 from ddptrain.retrain.start import End, Start
 
+if TYPE_CHECKING:
+    from ddptrain.retrain.evaluation import Evaluation
+
 _MOST_EVALUATIONS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """candidate and champion -> metrics; champion is missing if it could not be evaluated, which `notes` explain."""
-
-    scores: Mapping[str, Mapping[str, float]]
-    held_out: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The scores in one line, as "val/loss 2.31 (champion 2.35)"."""
-        champion = self.scores.get("champion", {})
-        parts = []
-        for name, value in sorted(self.scores["candidate"].items()):
-            beside = f" (champion {champion[name]:.4g})" if name in champion else ""
-            parts.append(f"{name} {value:.4g}{beside}")
-        return "; ".join([", ".join(parts) or "no metrics", *self.notes])
 
 
 class Candidate:
@@ -49,7 +34,7 @@ class Candidate:
         self._start, self._view = start, view
         self._config = start.resolved.config
 
-    def evaluate(self, champion: int | None) -> Scores:
+    def evaluate(self, champion: int | None) -> Evaluation:
         """Score the candidate and the champion.
 
         With an evaluation function both are scored on the same held-out data, by the ranks. Otherwise the metrics are
@@ -58,12 +43,14 @@ class Candidate:
         version, folder, note = self._champion(champion)
         if self._config.script is None and (is_built_in(self._config.workload) or self._config.evaluate):
             return self._evaluate_on_ranks(folder, note)
+        from ddptrain.retrain.evaluation import Evaluation
+
         notes = [note] if note else []
         scores: dict[str, Mapping[str, float]] = {"candidate": self._training_metrics()}
         if version is not None and folder is not None:
             scores["champion"] = version.evaluation or version.metrics
             notes.append("metrics of the trainings, as there is no evaluate function")
-        return Scores(scores, "", tuple(notes))
+        return Evaluation(scores, notes=tuple(notes))
 
     def add(self) -> VersionRecord:
         """Add the candidate to the registry, once. Raises UsageError, StoreError."""
@@ -91,14 +78,14 @@ class Candidate:
             self._start.out.notice(note, level="warning")
             return None, None, note
 
-    def _evaluate_on_ranks(self, champion: Path | None, note: str) -> Scores:
+    def _evaluate_on_ranks(self, champion: Path | None, note: str) -> Evaluation:
         from ddptrain.retrain.evaluation import EvaluationTarget, evaluate
 
         targets = [EvaluationTarget("candidate", self._view.layout.root)]
         if champion is not None:
             targets.append(EvaluationTarget("champion", champion))
         found = evaluate(self._start.resolved, targets, output=self._start.options.output)
-        return Scores(found.scores, found.held_out, tuple(each for each in (note, *found.notes) if each))
+        return replace(found, notes=tuple(each for each in (note, *found.notes) if each))
 
     def _training_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the best checkpoint, or those that the script has written."""
@@ -161,11 +148,20 @@ def outcome(start: Start) -> End:
 
 def _evaluate(start: Start, candidate: Candidate) -> None:
     champion = start.champion()
-    scores = candidate.evaluate(champion)
-    start.out.stage(Stage.EVALUATE, scores.text, scores=scores.scores, notes=scores.notes, held_out=scores.held_out)
-    start.update(
-        stage=Stage.EVALUATE, scores=scores.scores, notes=scores.notes, held_out=scores.held_out, champion=champion
-    )
+    found = candidate.evaluate(champion)
+    results: dict[str, Any] = {"scores": found.scores, "notes": found.notes, "held_out": found.held_out}
+    start.out.stage(Stage.EVALUATE, scores_text(found), **results)
+    start.update(stage=Stage.EVALUATE, champion=champion, **results)
+
+
+def scores_text(found: Evaluation) -> str:
+    """Return the scores in one line, as "val/loss 2.31 (champion 2.35)"."""
+    champion = found.scores.get("champion", {})
+    parts = []
+    for name, value in sorted(found.scores["candidate"].items()):
+        beside = f" (champion {champion[name]:.4g})" if name in champion else ""
+        parts.append(f"{name} {value:.4g}{beside}")
+    return "; ".join([", ".join(parts) or "no metrics", *found.notes])
 
 
 def _judge(start: Start) -> None:

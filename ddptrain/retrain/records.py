@@ -2,6 +2,7 @@
 
 MODEL/retrainings/000001.json      one retraining, from its start to its end; rewritten after each stage
 MODEL/retrainings/000001.listing   the listing of its training data (see fingerprint.py)
+MODEL/retrainings/000001/run.lock  with `overlap: allow`, the lock of its process
 MODEL/retrainings/late             when users were told last that the model is late
 MODEL/skipped/TIME-TOKEN.json      a start that did nothing, and why
 """
@@ -13,16 +14,15 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
 
-from ddptrain.config.wording import shorten
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.records import RegistryDamaged
-from ddptrain.protocol.typed_json import decode_known_fields
+from ddptrain.model_registry.records import RegistryDamaged, decoded
 from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Versioned
@@ -30,6 +30,8 @@ from ddptrain.storage.store import Versioned
 SCHEMA = 1
 _RECORD_BYTES = 4 << 20
 _KEPT_SKIPS = 100
+_KEPT_LISTINGS = 50
+_KEPT_RECORDS = 200  # more than any reader looks at
 _LATE = "late"
 
 
@@ -133,10 +135,7 @@ class RetrainRecord:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read the file; fields of newer versions are ignored. Raises RegistryDamaged."""
-        try:
-            return cast(Self, decode_known_fields(cls, json.loads(data)))
-        except (ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise RegistryDamaged(f"{name} is damaged: {shorten(str(error))}") from None
+        return cast(Self, decoded(cls, data, name))
 
 
 class RetrainRecords:
@@ -160,9 +159,13 @@ class RetrainRecords:
         paths = [PurePosixPath(path) for path in self._folder.files()]
         return [int(path.stem) for path in paths if path.suffix == ".json" and path.stem.isdecimal()]
 
+    def next_number(self) -> int:
+        """Return the number of the next retraining."""
+        return max(self.numbers(), default=0) + 1
+
     def create(self, record: RetrainRecord) -> RetrainRecord:
-        """Write a new retraining under the next number. Raises WriteConflict if another process did so meanwhile."""
-        number = max(self.numbers(), default=0) + 1
+        """Write a new retraining, under the next number if it has none. Raises WriteConflict if another process did."""
+        number = record.number or self.next_number()
         numbered = dataclasses.replace(record, number=number)
         self._written[number] = self._folder.write_versioned(_name(number), numbered.to_json(), None)
         return numbered
@@ -220,11 +223,19 @@ class RetrainRecords:
         found = self._skipped.read_all(sorted(self._skipped.files())[-_KEPT_SKIPS:])
         return [json.loads(data) for data in found.values()]
 
-    def remove_older(self, keep: int) -> None:
-        """Delete the listings of all but the newest `keep` retrainings; the records stay."""
-        listings = sorted(path for path in self._folder.files() if path.endswith(".listing"))
-        for path in listings[:-keep]:
+    def remove_older(self, versions: Collection[int]) -> None:
+        """Delete the oldest listings and records. The records of `versions`, and unfinished ones, stay."""
+        files = sorted(self._folder.files())
+        for path in [path for path in files if path.endswith(".listing")][:-_KEPT_LISTINGS]:
             self._folder.remove(path)
+        old = [_name(number) for number in sorted(self.numbers())[:-_KEPT_RECORDS]]
+        for name, data in self._folder.read_all(old).items():
+            with suppress(RegistryDamaged):  # it stays: it may be of a version
+                record = RetrainRecord.from_json(data, name)
+                if record.version not in versions and not record.is_running:
+                    own = PurePosixPath(name).stem
+                    for path in [name, *(path for path in files if path.startswith(f"{own}/"))]:
+                        self._folder.remove(path)
 
 
 def _name(number: int) -> str:

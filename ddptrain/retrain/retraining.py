@@ -32,6 +32,7 @@ from ddptrain.retrain.cleanup.clean_up import policy_of
 from ddptrain.retrain.cleanup.disk_space import check_space
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
 from ddptrain.retrain.finish import conclude, report_end
+from ddptrain.retrain.ownership import is_being_retrained
 from ddptrain.retrain.promotion import decide, outcome
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 from ddptrain.retrain.start import End, RetrainOptions, Start
@@ -53,11 +54,7 @@ def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
 
     Raises UsageError if the configuration has no section retrain, or the registry cannot be opened; StoreError.
     """
-    settings = resolved.config.retrain
-    if settings is None:
-        example = f"retrain: {{model: {resolved.config.name}}}"
-        raise UsageError(f"{resolved.path} has no section retrain, which names the model: add for example {example}")
-    return Retraining(Start.of(resolved, settings, options)).run()
+    return Retraining(Start.of(resolved, resolved.retrain, options)).run()
 
 
 class Retraining:
@@ -92,7 +89,7 @@ class Retraining:
     def _locked(self, stack: ExitStack) -> End:
         """Take the lock of the model for the rest of the start, and go through the stages."""
         start, settings = self.start, self.start.settings
-        if settings.overlap != "allow" and not start.options.dry_run:
+        if not start.options.dry_run:
             try:
                 with start.signals.interrupting():
                     stack.enter_context(start.owner.owned(settings.overlap, settings.wait, start.out.notice))
@@ -112,8 +109,7 @@ class Retraining:
         start, options = self.start, self.start.options
         start.digest = config_digest(start.resolved)
         start.earlier = start.records.newest(_LOOKED_AT)
-        live = self._trained_by_others() if start.settings.overlap == "allow" else ()
-        choice = plan.choose(start.earlier, start.digest, options.slot, utc_now(), force=options.force, live=live)
+        choice = self._choose()
         if choice.skip:
             return self._skip(choice.skip)
         if choice.abandoned is not None:
@@ -135,15 +131,21 @@ class Retraining:
             decide(start)
         return outcome(start)
 
-    def _trained_by_others(self) -> list[int]:
-        """The retrainings whose run has a living driver."""
-        runs = open_runs_dir(self.start.resolved.config.results.dir)
-        found = []
-        for record in self.start.earlier:
-            with suppress(DdptrainError):  # its run may not have begun
-                if record.is_running and record.run_id and runs.find(record.run_id).is_running:
-                    found.append(record.number)
-        return found
+    def _choose(self) -> plan.Choice:
+        """Choose what to do. With `overlap: allow`, take the lock of the retraining that is continued or given up."""
+        start, options = self.start, self.start.options
+        live: set[int] = set()  # retrainings of other processes
+        while True:
+            choice = plan.choose(start.earlier, start.digest, options.slot, utc_now(), force=options.force, live=live)
+            record = choice.continued or choice.abandoned
+            if record is None or start.settings.overlap != "allow" or self._may_change(record.number):
+                return choice
+            live.add(record.number)
+
+    def _may_change(self, number: int) -> bool:
+        if self.start.options.dry_run:
+            return not is_being_retrained(self.start.registry.folder, self.start.settings.model, number)
+        return self.start.owner.take_record(number)
 
     def _lock_text(self, continued: RetrainRecord | None) -> str:
         model = f"model {self.start.settings.model} in {self.start.registry.where}"

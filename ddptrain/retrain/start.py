@@ -36,6 +36,7 @@ from ddptrain.sanitize import sanitized
 from ddptrain.storage.store import WriteConflict
 
 _log = Log(__name__)
+_PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -176,10 +177,12 @@ class Start:
         record = replace(self.new_record(), champion=champion, run_id=run_id, **about)
         while self.record is None:
             self.raise_if_signalled()
-            try:
-                self.record = self.records.create(record)
-            except WriteConflict:  # another process with overlap: allow was faster
+            number = self.records.next_number()
+            if self.settings.overlap == "allow" and not self.owner.take_record(number):
+                time.sleep(_PAUSE_S)  # another process is about to create it
                 continue
+            with suppress(WriteConflict):
+                self.record = self.records.create(replace(record, number=number))
 
     def new_record(self) -> RetrainRecord:
         """Return a record of this start, without a number."""
@@ -211,8 +214,7 @@ class Start:
 
     def update(self, **changes: Any) -> None:
         """Write changes to the record. Raises RunLocked if another process owns the model now, Interrupted."""
-        if self.settings.overlap != "allow":
-            self.owner.assure()
+        self.owner.assure()
         changed = replace(self.began, **changes)
         self.records.update(changed)
         self.record = changed

@@ -18,7 +18,7 @@ from ddptrain.schedule.targets.cron import Cron
 from ddptrain.schedule.targets.kubernetes import Kubernetes
 from ddptrain.schedule.targets.repository import GitHub, GitLab
 from ddptrain.schedule.targets.systemd import Systemd
-from ddptrain.schedule.targets.target import Part, Target, write_parts
+from ddptrain.schedule.targets.target import Part, Target
 
 _log = Log(__name__)
 
@@ -67,13 +67,6 @@ def make_target(name: TargetName, options: TargetOptions) -> Target:
             return GitHub(options.runner)
         case TargetName.GITLAB:
             return GitLab(options.image, options.runner)
-
-
-def write_into(folder: Path, parts: Sequence[Part]) -> list[Path]:
-    """Write all texts as files of the folder; return their paths. Raises UsageError."""
-    placed = [Part(part.name, part.text, folder / part.name, part.mode) for part in parts]
-    write_parts(placed)
-    return [part.path for part in placed if part.path]
 
 
 def install(

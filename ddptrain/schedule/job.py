@@ -87,9 +87,7 @@ def make_job(
     name: "" for the name of the model. Raises UsageError.
     """
     config = resolved.config
-    if config.retrain is None:
-        example = f"retrain: {{model: {config.name}}}"
-        raise UsageError(f"{resolved.path} has no section retrain, which names the model: add for example {example}")
+    settings = resolved.retrain
     if jitter_s and jitter_s >= (interval := schedule.shortest_interval(datetime.now(UTC)).total_seconds()):
         raise UsageError(f"--jitter is {jitter_s:g} s, and the schedule repeats after {interval:g} s: make it shorter")
     path, workdir = resolved.path.absolute(), Path.cwd()
@@ -108,8 +106,8 @@ def make_job(
     others = {key for key in _SECRETS if environ.get(key)}
     on_gpus = config.cluster.gpus if config.cluster.is_embedded else 0
     return Job(
-        name=checked_name(name or config.retrain.model),
-        model=config.retrain.model,
+        name=checked_name(name or settings.model),
+        model=settings.model,
         config=path,
         workdir=workdir,
         schedule=schedule,
@@ -120,7 +118,7 @@ def make_job(
         secrets=tuple(sorted(named | others)),
         jitter_s=round(jitter_s),
         stop_s=round(config.failure.grace_s) + _TIME_TO_STOP_S,
-        deadline_s=config.retrain.deadline,
+        deadline_s=settings.deadline,
         gpus=on_gpus if isinstance(on_gpus, int) else 0,
         config_text=path.read_text(encoding="utf-8-sig"),
         hidden=bool(resolved.secrets),

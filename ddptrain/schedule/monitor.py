@@ -161,17 +161,18 @@ def look(entry: Entry, grace: timedelta, *, notify: bool = False, with_missed: b
 
 def _look(entry: Entry, grace: timedelta, *, notify: bool, with_missed: bool) -> Finding:
     resolved = load_config(entry.config)
-    config = resolved.config
-    if config.retrain is None:
-        raise UsageError(f"{entry.config}: retrain: is missing, so it can't have a schedule")
-    model = config.retrain.model
-    place = entry.models_dir or config.models.dir
+    model = resolved.retrain.model
+    place = entry.models_dir or resolved.config.models.dir
     registry = ModelReader.open(place if is_url(place) else os.path.join(entry.workdir, Path(place).expanduser()))
     retrainings = RetrainRecords(registry.folder, model)
     records = retrainings.newest(_READ_FOR_MISSED if with_missed else _READ_RECORDS)
     now, allowed = _now(), timedelta(seconds=entry.jitter_s) + grace
     judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added)
-    if judgement.state is State.LATE and is_being_retrained(registry.folder, model):
+    owned = [
+        None,
+        *(record.number for record in records if record.is_running),
+    ]  # with `overlap: allow`, each has a lock
+    if judgement.state is State.LATE and any(is_being_retrained(registry.folder, model, each) for each in owned):
         judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added, is_running=True)
     missed: Sequence[datetime] = ()
     if with_missed and entry.added is not None:
@@ -206,13 +207,12 @@ def _tell_once(
     from ddptrain.notify.messages import RetrainReport, compose
     from ddptrain.notify.sender import send
 
-    assert config.retrain is not None
     report = RetrainReport(
         event=_LATE,
-        model=config.retrain.model,
+        model=resolved.retrain.model,
         status=_LATE,
         reason=judgement.reason,
-        champion=registry.state(config.retrain.model).version_of("champion"),
+        champion=registry.state(resolved.retrain.model).version_of("champion"),
         host=socket.gethostname(),
         folder=entry.workdir,
         config=entry.config,

@@ -13,7 +13,6 @@ from ddptrain.driver.local_resources import LocalResources
 from ddptrain.errors import UsageError
 from ddptrain.gpus import usable_cores, visible_gpus
 from ddptrain.log import Log
-from ddptrain.sweep.decisions import free_trials
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -43,7 +42,11 @@ class Capacity:
     """Counts the free slots of a cluster that other runs use too, at most once a second."""
 
     def __init__(self, most: int | None, ranks: int, client: Client | None) -> None:
-        """`most`: the largest number of trials; None for no limit. client: None if there are slots for so many."""
+        """Most trials at a time, and where free slots are counted.
+
+        most: the largest number of trials; None for no limit. client: None if the cluster is this sweep's own and has
+        slots for `most` trials.
+        """
         self._most, self._ranks, self._client = most, ranks, client
         self._looked_at = 0.0
         self._found = 1
@@ -69,7 +72,7 @@ class Capacity:
             return self._found
         self._looked_at = time.monotonic()
         free = sum(worker["slots"] - worker["held"] for worker in seen["workers"])
-        before, self._found = self._found, 1 if seen["waiting"] else max(1, free_trials(free, self._ranks, running))
+        before, self._found = self._found, 1 if seen["waiting"] else max(1, running + free // self._ranks)
         if before != self._found:
             _log.info("capacity", trials=self._found, free_slots=free, waiting=len(seen["waiting"]))
         return self._found

@@ -59,11 +59,6 @@ class Failures:
         return self.counts[cause] >= SAME_FAILURES
 
 
-def free_trials(free_slots: int, ranks: int, running: int) -> int:
-    """Return how many trials may run at the same time; the slots of running trials do not count as free."""
-    return running + free_slots // ranks
-
-
 def remaining_s(durations: list[float], left: int | None, parallel: int) -> float | None:
     """Return how long `left` trials will take, from the durations of earlier ones; None if that is not known."""
     if left is None or not durations:

@@ -21,7 +21,7 @@ from ddptrain.results.ownership import run_lock
 from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_store import LocalRuns
-from ddptrain.results.secure_files import is_own_folder, read_bytes, require_own_folder, write_file
+from ddptrain.results.secure_files import is_own_folder, read_bytes, require_own_folder
 from ddptrain.sweep.metric import saved_values, values_of_run
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, choose_sweep, newest_first, read_sweep
 from ddptrain.sweep.stored import StoredSweeps
@@ -30,21 +30,6 @@ JOURNAL, CONFIG, LOG = "journal.log", "config.yaml", "driver.log"
 BEST, LOCK, SCRATCH = "best.yaml", "sweep.lock", ".scratch"
 # What may differ when a sweep is resumed: how long it goes on, and how much at the same time.
 _MAY_DIFFER = frozenset({"trials", "for", "parallel", "prune"})
-
-
-def new_folder(runs: Path, name: str, sweep_id: str | None) -> Path:
-    """Make the folder of a new sweep. Raises UsageError if the id is invalid or taken; ResultsError."""
-    if sweep_id is not None:
-        check_run_id(sweep_id)
-    folder = runs / (sweep_id or new_run_id(name))
-    with results_errors(folder):
-        runs.mkdir(parents=True, exist_ok=True)
-        try:
-            folder.mkdir(mode=0o755)
-        except FileExistsError:
-            hint = "continue it with --resume" if (folder / SWEEP_JSON).exists() else "choose another --sweep-id"
-            raise UsageError(f"{folder} exists already; {hint}") from None
-    return folder
 
 
 def sweeps_in(runs: Path) -> dict[str, SweepRecord]:
@@ -57,24 +42,6 @@ def sweeps_in(runs: Path) -> dict[str, SweepRecord]:
         with suppress(UsageError):
             found[folder.name] = read_sweep(folder)
     return newest_first(found)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a sweep. Raises RunLocked if another driver has it; ResultsError."""
-    require_own_folder(folder)
-    try:
-        descriptor = run_lock.take(folder / LOCK)
-    except RunLocked:
-        holder = run_lock.holder(folder / LOCK) or "another process"
-        raise RunLocked(
-            f"sweep {folder.name} is held by {holder}; wait for it, stop it with ddptrain stop {folder.name}, or "
-            "choose another --sweep-id"
-        ) from None
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 class LocalSweep:
@@ -125,13 +92,35 @@ class LocalSweeps:
 
     def create(self, name: str, sweep_id: str | None) -> AbstractContextManager[LocalSweep]:
         """Begin a sweep, and hold its lock for the block. Raises UsageError, RunLocked, ResultsError."""
-        return self.resume(new_folder(self.runs, name, sweep_id).name)
+        if sweep_id is not None:
+            check_run_id(sweep_id)
+        folder = self.runs / (sweep_id or new_run_id(name))
+        with results_errors(folder):
+            self.runs.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(mode=0o755)
+            except FileExistsError:
+                hint = "continue it with --resume" if (folder / SWEEP_JSON).exists() else "choose another --sweep-id"
+                raise UsageError(f"{folder} exists already; {hint}") from None
+        return self.resume(folder.name)
 
     @contextmanager
     def resume(self, sweep_id: str) -> Iterator[LocalSweep]:
         """Go on with a sweep, and hold its lock for the block. Raises RunLocked, ResultsError."""
-        with locked(self.runs / sweep_id):
-            yield LocalSweep(self.runs / sweep_id)
+        folder = self.runs / sweep_id
+        require_own_folder(folder)
+        try:
+            descriptor = run_lock.take(folder / LOCK)
+        except RunLocked:
+            holder = run_lock.holder(folder / LOCK) or "another process"
+            raise RunLocked(
+                f"sweep {sweep_id} is held by {holder}; wait for it, stop it with ddptrain stop {sweep_id}, or "
+                "choose another --sweep-id"
+            ) from None
+        try:
+            yield LocalSweep(folder)
+        finally:
+            os.close(descriptor)
 
 
 def open_sweeps(results_dir: str) -> LocalSweeps | StoredSweeps:
@@ -140,11 +129,6 @@ def open_sweeps(results_dir: str) -> LocalSweeps | StoredSweeps:
     if isinstance(runs, LocalRuns):
         return LocalSweeps(runs.folder.absolute())
     return StoredSweeps(runs)
-
-
-def save_config(folder: Path, resolved: ResolvedConfig) -> None:
-    """Write config.yaml of a sweep. Raises ResultsError."""
-    write_file(folder / CONFIG, resolved.yaml_text.encode())
 
 
 def check_same(folder: Path, resolved: ResolvedConfig) -> None:

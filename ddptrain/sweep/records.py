@@ -90,10 +90,6 @@ class SweepRecord:
     importance: dict[str, float] | None = None
     trials: list[TrialRecord] = field(default_factory=list)
 
-    def better(self, value: float, than: float) -> bool:
-        """Return whether a value of the metric is better than another one."""
-        return value < than if self.mode == "min" else value > than
-
     @property
     def ended(self) -> int:
         """The number of trials that have ended."""
@@ -101,13 +97,9 @@ class SweepRecord:
 
     def find_best(self) -> TrialRecord | None:
         """Return the best trial that is complete; of equal ones the first."""
-        best: TrialRecord | None = None
-        for trial in self.trials:
-            if trial.state is not TrialState.COMPLETE or trial.value is None:
-                continue
-            if best is None or best.value is None or self.better(trial.value, best.value):
-                best = trial
-        return best
+        complete = [trial for trial in self.trials if trial.state is TrialState.COMPLETE and trial.value is not None]
+        sign = 1 if self.mode == "min" else -1
+        return min(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
     def save(self, folder: Path) -> None:
         """Replace sweep.json. Raises ResultsError."""

@@ -33,7 +33,7 @@ from ddptrain.sweep.records import TrialRecord, TrialState
 
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}
 _PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}
-# Only for loops inside Optuna, or in need of another sampler.
+# Left out: base classes, samplers that end Optuna's own loop, and samplers that wrap another one.
 _NOT_SAMPLERS = frozenset({"BaseSampler", "BaseGASampler", "GridSampler", "BruteForceSampler", "PartialFixedSampler"})
 _NOT_PRUNERS = frozenset({"BasePruner"})
 # The pruner counts the values of the metric: 1 is the first one.

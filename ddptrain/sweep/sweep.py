@@ -90,7 +90,7 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
     with held as home, signals_to(inbox) as signals:
         if options.resume:
             folders.check_same(home.folder, resolved)
-        folders.save_config(home.folder, resolved)
+        write_file(home.folder / folders.CONFIG, resolved.yaml_text.encode())
         with driver_log(home.folder / folders.LOG, home.sweep_id, resolved.secrets):
             return Sweep(resolved, resolved.config.sweep, options, home, inbox, signals).run()
 

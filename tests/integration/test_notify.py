@@ -169,11 +169,12 @@ def test_command_delivers_to_all_targets(web: WebServer, check: CheckServer, tmp
 
 
 def test_check_server_follows_a_retraining(check: CheckServer) -> None:
-    with Heartbeat(check.url + "/?create=1", interval_s=0.05) as beat:
-        beat.progress("epoch 1\nloss 2.5")
-        _wait_until(lambda: len(check.pings) == 2)
-        assert check.state == "started"
-        assert beat.end(0, "version 4 is the champion") == []
+    beat = Heartbeat(check.url + "/?create=1", interval_s=0.05)
+    beat.begin()
+    beat.progress("epoch 1\nloss 2.5")
+    _wait_until(lambda: len(check.pings) == 2)
+    assert check.state == "started"
+    assert beat.end(0, "version 4 is the champion") == []
     assert check.state == "up"
     assert [(kind, body) for kind, _, body in check.pings] == [
         ("start", ""),
@@ -181,15 +182,11 @@ def test_check_server_follows_a_retraining(check: CheckServer) -> None:
         ("success", "version 4 is the champion"),
     ]
     assert len({rid for _, rid, _ in check.pings}) == 1
-    with Heartbeat(check.url) as beat:
-        beat.end(7, "rejected")
-    assert check.state == "down"
-    with Heartbeat(check.url):
-        pass
-    assert check.state == "up"
-    with pytest.raises(ValueError, match="bad"), Heartbeat(check.url):
-        raise ValueError("bad")
-    assert check.state == "down"
+    for exit_code, state in ((7, "down"), (0, "up"), (None, "down")):
+        beat = Heartbeat(check.url)
+        beat.begin()
+        beat.end(exit_code, "bad")
+        assert check.state == state
     assert [kind for kind, _, _ in check.pings[3:]] == ["start", "7", "start", "success", "start", "fail"]
     assert len({rid for _, rid, _ in check.pings}) == 4
     assert check.pings[-1][2] == "bad"
@@ -227,8 +224,9 @@ def test_process_ends_although_servers_are_silent() -> None:
     program = """
 import sys
 from ddptrain.notify.heartbeat import Heartbeat
-with Heartbeat(sys.argv[1], timeout_s=1) as first:
-    pass
+first = Heartbeat(sys.argv[1], timeout_s=1)
+first.begin()
+first.end(0)
 Heartbeat(sys.argv[1], timeout_s=600).begin()  # its thread still waits when the process ends
 print(*first.warnings, sep="\\n")
 """

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
-from ddptrain.cli.options import ClusterOption, RanksOption, VerboseOption, checked, field_options
+from ddptrain.cli.options import (
+    ClusterOption,
+    JsonOption,
+    RanksOption,
+    VerboseOption,
+    checked,
+    field_options,
+    set_option,
+)
 from ddptrain.cli.printing import print_result, say
+from ddptrain.errors import UsageError
+from ddptrain.redact import LEFT_OUT, hide_credentials
+from ddptrain.text_tables import clean_line, plain_table
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ddptrain.config.resolved import ResolvedConfig
     from ddptrain.retrain.evaluation import Evaluation, EvaluationTarget
 
@@ -35,15 +45,12 @@ def evaluate(
             "checkpoint.data.  [default: the held-out data of RUN]",
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the run's configuration; repeatable."),
-    ] = None,
+    overrides: Annotated[list[str] | None, set_option("params.batch_size=64")] = None,
     ranks: RanksOption = None,
     cluster: ClusterOption = None,
     runs_dir: TrainedRunsDir = "runs",
     models_dir: ModelsDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Score the best checkpoint of a run, or a model, on the data that its training held out."""
@@ -69,10 +76,7 @@ def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTar
 
 def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
     """Return the configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
-    from pathlib import Path
-
     from ddptrain.config.load import load_data, load_mapping
-    from ddptrain.errors import UsageError
     from ddptrain.file_ops import read_regular
 
     path = folder / "config.yaml"
@@ -121,8 +125,6 @@ def _of_the_model(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
     """Return the data without the values that were left out of config.yaml, and the keys of these values."""
-    from ddptrain.redact import LEFT_OUT
-
     kept: dict[str, Any] = {}
     secret: list[str] = []
     for key, value in data.items():
@@ -137,7 +139,6 @@ def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, 
 
 
 def _table(found: Evaluation, names: list[str]) -> list[str]:
-    from ddptrain.text_tables import clean_line, plain_table
 
     metrics = sorted({metric for scores in found.scores.values() for metric in scores})
     rows = [(metric, *(_figure(found.scores.get(name, {}).get(metric)) for name in names)) for metric in metrics]
@@ -151,7 +152,6 @@ def _figure(value: float | None) -> str:
 
 
 def _as_dict(found: Evaluation, data: str | None) -> dict[str, Any]:
-    from ddptrain.redact import hide_credentials
 
     return {
         "scores": {name: dict(scores) for name, scores in found.scores.items()},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 import typer
 
 from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
+from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_result, say
+from ddptrain.config.wording import counted
 
 
 def generate(
@@ -21,12 +24,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same names.", min=0)] = None,
     keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that are in the training list.")] = False,
     models_dir: ModelsDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Make new pet names with a trained run, one per line; none of them is in the run's own list."""
-    import dataclasses
-
-    from ddptrain.config.wording import counted
     from ddptrain.workloads.petnames.generate import generate_names
 
     run_dir, source = open_trained(run, runs_dir, models_dir, "petnames")

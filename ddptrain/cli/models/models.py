@@ -9,6 +9,9 @@ import typer
 
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
+from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.model_registry.reference import check_model_name, is_model_reference, parse_reference
+from ddptrain.text_tables import clean_table, plain_sections
 
 if TYPE_CHECKING:
     from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
@@ -55,7 +58,7 @@ RunOrModel = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
-        help="A run's id, the start of one, latest, a directory or URL; or a model, as petnames@champion.",
+        help="A run's id, the start of one, latest, a directory or URL; or a model, as NAME@champion.",
     ),
 ]
 TrainedRunsDir = Annotated[
@@ -74,8 +77,6 @@ def models(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = 
 @app.command("list")
 def list_(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
     """List the models with their champions."""
-    from ddptrain.text_tables import clean_table
-
     registry = _registry(ctx, models_dir)
     table = [("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")]
     data: list[dict[str, Any]] = []
@@ -96,9 +97,6 @@ def list_(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = F
 @app.command()
 def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
     """Show a version, or with a model's name alone all versions of it."""
-    from ddptrain.model_registry.reference import parse_reference
-    from ddptrain.text_tables import clean_table, plain_sections
-
     registry = _registry(ctx, models_dir)
     reference = parse_reference(model)
     state = registry.state(reference.model)
@@ -135,9 +133,6 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
 @app.command()
 def history(ctx: typer.Context, model: Model, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
     """Show every change of a model, oldest first."""
-    from ddptrain.model_registry.reference import parse_reference
-    from ddptrain.text_tables import clean_table
-
     registry = _registry(ctx, models_dir)
     changes = registry.history(model)
     if not changes:
@@ -160,17 +155,13 @@ def promote(
     ],
     checkpoint: Annotated[str, typer.Option(help="Of a run: best, latest, or a name such as step-100.")] = "best",
     reason: Reason = "",
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR|URL", help="The folder of the runs, or s3://bucket/folder.")
-    ] = "runs",
+    runs_dir: TrainedRunsDir = "runs",
     mirror: Mirrors = [],  # noqa: B006  # typer replaces it
     mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Make a version the champion. A run becomes a new version first. The old champion becomes `previous`."""
-    from ddptrain.model_registry.reference import check_model_name
-
     check_model_name(model)
     mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
@@ -219,9 +210,6 @@ def alias(
     json: JsonOption = False,
 ) -> None:
     """Point an alias of your own to a version, or remove it."""
-    from ddptrain.errors import UsageError
-    from ddptrain.model_registry.reference import parse_reference
-
     if (version is None) != delete:
         raise UsageError("give a version, or --delete")
     reference = parse_reference(name)
@@ -245,8 +233,6 @@ def pin(
     json: JsonOption = False,
 ) -> None:
     """Protect a version from being removed."""
-    from ddptrain.model_registry.reference import parse_reference
-
     registry = _registry(ctx, models_dir)
     record = registry.resolve(parse_reference(model))
     change = registry.pin(record.model, record.version, pinned=not off, reason=reason)
@@ -280,10 +266,7 @@ def export(
     json: JsonOption = False,
 ) -> None:
     """Write a version into a new folder, for use without ddptrain. All its files are compared with their hashes."""
-    from pathlib import Path
-
     from ddptrain.model_registry.model_reader import open_version
-    from ddptrain.model_registry.reference import parse_reference
 
     registry = _registry(ctx, models_dir)
     record = registry.resolve(parse_reference(model))
@@ -307,8 +290,6 @@ def open_trained(
     source: RUN, MODEL@ALIAS, or if there is no such run MODEL. workload: `latest` is then the newest run of this
     workload that has a checkpoint; a line on stderr names it if it is not the newest of all. Raises DdptrainError.
     """
-    from ddptrain.errors import RunNotFound, UsageError
-    from ddptrain.model_registry.reference import is_model_reference
     from ddptrain.results.layout import LATEST
 
     try:
@@ -325,7 +306,6 @@ def open_trained(
 def _open_run_or_version(
     source: str, runs_dir: str, models_dir: str | None, workload: str | None
 ) -> tuple[Path, dict[str, Any]]:
-    from ddptrain.model_registry.reference import is_model_reference, parse_reference
 
     if is_model_reference(source):
         from ddptrain.model_registry.model_reader import open_version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, TrainedRunsDir, open_trained
+from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
+from ddptrain.redact import LEFT_OUT
+from ddptrain.text_tables import clean, clean_line
 
 if TYPE_CHECKING:
     from ddptrain.workloads.images.predict import ImageResult
@@ -29,13 +32,7 @@ class Device(StrEnum):
 
 
 def predict(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            help="A run's id, the start of one, latest, a directory or URL; or a model, as dogs@champion.",
-        ),
-    ],
+    run: RunOrModel,
     images: Annotated[
         list[str], typer.Argument(metavar="PATH|URL", help="Images, folders of any layout, and URLs of either.")
     ],
@@ -96,7 +93,6 @@ def _counted(results: Iterable[ImageResult], count: Counter[bool]) -> Iterator[I
 
 def _source_options(given: Iterable[str]) -> dict[str, object]:
     from ddptrain.config.yaml_reader import scalar
-    from ddptrain.redact import LEFT_OUT
 
     options: dict[str, object] = {}
     for option in given:
@@ -110,8 +106,6 @@ def _source_options(given: Iterable[str]) -> dict[str, object]:
 
 def _json(head: dict[str, str], results: Iterable[ImageResult]) -> Iterator[str]:
     """Yield one JSON object line by line, so that not all results are in memory."""
-    import json
-
     yield json.dumps(head).removesuffix("}") + ', "results": ['
     pending = ""
     for result in results:
@@ -146,8 +140,6 @@ def _columns(place: int) -> tuple[str, str]:
 
 def _text(results: Iterable[ImageResult], width: int) -> Iterator[str]:
     """Yield one line with file and best class, then one for each other class; errors go to stderr."""
-    from ddptrain.text_tables import clean, clean_line
-
     width = min(width, _WIDEST_NAME)
     for result in results:
         if result.error:

@@ -13,6 +13,7 @@ import typer
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, write
 from ddptrain.cli.runs.choice import RunNames, RunsDir, view_of
+from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
     from ddptrain.results.show.chart import Style
@@ -50,7 +51,6 @@ def compare(
 
     Differences of values are to the first run. Tables show only what differs.
     """
-    from ddptrain.errors import UsageError
     from ddptrain.results.compare.alignment import Alignment
     from ddptrain.results.compare.comparison import compare_runs
     from ddptrain.results.compare.text import comparison_text

@@ -11,6 +11,8 @@ import typer
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.cli.runs.choice import RunsDir, folder_of
+from ddptrain.config.wording import counted
+from ddptrain.text_tables import plain_table
 
 if TYPE_CHECKING:
     from ddptrain.results.select.table import Selection
@@ -85,7 +87,6 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
 
     Raises UsageError, StoreError.
     """
-    from ddptrain.config.wording import counted
     from ddptrain.results.remote.runs import open_runs_dir
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.select.table import cells, header
@@ -122,7 +123,6 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
 
 def _print_table(table: Sequence[tuple[str, ...]]) -> None:
     from ddptrain.results.show.render import print_table
-    from ddptrain.text_tables import plain_table
 
     if sys.stdout.isatty():
         from rich.console import Console

@@ -11,6 +11,7 @@ from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_result, say
 from ddptrain.cli.runs.choice import RunsDir, folder_of
+from ddptrain.errors import RunNotFound, UsageError
 
 if TYPE_CHECKING:
     from ddptrain.reports.html.subjects import Subjects
@@ -45,7 +46,6 @@ def report(
     The file contains everything that it shows. It can be sent by mail and opened without a network. Several runs are
     compared in the same curves.
     """
-    from ddptrain.errors import UsageError
     from ddptrain.reports.destinations import writable_file
 
     if output == "-":
@@ -102,7 +102,6 @@ def _fixed(name: str, runs_dir: str) -> str:
 
     Other names stay. Raises RunNotFound.
     """
-    from ddptrain.errors import RunNotFound
     from ddptrain.results.remote.runs import open_runs_dir
     from ddptrain.sweep.folder import sweeps_in
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from ddptrain.cli.options import JsonOption, VerboseOption, checked, set_option
 from ddptrain.cli.printing import print_result, say
+from ddptrain.errors import ExitCode, UsageError
 
 app = typer.Typer(name="notify", help="Notifications of retrainings: try them.", no_args_is_help=True)
 
@@ -28,10 +30,7 @@ def send_test(
 
     Exits with 0 if all of them were delivered, else with 4.
     """
-    from functools import partial
-
     from ddptrain.config.load import load_config
-    from ddptrain.errors import ExitCode, UsageError
     from ddptrain.host_identity import this_host
     from ddptrain.notify.heartbeat import Heartbeat
     from ddptrain.notify.messages import compose_test

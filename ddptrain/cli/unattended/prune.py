@@ -12,6 +12,9 @@ from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
 from ddptrain.cli.options import JsonOption, VerboseOption, parsed
 from ddptrain.cli.printing import print_result, say
 from ddptrain.cli.runs.choice import RunsDir, folder_of
+from ddptrain.config.wording import counted
+from ddptrain.errors import ExitCode
+from ddptrain.text_tables import clean_line, duration, plain_table
 
 if TYPE_CHECKING:
     from ddptrain.results.prune.prune import PruneReport
@@ -51,7 +54,6 @@ def prune(
     example by cron: it also finishes what a killed prune has left. The exit code is 4 if a run could not be deleted.
     """
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import ExitCode
     from ddptrain.model_registry.model_reader import ModelReader
     from ddptrain.results.prune.policy import PrunePolicy, size_bytes
     from ddptrain.results.prune.prune import prune as prune_runs
@@ -82,9 +84,7 @@ def prune(
 
 
 def _lines(report: PruneReport, max_size_bytes: int | None) -> Iterator[str]:
-    from ddptrain.config.wording import counted
     from ddptrain.results.show.render import size
-    from ddptrain.text_tables import clean_line, plain_table
 
     rows = [(each.run.folder, _age(each.run.age_s), size(each.run.size_bytes), each.reason) for each in report.removed]
     rows += [(name, "-", size(left), "left by an interrupted prune") for name, left in report.finished_bytes.items()]
@@ -100,6 +100,5 @@ def _lines(report: PruneReport, max_size_bytes: int | None) -> Iterator[str]:
 
 
 def _age(seconds: float) -> str:
-    from ddptrain.text_tables import duration
 
     return f"{seconds / _DAY_S:.0f} days" if seconds >= 2 * _DAY_S else duration(seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Annotated
 
@@ -56,8 +57,6 @@ def retrain(
     an earlier one could not finish. Exit codes: 0 promoted, or nothing to do; 7 rejected by the gate; 8 out of time,
     the next start continues; others as of train.
     """
-    import json
-
     from ddptrain.config.load import load_config
 
     options = opt.field_options(ranks, cluster, runs_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,9 @@ import typer
 
 from ddptrain.cli.options import JsonOption, VerboseOption, parsed
 from ddptrain.cli.printing import print_json, say, write
+from ddptrain.errors import ExitCode, UsageError
 from ddptrain.schedule.target_name import TargetName
+from ddptrain.text_tables import clean_table
 
 if TYPE_CHECKING:
     from ddptrain.schedule.entries import Entry
@@ -62,11 +65,11 @@ def add(
 
     from ddptrain.config.load import load_config
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import UsageError
     from ddptrain.schedule import install as installing
     from ddptrain.schedule.due_times import host_zone, parse_schedule
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.job import make_job
+    from ddptrain.schedule.targets.target import write_parts
 
     if install and output:
         raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
@@ -81,7 +84,8 @@ def add(
     if problem := target.problem(parts):
         raise UsageError(problem)
     if output:
-        done = [f"wrote {path}" for path in installing.write_into(output.absolute(), parts)]
+        write_parts(parts)
+        done = [f"wrote {part.path}" for part in parts]
     else:
         write(line for part in parts for line in [f"# --- {part.path or part.name}", *part.text.splitlines(), ""])
         done = installing.install(job, target_name, target, parts, options, Entries()) if install else []
@@ -96,10 +100,8 @@ def add(
 def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
     """Show the installed schedules: the last retraining, the next time, and the missed times."""
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import ExitCode
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import look
-    from ddptrain.text_tables import clean_table
 
     entries, problems = Entries().readable()
     grace = timedelta(seconds=duration_s(_GRACE))
@@ -147,10 +149,12 @@ def check(
 ) -> int:
     """Report models without a successful retraining for longer than their schedule allows.
 
+    With --quiet, a problem that lasts is printed once a day, and once when it is over.
+
     Exit code 0: none; 9: at least one is late; 4: at least one could not be checked.
     """
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.errors import ExitCode
+    from ddptrain.schedule.alarms import new_alarms
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import look
 
@@ -158,18 +162,23 @@ def check(
     entries, problems = _to_check(configs or [], at, timezone)
     with Entries().locked("check", wait=False) as alone:  # two checks at a time would tell it twice
         found = [look(each, allowed, notify=notify and alone) for each in entries]
+        lines = {} if at else {"": "; ".join(problems)}
+        for entry, finding in zip(entries, found, strict=True):
+            subject = f"{entry.name} {entry.config}"
+            lines[subject] = f"{finding.name}: {finding.problem}" if finding.problem else ""
+            lines[f"{subject} messages"] = "; ".join(f"{finding.name}: {warning}" for warning in finding.warnings)
+        printed = new_alarms(Entries(), lines, datetime.now(UTC), save=alone) if quiet else filter(None, lines.values())
     if json:
         print_json([_checked(finding) for finding in found])
     elif not quiet:
         write(line for finding in found for line in _lines(finding))
-    problems += [f"{finding.name}: {finding.problem}" for finding in found if finding.problem]
-    for line in [*problems, *(warning for finding in found for warning in finding.warnings)]:
+    for line in printed:
         say(f"ddptrain: {line}")
     if not (found or problems or quiet or json):
         say(_NONE)
     if any(finding.is_late for finding in found):
         return ExitCode.LATE
-    return ExitCode.CLUSTER if problems else ExitCode.SUCCEEDED
+    return ExitCode.CLUSTER if problems or any(finding.problem for finding in found) else ExitCode.SUCCEEDED
 
 
 def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], list[str]]:
@@ -178,7 +187,6 @@ def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], 
     Also returns a line for each installed schedule that can't be read.
     """
     from ddptrain.config.config_file import find_config
-    from ddptrain.errors import UsageError
     from ddptrain.schedule.due_times import host_zone, parse_schedule
     from ddptrain.schedule.entries import Entries, Entry
 
@@ -229,19 +237,12 @@ def _row(entry: Entry, finding: Finding) -> tuple[str, ...]:
 
 
 def _listed(entry: Entry, finding: Finding) -> dict[str, Any]:
-    import dataclasses
 
     from ddptrain.schedule.due_times import slot_text
 
-    missed = [slot_text(time) for time in finding.missed]
+    about = {**dataclasses.asdict(entry), "cron": entry.schedule.cron, **_checked(finding)}
     last = dataclasses.asdict(finding.last) if finding.last else None
-    return {
-        **dataclasses.asdict(entry),
-        "cron": entry.schedule.cron,
-        **_checked(finding),
-        "missed": missed,
-        "last": last,
-    }
+    return {**about, "missed": [slot_text(time) for time in finding.missed], "last": last}
 
 
 def _checked(finding: Finding) -> dict[str, Any]:

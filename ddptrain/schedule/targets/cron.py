@@ -35,7 +35,8 @@ class Cron(Target):
         command = shlex.quote(str(path)).replace("%", r"\%")
         lines = [f"{when} {command} {_mark(job.name)}" for when in (job.schedule.cron, "@reboot")]
         script = Part(path.name, _script(job), path, 0o700)
-        return [script, Part(f"{job.name}.crontab", "\n".join([*lines, ""]))]
+        crontab = f"{job.name}.crontab"
+        return [script, Part(crontab, "\n".join([*lines, ""]), folder / crontab if folder else None)]
 
     def install(self, job: Job, parts: Sequence[Part]) -> list[str]:
         """See Target."""

@@ -87,9 +87,7 @@ def test_script_that_is_not_there_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     assert main(["run", "my script.py"]) == 2
-    said = (
-        'ddptrain run: workload.script: there is no such file, got the text "my script.py" (did you mean My Script.py?)'
-    )
+    said = 'ddptrain run: there is no such file, got the text "my script.py" (did you mean My Script.py?)'
     assert said in capsys.readouterr().err
     assert main(["run", "elsewhere/x.py"]) == 2
     assert f"(looked for in {folder})" in capsys.readouterr().err
@@ -133,3 +131,15 @@ def test_option_of_torchrun_is_answered_with_ours(
 def test_option_that_nobody_has_is_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--nope", "script.py"]) == 2
     assert "there is no option --nope" in capsys.readouterr().err
+
+
+def test_script_that_is_not_there_is_named_as_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    (folder / "broken.py").write_text("x = = 1\n")
+    assert [main(["run", name]) for name in ("nosuch.py", "broken.py")] == [2, 2]
+    start = "ddptrain: error: ddptrain run:"
+    assert capsys.readouterr().err.splitlines() == [
+        f'{start} there is no such file, got the text "nosuch.py" (looked for in {folder})',
+        f"{start} {folder}/broken.py:1 is not valid Python: invalid syntax (the line is: x = = 1)",
+    ]

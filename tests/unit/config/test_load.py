@@ -158,6 +158,16 @@ def test_an_unknown_key_inside_a_mapping_with_free_names_lists_the_known_ones(re
     ]
 
 
+def test_known_keys_are_listed_once_for_the_file_of_another_tool(refuse: Refuse) -> None:
+    found = refuse("workload: toy\ngadget: adam\nlogger: true\nclustr: 1\nzzz: 1\n")
+    assert found[0].startswith("c.yaml:2: gadget: unknown key (known are: checkpoint, cluster, code, ")
+    assert found[1:] == [
+        "c.yaml:3: logger: unknown key",
+        "c.yaml:4: clustr: unknown key (did you mean cluster?)",
+        "c.yaml:5: zzz: unknown key",
+    ]
+
+
 def test_unknown_key_that_begins_several_keys_names_all_of_them(refuse: Refuse) -> None:
     assert refuse("workload: toy\ncheckpoint: {every: 3}\n") == [
         (

@@ -113,3 +113,22 @@ def test_module_that_is_only_imported_is_no_function(tmp_path: Path) -> None:
         "c.yaml:1: workload: math is a module that digits.py imports, not a function (name a function of digits, "
         "as digits:train)"
     )
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "expected"),
+    [
+        ("digits:score", ""),
+        (
+            "digits:scor",
+            'c.yaml:2: evaluate: digits.py has no scor, got the text "digits:scor" (did you mean digits:score?)',
+        ),
+        ("dynamic:score", ""),
+    ],
+)
+def test_evaluation_function_that_does_not_exist_is_named_before_a_training(
+    tmp_path: Path, evaluate: str, expected: str
+) -> None:
+    (tmp_path / "digits.py").write_text("def main(ctx): ...\ndef score(ctx, checkpoint): ...\n")
+    (tmp_path / "dynamic.py").write_text("from digits import *\n")
+    assert problem_of(tmp_path, "digits:main", f"evaluate: {evaluate}\n") == expected

@@ -62,34 +62,20 @@ def test_end_is_the_exit_status(server: Server, exit_code: int | None, suffix: s
     assert server.got == [(suffix, "why")]
 
 
-@pytest.mark.parametrize(
-    ("error", "suffix"),
-    [
-        (SystemExit(7), "/7"),
-        (SystemExit("text"), "/fail"),
-        (ValueError("bad"), "/fail"),
-        (KeyboardInterrupt(), "/fail"),
-    ],
-)
-def test_exception_in_the_context_is_the_end(server: Server, error: BaseException, suffix: str) -> None:
-    with pytest.raises(type(error)), Heartbeat(URL):
-        raise error
-    assert [each for each, _ in server.got] == ["/start", suffix]
-
-
-def test_context_ends_with_success_or_with_what_end_was_told(server: Server) -> None:
-    with Heartbeat(URL):
-        pass
-    with Heartbeat(URL) as beat:
-        beat.end(8, "out of time")
-        beat.end(0)
-        beat.progress("too late")
-    assert [each for each, _ in server.got] == ["/start", "", "/start", "/8"]
+def test_only_the_first_end_counts(server: Server) -> None:
+    beat = Heartbeat(URL)
+    beat.begin()
+    beat.end(8, "out of time")
+    beat.end(0)
+    beat.progress("too late")
+    assert [each for each, _ in server.got] == ["/start", "/8"]
 
 
 def test_no_heartbeat_does_nothing(server: Server) -> None:
-    with Heartbeat(None) as beat:
-        beat.progress("text")
+    beat = Heartbeat(None)
+    beat.begin()
+    beat.progress("text")
+    beat.end(0)
     assert server.got == []
     assert beat.warnings == []
 
@@ -130,8 +116,10 @@ def test_bug_of_the_client_is_a_warning(server: Server, monkeypatch: pytest.Monk
     ],
 )
 def test_url_that_cannot_be_used_is_a_warning(server: Server, url: str, environ: dict[str, str], problem: str) -> None:
-    with Heartbeat(url, environ=environ) as beat:
-        beat.progress("text")
+    beat = Heartbeat(url, environ=environ)
+    beat.begin()
+    beat.progress("text")
+    beat.end(0)
     (warning,) = beat.warnings
     assert warning.startswith(problem)
     assert "secret" not in warning

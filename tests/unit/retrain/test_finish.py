@@ -93,3 +93,30 @@ def test_failure_that_cannot_be_recorded_is_told(
     conclude(cast(Start, start), End(RetrainStatus.FAILED, ExitCode.CLUSTER, "the disk is full"), 1.0)
     assert titles == ["names: retraining failed: the disk is full"]
     assert "the end of the retraining is not recorded: models can't be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "holds_lock", "cleaned"),
+    [
+        (RetrainStatus.FAILED, True, True),  # a model that fails each night must not fill the disk
+        (RetrainStatus.FAILED, False, False),  # another process retrains the model
+        (RetrainStatus.INTERRUPTED, True, False),
+        (RetrainStatus.UNCHANGED, True, False),
+    ],
+)
+def test_failure_is_cleaned_up_as_a_training_is(
+    status: RetrainStatus, holds_lock: bool, cleaned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = RetrainRecord(1, "names", "2026-11-22T03:00:00.000Z")
+    done: list[object] = []
+    monkeypatch.setattr(finish, "_clean_up", done.append)
+    start = SimpleNamespace(
+        resolved=SimpleNamespace(config=SimpleNamespace(notify=NotifyConfig())),
+        records=SimpleNamespace(update=lambda record: None),
+        owner=SimpleNamespace(holds_lock=holds_lock),
+        record=record,
+        heartbeat=Heartbeat(None),
+        is_done=lambda stage: False,
+    )
+    conclude(cast(Start, start), End(status, ExitCode.SUCCEEDED, ""), 1.0)
+    assert bool(done) is cleaned

@@ -86,9 +86,27 @@ def test_only_the_newest_skips_are_kept(records: RetrainRecords, monkeypatch: py
     assert records.newest(5) == []
 
 
-def test_old_listings_go_and_records_stay(records: RetrainRecords) -> None:
+def test_old_listings_go_before_old_records(records: RetrainRecords, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddptrain.retrain.records._KEPT_LISTINGS", 2)
     for _ in range(3):
         records.write_listing(records.create(RECORD).number, b"x")
-    records.remove_older(2)
+    records.remove_older(())
     assert [records.listing(number) for number in (1, 2, 3)] == [None, b"x", b"x"]
     assert len(records.newest(5)) == 3
+
+
+def test_old_records_go_but_those_of_versions_and_unfinished_ones_stay(
+    records: RetrainRecords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddptrain.retrain.records._KEPT_RECORDS", 2)
+    rejected = replace(RECORD, status=RetrainStatus.REJECTED)
+    for version in (1, 2, None, None, 5, 6):
+        records.create(replace(rejected, version=version))
+    records.update(replace(RECORD, number=4, status=RetrainStatus.RUNNING))
+    folder = tmp_path / "models" / "names" / "retrainings"
+    (folder / "000003.json").write_bytes(b"damaged")
+    (folder / "000001").mkdir()
+    (folder / "000001" / "run.lock").touch()
+    records.remove_older({2, 5})
+    assert sorted(path.name for path in folder.iterdir()) == [f"00000{number}.json" for number in (2, 3, 4, 5, 6)]
+    assert records.create(rejected).number == 7

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.retrain.promotion import Scores
+from ddptrain.retrain.evaluation import Evaluation
+from ddptrain.retrain.promotion import scores_text
 from ddptrain.retrain.script_output import output_state, read_metrics
 
 
@@ -45,9 +46,9 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_scores_in_one_line() -> None:
-    scores = Scores({"candidate": {"b": 2.0, "a": 0.123456}, "champion": {"b": 3.0}}, notes=("noted",))
-    assert scores.text == "a 0.1235, b 2 (champion 3); noted"
-    assert Scores({"candidate": {}}).text == "no metrics"
+    scores = Evaluation({"candidate": {"b": 2.0, "a": 0.123456}, "champion": {"b": 3.0}}, notes=("noted",))
+    assert scores_text(scores) == "a 0.1235, b 2 (champion 3); noted"
+    assert scores_text(Evaluation({"candidate": {}})) == "no metrics"
 
 
 def test_state_of_an_output_changes_when_it_is_written_again(tmp_path: Path) -> None:

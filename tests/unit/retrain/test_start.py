@@ -1,9 +1,7 @@
-"""The record of a start, and which retrainings other processes work on."""
+"""The record of a start, and which retraining it continues."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +13,11 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.notify.heartbeat import Heartbeat
-from ddptrain.results.ownership import run_lock
 from ddptrain.retrain import retraining
 from ddptrain.retrain.fingerprint import DataFile, DataListing
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus
+from ddptrain.retrain.plan import Choice
+from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.retrain.retraining import Retraining, check_data
 from ddptrain.retrain.start import RetrainOptions, StageOutput, Start
 
@@ -82,16 +80,40 @@ def test_one_that_ended_before_its_data_were_checked_may_have_nothing_to_do(
     assert start.began.number == 1 and start.began.run_id == ""
 
 
-def test_only_runs_with_a_driver_are_of_others(start: Start, tmp_path: Path) -> None:
-    started = "2026-01-01T00:00:00.000Z"
-    start.earlier = [RetrainRecord(number, "names", started, run_id=f"run-{number}") for number in (3, 2, 1)]
-    for number in (1, 2):
-        folder = tmp_path / "runs" / f"run-{number}"
-        folder.mkdir(parents=True)
-        record = {"run_id": folder.name, "status": "running", "started_at": started, "name": "names"}
-        (folder / "run.json").write_text(json.dumps(record))
-    descriptor = run_lock.take(tmp_path / "runs" / "run-2" / "run.lock")
-    try:
-        assert Retraining(start)._trained_by_others() == [2]
-    finally:
-        os.close(descriptor)
+def test_second_start_does_not_continue_what_another_one_evaluates(start: Start, tmp_path: Path) -> None:
+    """With `overlap: allow`; the run of the first one has ended, so that its driver is not to be seen."""
+    start.digest = "digest"
+    start.begin("data", LISTING, None)
+    start.update(stage=Stage.TRAIN)
+    second = other_start(start)
+    assert Retraining(second)._choose() == Choice()
+    second.begin("data", LISTING, None)
+    assert (start.began.number, second.began.number) == (1, 2)
+    start.owner.release()
+    third = other_start(start)
+    continued = Retraining(third)._choose().continued
+    assert continued is not None and continued.number == 1
+    assert Retraining(other_start(start))._choose() == Choice()  # the third one has taken it
+
+
+def test_dry_run_takes_nothing(start: Start) -> None:
+    interrupted_before_its_data_were_checked(start)
+    start.options = RetrainOptions(dry_run=True)
+    for _ in range(2):
+        continued = Retraining(start)._choose().continued
+        assert continued is not None and continued.number == 1
+    assert start.owner.take_record(1)
+    dry = other_start(start)
+    dry.options = RetrainOptions(dry_run=True)
+    assert Retraining(dry)._choose() == Choice()
+
+
+def other_start(start: Start) -> Start:
+    folder = start.registry.folder
+    return replace(
+        start,
+        records=RetrainRecords(folder, "names"),
+        owner=ModelOwner(folder, "names"),
+        record=None,
+        earlier=start.records.newest(50),
+    )

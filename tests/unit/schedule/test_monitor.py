@@ -94,10 +94,13 @@ def test_grace_and_jitter_are_added(watched: Entry) -> None:
     assert state_of(look(dataclasses.replace(watched, jitter_s=120), timedelta(minutes=29))) is State.OK
 
 
-def test_model_with_a_held_lock_is_running(watched: Entry) -> None:
+@pytest.mark.parametrize("folder", ["", "000001"])  # of the model, or with `overlap: allow` of its retraining
+def test_model_with_a_held_lock_is_running(watched: Entry, folder: str) -> None:
     add(watched.workdir, started_at="2026-11-22T12:00:01.000Z")
     assert state_of(look(watched, GRACE)) is State.LATE
-    held = run_lock.take(Path(watched.workdir) / "models" / "petnames" / "retrainings" / LOCK)
+    place = Path(watched.workdir) / "models" / "petnames" / "retrainings" / folder
+    place.mkdir(exist_ok=True)
+    held = run_lock.take(place / LOCK)
     try:
         assert state_of(look(watched, GRACE)) is State.RUNNING
     finally:
@@ -202,7 +205,7 @@ def drop_section(watched: Entry) -> None:
         (remove_config, "there is no such file"),
         (remove_folder, "cannot enter the folder"),
         (damage_record, "000001.json is damaged"),
-        (drop_section, "retrain: is missing"),
+        (drop_section, "has no section retrain"),
     ],
 )
 def test_problem_is_one_line(watched: Entry, harm: Any, message: str) -> None:

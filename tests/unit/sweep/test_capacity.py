@@ -22,6 +22,11 @@ def test_slots_of_running_trials_count_besides_free_ones() -> None:
     assert Capacity(None, 2, cluster((4, 4))).trials(running=0) == 1  # it waits for its slots
 
 
+def test_free_slots_make_room_for_whole_trials() -> None:
+    clusters = [cluster((2 + free, 2)) for free in (0, 1, 2, 5)]
+    assert [Capacity(None, 2, each).trials(running=1) for each in clusters] == [1, 1, 2, 3]
+
+
 def test_a_fixed_number_is_the_most_and_no_trial_starts_without_slots() -> None:
     assert Capacity(3, 1, cluster((8, 0))).trials(running=0) == 3
     assert Capacity(3, 1, cluster((2, 2))).trials(running=2) == 2

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ddptrain.sweep.decisions import Failures, Limits, Situation, free_trials, remaining_s
+from ddptrain.sweep.decisions import Failures, Limits, Situation, remaining_s
 
 NOW = Situation(chosen=2, waiting=0, running=1, capacity=2, elapsed_s=10.0, ending=False)
 
@@ -37,10 +37,6 @@ def test_limits_decide_what_starts(limits: Limits, change: dict[str, int], start
 def test_the_third_equal_failure_ends_the_sweep() -> None:
     failures = Failures()
     assert [failures.add(cause) for cause in ("a", "b", "a", "b", "a")] == [False, False, False, False, True]
-
-
-def test_free_slots_make_room_for_whole_trials() -> None:
-    assert [free_trials(free, 2, running=1) for free in (0, 1, 2, 5)] == [1, 1, 2, 3]
 
 
 def test_remaining_time_follows_the_mean_duration() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.results.ownership import run_lock
-from ddptrain.sweep.folder import LOCK, new_folder
+from ddptrain.sweep.folder import LOCK
 from ddptrain.sweep.listing import list_sweeps, sweep_table
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
 
@@ -20,7 +20,8 @@ TRIALS = [
 
 
 def save(runs: Path, name: str, started_at: str, **fields: object) -> Path:
-    folder = new_folder(runs, name, name)
+    folder = runs / name
+    folder.mkdir(parents=True)
     SweepRecord(name, "pets", "pets.yaml", started_at, **fields).save(folder)  # type: ignore[arg-type]
     return folder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.sweep.folder import LOCK, locked
+from ddptrain.sweep.folder import LOCK, LocalSweeps
 from ddptrain.sweep.records import SweepRecord
 from ddptrain.sweep.stop import local_target, stop_sweep, sweep_folder
 
@@ -37,7 +37,7 @@ def test_its_driver_gets_the_signal(folder: Path, monkeypatch: pytest.MonkeyPatc
     held = threading.Event()
 
     def driver() -> None:
-        with locked(folder):
+        with LocalSweeps(folder.parent).resume(folder.name):
             held.set()
             leave.wait(30)
 
@@ -57,7 +57,7 @@ def test_its_driver_gets_the_signal(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_driver_elsewhere_is_named(folder: Path) -> None:
-    with locked(folder):
+    with LocalSweeps(folder.parent).resume(folder.name):
         (folder / LOCK).write_text(f"process 12 on not-{socket.gethostname()}\n")
         with pytest.raises(UsageError, match=f"can only be stopped on not-{socket.gethostname()}"):
             stop_sweep(local_target(folder), now=False, tell=print)

@@ -15,7 +15,7 @@ from ddptrain.config.load import load_config
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
 from ddptrain.sweep import study
-from ddptrain.sweep.folder import LocalSweep, locked
+from ddptrain.sweep.folder import LocalSweep, LocalSweeps
 from ddptrain.sweep.output import trial_line
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
@@ -237,7 +237,7 @@ def test_a_sweep_has_one_driver_and_a_name_of_its_own(sweeper: Sweeper) -> None:
     sweeper.run(config)
     with pytest.raises(UsageError, match="exists already; continue it with --resume"):
         sweeper.run(config)
-    with locked(sweeper.folder / "s"), pytest.raises(RunLocked):
+    with LocalSweeps(sweeper.folder).resume("s"), pytest.raises(RunLocked):
         sweeper.run(config, resume=True)
 
 

@@ -197,6 +197,21 @@ def test_check_that_cannot_read_is_an_error(place: Path) -> None:
     assert "petnames: " in done.stderr and "there is no such file" in done.stderr
 
 
+def test_quiet_check_prints_a_problem_once_and_its_end(place: Path) -> None:
+    install()
+    text = (place / "nightly.yaml").read_text()
+    (place / "nightly.yaml").unlink()
+    assert "there is no such file" in schedule("check", "--quiet").stderr
+    again = schedule("check", "--quiet")
+    assert (again.exit_code, again.output) == (ExitCode.CLUSTER, "")
+    assert "there is no such file" in schedule("check").stderr
+    (place / "nightly.yaml").write_text(text)
+    solved = schedule("check", "--quiet")
+    assert solved.exit_code == 0
+    assert solved.stderr.startswith("ddptrain: solved: petnames: ") and "there is no such file" in solved.stderr
+    assert schedule("check", "--quiet").output == ""
+
+
 def test_damaged_schedule_does_not_hide_the_others(place: Path) -> None:
     install()
     damaged = place / "state" / "ddptrain" / "schedules" / "dogs.json"
