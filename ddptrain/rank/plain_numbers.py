@@ -33,9 +33,14 @@ def optional(name: str, value: Any) -> float | None:
     return None if value is None else number(name, value)
 
 
-def whole(name: str, value: Any) -> int | None:
-    """Return the value as a whole number, or None. Raises TypeError."""
-    converted = optional(name, value)
-    if converted is not None and converted % 1 != 0:
+def whole(name: str, value: Any) -> int:
+    """Return the value as a whole number. Raises TypeError."""
+    converted = number(name, value)
+    if converted % 1 != 0:
         raise TypeError(f"{name} must be a whole number, not {value!r}")
-    return None if converted is None else int(converted)
+    return int(converted)
+
+
+def optional_whole(name: str, value: Any) -> int | None:
+    """Return the value as a whole number, or None. Raises TypeError."""
+    return None if value is None else whole(name, value)
