@@ -38,7 +38,7 @@ def failure(error: BaseException, phase: str) -> events.Failure:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
     if (spawned := _FROM_SPAWN.match(text)) is not None:
         return _event(*_from_spawn(spawned), trace, phase)
-    note = _ended_loader_workers(error) or _earlier(error, phase)
+    note = _first_member(error) or _ended_loader_workers(error) or _earlier(error, phase)
     failed = _event(type(error).__qualname__, _with_note(message_of(error), note), trace, phase)
     return dataclasses.replace(
         failed,
@@ -70,6 +70,17 @@ def handled_error() -> Exception | None:
 def _text(error: BaseException) -> str:
     """Return the exception's only argument if it is text (str() of a KeyError would add quotes), else its str()."""
     return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
+
+
+def _first_member(error: BaseException) -> str:
+    """Return the first exception of a group as a note; Python's message of the group has only their number."""
+    first = error
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    if first is error:
+        return ""
+    text = one_line(message_of(first))
+    return clipped(f"the first is {type(first).__qualname__}" + (f": {text}" if text else ""), 300)
 
 
 def _earlier(error: BaseException, phase: str) -> str:
