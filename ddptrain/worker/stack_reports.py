@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -41,6 +42,8 @@ _EXPLANATIONS = {
 }
 _DUMPED_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CPP_EXCEPTION = re.compile(rb"terminate called after throwing an instance of '([^'\n]*)'\n  what\(\):  ([^\n]*)")
+# Where files start that are not the user's: Python's library and ddptrain, except for its workloads.
+_NOT_USERS = "<frozen ", f"{sysconfig.get_path('stdlib')}/", f"{Path(__file__).parents[1] / 'rank'}/"
 _NCCL_TIMED_OUT = b"Watchdog caught collective operation timeout"
 
 
@@ -108,13 +111,33 @@ def report_error_file(spool: RankSpool, status: int) -> None:
 
 def timed_out(spool: RankSpool) -> bool:
     """Whether NCCL's watchdog has aborted the rank because of a collective time-out, according to the rank's log."""
-    return _NCCL_TIMED_OUT in _tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES))
+    return _NCCL_TIMED_OUT in _log_tail(spool)
 
 
 def cpp_exception(spool: RankSpool) -> str:
     """Type and first line of the C++ exception that has aborted the rank, according to its log; "" if there is none."""
-    found = _CPP_EXCEPTION.findall(_tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES)))
-    return b": ".join(found[-1]).decode("utf-8", "replace")[:_LONGEST_REASON] if found else ""
+    exceptions = _CPP_EXCEPTION.findall(_log_tail(spool))
+    return b": ".join(exceptions[-1]).decode("utf-8", "replace")[:_LONGEST_REASON] if exceptions else ""
+
+
+def crash_place(spool: RankSpool, workdir: str) -> str:
+    """Return the user's innermost frame in the stacks that faulthandler has written into the log, as "in f (a.py:3)".
+
+    The path is relative to `workdir` if possible. Return "" if the crashed thread has no frame of the user's code.
+    """
+    _, _, dump = _log_tail(spool).decode("utf-8", "replace").rpartition("\nFatal Python error: ")
+    _, _, stack = dump.partition("(most recent call first):\n")  # of the thread that crashed, if it ran Python
+    for line in stack.splitlines():
+        if (frame := _DUMPED_FRAME.match(line)) is None:
+            break
+        file = frame["file"]
+        if not file.startswith(_NOT_USERS) and "-packages/" not in file:
+            return f"in {frame['function']} ({file.removeprefix(f'{workdir}/')}:{frame['line']})"
+    return ""
+
+
+def _log_tail(spool: RankSpool) -> bytes:
+    return _tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES))
 
 
 def _announce_file(spool: RankSpool, path: str, staged: str) -> None:
