@@ -149,7 +149,7 @@ class RankWatch:
         if report["status"] == -signal.SIGKILL and self._memory is not None:
             reason = self._memory.explain_kill()
         elif report["status"] in _CRASHES:
-            place = stack_reports.crash_place(self.spool, self.spec.code.workdir)
+            place = stack_reports.crash_place(self.spool)
             reason = ", ".join(filter(None, (stack_reports.cpp_exception(self.spool), place)))
             timed_out = stack_reports.timed_out(self.spool)
         elif report["status"] > 0:

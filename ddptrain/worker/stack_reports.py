@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import psutil
 from ddptrain.file_ops import hash_file, open_append
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+from ddptrain.protocol.stack_frames import users_frame
 from ddptrain.worker.process_activity import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
 from ddptrain.worker.spool import RankSpool
@@ -42,8 +42,6 @@ _EXPLANATIONS = {
 }
 _DUMPED_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CPP_EXCEPTION = re.compile(rb"terminate called after throwing an instance of '([^'\n]*)'\n  what\(\):  ([^\n]*)")
-# Where files start that are not the user's: Python's library and ddptrain, except for its workloads.
-_NOT_USERS = "<frozen ", f"{sysconfig.get_path('stdlib')}/", f"{Path(__file__).parents[1] / 'rank'}/"
 _NCCL_TIMED_OUT = b"Watchdog caught collective operation timeout"
 
 
@@ -90,8 +88,11 @@ def _dump(spool: RankSpool, pid: int) -> str:
 
 def _main_frames(dump: str) -> tuple[str, ...]:
     """Return the frames of the main thread, which is the last one in the dump."""
-    _, _, last = dump.rpartition("(most recent call first):\n")
-    frames = [match for line in last.splitlines() if (match := _DUMPED_FRAME.match(line))]
+    return _frames(dump.rpartition("(most recent call first):\n")[2])
+
+
+def _frames(dumped: str) -> tuple[str, ...]:
+    frames = [match for line in dumped.splitlines() if (match := _DUMPED_FRAME.match(line))]
     return tuple(f"{frame['file']}:{frame['line']} {frame['function']}" for frame in frames)
 
 
@@ -120,20 +121,14 @@ def cpp_exception(spool: RankSpool) -> str:
     return b": ".join(exceptions[-1]).decode("utf-8", "replace")[:_LONGEST_REASON] if exceptions else ""
 
 
-def crash_place(spool: RankSpool, workdir: str) -> str:
-    """Return the user's innermost frame in the stacks that faulthandler has written into the log, as "in f (a.py:3)".
+def crash_place(spool: RankSpool) -> str:
+    """Return the user's frame in the stacks that faulthandler has written into the log, as "train.py:3 in load".
 
-    The path is relative to `workdir` if possible. Return "" if the crashed thread has no frame of the user's code.
+    It is that of the thread that crashed; "" if this is not a thread of Python.
     """
     _, _, dump = _log_tail(spool).decode("utf-8", "replace").rpartition("\nFatal Python error: ")
-    _, _, stack = dump.partition("(most recent call first):\n")  # of the thread that crashed, if it ran Python
-    for line in stack.splitlines():
-        if (frame := _DUMPED_FRAME.match(line)) is None:
-            break
-        file = frame["file"]
-        if not file.startswith(_NOT_USERS) and "-packages/" not in file:
-            return f"in {frame['function']} ({file.removeprefix(f'{workdir}/')}:{frame['line']})"
-    return ""
+    _, _, stacks = dump.partition("(most recent call first):\n")
+    return users_frame(_frames(stacks.partition("\n\n")[0]))
 
 
 def _log_tail(spool: RankSpool) -> bytes:

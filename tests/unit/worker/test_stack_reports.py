@@ -126,28 +126,20 @@ def test_cpp_exception_that_aborted_the_rank_is_found_in_the_log(spool: RankSpoo
 
 
 def test_users_innermost_frame_of_a_crash_is_found_in_the_log(spool: RankSpool, tmp_path: Path) -> None:
-    assert stack_reports.crash_place(spool, str(tmp_path)) == ""
+    assert stack_reports.crash_place(spool) == ""
     script = tmp_path / "train.py"
     script.write_text("import ctypes\ndef load():\n    ctypes.string_at(0)\ndef main():\n    load()\nmain()\n")
     with spool.log.open("wb") as log:
+        log.write(b"step 1\n")
+        log.flush()
         subprocess.run([sys.executable, "-X", "faulthandler", script], stderr=log, check=False)
-    assert stack_reports.crash_place(spool, str(tmp_path)) == "in load (train.py:3)"
-    assert stack_reports.crash_place(spool, "/elsewhere") == f"in load ({script}:3)"
+    assert stack_reports.crash_place(spool) == "train.py:3 in load"
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        f'{os.__file__}", line 5 in open',
-        '/a/site-packages/torch/nn.py", line 5 in forward',
-        '<frozen runpy>", line 88 in _run_code',
-        f'{Path(stack_reports.__file__).parents[1]}/rank/script.py", line 4 in run',
-    ],
-)
-def test_frame_of_a_library_is_not_the_users(spool: RankSpool, frame: str) -> None:
-    text = f'step 1\nFatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "{frame}\n'
+def test_other_threads_frames_are_not_those_of_the_crash(spool: RankSpool) -> None:
+    text = "1\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  <no Python frame>\n"
     spool.log.write_text(f'{text}\nThread 0x2 (most recent call first):\n  File "/home/a.py", line 1 in other\n')
-    assert stack_reports.crash_place(spool, "/home") == ""
+    assert stack_reports.crash_place(spool) == ""
 
 
 def test_cpu_time_includes_children_in_the_process_group() -> None:
