@@ -16,8 +16,8 @@ _NO_PASSWORD = ""  # without one OpenSSL asks for it on the terminal
 def check_tls(resolved: ResolvedConfig) -> None:
     """Raise ConfigError if a file of `cluster.tls` is missing, is no certificate or key, or they are no pair."""
     tls = resolved.config.cluster.tls
-    if tls is not None and (found := _problem(tls)) is not None:
-        field, message, hint = found
+    if tls is not None and (problem := _problem(tls)) is not None:
+        field, message, hint = problem
         path = getattr(tls, field)
         key = ("cluster", "tls", field)
         where = place_in_file(resolved.path, key, path)

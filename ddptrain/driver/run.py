@@ -285,10 +285,10 @@ class _Run:
             return None
         from ddptrain.results.checkpoints.verification import newest_verified
 
-        found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
+        checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
-        self.display.notice(f"resuming{f' from {found.description}' if found else from_start}")
-        return found
+        self.display.notice(f"resuming{f' from {checkpoint.description}' if checkpoint else from_start}")
+        return checkpoint
 
     def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
         from ddptrain.driver.worker_group.reservation import request_for

@@ -154,8 +154,8 @@ class Attempt:
             case actions.RejectNotice(reason):
                 self.worker_group.reject(reason)
             case actions.FindSpareSlots(ranks):
-                found = self.worker_group.spares.find([self._place(rank).slot for rank in ranks])
-                self.handle(inbox.SpareSlots(ranks, found))
+                are_free = self.worker_group.spares.find([self._place(rank).slot for rank in ranks])
+                self.handle(inbox.SpareSlots(ranks, are_free))
             case actions.RecordSystem(sample):
                 self.recorder.system(sample)
             case _:

@@ -21,12 +21,12 @@ def lines(report: Report, *, all_pairs: bool) -> list[str]:
     """Return the whole report as text: the table, the findings, the pairs if wanted, and the result."""
     names = host_names(report)
     rows = [tuple(clean_line(cell) for cell in _row(report, host)) for host in report.readings.hosts]
-    found = [plain_table([HEADER, *rows])]
+    text = [plain_table([HEADER, *rows])]
     if all_pairs and report.readings.pairs:
-        found += ["", plain_table([PAIR_HEADER, *pair_rows(report.readings.pairs, names)])]
+        text += ["", plain_table([PAIR_HEADER, *pair_rows(report.readings.pairs, names)])]
     if report.findings:
-        found += ["", *(clean_line(f"{each.level}: {finding_line(each, names)}") for each in report.findings)]
-    return [*found, "", *(clean_line(each) for each in summary(report))]
+        text += ["", *(clean_line(f"{each.level}: {finding_line(each, names)}") for each in report.findings)]
+    return [*text, "", *(clean_line(each) for each in summary(report))]
 
 
 def _row(report: Report, host: HostReading) -> tuple[str, ...]:
@@ -172,9 +172,9 @@ def _host(report: Report, host: HostReading) -> dict[str, Any]:
 
 def pair_rows(pairs: Iterable[PairReading], names: dict[str, str]) -> list[tuple[str, ...]]:
     """Return the pairs of hosts as rows: both names, GB/s, latency in ms."""
-    found = []
+    rows = []
     for pair in pairs:
         latency = number(pair.latency_us / 1e3 if pair.latency_us is not None else None)
         cells = (names.get(pair.first, pair.first), names.get(pair.second, pair.second), number(pair.gb_s), latency)
-        found.append(tuple(clean_line(cell) for cell in cells))
-    return found
+        rows.append(tuple(clean_line(cell) for cell in cells))
+    return rows

@@ -127,7 +127,7 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
 
 def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
     """Type and message of the exception in a process of torch.multiprocessing.spawn, from its traceback."""
-    *_, end = [0, *(found.end() for found in _END_OF_FRAMES.finditer(spawned["trace"]))]
+    *_, end = [0, *(match.end() for match in _END_OF_FRAMES.finditer(spawned["trace"]))]
     last, line_end, rest = spawned["trace"][end:].strip().partition("\n")
     kind, _, first = last.partition(": ")
     return kind.rpartition(".")[2], _with_note(f"{first}{line_end}{rest}", f"in {spawned['where']} of mp.spawn")
