@@ -126,9 +126,9 @@ def crash_place(spool: RankSpool) -> str:
 
     It is that of the thread that crashed; "" if this is not a thread of Python.
     """
-    _, _, dump = _log_tail(spool).decode("utf-8", "replace").rpartition("\nFatal Python error: ")
-    _, _, stacks = dump.partition("(most recent call first):\n")
-    return users_frame(_frames(stacks.partition("\n\n")[0]))
+    _, is_crash, dump = _log_tail(spool).decode("utf-8", "replace").rpartition("Fatal Python error: ")
+    _, _, stacks = dump.partition("\nCurrent thread ")
+    return users_frame(_frames(stacks.partition("\n\n")[0])) if is_crash else ""
 
 
 def _log_tail(spool: RankSpool) -> bytes:

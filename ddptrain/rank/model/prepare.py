@@ -29,9 +29,7 @@ def prepare_model(
     not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
     unknown precision or strategy (see sharding.py), and for a model that is in DDP or has been prepared before.
     """
-    if isinstance(model, DistributedDataParallel) or model in _prepared:
-        before = "ctx.prepare has prepared it before" if model in _prepared else "it is in DistributedDataParallel"
-        raise ValueError(f"ctx.prepare wraps the model in DistributedDataParallel, but {before}: wrap it once")
+    _require_unprepared(model)
     precision = settings.get("precision", "fp32")
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}: choose one of {', '.join(_PRECISIONS)}")
@@ -58,3 +56,10 @@ def prepare_model(
     wrapped = DistributedDataParallel(model, device_ids=ids, **ddp)
     _prepared.add(wrapped)
     return wrapped
+
+
+def _require_unprepared(model: nn.Module) -> None:
+    if model in _prepared:
+        raise ValueError("ctx.prepare was called with this model before: call it once, and use the model it returned")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("ctx.prepare was given a model in DistributedDataParallel: give it the model inside (.module)")

@@ -137,8 +137,12 @@ def test_users_innermost_frame_of_a_crash_is_found_in_the_log(spool: RankSpool, 
 
 
 def test_other_threads_frames_are_not_those_of_the_crash(spool: RankSpool) -> None:
-    text = "1\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  <no Python frame>\n"
-    spool.log.write_text(f'{text}\nThread 0x2 (most recent call first):\n  File "/home/a.py", line 1 in other\n')
+    head = "1\nFatal Python error: Aborted\n\n"
+    other = 'Thread 0x2 (most recent call first):\n  File "/home/a.py", line 1 in other\n'
+    crashed = 'Current thread 0x3 (most recent call first):\n  File "/home/b.py", line 2 in crashed\n'
+    spool.log.write_text(f"{head}{other}\n{crashed}\n{other}")
+    assert stack_reports.crash_place(spool) == "b.py:2 in crashed"
+    spool.log.write_text(f"{head}{other}\n{other}")  # a thread that Python has not started
     assert stack_reports.crash_place(spool) == ""
 
 

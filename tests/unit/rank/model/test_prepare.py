@@ -118,7 +118,7 @@ def test_model_is_wrapped_only_once() -> None:
     plain = model()
     ready = prepare_model(plain, CPU, {})
     for again in (ready, plain):
-        with pytest.raises(ValueError, match=r"wraps the model.*ctx\.prepare has prepared it before: wrap it once"):
+        with pytest.raises(ValueError, match=r"was called with this model before: call it once"):
             prepare_model(again, CPU, {})
-    with pytest.raises(ValueError, match="it is in DistributedDataParallel"):
+    with pytest.raises(ValueError, match="a model in DistributedDataParallel: give it the model inside"):
         prepare_model(DistributedDataParallel(model()), CPU, {})
