@@ -13,7 +13,8 @@ from ddptrain.errors import UsageError
 if TYPE_CHECKING:
     import argparse
 
-_LEAVE_OUT = "leave it out: the hosts and the rendezvous are those of the cluster"
+_CLUSTER = "the hosts and the rendezvous are those of the cluster"
+_LOGS = "the log of each rank is shown and saved"
 # Options of torchrun, and what takes their place; `_` and `-` are the same in them.
 REPLACEMENTS = {
     "--nproc-per-node": "use --ranks N, the number of all ranks",
@@ -21,23 +22,23 @@ REPLACEMENTS = {
     "--max-restarts": "use --set failure.max_restarts=N",
     "--log-dir": "use --runs-dir DIR: each run has the log of each rank in its directory",
     "--no-python": "the script must be a Python file, or with -m a module",
-    **dict.fromkeys(("--tee", "--redirects"), "leave it out: the log of each rank is shown and saved"),
+    **dict.fromkeys(("--tee", "--redirects"), f"leave it out: {_LOGS}"),
     **dict.fromkeys(
         ("--standalone", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--monitor-interval"),
-        _LEAVE_OUT,
+        f"leave it out: {_CLUSTER}",
     ),
 }
 _UNUSED = "ddptrain has nothing like it"
 # Options with a value that a configuration does not need, and the reason.
 _LEFT_OUT = {
     "--log-dir": "each run has the log of each rank in its directory",
-    **dict.fromkeys(("--tee", "--redirects"), "the log of each rank is shown and saved"),
+    **dict.fromkeys(("--tee", "--redirects"), _LOGS),
     **dict.fromkeys(
         (
             *("--node-rank", "--master-addr", "--master-port", "--local-addr", "--monitor-interval"),
             *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
         ),
-        "the hosts and the rendezvous are those of the cluster",
+        _CLUSTER,
     ),
     **dict.fromkeys(
         ("--start-method", "--role", "--local-ranks-filter", "--logs-specs", "--event-log-handler"), _UNUSED

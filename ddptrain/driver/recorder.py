@@ -100,8 +100,6 @@ class Recorder:
     def rank_event(self, rank: int, event: events.Event) -> None:
         """Show and record an event that a rank sent."""
         match event:
-            case events.Metrics() | events.Progress():
-                self.rank_numbers(rank, [event])
             case events.Started():
                 self._started(rank, event)
             case events.Note():

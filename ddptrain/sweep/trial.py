@@ -17,10 +17,10 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.control.signals import ThreadSignals
+from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
-from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 from ddptrain.sweep.folder import LocalSweep
@@ -229,8 +229,11 @@ def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
     return f"the run has logged no metric {metric}; it has logged: {logged}"
 
 
-class TrialDisplay:
-    """Takes what happens in the run of a trial: the values of the metric go to the pruner, the rest to the display."""
+class TrialDisplay(RunDisplay):
+    """Takes what happens in the run of a trial: the values of the metric go to the pruner, the rest to the display.
+
+    Its other methods do nothing: the files of the run have their facts.
+    """
 
     def __init__(
         self,
@@ -262,9 +265,6 @@ class TrialDisplay:
         """Show the state of the trial: training."""
         self._trial.status = "training"
 
-    def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
-        """Do nothing."""
-
     def metrics(self, rank: int, event: Metrics) -> None:
         """Pass logged values of the metric to the pruner."""
         value = event.values.get(self._trial.plan.metric)
@@ -290,23 +290,6 @@ class TrialDisplay:
         """Write the notice to the log of the sweep; the files of the run have it, too."""
         if level != "info":
             _log.info("notice of a trial", trial=self._trial.record.number, message=text)
-
-    def event(self, obj: Mapping[str, Any]) -> None:
-        """Do nothing: events.jsonl of the run has it."""
-
-    def system(self, sample: SystemSample) -> None:
-        """Do nothing: system.jsonl of the run has it."""
-
-    def log_grew(self, rank: int | None = None) -> None:
-        """Do nothing: logs of trials are not shown."""
-
-    def close(
-        self,
-        final_sizes: Mapping[int, int] | None = None,
-        summary: Sequence[str] = (),
-        last_event: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Do nothing: the trial records the end of its run."""
 
     def _take(self, complete: Sequence[tuple[float, float]]) -> None:
         trial = self._trial

@@ -128,9 +128,10 @@ def _compared_version(name: str, version: str) -> str:
 
 def _differences(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Finding]:
     """Yield a finding for each value of a host that differs from most other hosts."""
+    nvlinks = {host.host: str(min(gpu.nvlinks for gpu in facts.gpus)) for host, facts in known if facts.gpus}
     for subject, level, values in (
         ("GPUs", Level.BAD, {host.host: _listed(facts) for host, facts in known}),
-        ("NVLink", Level.BAD, {host.host: str(_nvlinks(facts)) for host, facts in known if facts.gpus}),
+        ("NVLink", Level.BAD, nvlinks),
         ("cores", Level.WARNING, {host.host: str(facts.cores) for host, facts in known}),
     ):
         common = usual(values.values())
@@ -146,8 +147,3 @@ def _listed(facts: HostFacts) -> str:
     names = dict.fromkeys(gpu.name for gpu in facts.gpus)
     counts = [f"{sum(gpu.name == name for gpu in facts.gpus)} x {name}" for name in names]
     return " and ".join(counts) or "no GPU"
-
-
-def _nvlinks(facts: HostFacts) -> int:
-    """Return the number of active NVLink links of the GPU with the fewest."""
-    return min(gpu.nvlinks for gpu in facts.gpus)
