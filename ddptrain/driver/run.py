@@ -322,9 +322,9 @@ class _Run:
         from ddptrain.clusters.compatibility import Needs, check_cluster
         from ddptrain.driver.transfer.code_package import project_of
 
-        goes_along = project_of(self.resolved) is not None
+        is_sent = project_of(self.resolved) is not None
         # Code that is sent to the workers has not arrived yet.
-        module = "ddptrain:" if goes_along else _module_needed(self.config)
+        module = "ddptrain:" if is_sent else _module_needed(self.config)
         needs = Needs(module, self.resolved.import_folders)
         return lambda workers: check_cluster(client, workers, needs)
 
