@@ -28,20 +28,20 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is known about an exit code. example: lines as the command prints them. remarks: full sentences.
+    """What is known about an exit code. example: what the command prints. remarks: lines with full sentences.
 
     causes: the most likely ones first.
     """
 
     title: str
-    example: tuple[str, ...] = ()
+    example: str = ""
     causes: tuple[Cause, ...] = ()
-    remarks: tuple[str, ...] = ()
+    remarks: str = ""
 
 
 _INTERRUPTED = Explanation(
     "interrupted",
-    ("ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",),
+    "ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",
     (
         Cause(
             "Ctrl-C, stop --now, or a second SIGTERM did not wait",
@@ -56,22 +56,16 @@ _INTERRUPTED = Explanation(
         Cause("the function does not call ctx.checkpoint", "call it on all ranks", "SIGTERM|ddptrain stop"),
         Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 75"),
     ),
-    (
-        "130 after Ctrl-C, which stops at once; 143 after SIGTERM, if the run ended without saving.",
-        "If there is an older checkpoint, --resume RUN continues from it. Every process of the run has ended.",
-    ),
+    "130 after Ctrl-C, which stops at once; 143 after SIGTERM, if the run ended without saving.\n"
+    "If there is an older checkpoint, --resume RUN continues from it. Every process of the run has ended.",
 )
 
 EXPLANATIONS: dict[int, Explanation] = {
-    ExitCode.SUCCEEDED: Explanation("succeeded", remarks=("Nothing to do.",)),
+    ExitCode.SUCCEEDED: Explanation("succeeded", remarks="Nothing to do."),
     ExitCode.TRAINING_FAILED: Explanation(
         "the training code failed",
-        (
-            (
-                "ddptrain: run train-20260612-080000-a1b2 failed: rank 1 on vm failed first: ValueError: batch 3 has "
-                "31 samples, expected 32; log: runs/train-20260612-080000-a1b2/logs/rank-1.log"
-            ),
-        ),
+        "ddptrain: run train-20260612-080000-a1b2 failed: rank 1 on vm failed first: ValueError: batch 3 has "
+        "31 samples, expected 32; log: runs/train-20260612-080000-a1b2/logs/rank-1.log",
         (
             Cause(
                 "an exception with your file and line",
@@ -106,25 +100,17 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "images .*bad|bad images",
             ),
         ),
-        (
-            (
-                "The rank that is named failed first. Errors of other ranks, such as 'Connection reset by peer' of "
-                "gloo or a NCCL error, are consequences."
-            ),
-            (
-                "failure.max_restarts: 2 starts the ranks again from the last checkpoint. The same failure twice at "
-                "the same step is not tried a third time."
-            ),
-            "predict uses it if some of the images could not be classified.",
-            (
-                "With tracking.strict: true a tracker's failure has this code, too. In sweeps it means that no trial "
-                "is complete."
-            ),
-        ),
+        "The rank that is named failed first. Errors of other ranks, such as 'Connection reset by peer' of "
+        "gloo or a NCCL error, are consequences.\n"
+        "failure.max_restarts: 2 starts the ranks again from the last checkpoint. The same failure twice at "
+        "the same step is not tried a third time.\n"
+        "predict uses it if some of the images could not be classified.\n"
+        "With tracking.strict: true a tracker's failure has this code, too. In sweeps it means that no trial "
+        "is complete.",
     ),
     ExitCode.USAGE: Explanation(
         "usage or configuration; nothing was started",
-        ("ddptrain: error: --set params.epochz=3: params.epochz: unknown key (did you mean params.epochs?)",),
+        "ddptrain: error: --set params.epochz=3: params.epochz: unknown key (did you mean params.epochs?)",
         (
             Cause("a wrong field or value", "fix the line that is named; ddptrain schema lists all fields"),
             Cause("data are missing or empty (params.source, params.names)", "check path or URL, and credentials"),
@@ -136,11 +122,11 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "check the data; --force trains anyway",
             ),
         ),
-        ("ddptrain train CONFIG --dry-run checks the configuration and the cluster, and starts nothing.",),
+        "ddptrain train CONFIG --dry-run checks the configuration and the cluster, and starts nothing.",
     ),
     ExitCode.INTERNAL: Explanation(
         "a bug of ddptrain",
-        ("ddptrain: internal error: KeyError: 'x'; this is a bug of ddptrain, the details are in ...",),
+        "ddptrain: internal error: KeyError: 'x'; this is a bug of ddptrain, the details are in ...",
         (
             Cause(
                 "this should not happen",
@@ -148,16 +134,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "removed from both), and the output of ddptrain --version",
             ),
         ),
-        ("The run directory is intact: --resume RUN continues from the last checkpoint.",),
+        "The run directory is intact: --resume RUN continues from the last checkpoint.",
     ),
     ExitCode.CLUSTER: Explanation(
         "cluster or infrastructure",
-        (
-            (
-                "ddptrain: run train-20260612-080000-a1b2 failed: no Dask scheduler answers at tcp://10.0.0.5:8786 "
-                "within 60 s: connection refused; is it up, and the port right?"
-            ),
-        ),
+        "ddptrain: run train-20260612-080000-a1b2 failed: no Dask scheduler answers at tcp://10.0.0.5:8786 "
+        "within 60 s: connection refused; is it up, and the port right?",
         (
             Cause(
                 "too few free slots",
@@ -199,16 +181,12 @@ EXPLANATIONS: dict[int, Explanation] = {
             Cause("a certificate is wrong or missing", "set cluster.tls", "certificate|TLS"),
             Cause("the cluster is of another host", "run the command on the host that is named", "runs on "),
         ),
-        ("ddptrain doctor checks this machine, ddptrain cluster check all hosts of a cluster.",),
+        "ddptrain doctor checks this machine, ddptrain cluster check all hosts of a cluster.",
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",
-        (
-            (
-                "ddptrain: rank 1 hung: no progress for 600 s, it is in train.py:13 in load while rank 0 waits for it "
-                "in all_reduce (...; stacks: artifacts/stacks/)"
-            ),
-        ),
+        "ddptrain: rank 1 hung: no progress for 600 s, it is in train.py:13 in load while rank 0 waits for it "
+        "in all_reduce (...; stacks: artifacts/stacks/)",
         (
             Cause("the rank is in your own line: a lock, a download, an endless loop", "give requests a time limit"),
             Cause(
@@ -225,21 +203,15 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "env: {NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
             ),
         ),
-        (
-            (
-                "The rank that is named is the one that is missing. The stacks of all ranks are in artifacts/stacks/ "
-                "of the run."
-            ),
-            (
-                "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
-                "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again "
-                "from the last checkpoint."
-            ),
-        ),
+        "The rank that is named is the one that is missing. The stacks of all ranks are in artifacts/stacks/ "
+        "of the run.\n"
+        "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
+        "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again "
+        "from the last checkpoint.",
     ),
     ExitCode.LOCKED: Explanation(
         "the run is running in another process, or another host has taken it over",
-        ("ddptrain: error: run nightly is held by process 29678 on vm; wait for it, or choose another --run-id",),
+        "ddptrain: error: run nightly is held by process 29678 on vm; wait for it, or choose another --run-id",
         (
             Cause(
                 "another shell or cron job runs it",
@@ -252,11 +224,11 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
             Cause("retrain with overlap: wait, and the wait is over", "a longer retrain.wait, or overlap: skip"),
         ),
-        ("The lock ends with its process. There is no lock file to delete.",),
+        "The lock ends with its process. There is no lock file to delete.",
     ),
     ExitCode.REJECTED: Explanation(
         "retrain: trained, but the gate rejected the new version",
-        ("retrain petnames rejected: version 2 was rejected, version 1 stays the champion: ...",),
+        "retrain petnames rejected: version 2 was rejected, version 1 stays the champion: ...",
         (
             Cause(
                 "the new version is worse than the gate allows",
@@ -264,12 +236,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "promote MODEL VERSION",
             ),
         ),
-        ("The new version is kept, the old one stays in use.",),
+        "The new version is kept, the old one stays in use.",
     ),
     ExitCode.DEADLINE: Explanation(
         "retrain: out of time",
         causes=(Cause("retrain.deadline is over", "set a longer deadline, or train for fewer epochs"),),
-        remarks=("The state is saved; the next start of ddptrain retrain continues.",),
+        remarks="The state is saved; the next start of ddptrain retrain continues.",
     ),
     ExitCode.LATE: Explanation(
         "schedule check: a model is late",
@@ -280,35 +252,31 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "host up?",
             ),
         ),
-        remarks=("The message names the model, and since when.",),
+        remarks="The message names the model, and since when.",
     ),
     ExitCode.PREEMPTED: Explanation(
         "preempted, and a checkpoint is saved",
-        ("run nightly preempted (exit code 75): ended by ddptrain stop; continue with --resume nightly",),
+        "run nightly preempted (exit code 75): ended by ddptrain stop; continue with --resume nightly",
         (
             Cause(
                 "someone sent SIGTERM: Slurm, Kubernetes, a spot instance, ddptrain stop",
                 "run the same command again with --resume RUN",
             ),
         ),
-        (
-            (
-                "Nothing is lost. In a batch script: ddptrain train CONFIG --run-id nightly --resume auto, and submit "
-                "the same script again on exit code 75."
-            ),
-        ),
+        "Nothing is lost. In a batch script: ddptrain train CONFIG --run-id nightly --resume auto, and submit "
+        "the same script again on exit code 75.",
     ),
     ExitCode.INTERRUPTED: _INTERRUPTED,
     ExitCode.TERMINATED: _INTERRUPTED,
     KILLED: Explanation(
         "ddptrain itself was killed by SIGKILL",
-        ("Killed",),
+        "Killed",
         (
             Cause("the kernel, because memory was short", "look at dmesg; use less memory on this host"),
             Cause("Slurm or Kubernetes, after its grace period", "a longer one than failure.grace_s"),
             Cause("kill -9", "use ddptrain stop"),
         ),
-        ("The ranks ended with it. --resume RUN continues from the last checkpoint.",),
+        "The ranks ended with it. --resume RUN continues from the last checkpoint.",
     ),
     BROKEN_PIPE: Explanation(
         "the reader of the output has closed it",
@@ -328,9 +296,9 @@ def explanation_of(code: int) -> Explanation:
     if known is not None:
         return known
     if code - 128 in signal.valid_signals():
-        return Explanation(f"ended by {signal.Signals(code - 128).name}", remarks=("The shell adds 128 to a signal.",))
+        return Explanation(f"ended by {signal.Signals(code - 128).name}", remarks="The shell adds 128 to a signal.")
     listed = ", ".join(str(int(code)) for code in EXPLANATIONS)
-    return Explanation("not an exit code of ddptrain", remarks=(f"Its exit codes: {listed}.",))
+    return Explanation("not an exit code of ddptrain", remarks=f"Its exit codes: {listed}.")
 
 
 def causes_of(code: int, root_cause: str) -> tuple[Cause, ...]:
@@ -351,12 +319,12 @@ def as_text(code: int, *, complete: bool = False) -> list[str]:
     more = len(explanation.causes) - shown
     lines = [f"exit code {code}: {explanation.title}"]
     if explanation.example:
-        lines += ["", "what it looks like:", *(f"  {line}" for line in explanation.example)]
+        lines += ["", "what it looks like:", f"  {explanation.example}"]
     if explanation.causes:
         lines += ["", "causes, and what to do:" if more <= 0 else "most likely causes, and what to do:"]
         lines += cause_lines(explanation.causes[:shown])
-    if remarks := explanation.remarks if complete else explanation.remarks[:1]:
-        lines += ["", *remarks]
+    if remarks := explanation.remarks.splitlines():
+        lines += ["", *(remarks if complete else remarks[:1])]
     if more > 0:
         others = f"{more} more cause{'s' if more > 1 else ''}"
         lines += ["", f"{others}: ddptrain explain {code} --all. The cause of a run: ddptrain explain RUN"]

@@ -7,15 +7,9 @@ from typing import Any
 
 import pynvml
 
+from ddptrain.protocol import system_metrics
 from ddptrain.protocol.cluster_check import GpuFacts
 
-# Reasons of reduced clocks that mean a fault. Idle clocks, power caps and settings of the user are normal.
-_THROTTLE = {
-    "hardware slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
-    "hardware thermal slowdown": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
-    "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
-    "software thermal slowdown": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
-}
 _MB = 10**6
 
 
@@ -37,9 +31,9 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
 
 
 def throttle_reasons(handle: Any) -> tuple[str, ...]:
-    """Return the reasons why the hardware reduces the clocks of the GPU now."""
+    """Return the reasons why the hardware reduces the clocks of the GPU now, except a power limit, which is normal."""
     bits = _if_known(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    return tuple(reason for reason, bit in _THROTTLE.items() if bits & bit)
+    return tuple(system_metrics.throttle_reasons(bits & ~pynvml.nvmlClocksEventReasonSwPowerCap))
 
 
 def _facts(index: int, handle: Any) -> GpuFacts:

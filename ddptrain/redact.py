@@ -77,8 +77,8 @@ def secrets_in(value: Any, hidden: Any) -> Iterator[str]:
 
 def known_secrets(*values: Any) -> list[str]:
     """Return the secrets in the data that are long enough to search in other texts, the longest first."""
-    found = {text for value in values for text in secrets_in(value, hide_secrets(value))}
-    return sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
+    secrets = {text for value in values for text in secrets_in(value, hide_secrets(value))}
+    return sorted((text for text in secrets if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
 
 
 def hide_known(value: Any, secrets: Iterable[str]) -> Any:

@@ -35,12 +35,7 @@ _POLL_S = 0.1
 _STORE_POLL_S = 2.0
 _STOP_TIMEOUT_S = 120.0  # for a driver that is stopping: the grace period, and the transfer of results
 _ERRORS: dict[int, type[DdptrainError]] = {
-    ExitCode.TRAINING_FAILED: TrainingFailed,
-    ExitCode.USAGE: UsageError,
-    ExitCode.CLUSTER: ClusterError,
-    ExitCode.HANG: HangDetected,
-    ExitCode.LOCKED: RunLocked,
-    ExitCode.PREEMPTED: RunPreempted,
+    kind.exit_code: kind for kind in (TrainingFailed, UsageError, ClusterError, HangDetected, RunLocked, RunPreempted)
 }
 
 

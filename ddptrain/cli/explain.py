@@ -40,7 +40,9 @@ def _explain_code(code: int, every: bool, json: bool) -> None:
     if not is_known(code):
         listed = ", ".join(str(int(each)) for each in sorted(EXPLANATIONS))
         raise UsageError(f"{code} is not an exit code of ddptrain; its exit codes: {listed}")
-    data = {"exit_code": code, **dataclasses.asdict(explanation_of(code))}
+    known = explanation_of(code)
+    texts = {"example": known.example.splitlines(), "remarks": known.remarks.splitlines()}
+    data = {"exit_code": code, **dataclasses.asdict(known), **texts}
     print_result(data, as_text(code, complete=every), as_json=json)
 
 

@@ -170,7 +170,7 @@ class ReadinessWait:
             room[_place(worker)] += worker.slots
         sources = f" ({', '.join(f'{count} from {place}' for place, count in room.items())})" if room else ""
         if asked is not None:
-            return f"{counted(asked, 'slot')} asked for, {view.slots} came{sources}"
+            return f"{counted(asked, 'slot')} needed, but only {view.slots} joined{sources}"
         ordered = counted(max(1, self.deployment.record.workers), "worker")
         return f"{ordered} ordered, {len(view.workers)} joined with {counted(view.slots, 'slot')}{sources}"
 

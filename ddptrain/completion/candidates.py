@@ -26,23 +26,23 @@ def candidates(table: Node, words: list[str], word: str) -> Candidates:
     name, has_value, value = word.partition("=")
     is_option = word.startswith("-") and not position.ended
     if is_option and has_value and (option := position.node["options"].get(name)):
-        found = _values(option, position.given, value)
-        return {f"{name}={each}": text for each, text in found.items()}
+        values = _values(option, position.given, value)
+        return {f"{name}={each}": text for each, text in values.items()}
     if is_option and not (position.value and position.value["is_option"]):
-        found = {each: option["help"] for each, option in position.node["options"].items() if not option["hidden"]}
+        values = {each: option["help"] for each, option in position.node["options"].items() if not option["hidden"]}
     elif position.value is not None:
-        found = _values(position.value, position.given, word)
+        values = _values(position.value, position.given, word)
     else:
-        found = {each: node["help"] for each, node in position.node["commands"].items()}
-    return {each: text for each, text in found.items() if each.startswith(word)}
+        values = {each: node["help"] for each, node in position.node["commands"].items()}
+    return {each: text for each, text in values.items() if each.startswith(word)}
 
 
 def _values(parameter: Node, given: dict[str, str], word: str) -> Candidates:
     """Return the values of an option or argument that begin with `word`."""
-    found: Candidates = dict.fromkeys(parameter["choices"], "")
+    values: Candidates = dict.fromkeys(parameter["choices"], "")
     for kind in parameter["kinds"]:
-        found |= _named(kind, given, word)
-    return {each: text for each, text in found.items() if each.startswith(word)}
+        values |= _named(kind, given, word)
+    return {each: text for each, text in values.items() if each.startswith(word)}
 
 
 def _named(kind: str, given: dict[str, str], word: str) -> Candidates:
@@ -58,8 +58,8 @@ def _named(kind: str, given: dict[str, str], word: str) -> Candidates:
             return dict.fromkeys(names.model_names(models_dir), "")
         case "version":
             model, at, _ = word.partition("@")
-            found = names.model_names(models_dir)
-            return dict.fromkeys(names.model_references(models_dir, model) if at and model in found else found, "")
+            models = names.model_names(models_dir)
+            return dict.fromkeys(names.model_references(models_dir, model) if at and model in models else models, "")
         case "configuration":
             paths = {} if "/" in word else names.configurations()
             return {each: path if path.startswith("./") else "example" for each, path in paths.items()}

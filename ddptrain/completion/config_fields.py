@@ -29,10 +29,10 @@ def fields_of(config: str) -> dict[str, Field]:
     with suppress(OSError, ValueError):
         with open(schema_file(), encoding="utf-8") as file:
             schema: Schema = json.load(file)
-        found: dict[str, Field] = {}
-        _collect(schema, "", schema["$defs"], found, 0)
-        found.pop("params", None)
-        return found | _params(config, schema["$defs"])
+        fields: dict[str, Field] = {}
+        _collect(schema, "", schema["$defs"], fields, 0)
+        fields.pop("params", None)
+        return fields | _params(config, schema["$defs"])
     return {}
 
 
@@ -40,9 +40,9 @@ def _params(config: str, definitions: Schema) -> dict[str, Field]:
     content = _content(config)
     workload, params = content.get("workload"), content.get("params")
     if isinstance(workload, str) and (definition := definitions.get(f"{workload}.params")):
-        found: dict[str, Field] = {}
-        _collect(definition, "params.", definitions, found, 0)
-        return found
+        fields: dict[str, Field] = {}
+        _collect(definition, "params.", definitions, fields, 0)
+        return fields
     named = params.items() if isinstance(params, dict) else ()
     return {f"params.{name}": Field(default=_text(value)) for name, value in named if is_plain(str(name))}
 
@@ -59,16 +59,16 @@ def _content(config: str) -> dict[Any, Any]:
     return {}
 
 
-def _collect(section: Schema, prefix: str, definitions: Schema, found: dict[str, Field], depth: int) -> None:
+def _collect(section: Schema, prefix: str, definitions: Schema, fields: dict[str, Field], depth: int) -> None:
     """Add the fields of a section, and of the sections in it."""
     for name, field in section.get("properties", {}).items():
         forms = _forms(field, definitions)
         inner = [form for form in forms if form.get("properties")]
         for form in inner if depth < _DEEPEST else ():
-            _collect(form, f"{prefix}{name}.", definitions, found, depth + 1)
+            _collect(form, f"{prefix}{name}.", definitions, fields, depth + 1)
         if len(inner) < len(forms):
             default = _text(field["default"]) if "default" in field else ""
-            found[f"{prefix}{name}"] = Field(_values(forms), default, field.get("description", ""))
+            fields[f"{prefix}{name}"] = Field(_values(forms), default, field.get("description", ""))
 
 
 def _forms(field: Schema, definitions: Schema) -> list[Schema]:

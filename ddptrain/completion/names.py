@@ -24,12 +24,12 @@ def is_plain(word: str) -> bool:
 
 def run_ids(runs_dir: str) -> list[str]:
     """Return the ids of the newest runs of a folder, the newest first; none of an object store."""
-    found = []
+    ids = []
     for entry in _entries(runs_dir):
         with suppress(OSError):
             if entry.is_dir() and os.path.exists(os.path.join(entry.path, "run.json")):
-                found.append((entry.stat().st_mtime, entry.name))
-    return [name for _, name in sorted(found, reverse=True)[:_SHOWN]]
+                ids.append((entry.stat().st_mtime, entry.name))
+    return [name for _, name in sorted(ids, reverse=True)[:_SHOWN]]
 
 
 def cluster_names() -> list[str]:
@@ -63,12 +63,12 @@ def model_references(models_dir: str, model: str) -> list[str]:
 
 def configurations() -> dict[str, str]:
     """Return the shipped examples and the YAML files of the working directory: name -> path."""
-    found = {}
+    paths = {}
     for folder in (os.path.join(_PACKAGE, "configs"), os.path.join(os.path.dirname(_PACKAGE), "configs")):
         if os.path.isdir(folder):
-            found = {name[:-5]: os.path.join(folder, name) for name in sorted(os.listdir(folder)) if _is_yaml(name)}
+            paths = {name[:-5]: os.path.join(folder, name) for name in sorted(os.listdir(folder)) if _is_yaml(name)}
             break
-    return found | {entry.name: entry.path for entry in _entries(".") if _is_yaml(entry.name)}
+    return paths | {entry.name: entry.path for entry in _entries(".") if _is_yaml(entry.name)}
 
 
 def schema_file() -> str:

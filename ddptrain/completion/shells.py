@@ -24,17 +24,17 @@ def answer(environment: Mapping[str, str]) -> int:
     shell = environment[VARIABLE].removeprefix("complete_")
     try:
         before, word = bash_words(environment) if shell == "bash" else typed_words(environment)
-        found = {each: text for each, text in candidates(read_table(), before, word).items() if is_plain(each)}
+        matches = {each: text for each, text in candidates(read_table(), before, word).items() if is_plain(each)}
     except Exception:  # a message would be printed into the line that the user edits
         if "DDPTRAIN_LOG" in environment:
             raise
-        found, word = {}, ""
+        matches, word = {}, ""
     if shell == "fish" and environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
-        return 0 if found else 1
+        return 0 if matches else 1
     if shell == "fish":
-        text = "\n".join(f"{each}\t{_short(text)}" if text else each for each, text in found.items())
+        text = "\n".join(f"{each}\t{_short(text)}" if text else each for each, text in matches.items())
     else:
-        text = _bash(found, word) if shell == "bash" else _zsh(found)
+        text = _bash(matches, word) if shell == "bash" else _zsh(matches)
     sys.stdout.write(f"{text}\n" if text else "")
     return 0
 
@@ -72,25 +72,25 @@ def _unquoted(word: str) -> str:
     return word.strip("'\"")
 
 
-def _bash(found: Candidates, word: str) -> str:
+def _bash(matches: Candidates, word: str) -> str:
     """Return one candidate a line, without the part of the word that bash does not replace."""
-    words = list(found)
+    words = list(matches)
     if len(words) == 1 and words[0].endswith("="):
         words.append(f"{words[0]}VALUE")  # two candidates: bash adds no space after their common part
     start = max(word.rfind("=") + 1, word.rfind(":") + 1, word.rfind("@"))  # it replaces @ itself, too
     return "\n".join(each[start:] for each in words)
 
 
-def _zsh(found: Candidates) -> str:
+def _zsh(matches: Candidates) -> str:
     """Return commands for zsh: it executes them, so every candidate is plain and every help text is without quotes."""
-    if not found:
+    if not matches:
         return "_files"
-    open_ended = [each for each in found if each.endswith(("=", "."))]
-    whole = [each for each in found if each not in open_ended]
+    open_ended = [each for each in matches if each.endswith(("=", "."))]
+    whole = [each for each in matches if each not in open_ended]
     lines = []
     for group, option in ((whole, ""), (open_ended, " -S ''")):
         if group:
-            described = " ".join(f"'{_described(each, found[each])}'" for each in group)
+            described = " ".join(f"'{_described(each, matches[each])}'" for each in group)
             lines.append(f"local -a found; found=({described}); _describe ddptrain found{option};")
     return " ".join(lines)
 

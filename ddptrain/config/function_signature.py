@@ -76,12 +76,12 @@ def _find_file(module: str, folders: Sequence[str]) -> Path | None:
     first, *rest = module.split(".")
     for folder in folders:
         top = Path(folder or ".") / first
-        found = [path for path in (top / "__init__.py", top.with_suffix(".py")) if path.is_file()]
+        top_files = [path for path in (top / "__init__.py", top.with_suffix(".py")) if path.is_file()]
         whole = top.joinpath(*rest)
         inside = [path for path in (whole / "__init__.py", whole.parent / f"{whole.name}.py") if path.is_file()]
         if inside:
             return inside[0]
-        if found:
+        if top_files:
             return None  # an import does not search the other folders
     return None
 
@@ -92,21 +92,21 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def names_in(found: Found) -> list[str] | None:
+def names_in(source: Found) -> list[str] | None:
     """Return the names that the module defines; None if there may be others (a star import, __getattr__)."""
     names: list[str] = []
-    for node in _statements(found.tree.body):
+    for node in _statements(source.tree.body):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             return None
         names += _bound(node)
-    calls = (node.func for node in ast.walk(found.tree) if isinstance(node, ast.Call))
+    calls = (node.func for node in ast.walk(source.tree) if isinstance(node, ast.Call))
     called = {function.id for function in calls if isinstance(function, ast.Name)}
     return None if {"__getattr__", "globals", "exec"} & {*names, *called} else names
 
 
-def is_module(found: Found, name: str) -> bool:
+def is_module(source: Found, name: str) -> bool:
     """Return whether the only statement that defines the name is `import name`."""
-    nodes = [node for node in _statements(found.tree.body) if name in _bound(node)]
+    nodes = [node for node in _statements(source.tree.body) if name in _bound(node)]
     return len(nodes) == 1 and isinstance(nodes[0], ast.Import)
 
 
@@ -131,9 +131,9 @@ def _bound(node: ast.stmt) -> list[str]:
     return [target.id for target in targets]
 
 
-def params_model(found: Found, function: str) -> type[BaseModel] | None:
+def params_model(source: Found, function: str) -> type[BaseModel] | None:
     """Return a model of the params that a function of the module takes; None if the source does not show them."""
-    defined = [node for node in _statements(found.tree.body) if function in _bound(node)]
+    defined = [node for node in _statements(source.tree.body) if function in _bound(node)]
     if len(defined) != 1 or not isinstance(defined[0], ast.FunctionDef):
         return None
     if not all(_last_name(decorator) in _HARMLESS_DECORATORS for decorator in defined[0].decorator_list):
@@ -143,7 +143,7 @@ def params_model(found: Found, function: str) -> type[BaseModel] | None:
     if given is None or (arguments.vararg is not None and not given):
         return None
     if len(given) == 1 and arguments.kwarg is None and _may_be_model(hint := given[0][0].annotation):
-        cls = _class_named(found, hint)
+        cls = _class_named(source, hint)
         return _model_of_class(cls) if cls is not None else None
     parameters = [_parameter(argument.arg, argument.annotation, default) for argument, default in given]
     return make_model(parameters, extra=arguments.kwarg is not None)
@@ -154,8 +154,8 @@ def default_params(workload: str, folders: Sequence[str]) -> dict[str, Any]:
     model = plugin_names.params_model(workload)
     if model is None:
         module, _, function = workload_target(workload).partition(":")
-        found = find_source(module, folders)
-        model = params_model(found, function) if found is not None else None
+        source = find_source(module, folders)
+        model = params_model(source, function) if source is not None else None
     return defaults_of(model) if model is not None else {}
 
 
@@ -199,10 +199,10 @@ def _may_be_model(annotation: ast.expr | None) -> bool:
     return annotation is not None and _type(annotation) is Any and _last_name(annotation) != "Any"
 
 
-def _class_named(found: Found, annotation: ast.expr | None) -> ast.ClassDef | None:
+def _class_named(source: Found, annotation: ast.expr | None) -> ast.ClassDef | None:
     """Return the class of the model, if the same module defines it."""
     name = _text(annotation)
-    classes = [node for node in found.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if len(classes) != 1 or not (_is_dataclass(classes[0]) or _is_model(classes[0])):
         return None
     return classes[0]

@@ -74,16 +74,16 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
     problems += _overridden(root, overrides)
     if "workload" in root.value:
         run = _validate(root, path, problems)
-        found = run.cluster if run else None
+        cluster = run.cluster if run else None
     else:
         try:
-            found = ClusterFile.model_validate(plain(root)).cluster
+            cluster = ClusterFile.model_validate(plain(root)).cluster
         except ValidationError as error:
-            found = None
+            cluster = None
             problems += explain(error, root, Schema(ClusterFile, None))
-    if problems or found is None:
+    if problems or cluster is None:
         raise ConfigError(_in_order(problems, shorten(str(path), 300)))
-    return found
+    return cluster
 
 
 def load_data(data: bytes, name: str) -> Any:
@@ -102,10 +102,10 @@ def place_in_file(path: Path, key: tuple[str, ...], value: object) -> str:
         root, _ = parse_yaml(read_text(path), lambda line, column: Place(0, line, column, f"{name}:{line}"))
     except ConfigError:
         return name
-    found = plain(root) if root is not None else None
+    present = plain(root) if root is not None else None
     for part in key:
-        found = found.get(part) if isinstance(found, dict) else None
-    return place_of(root, key).text if root is not None and found == value else name
+        present = present.get(part) if isinstance(present, dict) else None
+    return place_of(root, key).text if root is not None and present == value else name
 
 
 def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
@@ -183,13 +183,13 @@ def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]
         message = f"expected a Python file, got the notebook {shown.removeprefix('the text ')}"
         return [located(root, key, message, f"convert it: jupyter nbconvert --to script {shorten(script)}")]
     candidates = _candidates(script, path)
-    if any(_is_file(found) for found in candidates) or (os.path.isabs(script) and not config.cluster.is_embedded):
+    if any(_is_file(each) for each in candidates) or (os.path.isabs(script) and not config.cluster.is_embedded):
         return []
-    if any(found.is_dir() for found in candidates):
+    if any(each.is_dir() for each in candidates):
         message = f"expected a Python file, got the folder {shown.removeprefix('the text ')}"
         return [located(root, key, message, "name the file in it")]
     name = Path(script)
-    beside = [found.name for found in _candidates(str(name.parent), path) for found in python_files(found)]
+    beside = [file.name for folder in _candidates(str(name.parent), path) for file in python_files(folder)]
     match = nearest(name.name, beside[:MAX_NEIGHBOURS])
     looked = " and ".join(dict.fromkeys(shorten(folder, 200) for folder in import_folders(path)))
     hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
@@ -221,8 +221,8 @@ def _params_model(workload: str, path: Path, root: Node, problems: list[Located]
 def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
     """The model of the params, read from the source of the user's function; adds a problem if there is no function."""
     target = plugin_names.workload_target(workload)
-    found = _find_function("workload", target, path, root, problems)
-    return config_params.params_model(found, target.partition(":")[2]) if found is not None else None
+    source = _find_function("workload", target, path, root, problems)
+    return config_params.params_model(source, target.partition(":")[2]) if source is not None else None
 
 
 def _find_function(
@@ -233,19 +233,19 @@ def _find_function(
     target: module:function, the value of a field.
     """
     module, _, name = target.partition(":")
-    found = config_params.find_source(module, [*import_folders(path), *sys.path])
-    if found is None:
+    source = config_params.find_source(module, [*import_folders(path), *sys.path])
+    if source is None:
         return None
-    names = config_params.names_in(found)
+    names = config_params.names_in(source)
     if names is not None and (first := name.partition(".")[0]) not in names:
-        message = f"{shorten(str(found.path), 300)} has no {first}, got {describe_value(target)}"
+        message = f"{shorten(str(source.path), 300)} has no {first}, got {describe_value(target)}"
         match = nearest(first, names)
         hint = f"did you mean {module}:{match}?" if match else "name a function that it has"
-    elif config_params.is_module(found, name):
-        message = f"{name} is a module that {shorten(str(found.path), 300)} imports, not a function"
+    elif config_params.is_module(source, name):
+        message = f"{name} is a module that {shorten(str(source.path), 300)} imports, not a function"
         hint = f"name a function of {module}, as {module}:train"
     else:
-        return found
+        return source
     problems.append(located(root, (field,), message, hint))
     return None
 
@@ -260,7 +260,7 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
     if len(path) > MAX_DEPTH:
         return [_malformed(place, "", f"the key has more than {MAX_DEPTH} parts", "make it shorter")]
     try:
-        found, problems = parse_yaml(
+        given, problems = parse_yaml(
             text, lambda line, column: dataclasses.replace(place, line=line, column=column), path
         )
     except ConfigError as error:
@@ -277,7 +277,7 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
             what = f"{dotted(path[:depth])} is {describe_value(child.value, path)}, which has no keys"
             return [_malformed(place, key, what, f"set {dotted(path[:depth])} itself")]
         parent = parent[part].value
-    node = found or Node(place, None)
+    node = given or Node(place, None)
     parent[path[-1]] = dataclasses.replace(node, place=place)
     return problems
 

@@ -45,8 +45,8 @@ def make_model(parameters: Sequence[Parameter], *, extra: bool) -> type[BaseMode
 def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
     """Return the defaults of the params as far as they are known."""
     fields = {field.alias or name: field for name, field in model.model_fields.items() if not field.is_required()}
-    found = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
-    return {name: value for name, value in found.items() if value is not UNKNOWN}
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    return {name: value for name, value in defaults.items() if value is not UNKNOWN}
 
 
 def check_params(model: type[BaseModel], params: Mapping[str, Any]) -> BaseModel:
@@ -61,5 +61,5 @@ def describe(error: ValidationError, params: Mapping[str, Any], model: type[Base
     from ddptrain.config.yaml_reader import Place, make_nodes
 
     root = make_nodes(Place(0, 0, 0, ""), {"params": params})
-    found = explain(error, root, Schema(RunConfig, model), ("params",))
-    return "\n".join(str(located.problem) for located in found)
+    problems = explain(error, root, Schema(RunConfig, model), ("params",))
+    return "\n".join(str(located.problem) for located in problems)

@@ -178,16 +178,16 @@ class FailureConfig(Strict):
     )
     lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
         default=LOST_AFTER_S,
-        description="Seconds without a word from a worker, or without the scheduler, after which they are given up.",
+        description="Seconds without a message from a worker, or without the scheduler, after which it counts as lost.",
     )
     slow: Annotated[Literal["off", "warn", "replace"], BeforeValidator(off_word)] = Field(
         default="warn",
-        description="What happens with a rank that is slower than the others by itself: warn reports it; replace also "
+        description="What happens if a rank's own work is slower than that of others: warn reports it; replace also "
         "moves it to a slot of another host with the next ctx.checkpoint, if one is free; off does not look.",
         json_schema_extra={"enum": ["off", "warn", "replace", False]},
     )
     slow_factor: Annotated[float, Field(gt=1)] = Field(
-        default=1.5, description="A rank is slow if its own time in a step is so many times the median of all ranks."
+        default=1.5, description="A rank is slow if its own time in a step is this many times the median of all ranks."
     )
     backoff_s: Seconds = Field(
         default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."
@@ -282,7 +282,7 @@ class RunConfig(Strict):
     )
     failure: FailureConfig = Field(default=FailureConfig(), description="What happens when a rank fails.")
     code: CodeConfig = Field(
-        default=CodeConfig(), description="The code that goes along to workers that don't see the project's folder."
+        default=CodeConfig(), description="The code that is sent to workers that don't see the project's folder."
     )
     system: SystemConfig = Field(default=SystemConfig(), description="Measurements of hosts, ranks and GPUs.")
     results: ResultsConfig = Field(default=ResultsConfig(), description="Where results go.")

@@ -16,8 +16,8 @@ _NO_PASSWORD = ""  # without one OpenSSL asks for it on the terminal
 def check_tls(resolved: ResolvedConfig) -> None:
     """Raise ConfigError if a file of `cluster.tls` is missing, is no certificate or key, or they are no pair."""
     tls = resolved.config.cluster.tls
-    if tls is not None and (found := _problem(tls)) is not None:
-        field, message, hint = found
+    if tls is not None and (problem := _problem(tls)) is not None:
+        field, message, hint = problem
         path = getattr(tls, field)
         key = ("cluster", "tls", field)
         where = place_in_file(resolved.path, key, path)
@@ -26,22 +26,20 @@ def check_tls(resolved: ResolvedConfig) -> None:
 
 def _problem(tls: TlsSettings) -> tuple[str, str, str] | None:
     """Return the field that is wrong, the message and the hint."""
-    for field in ("ca_file", "cert_file", "key_file"):
+    paths = {field: Path(getattr(tls, field)).expanduser() for field in ("ca_file", "cert_file", "key_file")}
+    for field, path in paths.items():
         try:
-            Path(getattr(tls, field)).expanduser().open("rb").close()
+            path.open("rb").close()
         except OSError as error:
             return field, f"can't be read: {error.strerror}", "copy it from the cluster, or correct the path"
-    authority, certificate, key = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
+    context = ssl.create_default_context()
+    for field in ("ca_file", "cert_file"):
+        try:
+            context.load_verify_locations(paths[field])
+        except ssl.SSLError:
+            return field, "contains no certificate", "it is a PEM file with the line -----BEGIN CERTIFICATE-----"
     try:
-        context = ssl.create_default_context(cafile=authority)
-    except ssl.SSLError:
-        return "ca_file", "contains no certificate", "it is a PEM file with the line -----BEGIN CERTIFICATE-----"
-    try:
-        context.load_verify_locations(certificate)
-    except ssl.SSLError:
-        return "cert_file", "contains no certificate", "it is a PEM file with the line -----BEGIN CERTIFICATE-----"
-    try:
-        context.load_cert_chain(certificate, key, password=_NO_PASSWORD)
+        context.load_cert_chain(paths["cert_file"], paths["key_file"], password=_NO_PASSWORD)
     except ssl.SSLError:
         hint = "it is a PEM file without a password that belongs to cert_file"
         return "key_file", "is not the key of that certificate", hint

@@ -13,7 +13,8 @@ from ddptrain.errors import UsageError
 if TYPE_CHECKING:
     import argparse
 
-_LEAVE_OUT = "leave it out: the hosts and the rendezvous are those of the cluster"
+_CLUSTER = "the hosts and the rendezvous are those of the cluster"
+_LOGS = "the log of each rank is shown and saved"
 # Options of torchrun, and what takes their place; `_` and `-` are the same in them.
 REPLACEMENTS = {
     "--nproc-per-node": "use --ranks N, the number of all ranks",
@@ -21,23 +22,23 @@ REPLACEMENTS = {
     "--max-restarts": "use --set failure.max_restarts=N",
     "--log-dir": "use --runs-dir DIR: each run has the log of each rank in its directory",
     "--no-python": "the script must be a Python file, or with -m a module",
-    **dict.fromkeys(("--tee", "--redirects"), "leave it out: the log of each rank is shown and saved"),
+    **dict.fromkeys(("--tee", "--redirects"), f"leave it out: {_LOGS}"),
     **dict.fromkeys(
         ("--standalone", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--monitor-interval"),
-        _LEAVE_OUT,
+        f"leave it out: {_CLUSTER}",
     ),
 }
 _UNUSED = "ddptrain has nothing like it"
 # Options with a value that a configuration does not need, and the reason.
 _LEFT_OUT = {
     "--log-dir": "each run has the log of each rank in its directory",
-    **dict.fromkeys(("--tee", "--redirects"), "the log of each rank is shown and saved"),
+    **dict.fromkeys(("--tee", "--redirects"), _LOGS),
     **dict.fromkeys(
         (
             *("--node-rank", "--master-addr", "--master-port", "--local-addr", "--monitor-interval"),
             *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
         ),
-        "the hosts and the rendezvous are those of the cluster",
+        _CLUSTER,
     ),
     **dict.fromkeys(
         ("--start-method", "--role", "--local-ranks-filter", "--logs-specs", "--event-log-handler"), _UNUSED
@@ -73,21 +74,21 @@ def translate(command: str) -> Translation:
         env[assigned[1]] = assigned[2]
         words = words[1:]
     is_launch, options = _without_program(words)
-    found = _parsed(options)
-    if found.no_python:
+    parsed = _parsed(options)
+    if parsed.no_python:
         raise UsageError(f"--from torchrun: --no-python: {REPLACEMENTS['--no-python']}")
-    workload: dict[str, Any] = {"module" if found.module else "script": found.program}
-    if found.arguments:
-        workload["args"] = found.arguments
-    if is_launch and not found.use_env:
+    workload: dict[str, Any] = {"module" if parsed.module else "script": parsed.program}
+    if parsed.arguments:
+        workload["args"] = parsed.arguments
+    if is_launch and not parsed.use_env:
         workload["local_rank_arg"] = True
-    config: dict[str, Any] = {"workload": workload, "cluster": _cluster(found.nnodes, found.nproc_per_node)}
-    if found.max_restarts:
-        config["failure"] = {"max_restarts": found.max_restarts}
+    config: dict[str, Any] = {"workload": workload, "cluster": _cluster(parsed.nnodes, parsed.nproc_per_node)}
+    if parsed.max_restarts:
+        config["failure"] = {"max_restarts": parsed.max_restarts}
     if env:
         config["env"] = env
-    stem = re.split(r"[./]", found.program.removesuffix(".py").rstrip("/"))[-1]
-    return Translation(config, stem or "train", tuple(_notes(found)))
+    stem = re.split(r"[./]", parsed.program.removesuffix(".py").rstrip("/"))[-1]
+    return Translation(config, stem or "train", tuple(_notes(parsed)))
 
 
 def _without_program(words: Sequence[str]) -> tuple[bool, Sequence[str]]:
@@ -125,21 +126,21 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("program", nargs="?")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     try:
-        found, unknown = parser.parse_known_args(list(words))
+        options, unknown = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise UsageError(f"--from torchrun: {error}") from None
     if unknown:
         raise UsageError(f"--from torchrun: torchrun has no option {', '.join(unknown)}")
-    if not found.program:
+    if not options.program:
         raise UsageError("--from torchrun: the command names no script")
-    if found.program.startswith("-"):
-        raise UsageError(f"--from torchrun: {found.program} is not an option of torchrun")
-    return found
+    if options.program.startswith("-"):
+        raise UsageError(f"--from torchrun: {options.program} is not an option of torchrun")
+    return options
 
 
-def _notes(found: argparse.Namespace) -> Iterator[str]:
+def _notes(parsed: argparse.Namespace) -> Iterator[str]:
     for name, reason in {**_LEFT_OUT, **_FLAGS_LEFT_OUT}.items():
-        if getattr(found, name.lstrip("-").replace("-", "_")):
+        if getattr(parsed, name.lstrip("-").replace("-", "_")):
             yield f"{name} is left out: {reason}"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from ddptrain.config.sections.retraining import duration_s
 from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN, slug
 from ddptrain.config.wording import PathKey, describe_value, did_you_mean, dotted, nearest
 from ddptrain.config.yaml_reader import Located, Node, Place, scalar
@@ -85,7 +87,7 @@ class Schema:
             models = [self.run]
         for part in (name for name in parent if isinstance(name, str)):
             # The parts that are no fields are names in a mapping of models, as in sweep.space.
-            models = [found for model in models for found in _models_in(_fields(model).get(part, model))]
+            models = [inner for model in models for inner in _models_in(_fields(model).get(part, model))]
         return [name for model in models for name in _fields(model)]
 
 
@@ -114,8 +116,8 @@ def explain(error: ValidationError, root: Node, schema: Schema, prefix: PathKey 
     for details in error.errors(include_url=False):
         if details["type"] not in _CONSEQUENCES:
             groups.setdefault(_path(root, prefix, details), []).append(details)
-    found = sorted(((place_of(root, path), path) for path in groups), key=lambda each: each[0])
-    for number, (place, path) in enumerate(found):
+    ordered = sorted(((place_of(root, path), path) for path in groups), key=lambda each: each[0])
+    for number, (place, path) in enumerate(ordered):
         # Problems beyond the limit are only counted: searching the most similar key is slow.
         shown = number < MAX_PROBLEMS
         yield Located(place, _problem(place, path, groups[path], schema) if shown else _UNSHOWN)
@@ -220,6 +222,11 @@ def _value_hint(path: PathKey, value: object, types: set[str], choices: Sequence
         return f"did you mean {choice}?"
     if "bool_type" in types and value.lower() in {"yes", "no", "on", "off", "y", "n", "true", "false"}:
         return "write true or false, without quotes"
+    if "list_type" in types:
+        return "write a list, as [a, b]"
+    if "float_type" in types and str(path[-1]).endswith("_s"):
+        with suppress(ValueError):
+            return f"write the seconds: {duration_s(value):g}"
     if types & {"int_type", "float_type"} and _is_number(value.replace("_", "").replace(",", "")):
         return "write the number without quotes, commas or underscores"
     return ""

@@ -41,10 +41,10 @@ def _check_script(resolved: ResolvedConfig) -> None:
     script = resolved.config.script
     if script is None or script.script is None:
         return
-    found = next(
+    file = next(
         (path for path in (Path(folder, script.script) for folder in resolved.import_folders) if path.is_file()), None
     )
-    if found is not None and (error := syntax_error_of_file(found)) is not None:
+    if file is not None and (error := syntax_error_of_file(file)) is not None:
         where, key = COMMAND_LINE, ""
         if resolved.path.is_file():
             where, key = place_in_file(resolved.path, ("workload", "script"), script.script), "workload.script"
@@ -69,7 +69,7 @@ def _may_exist(name: str, folders: Sequence[str]) -> bool:
 
 
 def _hint(module: str, function: str, folders: Sequence[str]) -> str:
-    names = [found.stem for folder in folders for found in python_files(Path(folder))]
+    names = [file.stem for folder in folders for file in python_files(Path(folder))]
     if match := nearest(module, names[:MAX_NEIGHBOURS]):
         return f"did you mean {match}:{function}?"
     return f"looked for in {' and '.join(dict.fromkeys(shorten(folder, 200) for folder in folders))} and in sys.path"

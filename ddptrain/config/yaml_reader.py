@@ -103,10 +103,10 @@ def parse_yaml(
 
     Raises ConfigError if the text is not YAML, or has more levels or values than a configuration needs.
     """
-    if found := _NOT_YAML.search(text):
-        line = text.count("\n", 0, found.start()) + 1
+    if match := _NOT_YAML.search(text):
+        line = text.count("\n", 0, match.start()) + 1
         where = place(line, 1).text
-        raise _stop(where, f"the character U+{ord(found[0]):04X} is not allowed", "delete it", dotted(prefix))
+        raise _stop(where, f"the character U+{ord(match[0]):04X} is not allowed", "delete it", dotted(prefix))
     builder = _Builder(text, place, prefix)
     try:
         return builder.root(), builder.problems

@@ -21,8 +21,8 @@ from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
-from ddptrain.driver.transfer.artifact_collector import ArtifactTransfer
 from ddptrain.driver.transfer.inputs import RunInputs
+from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.log import Log, set_context
@@ -143,7 +143,7 @@ class AttemptSeries:
         record = context.writer.next_attempt(self.checkpoint, len(places))
         attempts = (*context.writer.record.attempts, record)
         context.writer.update(world_size=len(places), attempts=attempts, waiting=False)
-        transfer = ArtifactTransfer(
+        transfer = TransferQueue(
             context.writer, self.policy, context.worker_group.inbox, self.config.checkpoint.max_failures
         )
         start_timeout_s = self.config.cluster.start_timeout_s

@@ -102,12 +102,12 @@ class RankSpecs:
             for name, checkpoint in plan.checkpoints.items()
         }
         params = self.resolved.config.params
-        found = []
+        changed = []
         for index, spec in enumerate(specs):
             own = plan.rank_params(params, {name: each[index] for name, each in folders.items()})
             code = dataclasses.replace(spec.code, workload=RANK_FUNCTION, params=own)
-            found.append(dataclasses.replace(spec, code=code))
-        return found
+            changed.append(dataclasses.replace(spec, code=code))
+        return changed
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""

@@ -100,8 +100,6 @@ class Recorder:
     def rank_event(self, rank: int, event: events.Event) -> None:
         """Show and record an event that a rank sent."""
         match event:
-            case events.Metrics() | events.Progress():
-                self.rank_numbers(rank, [event])
             case events.Started():
                 self._started(rank, event)
             case events.Note():
@@ -218,10 +216,10 @@ class Recorder:
         attempt = self.writer.record.attempts[-1].attempt
         own_s, median_s = round(slow.own_s, 6), round(slow.median_s, 6)
         where = attempt, slow.rank, record.host, record.gpu
-        found = SlowRankRecord(*where, own_s, median_s, slow.steps, utc_now(), tuple(causes))
-        self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, found))
-        self.event("slow_rank", **dataclasses.asdict(found))
-        self.display.notice(found.description, level="warning")
+        entry = SlowRankRecord(*where, own_s, median_s, slow.steps, utc_now(), tuple(causes))
+        self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, entry))
+        self.event("slow_rank", **dataclasses.asdict(entry))
+        self.display.notice(entry.description, level="warning")
 
     def brought_home(self, rank: int, what: str, path: str) -> None:
         """Record that a checkpoint or a file of a rank is in the run directory."""

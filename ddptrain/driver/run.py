@@ -285,10 +285,10 @@ class _Run:
             return None
         from ddptrain.results.checkpoints.verification import newest_verified
 
-        found = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
+        checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
-        self.display.notice(f"resuming{f' from {found.description}' if found else from_start}")
-        return found
+        self.display.notice(f"resuming{f' from {checkpoint.description}' if checkpoint else from_start}")
+        return checkpoint
 
     def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
         from ddptrain.driver.worker_group.reservation import request_for
@@ -322,9 +322,9 @@ class _Run:
         from ddptrain.clusters.compatibility import Needs, check_cluster
         from ddptrain.driver.transfer.code_package import project_of
 
-        goes_along = project_of(self.resolved) is not None
+        is_sent = project_of(self.resolved) is not None
         # Code that is sent to the workers has not arrived yet.
-        module = "ddptrain:" if goes_along else _module_needed(self.config)
+        module = "ddptrain:" if is_sent else _module_needed(self.config)
         needs = Needs(module, self.resolved.import_folders)
         return lambda workers: check_cluster(client, workers, needs)
 

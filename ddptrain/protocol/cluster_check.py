@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ddptrain.protocol.typed_json import JsonMessage
 
@@ -151,9 +150,3 @@ def lines_of(log: bytes) -> tuple[tuple[ProbeLine, ...], str]:
         elif text.strip():
             other = text.strip()
     return tuple(measurements), other[:_MAX_TEXT]
-
-
-def as_data(message: Any) -> dict[str, Any]:
-    """Return a message as plain data, for --json."""
-    data: dict[str, Any] = dataclasses.asdict(message)
-    return data

@@ -34,11 +34,10 @@ class SocketFolder:
         connection = _new_socket()
         try:
             connection.connect(self._address())
-        except (FileNotFoundError, ConnectionRefusedError):
+        except BaseException as error:
             connection.close()
-            return None
-        except BaseException:
-            connection.close()
+            if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+                return None
             raise
         return connection
 

@@ -91,8 +91,8 @@ class RankExit(Notice):
 
     log_size, events_size: bytes that the rank wrote in total. timed_out: NCCL's watchdog killed the process because a
     collective operation did not end. reason: "", or of a SIGKILL why the kernel sent it, a text that begins with "out
-    of memory" or "likely out of memory"; of a SIGABRT the C++ exception; of an exit code why the rank could not report
-    its failure.
+    of memory" or "likely out of memory"; of a crash (SIGSEGV, SIGABRT and others) the C++ exception and the user's
+    frame, if they are known; of an exit code why the rank could not report its failure.
     """
 
     kind: ClassVar[str] = "exit"

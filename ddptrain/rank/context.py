@@ -20,7 +20,7 @@ from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_byt
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.model.optimizer_calls import OptimizerCalls
-from ddptrain.rank.plain_numbers import number, numbers, optional, whole
+from ddptrain.rank.plain_numbers import number, numbers, optional, optional_whole, whole
 from ddptrain.rank.profiling.profiled_steps import ProfiledSteps
 from ddptrain.rank.trackers import RankTrackers
 
@@ -91,7 +91,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Raises:
             TypeError: a value is neither a number nor a tensor with one element, or `step` is not an integer.
         """
-        event = events.Metrics(time.time_ns(), numbers(values), whole("step", step), optional("epoch", epoch))
+        event = events.Metrics(time.time_ns(), numbers(values), optional_whole("step", step), optional("epoch", epoch))
         self._emitter.emit(event)
         self._tracked.numbers(event)
         if self._profiler is not None and event.step is not None:
@@ -107,7 +107,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             TypeError, ValueError: `image` is not an image, or `name` leads out of the folder.
             OSError: the staging disk is full.
         """
-        self._media.image(name, image, whole("step", step), caption)
+        self._media.image(name, image, optional_whole("step", step), caption)
 
     def log_table(
         self,
@@ -129,7 +129,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             ImportError: the format is parquet, and pyarrow is not installed.
             OSError: the staging disk is full.
         """
-        self._media.table(name, columns, rows, whole("step", step), format)
+        self._media.table(name, columns, rows, optional_whole("step", step), format)
 
     @cached_property
     def _media(self) -> MediaLog:
@@ -289,24 +289,26 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         writes the files.
 
         Raises:
-            TypeError: a value cannot be saved in a form that loads without executing a pickle.
+            TypeError: `step` is not an integer, or a value cannot be saved in a form that loads without executing a
+                pickle.
             CheckpointNotWritten: an earlier checkpoint could not be written, `checkpoint.max_failures` times in a row,
                 or once if its files exceed the limit of their size (ulimit -f).
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
+        step = whole("step", step)
         self._collective_calls.enter("checkpoint")
-        self._report_step(int(step))
-        with self._collective_calls.waiting("checkpoint", int(step), self._waits_for_others):
+        self._report_step(step)
+        with self._collective_calls.waiting("checkpoint", step, self._waits_for_others):
             due, ends = self._is_due(step, epoch, last=last)
             if not due:
                 return False
             with self.timed("checkpoint"):
-                self._save(model, optimizer, int(step), epoch, metrics or {}, rank_state, more)
+                self._save(model, optimizer, step, epoch, metrics or {}, rank_state, more)
                 if not self._spec.checkpointing.asynchronous or ends:
                     self._writer.wait()
             if ends and not last:
                 self.end_profile(complete=False)
-                self._emitter.emit(events.Preempted(time.time_ns(), int(step)))
+                self._emitter.emit(events.Preempted(time.time_ns(), step))
                 raise PreemptedExit
             return True
 

@@ -37,7 +37,7 @@ def load_function(target: str) -> Callable[..., Any]:
     """
     module_name, _, name = target.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        item: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         root = module_name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != root:
@@ -48,15 +48,15 @@ def load_function(target: str) -> Callable[..., Any]:
             name=error.name,
         ) from None
     for part in name.split("."):
-        if not hasattr(found, part):
-            public = sorted(attr for attr, value in vars(found).items() if callable(value) and not attr.startswith("_"))
+        if not hasattr(item, part):
+            public = sorted(attr for attr, value in vars(item).items() if callable(value) and not attr.startswith("_"))
             raise AttributeError(
-                f"workload {target!r}: {found!r} has no {part!r}; it has {', '.join(public) or 'nothing'}"
+                f"workload {target!r}: {item!r} has no {part!r}; it has {', '.join(public) or 'nothing'}"
             )
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"workload {target!r} is {found!r}, not a function")
-    return found  # type: ignore[no-any-return]
+        item = getattr(item, part)
+    if not callable(item):
+        raise TypeError(f"workload {target!r} is {item!r}, not a function")
+    return item  # type: ignore[no-any-return]
 
 
 def bind(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[RankContext], Any]:

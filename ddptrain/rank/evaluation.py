@@ -56,19 +56,11 @@ def saved_checkpoints(
     targets: Sequence[Mapping[str, Any]], params: Mapping[str, Any], data: str | None
 ) -> list[SavedCheckpoint]:
     """Return the checkpoints that the driver has named."""
-    compared = {str(target["name"]): Path(target["folder"]) for target in targets}
+    compared = {each["name"]: Path(each["folder"]) for each in targets}
+    shared: dict[str, Any] = {"params": params, "data": data, "compared": compared}
     return [
-        SavedCheckpoint(
-            name=str(target["name"]),
-            path=Path(target["folder"]),
-            step=int(target["step"]),
-            epoch=target["epoch"],
-            metrics=target["metrics"],
-            params=params,
-            data=data,
-            compared=compared,
-        )
-        for target in targets
+        SavedCheckpoint(each["name"], compared[each["name"]], each["step"], each["epoch"], each["metrics"], **shared)
+        for each in targets
     ]
 
 

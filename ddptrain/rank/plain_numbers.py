@@ -40,13 +40,16 @@ def optional(name: str, value: Any) -> float | None:
     return None if value is None else number(name, value)
 
 
-def whole(name: str, value: Any) -> int | None:
-    """Return the value as a whole number, or None. Raises TypeError."""
-    converted = optional(name, value)
-    if converted is None:
-        return None
+def whole(name: str, value: Any) -> int:
+    """Return the value as a whole number of at most 64 bits. Raises TypeError."""
+    converted = number(name, value)
     is_too_large = abs(converted) >= 2**63
     if converted % 1 != 0 or is_too_large:
         limit = " of at most 64 bits" if is_too_large else ""
         raise TypeError(f"{name} must be a whole number{limit}, not {shorten(repr(value), 100)}")
     return int(converted)
+
+
+def optional_whole(name: str, value: Any) -> int | None:
+    """Return the value as a whole number, or None. Raises TypeError."""
+    return None if value is None else whole(name, value)

@@ -17,6 +17,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.control.signals import ThreadSignals
+from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
@@ -228,10 +229,10 @@ def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
     return f"the run has logged no metric {metric}; it has logged: {logged}"
 
 
-class TrialDisplay:
+class TrialDisplay(RunDisplay):
     """Takes what happens in the run of a trial: the values of the metric go to the pruner, the rest to the display.
 
-    The other methods of RunDisplay do nothing: the files of the run have what they are told.
+    Its other methods do nothing: the files of the run have their facts.
     """
 
     def __init__(
@@ -289,11 +290,6 @@ class TrialDisplay:
         """Write the notice to the log of the sweep; the files of the run have it, too."""
         if level != "info":
             _log.info("notice of a trial", trial=self._trial.record.number, message=text)
-
-    def _nothing(self, *args: object, **options: object) -> None:
-        """Do nothing."""
-
-    rank_ended = event = system = log_grew = close = _nothing
 
     def _take(self, complete: Sequence[tuple[float, float]]) -> None:
         trial = self._trial

@@ -24,6 +24,8 @@ from ddptrain.worker.rank_host import RankHost
 from ddptrain.worker.system.gpu_metrics import gpu_percent
 from ddptrain.worker.system.sampler import SampledRank
 
+# The signals of which faulthandler writes the stacks into the log.
+_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
 _MEMORY_S = 1.0  # between two checks of the memory
 _NUMBERS_S_PER_RANK = 0.001  # times the world size: between two notices of a rank that only logs numbers
 _MAX_NUMBERS_S = 2.0  # the limit of that time
@@ -146,8 +148,10 @@ class RankWatch:
         reason, timed_out = "", False
         if report["status"] == -signal.SIGKILL and self._memory is not None:
             reason = self._memory.explain_kill()
-        elif report["status"] == -signal.SIGABRT:
-            reason, timed_out = stack_reports.cpp_exception(self.spool), stack_reports.timed_out(self.spool)
+        elif report["status"] in _CRASHES:
+            place = stack_reports.crash_place(self.spool)
+            reason = ", ".join(filter(None, (stack_reports.cpp_exception(self.spool), place)))
+            timed_out = stack_reports.timed_out(self.spool)
         elif report["status"] > 0:
             reason = self.spool.why_unwritable()
         sizes = self.spool.sizes()

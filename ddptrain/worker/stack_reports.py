@@ -19,6 +19,7 @@ import psutil
 from ddptrain.file_ops import hash_file, open_append
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+from ddptrain.protocol.stack_frames import users_frame
 from ddptrain.worker.process_activity import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
 from ddptrain.worker.spool import RankSpool
@@ -87,8 +88,11 @@ def _dump(spool: RankSpool, pid: int) -> str:
 
 def _main_frames(dump: str) -> tuple[str, ...]:
     """Return the frames of the main thread, which is the last one in the dump."""
-    _, _, last = dump.rpartition("(most recent call first):\n")
-    frames = [match for line in last.splitlines() if (match := _DUMPED_FRAME.match(line))]
+    return _frames(dump.rpartition("(most recent call first):\n")[2])
+
+
+def _frames(dumped: str) -> tuple[str, ...]:
+    frames = [match for line in dumped.splitlines() if (match := _DUMPED_FRAME.match(line))]
     return tuple(f"{frame['file']}:{frame['line']} {frame['function']}" for frame in frames)
 
 
@@ -108,13 +112,27 @@ def report_error_file(spool: RankSpool, status: int) -> None:
 
 def timed_out(spool: RankSpool) -> bool:
     """Whether NCCL's watchdog has aborted the rank because of a collective time-out, according to the rank's log."""
-    return _NCCL_TIMED_OUT in _tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES))
+    return _NCCL_TIMED_OUT in _log_tail(spool)
 
 
 def cpp_exception(spool: RankSpool) -> str:
     """Type and first line of the C++ exception that has aborted the rank, according to its log; "" if there is none."""
-    found = _CPP_EXCEPTION.findall(_tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES)))
-    return b": ".join(found[-1]).decode("utf-8", "replace")[:_LONGEST_REASON] if found else ""
+    exceptions = _CPP_EXCEPTION.findall(_log_tail(spool))
+    return b": ".join(exceptions[-1]).decode("utf-8", "replace")[:_LONGEST_REASON] if exceptions else ""
+
+
+def crash_place(spool: RankSpool) -> str:
+    """Return the user's frame in the stacks that faulthandler has written into the log, as "train.py:3 in load".
+
+    It is that of the thread that crashed; "" if this is not a thread of Python.
+    """
+    _, is_crash, dump = _log_tail(spool).decode("utf-8", "replace").rpartition("Fatal Python error: ")
+    _, _, stacks = dump.partition("\nCurrent thread ")
+    return users_frame(_frames(stacks.partition("\n\n")[0])) if is_crash else ""
+
+
+def _log_tail(spool: RankSpool) -> bytes:
+    return _tail(spool.log, max(0, _size(spool.log) - _TAIL_BYTES))
 
 
 def _announce_file(spool: RankSpool, path: str, staged: str) -> None:

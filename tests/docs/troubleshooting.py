@@ -69,7 +69,7 @@ def _text(code: str) -> list[str]:
         return ["", "| exit code | |", "|---|---|", *(_title(code) for code in ExitCode), ""]
     found = explanation_of(int(code))
     rows = [f"| {marked(each.cause)} | {marked(each.action)} |" for each in found.causes]
-    remarks = [line for remark in found.remarks for line in ("", marked(remark))]
+    remarks = [line for remark in found.remarks.splitlines() for line in ("", marked(remark))]
     return ["", "| cause, or message | what to do |", "|---|---|", *rows, *remarks, ""]
 
 

@@ -121,7 +121,7 @@ def test_run_that_does_not_wait_ends_with_4_and_names_who_holds_the_slots(shared
     holder.wait_for("holding")
     refused = shared.run("refused", wait_s=0).finish()
     assert refused.rc == 4
-    assert re.search(r"2 slots were asked for, 0 of 2 are free after \d+ s, held by holder", refused.stderr)
+    assert re.search(r"2 slots are needed, but 0 of 2 are free after \d+ s, held by holder", refused.stderr)
     late = shared.run("late", wait_s=1.5).finish()
     told = re.search(r"after (\d+) s, held by holder", late.stderr)
     assert late.rc == 4 and told and int(told[1]) >= 2  # 1.5, rounded

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from ddptrain.config.load import load_config
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.transfer.artifact_collector import _file_name
+from ddptrain.driver.transfer.transfer_queue import _file_name
 from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command, CommandReader

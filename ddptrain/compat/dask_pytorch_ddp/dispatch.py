@@ -73,7 +73,9 @@ def run(
         port = _store_port(client, specs[0], places[0])
         futures = []
         for spec, place in zip(specs, places, strict=True):
-            future_arguments = _futures_in(args, kwargs) | ({"local_rank": _device(place)} if pass_local_rank else {})
+            future_arguments = _futures_in(args, kwargs)
+            if pass_local_rank:  # with a GPU 0, because a rank sees only its own GPU
+                future_arguments["local_rank"] = 0 if place.slot.gpu else place.local_rank
             futures.append(_submit(client, spec, port, place, pickled, future_arguments))
     except BaseException:
         with contextlib.suppress(Exception):  # the scheduler may be gone
@@ -83,11 +85,6 @@ def run(
         client, worker_group.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)}
     )
     return futures
-
-
-def _device(place: RankPlace) -> int:
-    """Return the function's argument local_rank: 0 with a GPU, because a rank sees only its own GPU."""
-    return 0 if place.slot.gpu else place.local_rank
 
 
 def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:

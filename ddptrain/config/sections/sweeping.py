@@ -55,8 +55,8 @@ class Distribution(Strict):
         if step is None or (high - low) / step > _MOST_VALUES:
             return None
         count = math.floor((high - low) / step + 1e-9) + 1
-        found = [low + number * step for number in range(count)]
-        return [round(value) for value in found] if self.is_whole else [float(f"{value:.12g}") for value in found]
+        values = [low + number * step for number in range(count)]
+        return [round(value) for value in values] if self.is_whole else [float(f"{value:.12g}") for value in values]
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

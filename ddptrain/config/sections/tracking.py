@@ -109,12 +109,12 @@ class OtherTracker(Strict):
         description="Its name among the entry points of the group ddptrain.trackers, or package.module:Class."
     )
     mode: _Mode = Field(default="process", description="Which ranks use it: rank0 alone, or each (process).")
-    options: dict[str, Any] = Field(default_factory=dict, description="What its class is called with.", repr=False)
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of its class.", repr=False)
     finish_timeout_s: Seconds = Field(default=30.0, gt=0, description=_FINISH_TIMEOUT)
 
 
 class TrackingConfig(Strict):
-    """Where metrics go besides the run directory, never at training's cost."""
+    """Trackers, which get metrics besides the run directory. They never delay or end the training."""
 
     wandb: Annotated[WandbSettings, BeforeValidator(_section)] = Field(
         default=WandbSettings(mode="off"), description="Weights & Biases; off unless the section is there."
@@ -124,10 +124,10 @@ class TrackingConfig(Strict):
     )
     other: list[OtherTracker] = Field(default_factory=list, description="Further trackers.")
     strict: bool = Field(
-        default=False, description="Whether a run whose training succeeded fails where a tracker did, as for CI."
+        default=False, description="Whether a run fails if its training succeeded but a tracker failed, as for CI."
     )
     queue: int = Field(
-        default=10_000, ge=1, le=1_000_000, description="Things that may wait for a tracker; more are left out."
+        default=10_000, ge=1, le=1_000_000, description="Items that may wait for a tracker; further ones are dropped."
     )
 
     @property

@@ -19,8 +19,8 @@ from ddptrain.driver.attempt.transition import step
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.recorder import Recorder
-from ddptrain.driver.transfer.artifact_collector import ArtifactTransfer, Source
 from ddptrain.driver.transfer.log_mirror import LogMirror
+from ddptrain.driver.transfer.transfer_queue import Source, TransferQueue
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.log import Log
@@ -46,7 +46,7 @@ class Attempt:
         self,
         worker_group: WorkerGroup,
         ranks: Sequence[tuple[RankSpec, RankPlace, Path]],
-        transfer: ArtifactTransfer,
+        transfer: TransferQueue,
         recorder: Recorder,
         inbox: Inbox,
         worker_fault: Callable[[], str | None],
@@ -154,8 +154,8 @@ class Attempt:
             case actions.RejectNotice(reason):
                 self.worker_group.reject(reason)
             case actions.FindSpareSlots(ranks):
-                found = self.worker_group.spares.find([self._place(rank).slot for rank in ranks])
-                self.handle(inbox.SpareSlots(ranks, found))
+                are_free = self.worker_group.spares.find([self._place(rank).slot for rank in ranks])
+                self.handle(inbox.SpareSlots(ranks, are_free))
             case actions.RecordSystem(sample):
                 self.recorder.system(sample)
             case _:

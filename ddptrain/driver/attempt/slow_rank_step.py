@@ -30,12 +30,12 @@ class SlowRankDraft(Draft):
         window = Window(event.steps, event.own_s, event.waited_s)
         if state.steps is None or state.stopping or state.faults or not window.is_valid:
             return
-        steps, found = state.steps.after(rank, window)
+        steps, slow_ranks = state.steps.after(rank, window)
         self.change(steps=steps)
-        for slow in found:
+        for slow in slow_ranks:
             self.do(actions.RecordSlowRank(slow, tuple(causes(slow.rank, state.uses))))
-        if found and state.replaces and not state.moving and state.notice is None:
-            self.do(actions.FindSpareSlots(tuple(slow.rank for slow in found)))
+        if slow_ranks and state.replaces and not state.moving and state.notice is None:
+            self.do(actions.FindSpareSlots(tuple(slow.rank for slow in slow_ranks)))
 
     def on_spare_slots(self, spare: inbox.SpareSlots) -> None:
         """Tell the ranks to save and end, so that the next attempt begins without the slots of the slow ranks."""

@@ -57,8 +57,8 @@ class Transition(SlowRankDraft):
                 self._on_tick(message)
             case inbox.Begin():
                 self._submit(lambda watched: watched.worker == self.state.ranks[0].worker)
-            case inbox.TaskFailed():
-                self._on_task_failed(message)
+            case inbox.TaskFailed(attempt, rank, text) if attempt == self.attempt and rank < len(self.state.ranks):
+                self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
             case inbox.WorkerLost(address, reason):
                 self._on_worker_lost(address, reason)
             case inbox.SignalReceived(signum):
@@ -67,10 +67,6 @@ class Transition(SlowRankDraft):
                 self.on_spare_slots(message)
             case _:
                 self._on_transfer(message)
-
-    def _on_task_failed(self, failed: inbox.TaskFailed) -> None:
-        if failed.attempt == self.attempt and failed.rank < len(self.state.ranks):
-            self._give_up(failed.rank, Loss(FaultKind.INFRASTRUCTURE, failed.message))
 
     def _on_transfer(self, message: Message) -> None:
         """Handle a message about the transfer of a checkpoint or file to the run directory."""

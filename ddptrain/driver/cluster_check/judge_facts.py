@@ -24,25 +24,25 @@ _COMPARED_PARTS = {"python": 2, "distributed": 2}  # how many parts of the versi
 
 def judge_facts(hosts: Sequence[HostReading], ranks: int) -> list[Finding]:
     """Return the findings about facts of these hosts, for a run of `ranks` ranks."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     known = [(host, host.facts) for host in hosts if host.facts is not None]
     for host in hosts:
         if host.facts is None:
-            found.append(Finding(Level.BAD, host.host, "answer", host.error or "no facts of this host"))
-        found += _clock(host)
+            findings.append(Finding(Level.BAD, host.host, "answer", host.error or "no facts of this host"))
+        findings += _clock(host)
     for host, facts in known:
-        found += [
+        findings += [
             *(Finding(Level.BAD, host.host, "reading", problem) for problem in facts.problems),
             *_memory(host.host, facts),
             *_disk(host.host, facts),
             *_limits(host.host, facts, ranks),
             *(finding for gpu in facts.gpus for finding in _gpu(host.host, gpu)),
         ]
-    found += _versions(known)
-    found += _differences(known)
+    findings += _versions(known)
+    findings += _differences(known)
     speeds = {host.host: facts.scratch_write_mb_s for host, facts in known if facts.scratch_write_mb_s is not None}
-    found += below_median(speeds, "disk", "MB/s written", _WRITE_SPEED)
-    return found
+    findings += below_median(speeds, "disk", "MB/s written", _WRITE_SPEED)
+    return findings
 
 
 def _clock(host: HostReading) -> Iterable[Finding]:
@@ -128,9 +128,10 @@ def _compared_version(name: str, version: str) -> str:
 
 def _differences(known: Sequence[tuple[HostReading, HostFacts]]) -> Iterable[Finding]:
     """Yield a finding for each value of a host that differs from most other hosts."""
+    nvlinks = {host.host: str(min(gpu.nvlinks for gpu in facts.gpus)) for host, facts in known if facts.gpus}
     for subject, level, values in (
         ("GPUs", Level.BAD, {host.host: _listed(facts) for host, facts in known}),
-        ("NVLink", Level.BAD, {host.host: str(_nvlinks(facts)) for host, facts in known if facts.gpus}),
+        ("NVLink", Level.BAD, nvlinks),
         ("cores", Level.WARNING, {host.host: str(facts.cores) for host, facts in known}),
     ):
         common = usual(values.values())
@@ -146,8 +147,3 @@ def _listed(facts: HostFacts) -> str:
     names = dict.fromkeys(gpu.name for gpu in facts.gpus)
     counts = [f"{sum(gpu.name == name for gpu in facts.gpus)} x {name}" for name in names]
     return " and ".join(counts) or "no GPU"
-
-
-def _nvlinks(facts: HostFacts) -> int:
-    """Return the number of active NVLink links of the GPU with the fewest."""
-    return min(gpu.nvlinks for gpu in facts.gpus)

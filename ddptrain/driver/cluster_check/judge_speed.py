@@ -35,8 +35,8 @@ def judge_speed(readings: Readings) -> list[Finding]:
     """Return the findings about measurements."""
     hosts = readings.hosts
     on_gpus = any(rank.device for host in hosts for rank in host.ranks)
-    found = [finding for host in hosts for finding in _failures(host)]
-    found += _of_ranks(hosts) if on_gpus else _excused("gemm", _of_ranks(hosts), hosts)
+    findings = [finding for host in hosts for finding in _failures(host)]
+    findings += _of_ranks(hosts) if on_gpus else _excused("gemm", _of_ranks(hosts), hosts)
     inside = below_median(
         {host.host: value for host in hosts if (value := host.best("local", "gb_s")) is not None},
         "all-reduce inside",
@@ -44,13 +44,13 @@ def judge_speed(readings: Readings) -> list[Finding]:
         _LOCAL_GPU if on_gpus else _LOCAL_CPU,
         hint=f"{'compare `nvidia-smi topo -m` of the hosts; ' if on_gpus else ''}look for other processes on this host",
     )
-    found += inside if on_gpus else _excused("local", inside, hosts)
-    found += _network(readings)
+    findings += inside if on_gpus else _excused("local", inside, hosts)
+    findings += _network(readings)
     if readings.everyone_error:
-        found.append(
+        findings.append(
             Finding(Level.BAD, "", "all ranks", f"the all-reduce of all ranks failed: {readings.everyone_error}")
         )
-    return found
+    return findings
 
 
 def _excused(stage: str, findings: Iterable[Finding], hosts: Sequence[HostReading]) -> Iterable[Finding]:
@@ -101,7 +101,7 @@ def _of_ranks(hosts: Sequence[HostReading]) -> Iterable[Finding]:
         ("gemm", "gflops", "GFLOP/s", _GEMM_GPU if on_gpu else _GEMM_CPU),
         ("copy", "gb_s", "GB/s", _COPY),
     ):
-        values = {name: found for name, (_, rank) in names.items() if (found := rank.value(stage, value)) is not None}
+        values = {name: number for name, (_, rank) in names.items() if (number := rank.value(stage, value)) is not None}
         for finding in below_median(values, stage, unit, limits, hint=hint):
             host, rank = names[finding.host]
             device = f"GPU {rank.device}" if rank.device else f"rank {rank.rank}"
@@ -117,13 +117,13 @@ def _of_ranks(hosts: Sequence[HostReading]) -> Iterable[Finding]:
 
 def _network(readings: Readings) -> list[Finding]:
     by_name = {host.host: host for host in readings.hosts}
-    found: list[Finding] = []
+    findings: list[Finding] = []
     unreachable = _unreachable(readings.pairs, by_name)
     for host, others in unreachable.items():
         over = link_of(by_name[host])
         text = f"no all-reduce with {_names(others, host)} over {over} ({others[0].error})"
-        found.append(Finding(Level.BAD, host, "network", text, network_hint(by_name[host])))
-    found += [
+        findings.append(Finding(Level.BAD, host, "network", text, network_hint(by_name[host])))
+    findings += [
         _of_pair(Level.BAD, pair, f"no all-reduce ({pair.error})", by_name)
         for pair in readings.pairs
         if pair.error and not {pair.first, pair.second} & unreachable.keys()
@@ -134,11 +134,11 @@ def _network(readings: Readings) -> list[Finding]:
         slow_host = by_name[finding.host]
         text = f"all-reduce with other hosts over {link_of(slow_host)}: {finding.text}"
         slow.append(dataclasses.replace(finding, text=text, hint=network_hint(slow_host)))
-    found += _excused("pair", slow, readings.hosts)
+    findings += _excused("pair", slow, readings.hosts)
     named = {finding.host for finding in slow} | unreachable.keys()
     rest = [pair for pair in readings.pairs if not {pair.first, pair.second} & named]
-    found += _excused("pair", _slow_pairs(rest, by_name), readings.hosts)
-    return found
+    findings += _excused("pair", _slow_pairs(rest, by_name), readings.hosts)
+    return findings
 
 
 def _names(pairs: Sequence[PairReading], host: str) -> str:

@@ -63,5 +63,5 @@ def _usable(link: Interface) -> bool:
 
 
 def _is_routable(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    return not (found.is_loopback or found.is_link_local)
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    return not (ip.is_loopback or ip.is_link_local)

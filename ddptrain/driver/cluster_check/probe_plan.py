@@ -73,7 +73,7 @@ def rounds(hosts: int, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     if hosts < 2:
         return ()
     circle: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
-    found = []
+    all_rounds = []
     for _ in range(min(most, len(circle) - 1)):
         half = len(circle) // 2
         pairs = [
@@ -81,6 +81,6 @@ def rounds(hosts: int, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
             for a, b in zip(circle[:half], reversed(circle[half:]), strict=True)
             if a is not None and b is not None
         ]
-        found.append(tuple(sorted(pairs)))
+        all_rounds.append(tuple(sorted(pairs)))
         circle = [circle[0], circle[-1], *circle[1:-1]]  # the first host stays, the others rotate
-    return tuple(found)
+    return tuple(all_rounds)

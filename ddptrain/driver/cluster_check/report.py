@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +12,6 @@ from ddptrain.config.wording import counted
 from ddptrain.driver.cluster_check.check import Report
 from ddptrain.driver.cluster_check.findings import Finding, Level
 from ddptrain.driver.cluster_check.readings import HostReading, PairReading
-from ddptrain.protocol.cluster_check import as_data
 from ddptrain.text_tables import clean_line, number, plain_table
 
 HEADER = ("HOST", "RESULT", "DEVICES", "GFLOP/s", "TO GPU", "IN HOST", "TO HOSTS", "LATENCY", "DISK", "CLOCK")
@@ -21,12 +22,12 @@ def lines(report: Report, *, all_pairs: bool) -> list[str]:
     """Return the whole report as text: the table, the findings, the pairs if wanted, and the result."""
     names = host_names(report)
     rows = [tuple(clean_line(cell) for cell in _row(report, host)) for host in report.readings.hosts]
-    found = [plain_table([HEADER, *rows])]
+    text = [plain_table([HEADER, *rows])]
     if all_pairs and report.readings.pairs:
-        found += ["", plain_table([PAIR_HEADER, *pair_rows(report.readings.pairs, names)])]
+        text += ["", plain_table([PAIR_HEADER, *pair_rows(report.readings.pairs, names)])]
     if report.findings:
-        found += ["", *(clean_line(f"{each.level}: {finding_line(each, names)}") for each in report.findings)]
-    return [*found, "", *(clean_line(each) for each in summary(report))]
+        text += ["", *(clean_line(f"{each.level}: {finding_line(each, names)}") for each in report.findings)]
+    return [*text, "", *(clean_line(each) for each in summary(report))]
 
 
 def _row(report: Report, host: HostReading) -> tuple[str, ...]:
@@ -71,8 +72,8 @@ def _devices(host: HostReading) -> str:
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
-    known = sorted(value for value in values if value is not None)
-    return known[len(known) // 2] if known else None
+    known = [value for value in values if value is not None]
+    return statistics.median_high(known) if known else None
 
 
 def summary(report: Report) -> list[str]:
@@ -131,9 +132,9 @@ def as_dict(report: Report) -> dict[str, Any]:
         "usable": report.usable,
         "seconds": round(report.seconds, 2),
         "left_out": list(report.left_out),
-        "findings": [as_data(finding) for finding in report.findings],
+        "findings": [dataclasses.asdict(finding) for finding in report.findings],
         "hosts": [_host(report, host) for host in report.readings.hosts],
-        "pairs": [as_data(pair) for pair in report.readings.pairs],
+        "pairs": [dataclasses.asdict(pair) for pair in report.readings.pairs],
         "all_ranks": _all_ranks(report.readings.everyone, report.readings.everyone_error),
         "all_ranks_without_bad": _all_ranks(report.everyone_else, report.everyone_else_error),
     }
@@ -153,8 +154,8 @@ def _host(report: Report, host: HostReading) -> dict[str, Any]:
         "workers": list(host.workers),
         "busy": list(host.busy),
         "error": host.error,
-        "facts": as_data(host.facts) if host.facts is not None else None,
-        "clock": as_data(host.clock) if host.clock is not None else None,
+        "facts": dataclasses.asdict(host.facts) if host.facts is not None else None,
+        "clock": dataclasses.asdict(host.clock) if host.clock is not None else None,
         "ranks": [
             {
                 "rank": rank.rank,
@@ -172,9 +173,9 @@ def _host(report: Report, host: HostReading) -> dict[str, Any]:
 
 def pair_rows(pairs: Iterable[PairReading], names: dict[str, str]) -> list[tuple[str, ...]]:
     """Return the pairs of hosts as rows: both names, GB/s, latency in ms."""
-    found = []
+    rows = []
     for pair in pairs:
         latency = number(pair.latency_us / 1e3 if pair.latency_us is not None else None)
         cells = (names.get(pair.first, pair.first), names.get(pair.second, pair.second), number(pair.gb_s), latency)
-        found.append(tuple(clean_line(cell) for cell in cells))
-    return found
+        rows.append(tuple(clean_line(cell) for cell in cells))
+    return rows

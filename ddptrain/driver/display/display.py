@@ -27,7 +27,8 @@ from ddptrain.driver.display.live import LiveRenderer, LiveRows
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
-from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 
 POLL_S = 0.1
@@ -47,7 +48,7 @@ class _Close:
     deadline_s: float
 
 
-class Display:
+class Display(RunDisplay):
     """Shows one run. All methods except `close` return at once, even if the terminal blocks."""
 
     def __init__(
@@ -114,9 +115,6 @@ class Display:
         """Show progress that the rank reported."""
         if self._renderer.shows_numbers:
             self._tell_if_room(output_api.RankProgress(rank, event))
-
-    def checkpoint(self, rank: int, event: CheckpointSaved) -> None:
-        """Do nothing: checkpoints are not shown."""
 
     def status(self, text: str) -> None:
         """Show what the driver waits for."""

@@ -12,6 +12,7 @@ from ddptrain.driver.display import output_api
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.protocol.events import Progress
+from ddptrain.results.run_record import as_json_data
 
 PROGRESS_EVERY_S = 1.0
 _ENDED, _PARTIAL = "}", ', "partial": true}'
@@ -90,15 +91,4 @@ class JsonRenderer:
                 self._write({"event": "progress", "rank": rank, "time_s": event.time_ns / 1e9} | fields)
 
     def _write(self, fields: Mapping[str, Any]) -> None:
-        self._stdout.write(json.dumps(_finite({**fields, **self._mark}), default=str, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None (null) for NaN and infinities, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+        self._stdout.write(json.dumps(as_json_data({**fields, **self._mark})) + "\n")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 
 
-class RunDisplay(Protocol):
-    """Receives everything that happens in a run. No method waits, except `close`."""
+class RunDisplay:
+    """Receives everything that happens in a run. No method waits, except `close`.
+
+    A display inherits from this class. Methods that it does not override do nothing.
+    """
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
         """Set the number of ranks; `offsets`: the bytes of their logs that were shown before."""

@@ -47,49 +47,49 @@ class TorchFacts:
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
-def judge_torch(found: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
+def judge_torch(facts: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
     """Yield the checks of torch; `gpus` is the number of GPUs that the NVIDIA driver of version `driver` sees."""
-    if failed := found.problems.get("torch"):
+    if failed := facts.problems.get("torch"):
         yield Check("torch", Result.BAD, f"torch does not work: {failed}", "install it again: pip install torch")
         return
-    built = f"for CUDA {found.cuda}" if found.cuda else "without CUDA"
-    yield Check("torch", Result.OK, f"{found.torch}, {built}")
-    if failed := found.problems.get("torchvision"):
+    built = f"for CUDA {facts.cuda}" if facts.cuda else "without CUDA"
+    yield Check("torch", Result.OK, f"{facts.torch}, {built}")
+    if failed := facts.problems.get("torchvision"):
         hint = "install the torchvision of this torch: pip install --upgrade torch torchvision"
-        yield Check("torchvision", Result.BAD, f"{found.torchvision or 'it'} does not work: {failed}", hint)
+        yield Check("torchvision", Result.BAD, f"{facts.torchvision or 'it'} does not work: {failed}", hint)
     else:
-        yield Check("torchvision", Result.OK, found.torchvision)
-    yield _gpus(found, gpus, driver)
-    if failed := found.problems.get("gloo"):
+        yield Check("torchvision", Result.OK, facts.torchvision)
+    yield _gpus(facts, gpus, driver)
+    if failed := facts.problems.get("gloo"):
         hint = "set GLOO_SOCKET_IFNAME to an interface that is up (ip addr)"
         yield Check("gloo", Result.BAD, f"an all-reduce with gloo failed: {failed}", hint)
     else:
         yield Check("gloo", Result.OK, "an all-reduce works")
-    if gpus and not found.nccl:
+    if gpus and not facts.nccl:
         yield Check("nccl", Result.BAD, "torch is built without NCCL", "install a torch with CUDA")
 
 
-def _gpus(found: TorchFacts, gpus: int, driver: str) -> Check:
+def _gpus(facts: TorchFacts, gpus: int, driver: str) -> Check:
     if not gpus:
         return Check("GPUs", Result.OK, "none: ranks train on the CPU")
-    if not found.cuda:
-        text = f"{gpus} are here, but torch {found.torch} is built without CUDA"
+    if not facts.cuda:
+        text = f"{gpus} are here, but torch {facts.torch} is built without CUDA"
         return Check("GPUs", Result.BAD, text, "install a torch with CUDA: https://pytorch.org/get-started")
-    if found.gpus < gpus:
-        text = f"torch for CUDA {found.cuda} can use {found.gpus} of {gpus}, with the driver {driver or 'unknown'}"
+    if facts.gpus < gpus:
+        text = f"torch for CUDA {facts.cuda} can use {facts.gpus} of {gpus}, with the driver {driver or 'unknown'}"
         hint = "check CUDA_VISIBLE_DEVICES; update the driver, or install a torch for an older CUDA"
         return Check("GPUs", Result.BAD, text, hint)
-    return Check("GPUs", Result.OK, f"{found.gpus}, with the driver {driver or 'unknown'}")
+    return Check("GPUs", Result.OK, f"{facts.gpus}, with the driver {driver or 'unknown'}")
 
 
 def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
     """Return the checks of memory, disk, limits and GPUs: those of a cluster check, for `ranks` ranks."""
     findings = judge_facts([HostReading(facts.hostname, (), facts)], ranks)
     yield from (Check(each.subject, Result(each.level), each.text, each.hint) for each in findings)
-    found = {each.subject for each in findings}
-    if "memory" not in found:
+    subjects = {each.subject for each in findings}
+    if "memory" not in subjects:
         yield Check("memory", Result.OK, f"{facts.memory_free_mb} MB of {facts.memory_mb} MB are available")
-    if "disk" not in found and "reading" not in found:
+    if "disk" not in subjects and "reading" not in subjects:
         speed = f", {facts.scratch_write_mb_s:.0f} MB/s" if facts.scratch_write_mb_s is not None else ""
         yield Check("disk", Result.OK, f"{facts.scratch_free_mb} MB are free in {facts.scratch}{speed}")
     yield from _interfaces(facts)

@@ -88,10 +88,10 @@ def _decoded(kind: type[Facts], text: str, error: str) -> tuple[Facts | None, st
     if error:
         return None, error
     try:
-        found: Facts = decode_json_data(kind, json.loads(text.strip().splitlines()[-1]))
+        facts: Facts = decode_json_data(kind, json.loads(text.strip().splitlines()[-1]))
     except (ValueError, IndexError) as wrong:
         return None, one_line(wrong)
-    return found, ""
+    return facts, ""
 
 
 def check_ports() -> Check:

@@ -10,9 +10,8 @@ from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, for
 from ddptrain.driver.failure.root_cause import returned_early
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
+from ddptrain.protocol.stack_frames import FRAME, users_frame
 
-_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<function>.*)")
-_LIBRARY_FILE = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
 # Frames in which a rank waits for other ranks, or for its device, which waits for other ranks.
 _WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD = "_engine_run_backward"
@@ -86,7 +85,7 @@ def waits_in(frames: Sequence[str]) -> str:
     """
     names: list[str] = []
     for frame in frames:
-        match = _FRAME.fullmatch(frame)
+        match = FRAME.fullmatch(frame)
         if match is None:
             break
         if not names and match["function"] == _BACKWARD:
@@ -100,20 +99,9 @@ def waits_in(frames: Sequence[str]) -> str:
     return (public or names or [""])[0].lstrip("_")
 
 
-def users_frame(frames: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code, or else of any code, as "train.py:41 in load"; "" if none."""
-    matches = [match for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
-    of_user = [match for match in matches if not _LIBRARY_FILE.search(match["file"])]
-    chosen = next(iter(of_user or matches), None)
-    if chosen is None:
-        return ""
-    name = chosen["file"].rpartition("/")[2]
-    return f"{name}:{chosen['line']} in {chosen['function']}"
-
-
 def _exit_wait(frames: Sequence[str]) -> str:
     """What a process that has done its work waits for before it can exit; "" if that is nothing known."""
-    matches = [match for frame in frames if (match := _FRAME.fullmatch(frame)) is not None]
+    matches = [match for frame in frames if (match := FRAME.fullmatch(frame)) is not None]
     names = {f"{match['file'].rpartition('/')[2]} {match['function']}" for match in matches}
     return next((text for frame, text in _EXIT_WAITS.items() if frame in names), "")
 

@@ -34,20 +34,20 @@ def causes(slow: int, uses: Sequence[RankUse]) -> list[str]:
 
 
 def _of_gpu(rank: Use, every: Sequence[Use]) -> list[str]:
-    found = []
+    causes = []
     if reasons := throttle_reasons(rank.get("gpu_throttle", 0.0)):
         temperature = f" at {rank['gpu_temperature_c']:.0f} °C" if "gpu_temperature_c" in rank else ""
-        found.append(f"its GPU reduces its clock{temperature}: {', '.join(reasons)}")
+        causes.append(f"its GPU reduces its clock{temperature}: {', '.join(reasons)}")
     clock, clocks = rank.get("gpu_clock_mhz"), [use["gpu_clock_mhz"] for use in every if "gpu_clock_mhz" in use]
     if clock is not None and clock < _SLOW_CLOCK * (middle := median_low(clocks)):
-        found.append(f"its GPU runs at {clock:.0f} MHz, others at {middle:.0f} MHz")
+        causes.append(f"its GPU runs at {clock:.0f} MHz, others at {middle:.0f} MHz")
     if (count := rank.get("gpu_processes", 0.0)) > 1:
-        found.append(f"{count:.0f} processes use its GPU")
+        causes.append(f"{count:.0f} processes use its GPU")
     if _is_full(rank, "gpu_memory"):
-        found.append(f"the memory of its GPU is {_share(rank, 'gpu_memory'):.0%} full")
+        causes.append(f"the memory of its GPU is {_share(rank, 'gpu_memory'):.0%} full")
     if errors := rank.get("gpu_ecc_errors", 0.0):
-        found.append(f"its GPU had {errors:.0f} memory errors")
-    return found
+        causes.append(f"its GPU had {errors:.0f} memory errors")
+    return causes
 
 
 def _of_cpu(use: RankUse, every: Sequence[RankUse]) -> list[str]:
@@ -74,10 +74,10 @@ def _other_cores(use: RankUse, every: Sequence[RankUse]) -> float:
 def _of_host(host: Use) -> list[str]:
     parts = {"memory": "the memory", "shm": "shared memory (/dev/shm)", "disk": "the disk"}
     full = [name for name in parts if _is_full(host, name)]
-    found = [f"{parts[name]} of its host is {_share(host, name):.0%} full" for name in full]
+    causes = [f"{parts[name]} of its host is {_share(host, name):.0%} full" for name in full]
     if (waited := host.get("iowait_percent", 0.0)) >= _IOWAIT_PERCENT:
-        found.append(f"the cores of its host wait for disks {waited:.0f} % of the time")
-    return found
+        causes.append(f"the cores of its host wait for disks {waited:.0f} % of the time")
+    return causes
 
 
 def _share(use: Use, name: str) -> float:

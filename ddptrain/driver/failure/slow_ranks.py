@@ -101,7 +101,7 @@ def slow_ranks(rounds: Sequence[Round], factor: float) -> list[SlowRank]:
     """Return the ranks that were slow in these rounds; none if they have too few steps."""
     if len(rounds) < MIN_ROUNDS or _steps(rounds) < MIN_STEPS:
         return []
-    found = []
+    slow_ones = []
     medians = [median_low(window.own_s for window in one) for one in rounds]
     for rank in range(len(rounds[0])):
         windows = [one[rank] for one in rounds]
@@ -111,8 +111,8 @@ def slow_ranks(rounds: Sequence[Round], factor: float) -> list[SlowRank]:
         slow_rounds = sum(window.own_s > factor * middle for window, middle in zip(windows, medians, strict=True))
         matters = slow.own_s - median_s >= MIN_STEP_SHARE * (slow.own_s + slow.waited_s)
         if slow.own_s > factor * median_s and slow_rounds >= MIN_SLOW_SHARE * len(rounds) and matters:
-            found.append(slow)
-    return found
+            slow_ones.append(slow)
+    return slow_ones
 
 
 def _steps(rounds: Sequence[Round]) -> int:

@@ -19,22 +19,13 @@ _AGAIN = 0.5  # of the limit: the time between an inquiry that found the ranks w
 
 
 @dataclass(frozen=True, slots=True)
-class _Signs:
-    """The driver's knowledge of a rank when the inquiry began; see RankReport."""
-
-    idle_s: float = 0.0
-    works: bool = False
-    checked: str = ""
-    finished: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class StackCollector:
     """The state of an inquiry: a request for the stacks of all ranks, and their answers.
 
     until: its deadline (monotonic seconds), None before it has begun. limit_s: the limit of the suspected hang; None if
     a rank has ended its wait by itself. for_wait: it began because a rank waits in a ctx method. not_before: when the
-    next inquiry may begin. before, waited: the stacks of the last inquiry for a hang, and for a wait.
+    next inquiry may begin. signs: what was known about each rank when the inquiry began. before, waited: the stacks of
+    the last inquiry for a hang, and for a wait.
     """
 
     until: float | None = None
@@ -42,7 +33,7 @@ class StackCollector:
     limit_s: float | None = None
     for_wait: bool = False
     not_before: float = 0.0
-    signs: Mapping[int, _Signs] = field(default_factory=dict)
+    signs: Mapping[int, RankReport] = field(default_factory=dict)
     stacks: Mapping[int, events.Stacks] = field(default_factory=dict)
     answered: frozenset[int] = frozenset()
     before: Mapping[int, events.Stacks] = field(default_factory=dict)
@@ -75,11 +66,12 @@ class StackCollector:
     ) -> StackCollector:
         """Return the inquiry after its start; `hang` is None if a rank has ended its wait by itself, or waits."""
         signs = {
-            rank.spec.rank: _Signs(
+            rank.spec.rank: RankReport(
+                rank.spec.rank,
                 watchdog.idle_s(rank, activity, now),
-                watchdog.works(rank, activity, now),
-                watchdog.checked(rank, activity, now),
-                rank.finished,
+                finished=rank.finished,
+                works=watchdog.works(rank, activity, now),
+                checked=watchdog.checked(rank, activity, now),
             )
             for rank, activity in zip(ranks, activities, strict=True)
         }
@@ -117,7 +109,7 @@ class StackCollector:
 
     def _has_moved_on(self, ranks: Sequence[RankState]) -> bool:
         """Return whether a rank has finished since the start of the inquiry; other ranks may not wait any more."""
-        return any(rank.finished and not self.signs.get(rank.spec.rank, _Signs()).finished for rank in ranks)
+        return any(rank.finished and not self.signs[rank.spec.rank].finished for rank in ranks)
 
     def _reset(self, now: float) -> StackCollector:
         """Return the state before the next inquiry, with the stacks of this one."""
@@ -132,19 +124,15 @@ class StackCollector:
 
     def _report(self, rank: RankState) -> RankReport:
         number = rank.spec.rank
-        signs = self.signs.get(number, _Signs())
         timed_out = rank.fault is not None and rank.fault.timed_out
-        return RankReport(
-            number,
-            signs.idle_s,
-            self.stacks.get(number),
+        return dataclasses.replace(
+            self.signs.get(number, RankReport(number, 0.0)),
+            stacks=self.stacks.get(number),
             started=rank.started is not None,
             entered=rank.entered,
             finished=rank.finished,
             over=rank.over and not timed_out,
             timed_out=timed_out,
             thread=self.threads.get(number),
-            works=signs.works,
             ended_calls=rank.calls,
-            checked=signs.checked,
         )

@@ -98,7 +98,8 @@ class TrackingSetup:
             mode = "process" if mode == "shared" else mode
             self._tell(f"W&B records offline ({why}){apart}; `{self._sync_command}` sends it later")
         if not embedded:
-            self.env |= {name: value for name, value in environ.items() if _is_for_ranks(name)}
+            names = {name for name in environ if name.startswith("WANDB_")} - _DRIVER_ONLY
+            self.env |= {name: environ[name] for name in names}
         self.env |= {name: value for name, value in ((KEY, access.key), (BASE_URL, access.base_url)) if value}
         self._wandb = {
             "mode": mode,
@@ -126,7 +127,3 @@ def before(series: AllSeries, rank: int) -> dict[str, tuple[float, float, float]
     """Return the lowest, the highest and the last finite value of each metric of a rank."""
     finite = {name: list(filter(math.isfinite, one.value)) for (name, of), one in series.items() if of == rank}
     return {name: (min(values), max(values), values[-1]) for name, values in finite.items() if values}
-
-
-def _is_for_ranks(name: str) -> bool:
-    return name.startswith("WANDB_") and name not in _DRIVER_ONLY

@@ -166,14 +166,14 @@ def project_of(resolved: ResolvedConfig) -> Project | None:
         return None
     script = config.script
     if script is not None and script.script:
-        found = [Path(folder) / script.script for folder in path if (Path(folder) / script.script).is_file()]
+        files = [Path(folder) / script.script for folder in path if (Path(folder) / script.script).is_file()]
     else:
         target = script.module if script is not None else workload_target(str(config.workload)).partition(":")[0]
         source = find_source(str(target), path)
-        found = [source.path] if source is not None else []
-    if not found:
+        files = [source.path] if source is not None else []
+    if not files:
         return None
-    file = found[0].resolve()
+    file = files[0].resolve()
     folder = project_folder(Path(path[0]), config.code.folder)
     return Project(folder, file) if folder is not None and file.is_relative_to(folder) else None
 
@@ -228,8 +228,8 @@ def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
     """
     real = folder.resolve()
     for other in (path.resolve() for path in besides):
-        found = [run.parent for run in other.glob("*/run.json")] if real.is_relative_to(other) else [other]
-        yield from (str(path.relative_to(real)) for path in found if path != real and path.is_relative_to(real))
+        folders = [run.parent for run in other.glob("*/run.json")] if real.is_relative_to(other) else [other]
+        yield from (str(path.relative_to(real)) for path in folders if path != real and path.is_relative_to(real))
 
 
 def _stays_inside(folder: Path, name: str) -> bool:

@@ -45,21 +45,21 @@ def upload_code(
     # An empty sample cannot identify the folder.
     seen = _run_on(worker_group, [*host_of], driver_calls.sees_code, *arguments) if package.sample else {}
     without = [worker for worker in host_of if not seen.get(worker)]
-    found = dict.fromkeys(host_of, "")
+    folders = dict.fromkeys(host_of, "")
     code = ""
     if without:
         package.check(needed, max_mb)
         code = package.hash
-        found |= _run_on(worker_group, without, driver_calls.use_code, worker_group.run_id, code)
-    if not all(found[worker] for worker in without):
+        folders |= _run_on(worker_group, without, driver_calls.use_code, worker_group.run_id, code)
+    if not all(folders[worker] for worker in without):
         archive, code = package.archive()
         for worker in without:
             # It may be in the cache by now: another worker of this host may just have got it.
-            found |= _run_on(worker_group, [worker], driver_calls.use_code, worker_group.run_id, code)
-            if not found[worker]:
+            folders |= _run_on(worker_group, [worker], driver_calls.use_code, worker_group.run_id, code)
+            if not folders[worker]:
                 tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
-                found[worker] = _send(worker_group, worker, package.names, code, archive)
-    return UploadedCode(code, [found[place.slot.worker] for place in places])
+                folders[worker] = _send(worker_group, worker, package.names, code, archive)
+    return UploadedCode(code, [folders[place.slot.worker] for place in places])
 
 
 def check_imports(
@@ -88,13 +88,13 @@ def _imported(file: Path) -> set[str]:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return set()  # the rank will report the error
-    found = set()
+    packages = set()
     for node in tree.body:
         if isinstance(node, ast.Import):
-            found |= {name.name.partition(".")[0] for name in node.names}
+            packages |= {name.name.partition(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            found.add(node.module.partition(".")[0])
-    return found
+            packages.add(node.module.partition(".")[0])
+    return packages
 
 
 def _send(worker_group: WorkerGroup, worker: str, names: list[str], code: str, archive: bytes) -> str:

@@ -84,9 +84,9 @@ def fetch_weights(resolved: ResolvedConfig, resumed: Path | None) -> tuple[Resol
         raise UsageError(
             f"params.{PARAM}: {reference} is a model of the workload {record.workload}, not of {config.workload}"
         )
-    found = _weights_of(record, open_version(registry, record))
-    _log.info("starting weights", wanted=str(wanted), version=found.record.version, sha256=found.record.sha256)
-    return _pinned(resolved, found.record.reference), found
+    weights = _weights_of(record, open_version(registry, record))
+    _log.info("starting weights", wanted=str(wanted), version=weights.record.version, sha256=weights.record.sha256)
+    return _pinned(resolved, weights.record.reference), weights
 
 
 def _weights_of(record: VersionRecord, folder: Path) -> FetchedWeights:

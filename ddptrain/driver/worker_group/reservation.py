@@ -104,14 +104,16 @@ class SlotQueue:
 
     def _shortage(self, refusal: slots.Refusal, waited_s: float) -> str:
         kind = "slot{} with a GPU" if self.request.gpus_only else "slot{}"
-        came = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items()) or "from nowhere"
+        hosts = ", ".join(f"{count} on {host}" for host, count in refusal.hosts.items())
+        sources = f" ({hosts})" if hosts else ""
         name = self.hooks.cluster
-        available = f"{refusal.total} came within {waited_s:.0f} s ({came})"
+        joined = f"only {refusal.total}" if refusal.total else "none"
+        available = f"{joined} joined within {waited_s:.0f} s{sources}"
         if self.hooks.fixed and refusal.total:
-            available = f"the cluster {name} has {refusal.total} ({came})"
+            available = f"the cluster {name} has only {refusal.total}{sources}"
         elif self.hooks.fixed and refusal.of_any_kind:
             available = f"the cluster {name} has none: there is no GPU in its {counted(refusal.of_any_kind, 'slot')}"
-        text = f"{_asked(refusal.asked, kind)} asked for, {available}. "
+        text = f"{_needed(refusal.asked, kind)}, but {available}. "
         if self.request.gpus_only and not refusal.total and refusal.of_any_kind:
             return f"{text}Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
         words = self.hooks.last_words()
@@ -122,13 +124,13 @@ class SlotQueue:
         ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""
         wait = "Wait longer" if self.request.wait_s else "Wait in line"
         return (
-            f"{_asked(refusal.asked)} asked for, {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
+            f"{_needed(refusal.asked)}, but {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
             f"{_held_by(refusal)}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"
         )
 
 
-def _asked(number: int, kind: str = "slot{}") -> str:
-    return f"1 {kind.format('')} was" if number == 1 else f"{number} {kind.format('s')} were"
+def _needed(number: int, kind: str = "slot{}") -> str:
+    return f"1 {kind.format('')} is needed" if number == 1 else f"{number} {kind.format('s')} are needed"
 
 
 def _held_by(refusal: slots.Refusal) -> str:

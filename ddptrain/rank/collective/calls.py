@@ -17,7 +17,7 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.non_training_time import other_time
+from ddptrain.rank.steps.timed_activities import other_time
 
 FIRST_REPORT_S = 2.0  # from the start of a wait to its first report; each further interval is twice as long
 _MAX_INTERVAL_S = 60.0

@@ -38,7 +38,7 @@ def failure(error: BaseException, phase: str) -> events.Failure:
         return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
     if (spawned := _FROM_SPAWN.match(text)) is not None:
         return _event(*_from_spawn(spawned), trace, phase)
-    note = _ended_loader_workers(error) or _earlier(error, phase)
+    note = _first_member(error) or _ended_loader_workers(error) or _earlier(error, phase)
     failed = _event(type(error).__qualname__, _with_note(message_of(error), note), trace, phase)
     return dataclasses.replace(
         failed,
@@ -70,6 +70,17 @@ def handled_error() -> Exception | None:
 def _text(error: BaseException) -> str:
     """Return the exception's only argument if it is text (str() of a KeyError would add quotes), else its str()."""
     return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
+
+
+def _first_member(error: BaseException) -> str:
+    """Return the first exception of a group as a note; Python's message of the group has only their number."""
+    first = error
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    if first is error:
+        return ""
+    text = one_line(message_of(first))
+    return clipped(f"the first is {type(first).__qualname__}" + (f": {text}" if text else ""), 300)
 
 
 def _earlier(error: BaseException, phase: str) -> str:
@@ -116,7 +127,7 @@ def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
 
 def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
     """Type and message of the exception in a process of torch.multiprocessing.spawn, from its traceback."""
-    *_, end = [0, *(found.end() for found in _END_OF_FRAMES.finditer(spawned["trace"]))]
+    *_, end = [0, *(match.end() for match in _END_OF_FRAMES.finditer(spawned["trace"]))]
     last, line_end, rest = spawned["trace"][end:].strip().partition("\n")
     kind, _, first = last.partition(": ")
     return kind.rpartition(".")[2], _with_note(f"{first}{line_end}{rest}", f"in {spawned['where']} of mp.spawn")

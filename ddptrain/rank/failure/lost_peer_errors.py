@@ -43,11 +43,11 @@ def timed_out(error: BaseException) -> bool:
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, then the earlier errors that its traceback shows: causes, and errors that were being handled."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
 def message_of(error: BaseException) -> str:

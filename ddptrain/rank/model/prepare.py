@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.rank.model.sharding import DDP, checked_strategy, checkpoint_activations, shard_model
 
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that were given, and those that were returned
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,8 +27,9 @@ def prepare_model(
 
     `compile_backend` returns the backend of torch.compile. `ddp` are arguments of DistributedDataParallel, which does
     not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
-    unknown precision or strategy; see sharding.py.
+    unknown precision or strategy (see sharding.py), and for a model that is in DDP or has been prepared before.
     """
+    _require_unprepared(model)
     precision = settings.get("precision", "fp32")
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}: choose one of {', '.join(_PRECISIONS)}")
@@ -46,7 +49,17 @@ def prepare_model(
         model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
     if settings.get("compile"):
         model.compile(backend=compile_backend())
+    _prepared.add(model)
     if sharded or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, **ddp)
+    wrapped = DistributedDataParallel(model, device_ids=ids, **ddp)
+    _prepared.add(wrapped)
+    return wrapped
+
+
+def _require_unprepared(model: nn.Module) -> None:
+    if model in _prepared:
+        raise ValueError("ctx.prepare was called with this model before: call it once, and use the model it returned")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("ctx.prepare was given a model in DistributedDataParallel: give it the model inside (.module)")

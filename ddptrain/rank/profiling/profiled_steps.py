@@ -47,7 +47,7 @@ class ProfiledSteps(TimedActivities):
             ValueError: the steps are reversed, below 1 or more than 100, or another profile is not over.
         """
         first, last = (whole("step", step) for step in steps)
-        wanted = StepProfile(first or 0, last or 0, tuple(whole("rank", rank) or 0 for rank in ranks or ()))
+        wanted = StepProfile(first, last, tuple(whole("rank", rank) for rank in ranks or ()))
         if problem := wanted.problem:
             raise ValueError("ctx.profile(steps={}): {}; {}".format(tuple(steps), *problem))
         if self._profiler is not None:

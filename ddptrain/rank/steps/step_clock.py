@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.non_training_time import OtherTime, other_time
 from ddptrain.rank.steps.step_window import StepWindow
+from ddptrain.rank.steps.timed_activities import OtherTime, other_time
 from ddptrain.rank.steps.waiting_time import WaitingTime
 
 _MAX_PENDING = 256  # steps on the GPU whose events are not complete

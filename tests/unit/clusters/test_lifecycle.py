@@ -306,7 +306,7 @@ def test_up_if_needed_waits_for_a_command_that_starts_or_ends_the_cluster(provid
 def test_too_few_slots_are_told_at_once_when_no_more_workers_can_come(one_worker: OneWorker) -> None:
     with pytest.raises(ClusterError) as caught:
         lifecycle.up(ClusterConfig(ranks=3), "dev", tell)
-    assert str(caught.value).startswith("3 slots asked for, 2 came (2 from a (127.0.0.1)), and no more workers")
+    assert str(caught.value).startswith("3 slots needed, but only 2 joined (2 from a (127.0.0.1)), and no more workers")
     assert cluster_records.every() == []
 
 

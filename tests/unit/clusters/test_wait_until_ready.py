@@ -103,7 +103,7 @@ def test_one_worker_is_enough_where_no_more_are_expected(
 @pytest.mark.parametrize(
     ("workers", "there", "asked", "told"),
     [
-        (1, [worker("a", 2)], 3, "3 slots asked for, 2 came (2 from a (h)), and no more workers are expected"),
+        (1, [worker("a", 2)], 3, "3 slots needed, but only 2 joined (2 from a (h)), and no more workers are expected"),
         (
             1,
             [worker("h", 0)],

@@ -144,7 +144,7 @@ def test_an_unknown_key_inside_an_optional_model_is_matched_there(refuse: Refuse
     ("section", "problem"),
     [
         ("arg: [1]", "workload.arg: unknown key (did you mean workload.args?)"),
-        ("args: --lr 0.1", 'workload.args: expected a list, got the text "--lr 0.1"'),
+        ("args: --lr 0.1", 'workload.args: expected a list, got the text "--lr 0.1" (write a list, as [a, b])'),
     ],
 )
 def test_a_wrong_field_of_a_script_is_named_not_the_script(refuse: Refuse, section: str, problem: str) -> None:
@@ -237,6 +237,8 @@ def test_thousands_of_problems_are_cut_short(refuse: Refuse) -> None:
         ("cluster: {ranks: 0}", "cluster.ranks: expected 'auto' or at least 1, got 0"),
         ("cluster: {ranks: true}", "cluster.ranks: expected 'auto' or a whole number, got true"),
         ("cluster: {wait_s: .inf}", "cluster.wait_s: expected a finite number, got inf"),
+        ("cluster: {wait_s: 10m}", 'cluster.wait_s: expected a number, got the text "10m" (write the seconds: 600)'),
+        ("cluster: {wait_s: soon}", 'cluster.wait_s: expected a number, got the text "soon"'),
         ("params: {epochs: 3.0}", "params.epochs: expected a whole number, got 3.0"),
         ("params: {sizes: [1, x]}", 'params.sizes[1]: expected a whole number, got the text "x"'),
         ("params: null", "params: expected a mapping, as key: value, got nothing"),

@@ -227,7 +227,7 @@ def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPa
         made.append(arguments)
         return transfer
 
-    monkeypatch.setattr(attempts, "ArtifactTransfer", new_transfer)
+    monkeypatch.setattr(attempts, "TransferQueue", new_transfer)
     monkeypatch.setattr(attempts, "new_watchdog", lambda *limits: ("watchdog", *limits))
     places: Any = [SimpleNamespace(rank=0), SimpleNamespace(rank=1)]
     assert series._attempt(places) == "end"

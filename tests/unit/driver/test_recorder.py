@@ -92,7 +92,7 @@ def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_th
     heard = Heard()
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
         telling = Recorder(writer, cast("Any", heard), "accuracy")
-        telling.rank_event(1, events.Metrics(1, {"train/loss": 1.0, "lr": 0.1}))
+        telling.rank_numbers(1, [events.Metrics(1, {"train/loss": 1.0, "lr": 0.1})])
         for step in (5, 10):
             telling.rank_event(0, saved(step, 1.0, loss=1.0, Accuracy=0.5))
         (line,) = heard.lines

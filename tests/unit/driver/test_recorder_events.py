@@ -235,7 +235,7 @@ def test_numbers_of_a_rank_are_written_and_shown_in_their_order(bench: Bench) ->
     bench.recorder.rank_numbers(3, [first, done, second])
     assert bench.writer.metrics == [(3, [first, second])]
     assert bench.shown == [("metrics", 3, first), ("metrics", 3, second), ("progress", 3, done)]
-    bench.recorder.rank_event(1, done)
+    bench.recorder.rank_numbers(1, [done])
     assert len(bench.writer.metrics) == 1 and bench.shown[-1] == ("progress", 1, done)
     assert bench.recorder._logged == {"a", "b"}
 

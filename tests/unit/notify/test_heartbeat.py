@@ -145,7 +145,7 @@ def test_password_is_not_sent_to_the_server_that_the_check_server_redirects_to()
         def do_POST(self) -> None:
             got.append((self.path, self.headers["Authorization"]))
             self.send_response(302)
-            self.send_header("Location", f"http://localhost:{server.server_port}/other")
+            self.send_header("Location", f"http://localhost:{port}/other")
             self.end_headers()
 
         def do_GET(self) -> None:
@@ -155,9 +155,15 @@ def test_password_is_not_sent_to_the_server_that_the_check_server_redirects_to()
         def log_message(self, *_: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Redirecting) as server:
-        answering = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
+    with HTTPServer(("127.0.0.1", 0), Redirecting) as site:
+
+        def answer_twice() -> None:
+            site.handle_request()
+            site.handle_request()
+
+        port = site.server_port
+        answering = threading.Thread(target=answer_twice)
         answering.start()
-        heartbeat._post(f"http://user:word@127.0.0.1:{server.server_port}/ping", "", 5.0)
+        heartbeat._post(f"http://user:word@127.0.0.1:{port}/ping", "", 5.0)
         answering.join()
     assert got == [("/ping", "Basic dXNlcjp3b3Jk"), ("/other", None)]

@@ -202,6 +202,13 @@ def test_workload_ends_early_if_it_has_read_preempted_and_not_saved_its_last_ste
     assert calls.ends_early
 
 
+def test_step_of_a_checkpoint_is_whole(rank: Rank) -> None:
+    for step, text in ((1.5, "step must be a whole number, not 1.5"), (None, "'step' is None"), ("3", "'step' is '3'")):
+        with pytest.raises(TypeError, match=text):
+            rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=step)  # type: ignore[arg-type]
+    assert rank.events() == []
+
+
 def test_resumed_run_has_a_checkpoint(tmp_path: Path) -> None:
     rank = Rank(tmp_path, resume_from="somewhere")
     assert rank.context._calls.has_saved

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddptrain.rank.plain_numbers import number, numbers, optional, whole
+from ddptrain.rank.plain_numbers import number, numbers, optional, optional_whole, whole
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,10 @@ def test_mapping_is_converted_with_text_names() -> None:
 
 
 def test_step_must_be_whole_and_may_be_missing() -> None:
-    assert (whole("step", 7.0), whole("step", torch.tensor(8)), whole("step", None)) == (7, 8, None)
+    assert (whole("step", 7.0), whole("step", torch.tensor(8))) == (7, 8)
+    assert (optional_whole("step", 7.0), optional_whole("step", None)) == (7, None)
+    with pytest.raises(TypeError, match="'step' is None"):
+        whole("step", None)
     with pytest.raises(TypeError, match=r"step must be a whole number, not 7\.5"):
         whole("step", 7.5)
     for value in (float("nan"), float("inf"), 10**30, 2**63):

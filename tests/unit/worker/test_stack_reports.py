@@ -125,6 +125,27 @@ def test_cpp_exception_that_aborted_the_rank_is_found_in_the_log(spool: RankSpoo
     assert len(stack_reports.cpp_exception(spool)) == 1_000
 
 
+def test_users_innermost_frame_of_a_crash_is_found_in_the_log(spool: RankSpool, tmp_path: Path) -> None:
+    assert stack_reports.crash_place(spool) == ""
+    script = tmp_path / "train.py"
+    script.write_text("import ctypes\ndef load():\n    ctypes.string_at(0)\ndef main():\n    load()\nmain()\n")
+    with spool.log.open("wb") as log:
+        log.write(b"step 1\n")
+        log.flush()
+        subprocess.run([sys.executable, "-X", "faulthandler", script], stderr=log, check=False)
+    assert stack_reports.crash_place(spool) == "train.py:3 in load"
+
+
+def test_other_threads_frames_are_not_those_of_the_crash(spool: RankSpool) -> None:
+    head = "1\nFatal Python error: Aborted\n\n"
+    other = 'Thread 0x2 (most recent call first):\n  File "/home/a.py", line 1 in other\n'
+    crashed = 'Current thread 0x3 (most recent call first):\n  File "/home/b.py", line 2 in crashed\n'
+    spool.log.write_text(f"{head}{other}\n{crashed}\n{other}")
+    assert stack_reports.crash_place(spool) == "b.py:2 in crashed"
+    spool.log.write_text(f"{head}{other}\n{other}")  # a thread that Python has not started
+    assert stack_reports.crash_place(spool) == ""
+
+
 def test_cpu_time_includes_children_in_the_process_group() -> None:
     code = """
 import subprocess, sys, time

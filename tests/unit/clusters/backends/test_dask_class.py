@@ -50,7 +50,7 @@ class FakeCluster:
 
 
 def kept(**kwargs: Any) -> tuple[Kept, FakeCluster]:
-    made = Kept(KeeperOrder(FAKE, kwargs), Path("unused"))
+    made = Kept(KeeperOrder(FAKE, kwargs), Path("unused"), Path("unused"))
     return made, FakeCluster.made[-1]
 
 
@@ -69,7 +69,7 @@ def kept(**kwargs: Any) -> tuple[Kept, FakeCluster]:
 )
 def test_class_that_is_none_is_told_in_one_line(name: str, words: str) -> None:
     with pytest.raises(CannotKeep) as caught:
-        Kept(KeeperOrder(name, {}), Path("unused"))
+        Kept(KeeperOrder(name, {}), Path("unused"), Path("unused"))
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.is_usage
 
@@ -80,17 +80,17 @@ def test_module_that_its_own_import_lacks_is_the_one_to_install(
     (tmp_path / "half_there.py").write_text("import boto_of_nobody.sessions")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(CannotKeep, match=r"no module boto_of_nobody .pip install boto-of-nobody,"):
-        Kept(KeeperOrder("half_there.Cluster", {}), Path("unused"))
+        Kept(KeeperOrder("half_there.Cluster", {}), Path("unused"), Path("unused"))
 
 
 def test_asynchronous_cluster_is_refused() -> None:
     with pytest.raises(CannotKeep, match="asynchronous can't be true"):
-        Kept(KeeperOrder(FAKE, {"asynchronous": True}), Path("unused"))
+        Kept(KeeperOrder(FAKE, {"asynchronous": True}), Path("unused"), Path("unused"))
 
 
 def test_constructor_that_fails_is_told_with_what_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CannotKeep) as caught:
-        Kept(KeeperOrder(FAKE, {"n_worker": 2}), Path("unused"))
+        Kept(KeeperOrder(FAKE, {"n_worker": 2}), Path("unused"), Path("unused"))
     assert str(caught.value).startswith(f"{FAKE}(...) failed: TypeError: ")
     assert "unexpected keyword argument 'n_worker'" in str(caught.value)
     assert not caught.value.is_usage

@@ -41,7 +41,7 @@ def test_slots_that_others_hold_are_waited_for_as_long_as_wait_s(clock: Clock) -
     queue.wait(refusal(1, 4))
     assert shown == ["waiting for 4 slots, 1 of 4 are free: number 1 in line, held by r-9"]
     clock.now = 1060.0
-    with pytest.raises(ClusterError, match=r"4 slots were asked for, 1 of 4 are free after 60 s, held by r-9"):
+    with pytest.raises(ClusterError, match=r"4 slots are needed, but 1 of 4 are free after 60 s, held by r-9"):
         queue.wait(refusal(1, 4))
 
 
@@ -61,7 +61,7 @@ def test_workers_are_waited_for_as_long_as_start_timeout_s(clock: Clock) -> None
     queue.wait(refusal(2, 2))
     assert shown == ["waiting for workers: 2 of 4 slots are there"]  # once
     clock.now = 1020.0
-    with pytest.raises(ClusterError, match=r"2 came within 20 s \(2 on h0\).*cluster scale big 4\nTraceback"):
+    with pytest.raises(ClusterError, match=r"only 2 joined within 20 s \(2 on h0\).*cluster scale big 4\nTraceback"):
         queue.wait(refusal(2, 2))
 
 
@@ -84,7 +84,7 @@ def test_cluster_that_does_not_grow_is_not_waited_for() -> None:
     assert queue.wait(refusal(0, 0)) == 4  # its worker is still starting
     assert queue.wait(refusal(1, 4)) == 4  # another run holds them
     with pytest.raises(
-        ClusterError, match=r"^4 slots were asked for, the cluster dev has 1 \(1 on h0\)\. .*scale dev 4$"
+        ClusterError, match=r"^4 slots are needed, but the cluster dev has only 1 \(1 on h0\)\. .*scale dev 4$"
     ):
         queue.wait(refusal(1, 1))
 
@@ -95,7 +95,7 @@ def test_cluster_without_gpus_that_does_not_grow_is_not_waited_for() -> None:
     assert queue.wait(refusal(0, 0)) == 4  # its worker is still starting
     with pytest.raises(
         ClusterError,
-        match=r"^4 slots with a GPU were asked for, the cluster dev has none: there is no GPU in its 8 slots\. ",
+        match=r"^4 slots with a GPU are needed, but the cluster dev has none: there is no GPU in its 8 slots\. ",
     ):
         queue.wait(replace(refusal(0, 0), of_any_kind=8))
 
@@ -113,7 +113,7 @@ def test_offer_that_was_refused_is_not_asked_for_again_without_a_pause(clock: Cl
 def test_range_of_ranks_that_does_not_wait_ends_when_its_offer_is_refused(clock: Clock) -> None:
     queue, _ = waiting(replace(WISH, least=2, wait_s=0.0))
     assert queue.wait(replace(refusal(3, 4), asked=4)) == 3
-    with pytest.raises(ClusterError, match=r"3 slots were asked for, 3 of 4 are free after 0 s.*others wait for them"):
+    with pytest.raises(ClusterError, match=r"3 slots are needed, but 3 of 4 are free after 0 s.*others wait for them"):
         queue.wait(replace(refusal(3, 4), asked=3))
 
 
@@ -173,7 +173,7 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
     clock.now = 1009.9
     assert queue.wait(refusal(1, 1)) == 4
     clock.now = 1010.0
-    with pytest.raises(ClusterError, match=r"^4 slots were asked for, 1 came within 10 s"):
+    with pytest.raises(ClusterError, match=r"^4 slots are needed, but only 1 joined within 10 s"):
         queue.wait(refusal(1, 1))
 
 
@@ -185,7 +185,7 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             Refusal(1, 0, 0, 0, (), {}, 3),
             "",
             (
-                "1 slot with a GPU was asked for, 0 came within 0 s (from nowhere). "
+                "1 slot with a GPU is needed, but none joined within 0 s. "
                 "Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
             ),
         ),
@@ -194,7 +194,7 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             Refusal(4, 3, 3, 0, (), {"a": 2, "b": 1}, 5),
             "",
             (
-                "4 slots with a GPU were asked for, 3 came within 0 s (2 on a, 1 on b). "
+                "4 slots with a GPU are needed, but only 3 joined within 0 s (2 on a, 1 on b). "
                 "Ask for fewer with --ranks, or start more workers\nTraceback"
             ),
         ),
@@ -203,7 +203,7 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             Refusal(2, 0, 0, 0, (), {}, 0),
             "dev",
             (
-                "2 slots were asked for, 0 came within 0 s (from nowhere). "
+                "2 slots are needed, but none joined within 0 s. "
                 "Ask for fewer with --ranks, or give it more: ddptrain cluster scale dev 2\nTraceback"
             ),
         ),
@@ -212,7 +212,7 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             Refusal(2, 2, 4, 0, ("r-8", "r-9"), {}, 4),
             "",
             (
-                "2 slots were asked for, 2 of 4 are free after 0 s, held by r-8, r-9, and others wait for them. "
+                "2 slots are needed, but 2 of 4 are free after 0 s, held by r-8, r-9, and others wait for them. "
                 "Wait in line with cluster.wait_s, or ask for fewer with --ranks"
             ),
         ),

@@ -19,7 +19,7 @@ from ddptrain.rank.checkpoint.snapshot import plain_bytes
 from ddptrain.rank.collective import calls
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.non_training_time import other_time
+from ddptrain.rank.steps.timed_activities import other_time
 from tests import fake_time
 from tests.conftest import PATIENCE_S
 from tests.unit.rank.stores import Gang

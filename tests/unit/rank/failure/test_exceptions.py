@@ -275,3 +275,16 @@ def test_traceback_of_another_process_is_no_earlier_error() -> None:
     error = ValueError("bad label")
     error.__cause__ = RemoteTraceback("Traceback of the pool's process")
     assert exceptions.failure(error, "train").message == "bad label"
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (ExceptionGroup("two", [ValueError("bad 1"), KeyError("k")]), "ValueError: bad 1)"),
+        (BaseExceptionGroup("two", [ExceptionGroup("in", [OSError()]), KeyboardInterrupt()]), "OSError)"),
+    ],
+)
+def test_group_is_named_with_its_first_exception(group: BaseException, message: str) -> None:
+    told = exceptions.failure(group, "train")
+    assert told.type == type(group).__name__
+    assert told.message == f"two (2 sub-exceptions) (the first is {message}"

@@ -112,3 +112,13 @@ def test_arguments_of_ctx_prepare_come_before_the_configuration(
     rank.file.close()
     is_channels_last = not bare(ready)[0].weight.is_contiguous()  # type: ignore[index]
     assert (ready(torch.ones(1, 3, 4, 4)).dtype, is_channels_last) == expected
+
+
+def test_model_is_wrapped_only_once() -> None:
+    plain = model()
+    ready = prepare_model(plain, CPU, {})
+    for again in (ready, plain):
+        with pytest.raises(ValueError, match=r"was called with this model before: call it once"):
+            prepare_model(again, CPU, {})
+    with pytest.raises(ValueError, match="a model in DistributedDataParallel: give it the model inside"):
+        prepare_model(DistributedDataParallel(model()), CPU, {})

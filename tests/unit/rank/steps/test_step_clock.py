@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.protocol import events
 from ddptrain.rank.steps import step_clock
-from ddptrain.rank.steps.non_training_time import OtherTime
 from ddptrain.rank.steps.step_clock import StepClock, _Mark
+from ddptrain.rank.steps.timed_activities import OtherTime
 
 SLEEP_S = 0.1
 Measured = list[tuple[float, float]]

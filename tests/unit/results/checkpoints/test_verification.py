@@ -12,13 +12,13 @@ import pytest
 
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import (
-    checkpoint_folders,
     newest_verified,
     parse_manifest,
     read_manifest,
     verify,
 )
 from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.layout import checkpoint_folders
 from ddptrain.results.remote.checkpoint_upload import parse_stored
 from ddptrain.results.run_writer import RunWriter
 from tests.unit.results.conftest import Stage

@@ -1,6 +1,7 @@
-"""Moves ranks' files and checkpoints into the run directory in a thread, because hashing takes long.
+"""The queue of ranks' files and checkpoints that wait for their transfer into the run directory.
 
-If the run directory has no room, the files stay in the rank's staging folder, and the transfer is tried again.
+A thread does the transfers, because hashing takes long; results/staged_files.py checks and moves each file. If the run
+directory has no room, the files stay in the rank's staging folder, and the transfer is tried again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _Transfer:
     vital: bool = True  # whether a failure ends the run
 
 
-class ArtifactTransfer:
+class TransferQueue:
     """Does one transfer after the other. Each ends with a message in the inbox."""
 
     def __init__(self, writer: RunWriter, policy: CheckpointPolicy, inbox: Inbox, max_failures: int = 5) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
-from ddptrain.driver.transfer import artifact_collector
-from ddptrain.driver.transfer.artifact_collector import ArtifactTransfer, Source
+from ddptrain.driver.transfer import transfer_queue
+from ddptrain.driver.transfer.transfer_queue import Source, TransferQueue
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, FileSaved
 from ddptrain.results.checkpoints import run_checkpoints
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
@@ -32,9 +32,9 @@ def inbox() -> Inbox:
 
 
 @pytest.fixture
-def transfer(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[ArtifactTransfer]:
-    monkeypatch.setattr(artifact_collector, "_MAX_PAUSE_S", 0.05)
-    made = ArtifactTransfer(writer, CheckpointPolicy(), inbox, max_failures=3)
+def transfer(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferQueue]:
+    monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 0.05)
+    made = TransferQueue(writer, CheckpointPolicy(), inbox, max_failures=3)
     yield made
     assert made.close(60)
 
@@ -54,14 +54,14 @@ class FullDisk:
         return self._function(*args)
 
 
-def bring(transfer: ArtifactTransfer, staged: tuple[CheckpointSaved, Path]) -> None:
+def bring(transfer: TransferQueue, staged: tuple[CheckpointSaved, Path]) -> None:
     event, folder = staged
     transfer.add_checkpoint(0, event, lambda rank: Source(folder.parent, None))
 
 
 @pytest.mark.parametrize("name", ["write_file", "sync_folder", "_publish"])
 def test_checkpoint_that_finds_no_room_is_brought_later(
-    transfer: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     FullDisk(monkeypatch, name, 2)
     bring(transfer, stage(1))
@@ -73,7 +73,7 @@ def test_checkpoint_that_finds_no_room_is_brought_later(
 
 
 def test_disk_that_stays_full_is_given_up_and_the_checkpoint_before_stays(
-    transfer: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+    transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bring(transfer, stage(1))
     assert isinstance(inbox.get(timeout=60), ArtifactStored)
@@ -85,7 +85,7 @@ def test_disk_that_stays_full_is_given_up_and_the_checkpoint_before_stays(
 
 
 def test_after_a_checkpoint_was_given_up_the_next_ones_are_tried_once(
-    transfer: ArtifactTransfer, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+    transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FullDisk(monkeypatch, "_publish", 5)
     for step in (1, 2, 3, 4):
@@ -100,9 +100,9 @@ def test_after_a_checkpoint_was_given_up_the_next_ones_are_tried_once(
 def test_run_that_ends_with_an_error_does_not_wait_for_other_tries(
     writer: RunWriter, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifact_collector, "_MAX_PAUSE_S", 1e6)
+    monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 1e6)
     FullDisk(monkeypatch, "_publish", 100)
-    transfer = ArtifactTransfer(writer, CheckpointPolicy(), inbox)
+    transfer = TransferQueue(writer, CheckpointPolicy(), inbox)
     transfer._failures = 3
     bring(transfer, stage(1))
     assert isinstance(inbox.get(timeout=60), ArtifactRetried)  # in 8 s
@@ -112,7 +112,7 @@ def test_run_that_ends_with_an_error_does_not_wait_for_other_tries(
     assert [type(inbox.get_nowait()) for _ in range(2)] == [ArtifactFailed, ArtifactFailed]
 
 
-def test_damaged_checkpoint_is_not_tried_again(transfer: ArtifactTransfer, inbox: Inbox, stage: Any) -> None:
+def test_damaged_checkpoint_is_not_tried_again(transfer: TransferQueue, inbox: Inbox, stage: Any) -> None:
     event, folder = stage(1)
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
     bring(transfer, (event, folder))
@@ -121,7 +121,7 @@ def test_damaged_checkpoint_is_not_tried_again(transfer: ArtifactTransfer, inbox
 
 @pytest.mark.parametrize(("area", "vital"), [("artifacts", True), ("tracking", False), ("elsewhere", True)])
 def test_run_can_do_without_what_trackers_have_written(
-    transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path, area: str, vital: bool
+    transfer: TransferQueue, inbox: Inbox, tmp_path: Path, area: str, vital: bool
 ) -> None:
     (tmp_path / "file-0").write_bytes(b"other than announced")
     transfer.add_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
@@ -131,7 +131,7 @@ def test_run_can_do_without_what_trackers_have_written(
 
 
 def test_checkpoint_with_files_of_an_unknown_rank_is_not_added(
-    transfer: ArtifactTransfer, inbox: Inbox, stage: Any
+    transfer: TransferQueue, inbox: Inbox, stage: Any
 ) -> None:
     event, folder = stage(1)
     event = dataclasses.replace(event, parts=(CheckpointPart(7, "checkpoint-0", event.files),))
@@ -142,7 +142,7 @@ def test_checkpoint_with_files_of_an_unknown_rank_is_not_added(
 
 
 def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
-    transfer: ArtifactTransfer, inbox: Inbox, stage: Any
+    transfer: TransferQueue, inbox: Inbox, stage: Any
 ) -> None:
     event, folder = stage(1)
     other, there = stage(1, contents={"model.rank-1.safetensors": b"remote"})
@@ -160,7 +160,7 @@ def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
 
 
 def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory(
-    transfer: ArtifactTransfer, inbox: Inbox, stage: Any
+    transfer: TransferQueue, inbox: Inbox, stage: Any
 ) -> None:
     event, folder = stage(1)
 
@@ -172,14 +172,14 @@ def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory
     assert isinstance(failed, ArtifactFailed) and failed.unreachable and str(failed.error) == "no route"
 
 
-def test_a_transfer_that_hangs_does_not_keep_the_driver_alive(transfer: ArtifactTransfer) -> None:
+def test_a_transfer_that_hangs_does_not_keep_the_driver_alive(transfer: TransferQueue) -> None:
     assert transfer._thread.daemon and transfer._thread.is_alive()
 
 
 def test_file_of_a_worker_on_another_machine_is_fetched_in_pieces(
-    transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transfer: TransferQueue, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifact_collector, "READ_LIMIT_BYTES", 4)
+    monkeypatch.setattr(transfer_queue, "READ_LIMIT_BYTES", 4)
     data, asked = b"0123456789", list[tuple[str, int, int]]()
 
     def fetch(path: Path, offset: int, size: int) -> bytes:
@@ -194,7 +194,7 @@ def test_file_of_a_worker_on_another_machine_is_fetched_in_pieces(
 
 
 def test_file_that_is_shorter_than_announced_is_out_of_reach(
-    transfer: ArtifactTransfer, inbox: Inbox, tmp_path: Path
+    transfer: TransferQueue, inbox: Inbox, tmp_path: Path
 ) -> None:
     event = FileSaved(1, "a/b", "file-0", 3, "ab", "tracking")
     transfer.add_file(2, event, tmp_path, lambda path, offset, size: b"12"[offset:])
@@ -204,7 +204,7 @@ def test_file_that_is_shorter_than_announced_is_out_of_reach(
     assert str(failed.error) == f"{tmp_path / 'file-0'} has 2 bytes, not the 3 announced"
 
 
-def test_transfer_is_waited_for_until_the_deadline(transfer: ArtifactTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfer_is_waited_for_until_the_deadline(transfer: TransferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
     stuck = SimpleNamespace(join=lambda *, timeout: limits.append(timeout), is_alive=lambda: True)
     with monkeypatch.context() as patched:
