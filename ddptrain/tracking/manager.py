@@ -70,9 +70,9 @@ class TrackerManager:
             files.release()
 
     def end(self, state: State, within_s: float = 3600.0) -> float:
-        """Tell the trackers to finish; return the seconds that the slowest may take: its own timeout, at most `within_s`.
+        """Tell the trackers to finish; return the seconds that the slowest may take.
 
-        Later calls do not change the state.
+        Each tracker has its own timeout, but no more than `within_s`. Later calls do not change the state.
         """
         if os.getpid() != self._pid:
             return 0.0
