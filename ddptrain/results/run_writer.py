@@ -105,7 +105,7 @@ class RunWriter:
     def reopen(cls, folder: Path, config_text: str, expected_driver: DriverRecord | None = None) -> Self:
         """Continue a run that has ended, or whose driver has died: take its lock, and write config.yaml and run.json.
 
-        seen: the run's driver when the run was chosen.
+        expected_driver: the run's last driver when the run was chosen; None: any.
 
         Raises RunLocked, UsageError, ResultsError; see continue_run().
         """

@@ -72,9 +72,7 @@ class TrackerManager:
     def end(self, state: State, within_s: float = 3600.0) -> float:
         """Tell the trackers to finish; return the seconds that the slowest may take.
 
-        Later calls do not change the state.
-
-        Each tracker has its own timeout, but no more than `within_s`.
+        Each tracker has its own timeout, but no more than `within_s`. Later calls do not change the state.
         """
         if os.getpid() != self._pid:
             return 0.0

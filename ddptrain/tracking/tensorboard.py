@@ -108,7 +108,7 @@ def _image(image: Image) -> Any:
 
 
 def text_value(tag: str, text: str) -> Any:
-    """Returns what TensorBoard shows as Markdown."""
+    """Return a text as a value that TensorBoard shows as Markdown."""
     tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", "backslashreplace")])
     tensor.tensor_shape.dim.add(size=1)
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))

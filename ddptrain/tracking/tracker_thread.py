@@ -166,11 +166,11 @@ class TrackerThread:
     def _finish(self, tracker: Tracker) -> str:
         """Finish the tracker. Return the error, or "" if there is none or the tracker was off already."""
         self._activity = "finishing"
-        was_is_off = self._is_off
+        was_off = self._is_off
         try:
             tracker.finish(self._state)
         except BaseException as error:  # also SystemExit of a library: it must not end this thread silently
-            return "" if was_is_off else f"could not finish: {describe(error)}"
+            return "" if was_off else f"could not finish: {describe(error)}"
         return ""
 
     def _turn_off(self) -> None:

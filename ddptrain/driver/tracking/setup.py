@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.config.plugin_names import TRACKERS, install_tracker
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.worker_group.rank_place import RankPlace
 
 _OFFLINE = frozenset({"offline", "dryrun"})
+_WANDB_MODES = _OFFLINE | {"", "online", "run", "shared"}
 # Variables about the driver's own process and file system, which are not passed to ranks on other hosts.
 _DRIVER_ONLY = frozenset({"WANDB_SERVICE", "WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_ARTIFACT_DIR", KEY})
 
@@ -90,6 +92,8 @@ class TrackingSetup:
         if variable == "disabled":
             self._tell("W&B is off: WANDB_MODE is disabled")
             return
+        if variable not in _WANDB_MODES:
+            self._tell(f'WANDB_MODE is "{shorten(variable)}", which W&B does not know; use online, offline or disabled')
         mode = "shared" if variable == "shared" else str(self._config.wandb.mode)
         online = variable not in _OFFLINE and access.has_credentials
         if not online:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -113,13 +112,9 @@ def _names(views: Sequence[RunView], series: Sequence[AllSeries]) -> list[str]:
 def _metric(name: str, views: Sequence[RunView], series: Sequence[AllSeries]) -> MetricComparison:
     modes = [view.record.best.mode for view in views if view.record.best and view.record.best.metric == name]
     goal = goal_of(name, name if modes else "", modes[0] if modes else "min")
-    last = tuple(_finite(view.record.last_metrics.get(name)) for view in views)
+    last = tuple(view.record.numbers.get(name) for view in views)
     best = tuple(best_value(view, name, one, goal) for view, one in zip(views, series, strict=True)) if goal else ()
     return MetricComparison(name, goal, last, best or (None,) * len(views))
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _plot(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ddptrain.config.wording import counted
@@ -66,7 +67,7 @@ def _metrics(comparison: Comparison) -> str:
 def _values(values: Values) -> list[str]:
     """Return each value with its difference to the first value."""
     return [
-        number(value) + (f" ({change:+.4g})" if place and change is not None else "")
+        number(value) + (f" ({change:+.4g})" if place and change is not None and math.isfinite(change) else "")
         for place, (value, change) in enumerate(zip(values, changes(values), strict=True))
     ]
 

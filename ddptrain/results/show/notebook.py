@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from html import escape
 
@@ -28,7 +29,7 @@ def _rows(view: RunView, metrics: Mapping[str, float | None]) -> Iterator[tuple[
     if record.world_size:
         yield "ranks", str(record.world_size)
     for name, value in sorted({**record.numbers, **metrics}.items()):
-        yield name, number(value)
+        yield name, number(math.nan if value is None else value)
     if record.best is not None:
         yield "best", f"{record.best.metric} {number(record.best.value)} at step {record.best.step}"
     if record.failure is not None:

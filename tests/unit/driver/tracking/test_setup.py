@@ -204,6 +204,11 @@ def test_wandb_mode_of_the_configuration_comes_before_that_of_the_shell(
     assert "WANDB_MODE is dryrun" in said[0]
 
 
+def test_unknown_wandb_mode_is_said(make: Make) -> None:
+    _, lines = make({"WANDB_API_KEY": KEY, "WANDB_MODE": "of fline"}, mode="rank0")
+    assert lines == ['WANDB_MODE is "of fline", which W&B does not know; use online, offline or disabled']
+
+
 def test_wandb_that_is_disabled_is_off(make: Make) -> None:
     tracking, (line,) = make({"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, mode="process")
     assert tracking.of(place(0)) is None

@@ -168,3 +168,9 @@ def test_best_metric_of_a_checkpoint_is_compared_even_if_nobody_logged_it(tmp_pa
         (1.0, 2.0),
         1,
     )
+
+
+def test_last_value_that_is_not_finite_is_shown_as_nan(tmp_path: Path) -> None:
+    views = [put(tmp_path, name, [(1, {"x": value})]) for name, value in (("a", 1.0), ("b", None))]
+    (row,) = [line for line in comparison_text(compare_runs(views)).splitlines() if line.startswith("  x ")]
+    assert row.split() == ["x", "last", "1", "nan"]

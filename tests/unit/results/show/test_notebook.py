@@ -46,6 +46,7 @@ def test_rows_of_a_run_with_newer_values(tmp_path: Path) -> None:
         "<tr><th>duration</th><td>2.0 s</td></tr><tr><th>a</th><td>1</td></tr><tr><th>b</th><td>2.5</td></tr>"
         f"<tr><th>failure</th><td>lost</td></tr><tr><th>directory</th><td>{tmp_path}/r-1</td></tr></table>"
     )
+    assert "<th>b</th><td>nan</td>" in run_table_html(view, {"b": None})
     ended = RunView(RunLayout(tmp_path), RunRecord(run_id="r-1", status="succeeded", exit_code=0, world_size=2))
     page = run_table_html(ended)
     assert "<td>succeeded (exit code 0)</td></tr>" in page and "<tr><th>ranks</th><td>2</td></tr>" in page
