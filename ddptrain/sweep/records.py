@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import nearest, shorten
@@ -19,7 +21,6 @@ from ddptrain.results.secure_files import read_bytes, write_file
 
 SWEEP_JSON = "sweep.json"
 _FORMAT = 1
-Record = TypeVar("Record")
 
 
 class TrialState(StrEnum):
@@ -155,12 +156,10 @@ def parse_sweep(data: bytes, where: str) -> SweepRecord:
         raw = json.loads(data)
         if raw["format"] != _FORMAT:
             raise ValueError(f"format {raw['format']!r} is not known")
-        trials = [_record(TrialRecord, {**each, "state": TrialState(each["state"])}) for each in raw["trials"]]
-        return _record(SweepRecord, {**raw, "trials": trials})
+        return TypeAdapter(SweepRecord).validate_python(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UsageError(f"cannot read {where}: it is not a sweep of this version ({shorten(why)})") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"cannot read {where}: it is not a sweep of this version ({error})") from error
-
-
-def _record(kind: type[Record], raw: Mapping[str, Any]) -> Record:
-    names = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in raw.items() if name in names})
