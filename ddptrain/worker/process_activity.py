@@ -30,9 +30,8 @@ class ProcessMonitor:
         total = 0.0
         for member in self._members:
             with contextlib.suppress(psutil.Error):
-                total += sum(
-                    psutil.Process(member).cpu_times()[:4]
-                )  # user and system time, of the process and of its ended children
+                # User and system time, of the process and of its ended children.
+                total += sum(psutil.Process(member).cpu_times()[:4])
         return total
 
     def status(self) -> str:
