@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ddptrain.clusters import cluster_records as state
 from ddptrain.clusters.cluster_records import Deployment
-from ddptrain.clusters.resolve import of_deployment
+from ddptrain.clusters.resolve import Target, of_deployment
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER
 from ddptrain.host_identity import Relation
 
@@ -208,24 +208,32 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
 
 def client_of(deployment: Deployment, timeout_s: float = 10, **options: Any) -> Client:
     """Return a client of one of the user's clusters, which does not count as its use. Raises ClusterError, OSError."""
+    return _client(of_deployment(deployment), timeout_s, **options)
+
+
+def _client(target: Target, timeout_s: float, **options: Any) -> Client:
     from distributed import Client
 
-    target = of_deployment(deployment)
     return Client(
         target.address, security=target.security, timeout=timeout_s, name=LOOKER, set_as_default=False, **options
     )
 
 
+async def ask_scheduler(target: Target, function: Callable[..., Any], timeout_s: float) -> Any:
+    """Call a function in the scheduler and return its answer; this does not count as use. Raises OSError."""
+    client = _client(target, timeout_s, asynchronous=True)
+    try:
+        await client
+        return await client.run_on_scheduler(function)
+    finally:
+        await client.close()  # also an unconnected client: it would connect later by itself
+
+
 async def _ask(deployment: Deployment, timeout_s: float) -> Mapping[str, Any]:
     from ddptrain.clusters.scheduler import slots
 
-    client = client_of(deployment, timeout_s, asynchronous=True)
-    try:
-        await client
-        overview: Mapping[str, Any] = await client.run_on_scheduler(slots.overview)
-    finally:
-        await client.close()  # also an unconnected client: it would connect later by itself
-    return overview
+    answer: Mapping[str, Any] = await ask_scheduler(of_deployment(deployment), slots.overview, timeout_s)
+    return answer
 
 
 async def _is_refused(address: str) -> None:

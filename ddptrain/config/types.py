@@ -14,6 +14,7 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 # Longer waits overflow timedelta and poll().
 _A_YEAR_S = 31_536_000
 MOST_RANKS = 65_536
+_LAST_PORT = 65_535
 
 
 def wrong_field(field: str, message: str, hint: str) -> PydanticCustomError:
@@ -59,6 +60,8 @@ def _scheduler_address(text: str) -> str:
     tcp = r"((tcp|tls|ws|wss|ucx)://)?([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}"
     if not re.fullmatch(rf"{tcp}|unix:///[^:#]+", text):
         raise ValueError("is not a scheduler's address: expected something like tcp://host:8786")
+    if not text.startswith("unix:") and not 1 <= int(text.rpartition(":")[2]) <= _LAST_PORT:
+        raise ValueError(f"has a wrong port: expected one from 1 to {_LAST_PORT}")
     return text
 
 

@@ -132,10 +132,9 @@ async def encryption_key(run_id: str, dask_worker: Worker) -> str:
 
 
 async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
-    """Return {"slots", "gpus", "hostname", "ours"}: the numbers of slots and GPUs, and whether ddptrain started it."""
+    """Return {"slots", "gpus", "ours"}: the numbers of slots and GPUs, and whether ddptrain started the worker."""
     slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
-    ours = own_host(dask_worker) is not None
-    return {"slots": slots, "gpus": len(gpus), "hostname": socket.gethostname(), "ours": ours}
+    return {"slots": slots, "gpus": len(gpus), "ours": own_host(dask_worker) is not None}
 
 
 async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from ddptrain.file_ops import text_or_empty
+from ddptrain.worker.system.process_metrics import members
 
 _SEARCH_S = 30.0  # between two searches for the processes of the group
 
@@ -20,18 +19,19 @@ class ProcessMonitor:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._members: list[psutil.Process] = []
+        self._members: list[int] = []
         self._searched_at = -_SEARCH_S
 
     def cpu_s(self) -> float:
         """Return the CPU time in seconds of the rank and its children, such as DataLoader workers."""
         if time.monotonic() - self._searched_at > _SEARCH_S:
             self._searched_at = time.monotonic()
-            self._members = list(_members(self._pid))
+            self._members = members([self._pid])[self._pid]
         total = 0.0
         for member in self._members:
             with contextlib.suppress(psutil.Error):
-                total += sum(member.cpu_times()[:4])  # user and system time, of the process and of its ended children
+                # User and system time, of the process and of its ended children.
+                total += sum(psutil.Process(member).cpu_times()[:4])
         return total
 
     def status(self) -> str:
@@ -40,13 +40,6 @@ class ProcessMonitor:
             return str(psutil.Process(self._pid).status())
         except psutil.Error:
             return ""
-
-
-def _members(group: int) -> Iterator[psutil.Process]:
-    for pid in psutil.pids():
-        with contextlib.suppress(OSError, psutil.Error):
-            if os.getpgid(pid) == group:
-                yield psutil.Process(pid)
 
 
 def has_handler(pid: int, signum: int) -> bool:

@@ -7,7 +7,8 @@ import logging
 import time
 
 from ddptrain.clusters.resolve import Target
-from ddptrain.clusters.scheduler.scheduler_process import LOOKER, is_used
+from ddptrain.clusters.scheduler.scheduler_process import is_used
+from ddptrain.clusters.status import ask_scheduler
 
 _LOOK_S = 5.0
 _ASK_S = 5.0
@@ -45,21 +46,7 @@ class IdleWatch:
             return True
 
     async def _ask(self) -> bool:
-        from distributed import Client
-
-        client = Client(
-            self._target.address,
-            security=self._target.security,
-            timeout=_ASK_S,
-            name=LOOKER,
-            asynchronous=True,
-            set_as_default=False,
-        )
-        try:
-            await client
-            return bool(await client.run_on_scheduler(is_used))
-        finally:
-            await client.close()
+        return bool(await ask_scheduler(self._target, is_used, _ASK_S))
 
     def _tell(self, text: str) -> None:
         if text != self._last_message:

@@ -380,6 +380,8 @@ def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
         ("cluster: {options: {n: 1}}", "cluster.options: is given, but cluster.backend is local"),
         ("cluster: {tls: {ca_file: a, cert_file: b, key_file: c}}", "cluster.tls: is given, but cluster.backend is"),
         ("cluster: {address: 'tcp://h:1', scheduler_file: s}", "cluster.scheduler_file: is given, and so is"),
+        ("cluster: {address: 'tcp://h:65536'}", "cluster.address: has a wrong port: expected one from 1 to 65535"),
+        ("cluster: {address: 'tls://[::1]:0'}", "cluster.address: has a wrong port: expected one from 1 to 65535"),
         ("cluster: {ssh: {hosts: []}}", "cluster.ssh.hosts: expected 1 or more values"),
         ("cluster: {ssh: {hosts: [-oX]}}", "cluster.ssh.hosts[0]: is not a host: ssh would read it as an option"),
         ('cluster: {slurm: {partition: "a\\nb"}}', "cluster.slurm.partition:"),
