@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from zipfile import BadZipFile
 
+from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.store import Limits, StoreError, fetch_chunks
@@ -83,7 +84,9 @@ def load_names(settings: PetnamesParams) -> CleanNames:
         entries = _parse(_read(source, settings.names_options), kind, settings.names_column, source)
     clean = clean_names(entries, unique=settings.unique, max_length=settings.max_name_length)
     if not clean.names:
-        raise UsageError(f"no usable name: {clean.report(source)}; give params.names a list of pet names")
+        raise UsageError(
+            f"no usable name: {clean.report(source).removeprefix('names: ')}; give params.names a list of pet names"
+        )
     return clean
 
 
@@ -122,8 +125,8 @@ def split_names(names: Sequence[str], val_fraction: float, seed: int) -> Split:
     n_held_out = max(1, round(len(distinct) * val_fraction)) if val_fraction > 0 else 0
     if n_held_out >= len(distinct):
         raise UsageError(
-            f"params.val_fraction is {val_fraction} and there are {len(distinct)} distinct names: "
-            "nothing would be left to train on; give more names, or val_fraction: 0"
+            f"params.val_fraction {val_fraction} of {counted(len(distinct), 'distinct name')} leaves nothing to train "
+            "on: give more names, or set val_fraction: 0"
         )
     held_out = set(random.Random(seed).sample(distinct, n_held_out))
     return Split(tuple(name for name in names if name not in held_out), tuple(sorted(held_out)))

@@ -117,7 +117,7 @@ def test_source_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
         ("names.csv", "pet,age\nluna,1", None, "the columns 'pet', 'age': select one with params.names_column"),
         ("names.csv", "pet,age\nluna,1", "name", "no 'name' but the columns 'pet', 'age'"),
         ("names.csv", "", "name", "names.csv': the CSV file is empty"),
-        ("names.txt", "", None, "no usable name: names: 0 of 0"),
+        ("names.txt", "", None, "no usable name: 0 of 0 from"),
         ("names.txt", "123\n", None, "no usable name.*'123'"),
         ("names.json", "[" * 100_000, None, "not valid json"),
     ],
@@ -141,7 +141,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     [
         ({"names": "missing.csv"}, r"can't read params.names 'missing.csv': /.*/missing.csv does not exist"),
         ({"names": "names.csv", "names_column": "nam"}, r"no 'nam' but the columns 'name'; did you mean 'name'"),
-        ({"names": "names.csv", "names_column": "name", "val_fraction": 0.9}, "nothing would be left to train on"),
+        (
+            {"names": "names.csv", "names_column": "name", "val_fraction": 0.9},
+            "params.val_fraction 0.9 of 1 distinct name leaves nothing to train on: ",
+        ),
         ({"max_name_length": 1}, "no usable name: .* from builtin"),
     ],
 )
@@ -202,7 +205,7 @@ def test_nothing_is_held_out_with_a_fraction_of_0() -> None:
 
 
 def test_holding_out_the_only_name_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"val_fraction is 0.1 and there are 1 distinct names"):
+    with pytest.raises(UsageError, match=r"params.val_fraction 0.1 of 1 distinct name leaves nothing"):
         split_names(["luna", "luna"], 0.1, 0)
 
 
@@ -257,7 +260,7 @@ def test_share_of_distinct_names_is_held_out(count: int, share: float, held_out:
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b"]])
 def test_split_leaves_names_to_train_on(names: list[str]) -> None:
     if len(set(names)) == 1:
-        with pytest.raises(UsageError, match=r"params\.val_fraction is 0\.1 and there are 1 distinct names: nothing"):
+        with pytest.raises(UsageError, match=r"params\.val_fraction 0\.1 of 1 distinct name leaves nothing"):
             split_names(names, 0.1, 0)
     else:
         assert len(split_names(names, 0.1, 0).train) == 1
