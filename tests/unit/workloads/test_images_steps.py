@@ -459,5 +459,5 @@ def test_rank_0_tells_what_is_trained(
 
 def test_classes_of_a_checkpoint_are_named_up_to_three() -> None:
     assert workload._some(["a", "b", "c"]) == "3 classes (a, b, c)"
-    assert workload._some(["a", "b", "c", "d"]) == "4 classes (a, b, c, ...)"
+    assert workload._some(["a", "b", "c", "d"]) == "4 classes (a, b, c and 1 more)"
     assert workload._some(["x" * 50]) == f"1 class ({'x' * 37}...)"
