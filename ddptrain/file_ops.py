@@ -179,6 +179,14 @@ def wait_for_lock(descriptor: int, *, shared: bool = False) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
 
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether `path` is still the open file or folder: it may have been deleted during the wait for its lock."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def unlock(descriptor: int) -> None:
     """Release the lock of an open file."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)

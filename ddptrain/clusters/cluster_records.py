@@ -20,7 +20,7 @@ from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.file_ops import try_lock
+from ddptrain.file_ops import is_at, try_lock
 from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 
 _RECORD = "cluster.json"
@@ -167,27 +167,45 @@ def find(name: str) -> Deployment:
 
 @contextlib.contextmanager
 def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
-    """Lock a name against other commands. Raises UsageError after `patience_s`, or if it is not allowed."""
+    """Lock a name against other commands. Raises UsageError after `patience_s`, or if it is not allowed.
+
+    The lock file is deleted with the cluster: each run with a cluster of its own has another name.
+    """
     _check_name(name)
-    descriptor = _open_lock(name)
+    folder = clusters_dir() / name
+    lock = _lock_file(name)
     deadline = time.monotonic() + patience_s
+    while (descriptor := _take(lock)) is None:
+        if time.monotonic() > deadline:
+            raise UsageError(f"another command is starting or ending the cluster {name}: wait for it")
+        time.sleep(0.02)
     try:
-        while not try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise UsageError(f"another command is starting or ending the cluster {name}: wait for it")
-            time.sleep(0.02)
         yield
     finally:
+        if not folder.exists():
+            lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def is_locked(name: str) -> bool:
     """Return whether a command is starting, scaling or ending the cluster now."""
-    descriptor = _open_lock(name)
+    try:
+        descriptor = os.open(_lock_file(name), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
     try:
         return not try_lock(descriptor, shared=True)
     finally:
         os.close(descriptor)
+
+
+def _take(lock: Path) -> int | None:
+    """Return the descriptor of the locked file; None if another command has it, or has just deleted it."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if try_lock(descriptor) and is_at(lock, descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _check_name(name: str) -> None:
@@ -197,8 +215,8 @@ def _check_name(name: str) -> None:
         )
 
 
-def _open_lock(name: str) -> int:
-    return os.open(clusters_dir() / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _lock_file(name: str) -> Path:
+    return clusters_dir() / f".{name}.lock"
 
 
 def _load(folder: Path) -> Deployment | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddptrain.errors import ClusterError
-from ddptrain.file_ops import wait_for_lock, why_not_private
+from ddptrain.file_ops import is_at, wait_for_lock, why_not_private
 
 LOG_FILE = "log"  # the output of the server
 _SOCKET = "socket"
@@ -91,20 +91,12 @@ def _lock(path: Path) -> int:
             if problem := why_not_private(path, os.fstat(fd)):
                 raise ClusterError(problem)
             wait_for_lock(fd)
-            if _is_at(path, fd):
+            if is_at(path, fd):
                 return fd
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Return whether `path` is still the open folder, which may have been removed during the wait for its lock."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False
 
 
 def _new_socket() -> socket.socket:

@@ -118,6 +118,35 @@ def test_second_command_on_a_cluster_is_refused_while_the_first_lasts() -> None:
     assert len(refused) == 1 and "another command" in refused[0]
 
 
+def test_lock_file_goes_with_the_cluster() -> None:
+    """Each run with a cluster of its own has another name: nobody would ever delete the files."""
+    assert not cluster_records.is_locked("dev")
+    with cluster_records.locked("dev"):
+        made = cluster_records.create(record())
+    lock = made.folder.with_name(".dev.lock")
+    assert lock.exists() and not cluster_records.is_locked("dev")
+    with cluster_records.locked("dev"):
+        assert cluster_records.is_locked("dev")
+        made.remove()
+    assert not list(cluster_records.clusters_dir().iterdir())
+
+
+def test_lock_that_was_deleted_during_the_wait_is_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = cluster_records.locked("dev")
+    first.__enter__()
+    real, tries = cluster_records.try_lock, []
+
+    def waiting(descriptor: int, **how: bool) -> bool:
+        tries.append(descriptor)
+        if len(tries) == 1:
+            first.__exit__(None, None, None)  # the file is deleted after the second command has opened it
+        return real(descriptor, **how)
+
+    monkeypatch.setattr(cluster_records, "try_lock", waiting)
+    with cluster_records.locked("dev"):
+        assert len(tries) == 2 and cluster_records.is_locked("dev")
+
+
 def test_cluster_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = cluster_records.create(record(address="tcp://h:1"))
     made.update(version="0.0.1")
