@@ -25,7 +25,7 @@ from ddptrain.workloads.images.model.build_model import PixelNormalizer
 from ddptrain.workloads.images.model.initial_weights import begin_with_weights, built_model, described_model
 from ddptrain.workloads.images.optimizer import Schedule, highest_rate, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.predictions import (
+from ddptrain.workloads.images.prediction_tables import (
     TRAINED,
     TRAINED_COLUMNS,
     PredictionTable,

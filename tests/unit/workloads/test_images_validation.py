@@ -15,7 +15,7 @@ from ddptrain.storage.store import Location, NotFound
 from ddptrain.storage.synthetic import SHAPES, SyntheticImages
 from ddptrain.workloads.images import validation
 from ddptrain.workloads.images.model.build_model import describe
-from ddptrain.workloads.images.predictions import (
+from ddptrain.workloads.images.prediction_tables import (
     COLUMNS,
     PredictionTable,
     TrainingTable,

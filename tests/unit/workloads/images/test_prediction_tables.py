@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from ddptrain.workloads.images import predictions
-from ddptrain.workloads.images.predictions import PredictionTable, TrainingTable
+from ddptrain.workloads.images import prediction_tables
+from ddptrain.workloads.images.prediction_tables import PredictionTable, TrainingTable
 
 # Two classes, which are the outputs 2 and 0 of a model with three; its own names of the outputs are a, b and c.
 MODEL: dict[str, Any] = {"classes": ["cat", "dog"], "outputs": [2, 0], "output_names": ["a", "b", "c"]}
@@ -18,7 +18,7 @@ SURE = 50.0  # a logit that leaves nothing to the others
 
 
 def test_outputs_have_the_names_of_the_classes_where_there_are_any() -> None:
-    assert predictions.answer_names(MODEL) == ["dog", "b", "cat"] and MODEL["output_names"] == ["a", "b", "c"]
+    assert prediction_tables.answer_names(MODEL) == ["dog", "b", "cat"] and MODEL["output_names"] == ["a", "b", "c"]
 
 
 def test_table_has_key_class_and_prediction_of_each_image() -> None:
@@ -62,30 +62,30 @@ ROWS = [("k,1", "cat", "dog", 0.123456789), ("k2", "dog", "dog", 1.0)]
 
 
 def test_csv_has_six_digits_and_one_line_an_image() -> None:
-    assert predictions.table_file(ROWS, "csv").decode() == (
+    assert prediction_tables.table_file(ROWS, "csv").decode() == (
         'key,label,prediction,probability\n"k,1",cat,dog,0.123457\nk2,dog,dog,1\n'
     )
-    assert predictions.table_file([], "csv") == b"key,label,prediction,probability\n"
+    assert prediction_tables.table_file([], "csv") == b"key,label,prediction,probability\n"
 
 
 @pytest.mark.parametrize("rows", [ROWS, []])
 def test_parquet_has_types(rows: list[Any]) -> None:
-    table = pq.read_table(io.BytesIO(predictions.table_file(rows, "parquet")))
+    table = pq.read_table(io.BytesIO(prediction_tables.table_file(rows, "parquet")))
     assert [str(kind) for kind in table.schema.types] == ["string", "string", "string", "float"]
-    assert table.column_names == list(predictions.COLUMNS)
+    assert table.column_names == list(prediction_tables.COLUMNS)
     assert [tuple(row.values())[:3] for row in table.to_pylist()] == [row[:3] for row in rows]
 
 
 def test_strip_has_the_first_eight_images_side_by_side() -> None:
     images = torch.arange(9, dtype=torch.uint8).reshape(9, 1, 1, 1).expand(9, 3, 2, 2)
-    strip = predictions.example_strip(images)
+    strip = prediction_tables.example_strip(images)
     assert strip.shape == (3, 2, 16) and strip[0, 0].tolist() == [number for number in range(8) for _ in range(2)]
-    assert predictions.example_strip(images[:2]).shape == (3, 2, 4)
+    assert prediction_tables.example_strip(images[:2]).shape == (3, 2, 4)
 
 
 def test_caption_has_class_and_prediction_of_each_image() -> None:
     equal = torch.tensor([[1.0, 1.0, -SURE], [-SURE, SURE, -SURE]])
-    words = predictions.example_words(equal, torch.tensor([0, 1]), MODEL)
+    words = prediction_tables.example_words(equal, torch.tensor([0, 1]), MODEL)
     assert words == "cat: dog 50%, dog: b 100%"
-    many = predictions.example_words(logits(*[0] * 9), torch.tensor([0] * 9), MODEL)
+    many = prediction_tables.example_words(logits(*[0] * 9), torch.tensor([0] * 9), MODEL)
     assert many.count("cat: dog 100%") == 8
