@@ -25,7 +25,7 @@ def write_hostile_run(folder: Path) -> Path:
     """Write the run directory and return it."""
     for name in ("logs", "artifacts/images/x", "artifacts/tables/t", "artifacts/predictions"):
         (folder / name).mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps(_record(), ensure_ascii=True))
+    (folder / "run.json").write_text(json.dumps({"run_id": folder.name, **_record()}, ensure_ascii=True))
     (folder / "config.yaml").write_text(
         json.dumps({"workload": ATTACK, "name": "x" * 1000, "params": {ATTACK: ATTACK, "deep": [[[[ATTACK]]]]}})
     )
@@ -43,7 +43,7 @@ def _record() -> dict[str, object]:
     ranks = [{"rank": 0, "host": ATTACK, "exit": 1}, {"rank": 10**30, "host": ATTACK}]
     frame = f'  File "/home/{ATTACKS[0]}.py", line 3, in {ATTACKS[1]}\n    {ATTACK}\n'
     return {
-        "run_id": ATTACK, "name": ATTACK, "workload": ATTACK, "status": ATTACK, "exit_code": 10**300,
+        "name": ATTACK, "workload": ATTACK, "status": ATTACK, "exit_code": 10**300,
         "started_at": "0001-01-01T00:00:00+14:00", "duration_s": 1e308, "world_size": 10**40,
         "attempts": [{"attempt": 1, "outcome": ATTACK, "ranks": ranks}],
         "failure": {"rank": 0, "host": ATTACK, "kind": ATTACK, "type": ATTACK, "message": ATTACK * 20_000,

@@ -30,7 +30,7 @@ def hostile(tmp_path: Path) -> str:
         (folder / name).mkdir(parents=True)
     record = {
         "schema": 1,
-        "run_id": run_id + EVIL,
+        "run_id": run_id,
         "name": "evil" + EVIL,
         "workload": "work" + EVIL,
         "status": "failed" + EVIL,

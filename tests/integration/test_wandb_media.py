@@ -180,6 +180,7 @@ def test_checkpoints_are_sent_while_the_run_is_on_and_leave_nothing_behind(tmp_p
     assert not left
 
 
+@pytest.mark.slow
 def test_checkpoints_that_came_too_fast_for_the_server_are_counted(tmp_path: Path, backend: Backend) -> None:
     backend.held = "CommitArtifact"
     with checkpoints_online(tmp_path, backend, 6) as rank:
