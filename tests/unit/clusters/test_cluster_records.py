@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain import file_ops
 from ddptrain.clusters import cluster_records, resolve, security
 from ddptrain.clusters.cluster_records import ClusterRecord
 from ddptrain.config.sections.clusters import TlsSettings
@@ -134,7 +135,7 @@ def test_lock_file_goes_with_the_cluster() -> None:
 def test_lock_that_was_deleted_during_the_wait_is_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     first = cluster_records.locked("dev")
     first.__enter__()
-    real, tries = cluster_records.try_lock, []
+    real, tries = file_ops.try_lock, []
 
     def waiting(descriptor: int, **how: bool) -> bool:
         tries.append(descriptor)
