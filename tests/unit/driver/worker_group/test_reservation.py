@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ddptrain.clusters import lifecycle
 from ddptrain.clusters.scheduler.slots import Refusal
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.worker_group import reservation
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks, request_for
 from ddptrain.errors import ClusterError
 from tests.fake_time import Clock
@@ -95,7 +95,7 @@ def test_cluster_whose_only_worker_has_ended_is_not_waited_for(
 ) -> None:
     """Until a command may have started the worker again, which nothing else does."""
     ended: list[str | None] = [None, "the worker (pid 7) has ended"]
-    monkeypatch.setattr(reservation.lifecycle, "ended_process", lambda name: {"dev": ended.pop(0)}[name])
+    monkeypatch.setattr(lifecycle, "ended_process", lambda name: {"dev": ended.pop(0)}[name])
     hooks = WaitHooks(None, lambda: None, lambda: "last lines", lambda _: None, "dev", fixed=True)
     queue = SlotQueue(replace(WISH, ranks=ranks), hooks)
     assert queue.wait(refusal(1, 4)) == ranks
