@@ -167,6 +167,17 @@ def last_words(name: str) -> str:
         return f"its logs can't be read: {error}"
 
 
+def ended_process(name: str) -> str | None:
+    """Return which process of a cluster has ended; None if all run, or if a command may be starting it again."""
+    from ddptrain.clusters import wait_ready
+
+    with contextlib.suppress(DdptrainError):  # its record was deleted meanwhile
+        if not cluster_records.is_locked(name):  # first, so that the record has what that command has started
+            deployment = cluster_records.find(name)
+            return wait_ready.fault(_provider(deployment.record.backend), deployment)
+    return None
+
+
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
     """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
     with _held(name) as deployment:

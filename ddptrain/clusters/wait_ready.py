@@ -160,8 +160,8 @@ class ReadinessWait:
             raise ClusterError(f"{what()} within {self.timeout_s:g} s{self._last_words(view)}")
         if now - self._asked_fault_at > _FAULT_EVERY_S:
             self._asked_fault_at = now
-            if (fault := _fault(self.provider, self.deployment)) is not None:
-                raise ClusterError(f"{what()}: {fault}{self._last_words(view)}")
+            if (reason := fault(self.provider, self.deployment)) is not None:
+                raise ClusterError(f"{what()}: {reason}{self._last_words(view)}")
         time.sleep(_POLL_S)
 
     def _came(self, view: View, asked: int | None) -> str:
@@ -191,10 +191,11 @@ def last_words(provider: Provider, deployment: Deployment, view: View | None = N
     return "\n".join(quotes)
 
 
-def _fault(provider: Provider, deployment: Deployment) -> str | None:
+def fault(provider: Provider, deployment: Deployment) -> str | None:
+    """Return which part of a cluster has ended or will never run; None if there is none, or the backend can't tell."""
     ask = getattr(provider, "fault", None)  # optional for providers
-    fault: str | None = ask(deployment) if ask is not None else None
-    return fault
+    reason: str | None = ask(deployment) if ask is not None else None
+    return reason
 
 
 def _is_closed(error: OSError) -> bool:

@@ -140,8 +140,8 @@ async def describe_offer(dask_worker: Worker) -> dict[str, Any]:
 async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, Any]:
     """Wait at most `timeout_s` until the rank server is warm, that is, has imported torch, or has failed.
 
-    Return {"ours", "warm", "slots", "gpus", "hostname", "fault"}. A foreign worker answers at once, because it has no
-    rank server until a run is attached.
+    Return {"ours", "warm", "fault"}. A foreign worker answers at once, because it has no rank server until a run is
+    attached.
     """
     host = own_host(dask_worker)
     deadline = time.monotonic() + timeout_s
@@ -149,15 +149,9 @@ async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, An
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(_WARM_POLL_S)
-    slots, gpus = await asyncio.to_thread(offered_slots, dask_worker)
-    return {
-        "ours": host is not None,
-        "warm": host is not None and host.metric(dask_worker)["warm"],
-        "slots": slots,
-        "gpus": list(gpus),
-        "hostname": socket.gethostname(),
-        "fault": host.server.fault if host is not None else None,
-    }
+    if host is None:
+        return {"ours": False, "warm": False, "fault": None}
+    return {"ours": True, "warm": host.metric(dask_worker)["warm"], "fault": host.server.fault}
 
 
 async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,12 @@ class RunPlugin(WorkerPlugin):
         self._removed = True
         code_cache.release(self.run_id)
         host, self.host = self.host, None
-        if host is not None and self._is_own:
-            await asyncio.to_thread(host.remove_run, self.run_id)
-        elif host is not None:
-            await asyncio.to_thread(_remove_host, host)
+        if host is not None:
+            remove = partial(host.remove_run, self.run_id) if self._is_own else partial(_remove_host, host)
+            # A worker that closes meanwhile cancels this. The thread continues; Dask would log the cancellation with a
+            # traceback, which then looks like the cause of the worker's end.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.to_thread(remove)
 
     def transition(self, key: Any, start: str, finish: str, **more: Any) -> None:
         """Pass Dask's call to the host. The own host of a worker is itself a plugin, and Dask calls it directly."""

@@ -170,7 +170,12 @@ def test_class_in_the_yaml_comes_for_a_run_and_goes_with_it(clusters: DeployClus
             "no module dask_clouds (pip install dask-clouds, if that is its package)",
         ),
         ("classes.Quik", {}, 2, "the module classes has no Quik"),
-        ("classes.Quiet", {"n_worker": 2}, 4, "unexpected keyword argument 'n_worker'"),
+        (
+            "classes.Quiet",
+            {"n_worker": 2},
+            2,
+            "cluster.kwargs: classes.Quiet got an unexpected keyword",
+        ),
         ("classes.Quiet", {"processes": False}, 4, "where no other process can reach it"),
     ],
 )

@@ -509,9 +509,9 @@ def test_worker_that_is_busy_with_other_work_is_not_waited_for_for_ever(
             given = ("--set", f"cluster.start_timeout_s={timeout_s}")
             ended = trainer.train("steps", "--cluster", up_cluster.address, *given)
             assert ended.rc == 4
-            if "has not begun with it" in ended.stderr:
+            if "has not started it" in ended.stderr:
                 break
-        told = f"has not begun with it within {timeout_s} s: is it busy with other tasks?"
+        told = f"has not started it within {timeout_s} s (cluster.start_timeout_s): is this too short, or is the worker"
         assert told in ended.stderr, ended.stderr
         assert busy.status == "pending"  # other people's work is left alone
         done.touch()

@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -84,7 +84,7 @@ class Kept:
         if _is_local(made) and dask.config.get("temporary-directory", None) is None:
             # Dask imports modules from below it; by default others may write there.
             dask.config.set({"temporary-directory": str(scratch)})
-        with self._telling("(...)"):
+        with self._telling("(...)", order.kwargs):
             self._cluster: Any = made(**{**_security_of_ours(made, order.kwargs, folder), **order.kwargs})
         if not hasattr(self._cluster, "scheduler_address"):
             words = f"cluster.class {self.name} makes no Dask cluster: what it returns has no scheduler_address"
@@ -130,13 +130,20 @@ class Kept:
             self._cluster.close()
 
     @contextlib.contextmanager
-    def _telling(self, call: str) -> Iterator[None]:
-        """Convert an exception of the cluster class to a CannotKeep with one line; the traceback goes to the log."""
+    def _telling(self, call: str, kwargs: Collection[str] = ()) -> Iterator[None]:
+        """Convert an exception of the cluster class to a CannotKeep with one line; the traceback goes to the log.
+
+        It is a wrong configuration if the class, or the scheduler or a worker that it creates, refuses one of `kwargs`.
+        """
         try:
             yield
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            raise CannotKeep(f"{self.name}{call} failed: {_one_line(error)}") from error
+            words = _one_line(error)
+            for name in kwargs:
+                if (refusal := f"unexpected keyword argument '{name}'") in words:
+                    raise CannotKeep(f"cluster.kwargs: {self.name} got an {refusal}", is_usage=True) from error
+            raise CannotKeep(f"{self.name}{call} failed: {words}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

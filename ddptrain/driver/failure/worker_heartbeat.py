@@ -59,11 +59,12 @@ class WorkerHeartbeat:
             yield rank, Loss(FaultKind.WORKER_LOST, text)
 
     def _not_begun(self, submitted: Sequence[RankState], now: float) -> Iterator[tuple[RankState, Loss]]:
-        """Yield the ranks that their workers have not started: a foreign worker may be busy with other tasks."""
+        """Yield the ranks that their workers have not started in time."""
         for rank in submitted:
             if now - rank.submitted_at > self.start_timeout_s:
                 text = (
-                    f"the Dask worker {rank.worker} of host {rank.place.host} has not begun with it within "
-                    f"{self.start_timeout_s:g} s: is it busy with other tasks?"
+                    f"the Dask worker {rank.worker} of host {rank.place.host} has not started it within "
+                    f"{self.start_timeout_s:g} s (cluster.start_timeout_s): is this too short, or is the worker busy "
+                    "with other tasks?"
                 )
                 yield rank, Loss(FaultKind.INFRASTRUCTURE, text)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ddptrain.clusters import lifecycle
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import RankRange
@@ -76,6 +77,8 @@ class SlotQueue:
         """
         if (fault := self.hooks.worker_fault()) is not None:
             raise ClusterError(fault)
+        if self.hooks.fixed and not refusal.of_any_kind and (ended := lifecycle.ended_process(self.hooks.cluster)):
+            raise ClusterError(self._ended(refusal, ended))
         waited_s = time.monotonic() - self.started
         least = self.request.least
         if least is not None and waited_s >= self.request.gather_s and refusal.free >= least:
@@ -118,7 +121,14 @@ class SlotQueue:
             return f"{text}Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
         words = self.hooks.last_words()
         more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
-        return f"{text}Ask for fewer with --ranks, or {more}" + (f"\n{words}" if words else "")
+        advice = f"Ask for fewer with --ranks, or {more}" if refusal.total else f"{more[0].upper()}{more[1:]}"
+        return f"{text}{advice}" + (f"\n{words}" if words else "")
+
+    def _ended(self, refusal: slots.Refusal, ended: str) -> str:
+        name, words = self.hooks.cluster, self.hooks.last_words()
+        start = f"start it again with `ddptrain cluster scale {name} {self.request.ranks or 'SLOTS'}`"
+        text = f"{_needed(refusal.asked)}, but {ended}, and with it the cluster {name} has none: {start}"
+        return text + (f"\n{words}" if words else "")
 
     def _held(self, refusal: slots.Refusal, waited_s: float) -> str:
         ahead = ", and others wait for them" if refusal.free >= refusal.asked else ""

@@ -124,6 +124,15 @@ def test_up_fails_at_once_when_a_process_will_never_join(provider: Provider, mon
     assert time.monotonic() - began < 45
 
 
+def test_ended_process_is_reported_unless_a_command_may_be_starting_it_again(provider: Provider) -> None:
+    provider.ended = "the worker (pid 7) has ended"
+    assert lifecycle.ended_process("dev") is None  # there is no such cluster any more
+    entry("dev")
+    assert lifecycle.ended_process("dev") == "the worker (pid 7) has ended"
+    with cluster_records.locked("dev"):
+        assert lifecycle.ended_process("dev") is None
+
+
 def test_up_that_can_not_be_taken_back_keeps_the_entry_and_says_what_is_left(provider: Provider) -> None:
     provider.stuck = "job 17 did not end"
     with pytest.raises(

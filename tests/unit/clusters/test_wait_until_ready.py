@@ -162,7 +162,7 @@ def test_part_that_has_failed_ends_the_wait(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_provider_without_faults_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wait_ready._fault(cast(Provider, object()), Bench(tmp_path, monkeypatch).cluster) is None
+    assert wait_ready.fault(cast(Provider, object()), Bench(tmp_path, monkeypatch).cluster) is None
 
 
 @pytest.mark.parametrize(

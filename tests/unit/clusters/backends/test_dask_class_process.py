@@ -275,6 +275,30 @@ def test_cluster_of_this_machine_gets_a_certificate_unless_it_is_chosen(
         assert isinstance(found["security"], Security)
 
 
+class StrictCluster:
+    """A cluster class whose worker refuses an argument of `kwargs`, as that of a LocalCluster does."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        refusal = TypeError("Server.__init__() got an unexpected keyword argument 'n_worker'")
+        raise RuntimeError("Nanny failed to start.") from refusal
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "is_usage", "text"),
+    [
+        ({"n_worker": 2}, True, "cluster.kwargs: StrictCluster got an unexpected keyword argument 'n_worker'"),
+        ({"other": 2}, False, "StrictCluster(...) failed: RuntimeError: Nanny failed to start., from TypeError: "),
+    ],
+)
+def test_wrong_name_in_kwargs_is_an_error_of_usage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kwargs: dict[str, Any], is_usage: bool, text: str
+) -> None:
+    monkeypatch.setattr(process, "_imported", lambda name: StrictCluster)
+    with pytest.raises(process.CannotKeep) as caught:
+        process.Kept(KeeperOrder("StrictCluster", kwargs), tmp_path, tmp_path)
+    assert caught.value.is_usage is is_usage and str(caught.value).startswith(text)
+
+
 class FolderCluster(LocalCluster):
     """A LocalCluster that starts nothing; it knows where Dask would put its folders."""
 

@@ -785,7 +785,7 @@ def test_rank_that_its_worker_never_begins_with_ends_the_attempt() -> None:
         play.alive(1)
         play.tick(1.0)
     assert (play.cause.rank, play.cause.kind) == (2, FaultKind.INFRASTRUCTURE)
-    assert "has not begun with it within 30 s" in play.cause.line
+    assert "has not started it within 30 s" in play.cause.line
 
 
 def test_next_deadline_is_known() -> None:

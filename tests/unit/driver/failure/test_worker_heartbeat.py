@@ -66,7 +66,10 @@ def test_rank_that_its_worker_does_not_begin_with_is_given_up_after_start_timeou
     ranks = [running(0, "h0", submitted_at=179.0), running(1, "h1", submitted_at=181.0), running(2, "h2", lost=True)]
     (found,) = presence().lost_ranks(ranks, [Activity()] * 3, 200.0)
     assert found[0].spec.rank == 0
-    text = "the Dask worker tcp://h0 of host h0 has not begun with it within 20 s: is it busy with other tasks?"
+    text = (
+        "the Dask worker tcp://h0 of host h0 has not started it within 20 s (cluster.start_timeout_s): is this too "
+        "short, or is the worker busy with other tasks?"
+    )
     assert found[1] == Loss(FaultKind.INFRASTRUCTURE, text)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ddptrain.clusters import lifecycle
 from ddptrain.clusters.scheduler.slots import Refusal
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.worker_group import reservation
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks, request_for
 from ddptrain.errors import ClusterError
 from tests.fake_time import Clock
@@ -87,6 +87,25 @@ def test_cluster_that_does_not_grow_is_not_waited_for() -> None:
         ClusterError, match=r"^4 slots are needed, but the cluster dev has only 1 \(1 on h0\)\. .*scale dev 4$"
     ):
         queue.wait(refusal(1, 1))
+
+
+@pytest.mark.parametrize(("ranks", "shown"), [(4, "4"), (None, "SLOTS")])
+def test_cluster_whose_only_worker_has_ended_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, ranks: int | None, shown: str
+) -> None:
+    """Until a command may have started the worker again, which nothing else does."""
+    ended: list[str | None] = [None, "the worker (pid 7) has ended"]
+    monkeypatch.setattr(lifecycle, "ended_process", lambda name: {"dev": ended.pop(0)}[name])
+    hooks = WaitHooks(None, lambda: None, lambda: "last lines", lambda _: None, "dev", fixed=True)
+    queue = SlotQueue(replace(WISH, ranks=ranks), hooks)
+    assert queue.wait(refusal(1, 4)) == ranks
+    assert queue.wait(refusal(0, 0)) == ranks  # `cluster scale` is at work, or the worker has not joined yet
+    with pytest.raises(
+        ClusterError,
+        match=r"^4 slots are needed, but the worker \(pid 7\) has ended, and with it the cluster dev has none: start "
+        rf"it again with `ddptrain cluster scale dev {shown}`\nlast lines$",
+    ):
+        queue.wait(refusal(0, 0))
 
 
 def test_cluster_without_gpus_that_does_not_grow_is_not_waited_for() -> None:
@@ -202,10 +221,7 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             replace(WISH, start_timeout_s=0.0),
             Refusal(2, 0, 0, 0, (), {}, 0),
             "dev",
-            (
-                "2 slots are needed, but none joined within 0 s. "
-                "Ask for fewer with --ranks, or give it more: ddptrain cluster scale dev 2\nTraceback"
-            ),
+            ("2 slots are needed, but none joined within 0 s. Give it more: ddptrain cluster scale dev 2\nTraceback"),
         ),
         (
             replace(WISH, wait_s=0.0),
