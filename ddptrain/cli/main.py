@@ -133,8 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     code = _call(argv)
     try:
-        if sys.stdout is not None:  # the command was started with its stdout closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:
         # Otherwise the interpreter's last flush changes the exit code to 120.
         with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
