@@ -2,8 +2,8 @@
 
 DdptrainError               3  (the base class; raised itself, it is usually a bug of ddptrain)
 ├── UsageError              2  the command line asks for something impossible
-│   └── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
-├── RunNotFound             2  no run, or more than one, has that name
+│   ├── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
+│   └── RunNotFound         2  no run, or more than one, has that name
 ├── RunLocked               6  another process holds the run
 ├── ClusterError            4  no cluster, too few slots, a worker lost
 ├── TrainingFailed          1  the training code failed
