@@ -31,7 +31,7 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: that of the stream
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, mode, encoding="utf-8"))
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 (it stays open)
 
 
 if __name__ == "__main__":
