@@ -14,6 +14,7 @@ DdptrainError               3  (the base class; raised itself, it is usually a b
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,6 +95,13 @@ class ClusterError(DdptrainError):
     """The cluster could not be started, lacks slots, or lost a worker."""
 
     exit_code = ExitCode.CLUSTER
+
+
+def limit_error(error: BaseException) -> ClusterError | None:
+    """Return the error for a limit of the system that an exception is about; None if it is about something else."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return ClusterError("too many open files: raise the limit, as with `ulimit -n 4096`")
+    return None
 
 
 class TrainingFailed(DdptrainError):

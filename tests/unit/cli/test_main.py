@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -84,6 +85,13 @@ def test_interruption_names_its_signal(
 ) -> None:
     assert handle(raising(Interrupted(signum))) == code
     assert capsys.readouterr().err == f"ddptrain: interrupted by {signum.name}\n"
+
+
+def test_limit_of_open_files_is_no_bug(handle: Handle, capsys: pytest.CaptureFixture[str]) -> None:
+    assert handle(raising(OSError(errno.EMFILE, "Too many open files"))) == 4
+    assert (
+        capsys.readouterr().err == "ddptrain: error: too many open files: raise the limit, as with `ulimit -n 4096`\n"
+    )
 
 
 def test_keyboard_interrupt_is_130(handle: Handle) -> None:
