@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.run_handle import Run, error_of
@@ -58,6 +58,8 @@ def launch(
             "launch was called in a rank, which has imported this module for its function: "
             'put the call under if __name__ == "__main__":'
         )
+    if output not in get_args(Output):
+        raise UsageError(f"output is {', '.join(get_args(Output)[:-1])} or none, not {output!r}")
     live = wait and _is_live(output)
     path, data, folder = _config_source(config)
     changes = _override_texts(params, overrides)
@@ -152,6 +154,8 @@ def _workload(function: Callable[..., Any]) -> tuple[str, Path]:
 def _override_texts(params: Mapping[str, Any] | None, overrides: Mapping[str, Any] | Sequence[str] | None) -> list[str]:
     if isinstance(overrides, str):
         raise UsageError(f"overrides is a dict, or a list of texts such as params.epochs=3, not {overrides!r}")
+    if params is not None and not isinstance(params, Mapping):
+        raise UsageError(f"params is a dict, not {params!r}")
     texts = [] if overrides is None or isinstance(overrides, Mapping) else list(overrides)
     fields = dict(overrides) if isinstance(overrides, Mapping) else {}
     fields |= {f"params.{name}": value for name, value in (params or {}).items()}

@@ -2,8 +2,8 @@
 
 DdptrainError               3  (the base class; raised itself, it is usually a bug of ddptrain)
 ├── UsageError              2  the command line asks for something impossible
-│   └── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
-├── RunNotFound             2  no run, or more than one, has that name
+│   ├── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
+│   └── RunNotFound         2  no run, or more than one, has that name
 ├── RunLocked               6  another process holds the run
 ├── ClusterError            4  no cluster, too few slots, a worker lost
 ├── TrainingFailed          1  the training code failed
@@ -14,6 +14,7 @@ DdptrainError               3  (the base class; raised itself, it is usually a b
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,6 +95,13 @@ class ClusterError(DdptrainError):
     """The cluster could not be started, lacks slots, or lost a worker."""
 
     exit_code = ExitCode.CLUSTER
+
+
+def limit_error(error: BaseException) -> ClusterError | None:
+    """Return the error for a limit of the system that an exception is about; None if it is about something else."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return ClusterError("too many open files: raise the limit, as with `ulimit -n 4096`")
+    return None
 
 
 class TrainingFailed(DdptrainError):

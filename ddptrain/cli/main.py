@@ -41,7 +41,7 @@ from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
 from ddptrain.cli.unattended.schedule import app as schedule
 from ddptrain.cli.usage_errors import RootGroup
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, one_line
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, limit_error, one_line
 
 PROGRAM = "ddptrain"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -133,8 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     code = _call(argv)
     try:
-        if sys.stdout is not None:  # the command was started with its stdout closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OSError as error:
         # Otherwise the interpreter's last flush changes the exit code to 120.
         with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
@@ -193,6 +192,9 @@ def _call(argv: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.errno in _FULL:
             _say(f"error: {error.filename or 'standard output, or a file,'} can't be written: {error.strerror}")
             return ExitCode.CLUSTER
+        if (limit := limit_error(error)) is not None:
+            _report(limit)
+            return limit.exit_code
         return _report_bug(error)
     return ExitCode.SUCCEEDED
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import glob
 import http.client
 import os
 import re
+import string
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from ddptrain import file_ops
 from ddptrain.errors import UsageError
@@ -70,7 +72,7 @@ def fetch_file(
                 tell(f"fetching {hide_credentials(url)} to {path}")
                 digest = _HASH_IN_NAME.search(path.name) if check_name else None
                 _download(url, path, options, progress, digest[1] if digest else "")
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         kind = DownloadFailed if _is_final(error) else ServerUnreachable
         raise kind(f"can't fetch {hide_credentials(url)} to {path}: {_reason(error)}") from None
     return path
@@ -98,7 +100,7 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
             try:
                 found = _write(url, beside, options, progress, deadline)
                 break
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()  # it is an answer, with a connection
                 if attempt == _TRIES or _is_final(error):
@@ -141,7 +143,7 @@ def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progres
 
 def _http_chunks(url: str) -> Iterator[tuple[bytes, int]]:
     """Yield pieces of the content, each with the total size in bytes, or 0 if it is not known."""
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+    with urllib.request.urlopen(_request(url), timeout=_TIMEOUT_S) as answer:
         total, done = answer.length or 0, 0
         _refuse_too_large(url, total)
         while chunk := answer.read1(_CHUNK_BYTES):  # read() would wait for the complete chunk
@@ -149,6 +151,16 @@ def _http_chunks(url: str) -> Iterator[tuple[bytes, int]]:
             done += len(chunk)
     if total and done != total:
         raise ConnectionError(f"it ended after {done:,} of {total:,} bytes")
+
+
+def _request(url: str) -> urllib.request.Request:
+    """Return the request for a URL that may have a user and password, blanks, and letters that are not ASCII."""
+    user_info, at, _ = urlsplit(url).netloc.rpartition("@")
+    request = urllib.request.Request(quote(url.replace(user_info + at, "", 1), safe=string.punctuation))
+    if at:  # urllib would take it for a part of the host's name
+        basic = base64.b64encode(unquote_to_bytes(user_info)).decode()
+        request.add_unredirected_header("Authorization", f"Basic {basic}")
+    return request
 
 
 def _refuse_too_large(url: str, size_bytes: int) -> None:
@@ -169,11 +181,13 @@ def _store_chunks(url: str, options: Mapping[str, Any]) -> Iterator[tuple[bytes,
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether a server has refused the request, or has no such file."""
-    return isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in _TRANSIENT_STATUS
+    """Return whether a server has refused the request, or has no such file, or it is not a URL."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code < 500 and error.code not in _TRANSIENT_STATUS
+    return isinstance(error, ValueError | http.client.InvalidURL)  # it is not a URL
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server answers {error.code} {error.reason}"
+        return f"the server answers {error.code} {' '.join(str(error.reason).split())}"
     return str(getattr(error, "reason", "") or error)

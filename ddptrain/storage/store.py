@@ -256,9 +256,17 @@ def open_store(location: Location, limits: Limits = Limits()) -> Store:
     return open_fsspec_store(location, limits)
 
 
-def fetch(where: str, options: Mapping[str, Any], setting: str) -> bytes:
-    """Return the content of one small file, given by its path or URL. Raises UsageError, StoreError."""
-    return b"".join(fetch_chunks(where, options, setting=setting, limits=Limits(timeout_s=60.0, retries=2)))
+def fetch(where: str, options: Mapping[str, Any], setting: str, limit_bytes: int) -> bytes:
+    """Return the content of one small file, given by its path or URL. Raises UsageError, StoreError.
+
+    A file larger than `limit_bytes`, or without end, is cut off after more than `limit_bytes`.
+    """
+    content = bytearray()
+    for chunk in fetch_chunks(where, options, setting=setting, limits=Limits(timeout_s=60.0, retries=2)):
+        content += chunk
+        if len(content) > limit_bytes:
+            break
+    return bytes(content)
 
 
 def fetch_chunks(where: str, options: Mapping[str, Any], *, setting: str, limits: Limits) -> Iterator[bytes]:

@@ -115,6 +115,18 @@ def test_wrong_configuration_raises_here_with_its_problems(tmp_path: Path) -> No
         launch(tmp_path / "missing.yaml")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"output": "quiet"}, "output is auto, live, plain, json or none, not 'quiet'"),
+        ({"params": ["epochs"]}, r"params is a dict, not \['epochs'\]"),
+    ],
+)
+def test_wrong_argument_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        launch({"workload": "petnames"}, **wrong)
+
+
 def test_what_is_no_plain_data_is_refused() -> None:
     with pytest.raises(UsageError, match="plain data"):
         launch({"workload": "petnames"}, params={"epochs": object()})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted, limit_error
 from ddptrain.results.run_record import FailureRecord, RunStatus
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:
         if error.signum == signal.SIGTERM and writer.record.checkpoints:
             return _preempted(was_sent(error.signum), writer)
         return _interrupted(error.signum)
+    error = limit_error(error) or error
     kind, text = type(error).__name__, str(error)
     if isinstance(error, DdptrainError):
         failure = FailureRecord(kind="infrastructure", type=kind, message=text)

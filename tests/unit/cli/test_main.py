@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +85,13 @@ def test_interruption_names_its_signal(
 ) -> None:
     assert handle(raising(Interrupted(signum))) == code
     assert capsys.readouterr().err == f"ddptrain: interrupted by {signum.name}\n"
+
+
+def test_limit_of_open_files_is_no_bug(handle: Handle, capsys: pytest.CaptureFixture[str]) -> None:
+    assert handle(raising(OSError(errno.EMFILE, "Too many open files"))) == 4
+    assert (
+        capsys.readouterr().err == "ddptrain: error: too many open files: raise the limit, as with `ulimit -n 4096`\n"
+    )
 
 
 def test_keyboard_interrupt_is_130(handle: Handle) -> None:
@@ -220,10 +229,25 @@ def test_full_disk_under_stdout_is_reported_once(options: list[str]) -> None:
     assert done.stderr == b"ddptrain: error: standard output, or a file, can't be written: No space left on device\n"
 
 
-def test_closed_stdout_is_no_error() -> None:
-    script = f"exec {sys.executable} -m ddptrain --version >&-"
+@pytest.mark.parametrize("words", ["--version", "explain 1", "explain 1 <&-"])
+def test_closed_stdout_is_no_error(words: str) -> None:
+    script = f"exec {sys.executable} -m ddptrain {words} >&-"
     done = subprocess.run(["sh", "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_closed_streams_are_opened_for_this_process_and_its_children() -> None:
+    code = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in (0, 1, 2)], file=open(os.environ['OUT'], 'w'))"
+    script = f"""import os, subprocess, sys; from ddptrain.__main__ import _open_closed_streams as opened; opened()
+print(sys.stdin.read(), file=sys.stderr); subprocess.run([sys.executable, "-c", {code!r}], check=True)"""
+    with tempfile.NamedTemporaryFile("r") as out:
+        subprocess.run(
+            ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script],
+            env={**os.environ, "OUT": out.name},
+            check=True,
+            timeout=60,
+        )
+        assert out.read() == "['/dev/null', '/dev/null', '/dev/null']\n"
 
 
 @pytest.mark.parametrize("words", [(), ("results",), ("models", "show"), ("--help",), ("run", "train"), ("trian",)])

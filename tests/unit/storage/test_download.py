@@ -35,6 +35,7 @@ class Web(ThreadingHTTPServer):
     """Serves CONTENT at any path; /missing is not there, /flaky fails once, /short and /broken always."""
 
     asked: list[str]
+    headers: list[str]
     over: threading.Event
 
     @property
@@ -47,10 +48,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
+        self.server.headers.append(self.headers.get("Authorization", ""))
         if self.path == "/missing" or self.path == "/broken":
             self.send_error(404 if self.path == "/missing" else 503)
         elif self.path == "/flaky" and self.server.asked.count(self.path) == 1:
             self.send_error(503)
+        elif self.path.startswith("/to/"):
+            port, slash, _ = self.path.removeprefix("/to/").partition("/")
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{port}{self.path if slash else '/a'}")
+            self.end_headers()
         elif self.path in ENDLESS:
             self.endless()
         else:
@@ -75,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     with Web(("127.0.0.1", 0), Handler) as server:
-        server.asked, server.over = [], threading.Event()
+        server.asked, server.headers, server.over = [], [], threading.Event()
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
@@ -127,6 +134,41 @@ def test_what_cannot_be_had_leaves_nothing_behind(web: Web, tmp_path: Path, path
         fetched(f"{web.url}{path}", tmp_path / "a")
     assert len(web.asked) == asked
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
+
+
+def test_user_and_password_of_a_url_are_sent_to_its_host_alone(web: Web, tmp_path: Path) -> None:
+    with Web(("127.0.0.1", 0), Handler) as other:
+        other.asked, other.headers, other.timeout = [], [], 5.0  # of handle_request
+        thread = threading.Thread(target=other.handle_request)
+        thread.start()
+        url = f"{web.url}/to/{other.server_port}".replace("://", "://me:pass%2Fw0rd@")
+        assert fetched(url, tmp_path / "a").read_bytes() == CONTENT
+        thread.join()
+    assert web.headers == ["Basic bWU6cGFzcy93MHJk"] and other.headers == [""]
+
+
+def test_password_is_not_in_the_error(web: Web, tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed) as caught:
+        fetched("http://me:passw0rd@127.0.0.1:9/a", tmp_path / "a")
+    assert str(caught.value).startswith("can't fetch http://<left out>@127.0.0.1:9/a to ")
+    assert "passw0rd" not in str(caught.value) and "refused" in str(caught.value)
+
+
+def test_url_may_have_blanks_and_any_letters(web: Web, tmp_path: Path) -> None:
+    fetched(f"{web.url}/an ü%20.pth?x=a b&y=%25", tmp_path / "a")
+    assert web.asked == ["/an%20%C3%BC%20.pth?x=a%20b&y=%25"]
+
+
+@pytest.mark.parametrize("url", ["http://host:port/w.pth", "http://[::1/w.pth", "http://a b/w.pth"])
+def test_url_that_can_not_be_one_is_refused_at_once(web: Web, tmp_path: Path, url: str) -> None:
+    with pytest.raises(DownloadFailed, match=r"can't fetch http://") as caught:
+        fetched(url, tmp_path / "a")
+    assert type(caught.value) is DownloadFailed
+
+
+def test_redirects_without_end_are_one_line(web: Web, tmp_path: Path) -> None:
+    with pytest.raises(DownloadFailed, match=r"the server answers 302 [^\n]*infinite loop[^\n]*$"):
+        fetched(f"{web.url}/to/{web.server_port}/", tmp_path / "a")
 
 
 @pytest.mark.parametrize("path", ["/word", "/minus", "/long"])

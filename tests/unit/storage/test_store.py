@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,11 @@ def test_a_folder_that_a_host_does_not_see_is_told_instead_of_its_images(tmp_pat
 
 def test_one_file_is_fetched_by_its_path_or_url(tmp_path: Path) -> None:
     (tmp_path / "labels.txt").write_bytes(b"tench")
-    assert fetch(str(tmp_path / "labels.txt"), {}, "params.label_map") == b"tench"
+    assert fetch(str(tmp_path / "labels.txt"), {}, "params.label_map", 10) == b"tench"
     fsspec.filesystem("memory").pipe_file("/fetched/labels.txt", b"tench")
-    assert fetch("memory://fetched/labels.txt", {}, "params.label_map") == b"tench"
+    assert fetch("memory://fetched/labels.txt", {}, "params.label_map", 10) == b"tench"
     with pytest.raises(StoreMissing, match=r"none\.txt does not exist"):
-        fetch(str(tmp_path / "none.txt"), {}, "params.label_map")
+        fetch(str(tmp_path / "none.txt"), {}, "params.label_map", 10)
 
 
 # --- what fsspec knows ---
@@ -218,6 +218,25 @@ def test_pages_of_links_are_listed_and_read_and_a_bad_moment_is_passed_over(tmp_
         with pytest.raises(StoreUnreachable, match="503"):
             list(store.listing())
         Quiet.failing = 0
+
+
+class Endless(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        with suppress(OSError):
+            while True:
+                self.wfile.write(bytes(100_000))
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_small_file_without_end_is_cut_off() -> None:
+    with serving(Endless) as url:
+        assert 1_000_000 < len(fetch(f"{url}/labels.txt", {}, "params.label_map", 1_000_000)) < 20_000_000
 
 
 def test_an_unknown_protocol_is_a_clear_error() -> None:

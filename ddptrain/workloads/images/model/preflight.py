@@ -12,7 +12,7 @@ from ddptrain.protocol.starting_weights import names_model
 from ddptrain.storage.remote_folder import is_url
 from ddptrain.storage.store import fetch
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
-from ddptrain.workloads.images.model.label_file import read_labels
+from ddptrain.workloads.images.model.label_file import MAX_BYTES, read_labels
 from ddptrain.workloads.images.model.labels import Labels
 from ddptrain.workloads.images.params import WEIGHTS_NAME, ImagesParams
 
@@ -97,7 +97,7 @@ def labels_of(params: ImagesParams) -> Labels | None:
     if params.label_map is None:
         return None
     where = params.label_map
-    read = (lambda url: fetch(url, options_for(params, url), "params.label_map")) if is_url(where) else None
+    read = (lambda url: fetch(url, options_for(params, url), "params.label_map", MAX_BYTES)) if is_url(where) else None
     n_outputs = N_OUTPUTS if params.weights is not None and is_weights_name(params.weights) else None
     return read_labels(where, read, n_outputs)
 
