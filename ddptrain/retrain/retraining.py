@@ -156,7 +156,7 @@ class Retraining:
         return f"{model}; continuing retraining {continued.number} {after} (it {ended})"
 
     def _abandon(self, record: RetrainRecord) -> None:
-        text = f"retraining {record.number} is given up: workload, params, code or versions have changed since"
+        text = f"retraining {record.number} is abandoned: workload, params, code or versions have changed since"
         self.start.out.notice(text)
         if not self.start.options.dry_run:
             adopted = self.start.records.adopt(record.number)
@@ -272,7 +272,7 @@ def _listing_before(start: Start, champion: int | None) -> DataListing | None:
 def _describe(start: Start, listing: DataListing, changes: Sequence[str], *, known: bool, has_sources: bool) -> str:
     if not has_sources:
         built_in = is_built_in(start.resolved.config.workload)
-        return "built-in data" if built_in else "data.sources names no data, so changes of data are not seen"
+        return "built-in data" if built_in else "data.sources is empty, so changes of the data are not detected"
     size = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes"
     if not known:
         return f"{size}; there is no earlier listing to compare with"

@@ -63,7 +63,7 @@ def open_object_store(location: Location, limits: Limits) -> Store:
     kind = OBJECT_STORES[location.protocol]
     bucket, _, prefix = location.url.partition("://")[2].partition("/")
     if not bucket:
-        raise StoreMissing(f"{location.description} names no bucket; give one like {kind}://bucket/folder")
+        raise StoreMissing(f"{location.description} contains no bucket; use one like {kind}://bucket/folder")
     user, is_given, _ = bucket.rpartition("@")
     if is_given and (kind != "az" or ":" in user):  # abfs://container@account has no credentials
         by_options = f"{location.options_setting} or " if location.options_setting else ""
@@ -189,10 +189,10 @@ class ObjectStore(Store):
             for before in (None, Versioned(b"", {"e_tag": '"0"', "version": "0"})):
                 with suppress(WriteConflict):
                     self.put_versioned(probe, b"", before)
-                    raise NoConditionalWrites("the store does not keep their conditions")
+                    raise NoConditionalWrites("the store ignores the conditions of writes")
             found = self.get_versioned(probe)
             if found is None or found.written_s is None:
-                raise NoConditionalWrites("the store does not tell the time")
+                raise NoConditionalWrites("the store reports no modification times")
             return found.written_s
         finally:
             with suppress(Exception):  # an object that stays disturbs nothing

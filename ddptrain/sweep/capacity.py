@@ -29,7 +29,7 @@ def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResou
     parallel = max(1, units // ranks) if sweep.parallel == "auto" else sweep.parallel
     count = parallel * ranks
     if config.cluster.gpus not in ("auto", 0) and wanted < int(config.cluster.gpus):
-        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine offers {wanted}: set it to auto")
+        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine has {wanted}: set it to auto")
     if wanted and count > wanted:
         raise UsageError(
             f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {wanted}: lower "

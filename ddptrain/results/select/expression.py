@@ -97,7 +97,7 @@ class _Parser:
         self.fields: list[Field] = []
         self._depth = 0
         if len(text) > _LONGEST:
-            raise UsageError(f"the expression has {len(text):,} characters; {_LONGEST:,} are the most")
+            raise UsageError(f"the expression has {len(text):,} characters; at most {_LONGEST:,} are allowed")
         self._tokens = list(self._scan())
         self._next = 0
 
