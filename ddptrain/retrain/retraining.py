@@ -264,8 +264,8 @@ def _listing_before(start: Start, champion: int | None) -> DataListing | None:
     """Return the listing of the champion's training data, or else that of the last training whose listing is kept."""
     trained = [each for each in start.earlier if each.data and each.status != RetrainStatus.UNCHANGED]
     for record in sorted(trained, key=lambda each: champion is None or each.version != champion):
-        if (found := DataListing.from_bytes(start.records.listing(record.number))) is not None:
-            return found
+        if (listing := DataListing.from_bytes(start.records.listing(record.number))) is not None:
+            return listing
     return None
 
 

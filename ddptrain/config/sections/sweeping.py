@@ -60,9 +60,9 @@ class Distribution(Strict):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) if given else "none of them"
+        kinds = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            got = " and ".join(kinds) if kinds else "none of them"
             raise wrong_field("", f"expected one of {', '.join(_KINDS)}, got {got}", "as in {log: [0.0001, 0.1]}")
         return self
 

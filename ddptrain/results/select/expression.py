@@ -103,10 +103,10 @@ class _Parser:
 
     def whole(self, rule: Callable[[], Any]) -> Any:
         """Apply the rule; it must use all of the text."""
-        found = rule()
+        result = rule()
         if self._token.kind != "end":
             raise self._unexpected('expected "and", "or" or the end')
-        return found
+        return result
 
     def condition(self) -> _Node:
         nodes = [self._all_of()]
