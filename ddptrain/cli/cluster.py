@@ -32,7 +32,7 @@ _AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 def up(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="YAML file whose cluster section counts, or an example's name."),
+        typer.Argument(metavar="CONFIG", help="YAML file whose cluster section is used, or an example's name."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Its name (cluster.name); by default the backend's.")] = None,
     backend: Annotated[
@@ -60,7 +60,7 @@ def up(
         bool | None,
         typer.Option(
             "--tls/--no-tls",
-            help="TLS with a certificate of the cluster's own. It is the default, except for a local cluster: only you "
+            help="TLS with the cluster's own certificate. It is the default, except for a local cluster: only you "
             "can open its sockets. With --no-tls everyone who can reach its ports can run programs as you.",
         ),
     ] = None,
@@ -178,7 +178,9 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 def logs(
     name: Name,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="Number of last lines of each process.")] = 50,
-    source: Annotated[str | None, typer.Option(help="Only of scheduler, worker, or a host.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Only these logs: scheduler, worker, or the name of a host.")
+    ] = None,
     json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -210,7 +212,7 @@ def scale(
 def down(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A cluster's name.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
-    now: Annotated[bool, typer.Option("--now", help="Also if runs use it; they fail.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="End it even if runs use it; these runs fail.")] = False,
     json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:

@@ -52,7 +52,7 @@ DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
 ]
 FullTracebackOption = Annotated[
-    bool, typer.Option("--full-traceback", help="Show also the frames of torch and ddptrain in tracebacks.")
+    bool, typer.Option("--full-traceback", help="Also show the frames of torch and ddptrain in tracebacks.")
 ]
 
 
@@ -79,7 +79,10 @@ VerboseOption = Annotated[
     ),
 ]
 AllRanksOption = Annotated[
-    bool, typer.Option("--all-ranks", help="Show each rank by itself, also where 17 or more would be shown as a group.")
+    bool,
+    typer.Option(
+        "--all-ranks", help="Show each rank on its own line; by default 17 or more ranks are shown as a group."
+    ),
 ]
 ReportOption = Annotated[
     str | None,

@@ -211,7 +211,7 @@ def _take(lock: Path) -> int | None:
 def _check_name(name: str) -> None:
     if not re.fullmatch(NAME_PATTERN, name):
         raise UsageError(
-            f'"{shorten(name)}" can\'t name a cluster: lower-case letters, digits, dots, dashes and underscores'
+            f'"{shorten(name)}" is not a cluster name: use lower-case letters, digits, dots, dashes and underscores'
         )
 
 

@@ -108,7 +108,7 @@ def by_scheduler_file(path: Path, tls: TlsSettings | None) -> Target:
         raise ClusterError(f"the scheduler file {path} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ClusterError(
-            f'the scheduler file {path} names no "address": is it the file of `dask scheduler --scheduler-file`?'
+            f'the scheduler file {path} contains no "address": is it the file of `dask scheduler --scheduler-file`?'
         ) from error
     return by_address(address, tls)
 

@@ -98,7 +98,7 @@ class ReadinessWait:
                     return warm
             elif all_there and self.deployment.record.workers:
                 raise ClusterError(
-                    f"{self._came(view, asked)}, and no more workers are expected{self._last_words(view)}"
+                    f"{self._came(view, asked)}, and no more workers are starting{self._last_words(view)}"
                 )
             self._pause(lambda view=view: self._came(view, asked), view)
 
@@ -108,7 +108,7 @@ class ReadinessWait:
             view = self.view()
             if view.slots <= max(asked, sum(worker.held for worker in view.workers)):
                 return view
-            self._pause(lambda view=view: f"{counted(view.slots, 'slot')} still there, {asked} asked for,", view)
+            self._pause(lambda view=view: f"{counted(view.slots, 'slot')} left, {asked} requested,", view)
 
     def _connected(self) -> Client:
         with deferred():  # an interrupted import leaves a broken module, which the clean-up may need

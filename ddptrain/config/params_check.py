@@ -35,9 +35,9 @@ def field_name(number: int) -> str:
 def make_model(parameters: Sequence[Parameter], *, extra: bool) -> type[BaseModel]:
     """Return a model of the params; `extra` allows others. Aliases, because no field may be named copy, or _x."""
     fields: dict[str, Any] = {}
-    for number, each in enumerate(parameters):
-        default: dict[str, Any] = {"default": each.default} if each.optional else {}
-        fields[field_name(number)] = (each.type, Field(alias=each.name, **default))
+    for number, parameter in enumerate(parameters):
+        default: dict[str, Any] = {"default": parameter.default} if parameter.optional else {}
+        fields[field_name(number)] = (parameter.type, Field(alias=parameter.name, **default))
     settings = ConfigDict(extra="allow" if extra else "forbid", strict=True)
     return create_model("Params", __config__=settings, **fields)
 

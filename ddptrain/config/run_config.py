@@ -98,13 +98,13 @@ class CheckpointConfig(Strict):
     """When checkpoints are saved, and which are kept."""
 
     every_epochs: Annotated[int, Field(ge=1)] | None = Field(
-        default=1, description="Epochs from one checkpoint to the next; null saves none at the end of an epoch."
+        default=1, description="Epochs between two checkpoints; null saves none at the end of an epoch."
     )
     every_steps: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Steps from one checkpoint to the next, within epochs as well; null for none."
+        default=None, description="Steps between two checkpoints, within epochs as well; null for none."
     )
     every_s: Annotated[Seconds, Field(gt=0)] | None = Field(
-        default=None, description="Seconds from one checkpoint to the next, within epochs as well; null for none."
+        default=None, description="Seconds between two checkpoints, within epochs as well; null for none."
     )
     asynchronous: bool = Field(
         default=True, description="Whether training goes on while a checkpoint is written, once its state is copied."
@@ -128,7 +128,8 @@ class PrepareConfig(Strict):
     )
     shard: list[FilledText] = Field(
         default_factory=list,
-        description="Classes of layers that are gathered one at a time, as [Block]; by default the blocks of the "
+        description="Classes of layers that FSDP shards and gathers one at a time, as [Block]; by default the blocks "
+        "of the "
         "model's ModuleLists.",
     )
     activation_checkpointing: list[FilledText] = Field(
@@ -137,14 +138,14 @@ class PrepareConfig(Strict):
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="Of the forward pass; bf16 and fp16 run it under autocast. fp16 also scales the loss.",
+        description="Precision of the forward pass; bf16 and fp16 run it under autocast. fp16 also scales the loss.",
     )
     accumulate: int = Field(
         default=1, ge=1, le=100_000, description="Batches of a rank for one step of the optimizer, with ctx.step."
     )
     compile: bool = Field(default=False, description="Whether torch.compile compiles it.")
     channels_last: bool = Field(
-        default=False, description="Whether images lie in memory pixel by pixel, their channels together."
+        default=False, description="Whether images are stored in the channels_last memory format."
     )
 
 
@@ -161,7 +162,8 @@ class FailureConfig(Strict):
         default=0,
         ge=0,
         le=1000,
-        description="Times that ranks are started again after their worker was lost or preempted: a budget of its own.",
+        description="Times that ranks are started again after their worker was lost or preempted; max_restarts does "
+        "not count these.",
     )
     no_restart: list[FilledText | ExitStatus] = Field(
         default_factory=list,
@@ -300,7 +302,7 @@ class RunConfig(Strict):
     retrain: RetrainConfig | None = Field(default=None, description="Unattended retraining: `ddptrain retrain`.")
     sweep: SweepConfig | None = Field(default=None, description="Search for the best values: `ddptrain sweep`.")
     data: DataConfig = Field(default=DataConfig(), description="The training data, for the data check of retrain.")
-    notify: NotifyConfig = Field(default=NotifyConfig(), description="Whom retrain tells what happened.")
+    notify: NotifyConfig = Field(default=NotifyConfig(), description="Notifications of retrainings.")
     models: ModelsConfig = Field(default=ModelsConfig(), description="Where the model registry is.")
 
     @property

@@ -67,7 +67,7 @@ def _space_problem(
         return _wrong_value(model, config.params, key, samples) if model is not None else None
     if section == "args":
         hint = f"write params.{key}"
-        return None if config.script is not None else ("is given, but the workload is no script", hint)
+        return None if config.script is not None else ("is given, but the workload is not a script", hint)
     if section == "prepare":
         return _wrong_value(PrepareConfig, config.prepare.model_dump(), key, samples)
     texts = all(isinstance(value, str) for value in samples)

@@ -132,7 +132,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         raise UsageError(f"--from torchrun: torchrun has no option {', '.join(unknown)}")
     if not options.program:
-        raise UsageError("--from torchrun: the command names no script")
+        raise UsageError("--from torchrun: the command contains no script")
     if options.program.startswith("-"):
         raise UsageError(f"--from torchrun: {options.program} is not an option of torchrun")
     return options

@@ -271,7 +271,7 @@ class _Builder(Composer):
     def _scalar(self, node: yaml.Node, path: PathKey) -> Node:
         value = node.value
         if _SURROGATE.search(value):
-            self._report(node, path, "holds half of a surrogate pair, which is no character", "write the character")
+            self._report(node, path, "holds half of a surrogate pair, which is not a character", "write the character")
             value = ""
         elif node.tag == _PLAIN:
             try:

@@ -203,7 +203,7 @@ def _tls_problem(target: Target, plain: socket.socket) -> str:
             secured.recv(1)
     except ssl.SSLCertVerificationError as error:
         raise ClusterError(
-            f"the scheduler at {target.address} shows a certificate that ours has not signed "
+            f"the scheduler at {target.address} shows a certificate that our CA has not signed "
             f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
         ) from error
     except TimeoutError:

@@ -25,7 +25,7 @@ def local_resources(cluster: ClusterConfig, environ: Mapping[str, str]) -> Local
     wanted = len(present) if cluster.gpus == "auto" else int(cluster.gpus)
     if wanted > len(present):
         raise ClusterError(
-            f"cluster.gpus is {wanted}, but this machine offers {len(present)}: set it to auto, or to 0 for the CPU"
+            f"cluster.gpus is {wanted}, but this machine has {len(present)}: set it to auto, or to 0 for the CPU"
         )
     if cluster.ranks == "auto":
         return LocalResources(default_slots(present[:wanted]), present[:wanted])

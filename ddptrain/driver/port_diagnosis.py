@@ -14,7 +14,7 @@ from contextlib import suppress
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ClusterError
 
-SILENT = "something accepts the connection there, and says nothing"
+SILENT = "something accepts the connection, but sends nothing"
 _GREETING_S = 1.0
 _HTTP_S = 1.5
 _MAX_GREETING = 1 << 16  # bytes; Dask's has 66

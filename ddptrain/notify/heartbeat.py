@@ -259,7 +259,7 @@ def _problem_of(url: str) -> str:
         is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_web = False
-    return "" if is_web else "it is no URL that begins with https:// or http://"
+    return "" if is_web else "it is not a URL that begins with https:// or http://"
 
 
 def _origin(parts: SplitResult) -> str:

@@ -323,7 +323,7 @@ class RankLifecycle:
         failed.
         """
         if self._state() == "crashed" and (failure := exceptions.handled(self.phase)) is not None:
-            _print_to_log(f"ddptrain: the rank is told to stop while it handles an exception:\n{failure.traceback}")
+            _print_to_log(f"ddptrain: the rank was asked to stop while it handled an exception:\n{failure.traceback}")
             self.emitter.emit(failure)
 
     def _read_error_file(self) -> events.Failure | None:

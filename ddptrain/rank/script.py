@@ -83,7 +83,7 @@ def _find_module(name: str) -> importlib.machinery.ModuleSpec:
         name = f"{name}.__main__"
         module = importlib.util.find_spec(name)
     if module is None or module.loader is None:
-        raise ModuleNotFoundError(f"no module {name!r} that could be run", name=name)
+        raise ModuleNotFoundError(f"there is no module {name!r} to run", name=name)
     return module
 
 

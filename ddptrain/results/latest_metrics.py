@@ -41,8 +41,8 @@ class LatestMetrics:
     def of(cls, series: AllSeries, saved: Iterable[tuple[int, Mapping[str, float]]]) -> Self:
         """Return the values of a run from the metrics of its ranks, and the steps and metrics of its checkpoints."""
         latest = cls()
-        for (name, rank), one in series.items():
-            for step, value in zip(one.step, one.value, strict=True):
+        for (name, rank), rank_series in series.items():
+            for step, value in zip(rank_series.step, rank_series.value, strict=True):
                 if not math.isnan(value):
                     latest.logged(rank, None if step is None else int(step), {name: value})
         for step, metrics in saved:

@@ -178,10 +178,10 @@ def safe_relative(path: str) -> PurePosixPath:
     for part in parts:
         problem = problem or _part_problem(part)
     if not parts:
-        problem = problem or "names no file"
+        problem = problem or "contains no file name"
     if problem:
         raise UnsafePath(
-            f'cannot save a file as "{shorten(path)}": the path {problem}; give one like "samples/names.json"'
+            f'cannot save a file as "{shorten(path)}": the path {problem}; use one like "samples/names.json"'
         )
     return PurePosixPath(*parts)
 

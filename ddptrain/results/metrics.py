@@ -103,10 +103,10 @@ def _parse(raw: bytes) -> MetricLine | None:
 def json_object(raw: bytes) -> dict[str, Any]:
     """Return the JSON object in a line; an empty one for other content."""
     try:
-        found = json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -179,9 +179,9 @@ def series_of(lines: Iterable[MetricLine]) -> AllSeries:
     series: AllSeries = {}
     for line in lines:
         for name, value in line.values.items():
-            one = series.setdefault((name, line.rank), Series())
-            one.time_s.append(line.time_s)
-            one.step.append(line.step)
-            one.epoch.append(line.epoch)
-            one.value.append(math.nan if value is None else value)
+            rank_series = series.setdefault((name, line.rank), Series())
+            rank_series.time_s.append(line.time_s)
+            rank_series.step.append(line.step)
+            rank_series.epoch.append(line.epoch)
+            rank_series.value.append(math.nan if value is None else value)
     return series

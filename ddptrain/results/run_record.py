@@ -300,7 +300,7 @@ def _read(hint: Any, raw: Any) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(raw, list):
             return _WRONG
-        return tuple(item for each in raw if (item := _read(get_args(hint)[0], each)) is not _WRONG)
+        return tuple(item for raw_item in raw if (item := _read(get_args(hint)[0], raw_item)) is not _WRONG)
     if get_origin(hint) is Mapping:
         if not isinstance(raw, dict):
             return _WRONG

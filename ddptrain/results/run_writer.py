@@ -165,19 +165,19 @@ class RunWriter:
 
         None: the attempt begins at the start. Returns the metrics up to the checkpoint.
         """
-        found = []
+        checkpoints = []
         for folder in reversed(checkpoint_folders(self.layout)):
             with suppress(CheckpointDamaged):
                 manifest = read_manifest(folder)
                 if checkpoint is not None and manifest.step <= checkpoint.step:
-                    found.append((manifest.step, manifest.metrics))
-        self._checkpoints.restore(found, policy)
+                    checkpoints.append((manifest.step, manifest.metrics))
+        self._checkpoints.restore(checkpoints, policy)
         with self._mutex:
             self.flush()
             attempts = (*self._record.attempts, self.next_attempt(checkpoint))
             series = read_series(self.layout.metrics_jsonl, attempts)
-            if series or found:
-                self._latest = LatestMetrics.of(series, found)
+            if series or checkpoints:
+                self._latest = LatestMetrics.of(series, checkpoints)
             self._latest.begin_attempt()
             self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
         return series

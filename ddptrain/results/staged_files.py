@@ -121,8 +121,8 @@ def _check_and_copy(move: StagedMove, damaged: type[ResultsError], out: BinaryIO
             if out is not None:
                 out.write(chunk)
         if size != move.size_bytes:
-            found = f"over {move.size_bytes}" if size > move.size_bytes else str(size)
-            raise damaged(f"{move.source} is damaged: it has {found} bytes, not the {move.size_bytes} announced")
+            actual = f"over {move.size_bytes}" if size > move.size_bytes else str(size)
+            raise damaged(f"{move.source} is damaged: it has {actual} bytes, not the {move.size_bytes} announced")
         if digest.hexdigest() != move.sha256.lower():
             raise damaged(f"{move.source} is damaged: its SHA-256 is not the one announced")
         if out is None:

@@ -31,13 +31,13 @@ def tracker_outputs(layout: RunLayout, record: RunRecord) -> dict[str, dict[str,
     `wandb/<its id>`.
     """
     links = links_in(layout.tracking_dir / WANDB) if record.tracking else {}
-    made = {name: dict(record.tracking[name]) for name in sorted(record.tracking, key=_by_number)}
-    for about in made.values():
+    outputs = {name: dict(record.tracking[name]) for name in sorted(record.tracking, key=_by_number)}
+    for about in outputs.values():
         if about.get("id") in links:
             about.setdefault("url", links[about["id"]])
-    known = {about.get("id") for about in made.values()}
+    known = {about.get("id") for about in outputs.values()}
     others = sorted(links.keys() - known, key=_by_number)
-    return made | {f"{WANDB}/{run_id}": {"id": run_id, "url": links[run_id]} for run_id in others}
+    return outputs | {f"{WANDB}/{run_id}": {"id": run_id, "url": links[run_id]} for run_id in others}
 
 
 def _by_number(name: str) -> list[str | int]:
@@ -49,7 +49,7 @@ def wandb_parts(layout: RunLayout, record: RunRecord) -> list[RunPart]:
     """Return the parts of a run's W&B runs, including those in another folder (WANDB_DIR)."""
     parts = parts_below(layout.tracking_dir / WANDB)
     part_ids = {part.run_id for part in parts}
-    found = [about for about in record.tracking.values() if about.get("id", "") not in {"", *part_ids}]
-    for folder in {Path(about["folder"]).parent for about in found if about.get("folder")}:
-        parts += [part for part in parts_in(folder) if part.run_id in {about["id"] for about in found}]
+    others = [about for about in record.tracking.values() if about.get("id", "") not in {"", *part_ids}]
+    for folder in {Path(about["folder"]).parent for about in others if about.get("folder")}:
+        parts += [part for part in parts_in(folder) if part.run_id in {about["id"] for about in others}]
     return parts

@@ -94,29 +94,29 @@ def evaluate(
     checkpoints, failures = _of_each(targets, lambda target: _checkpoint(target, resolved))
     launch = partial(_launch, resolved, function, first, data, output, to_stderr)
     try:
-        found = launch(checkpoints)
+        result = launch(checkpoints)
     except (TrainingFailed, HangDetected) as error:
         if len(checkpoints) == 1:
             raise
         # Another target may have crashed or stopped a rank: without it, the first one can still be scored.
         failures |= dict.fromkeys([name for name in checkpoints if name != first.name], one_line(error))
-        found = launch({first.name: checkpoints[first.name]})
-    failures |= found.failures
+        result = launch({first.name: checkpoints[first.name]})
+    failures |= result.failures
     notes = [f"{name} has no scores: {reason}" for name, reason in failures.items()]
-    return dataclasses.replace(found, failures=failures, notes=(*found.notes, *notes))
+    return dataclasses.replace(result, failures=failures, notes=(*result.notes, *notes))
 
 
 def _of_each(
     targets: Sequence[EvaluationTarget], get: Callable[[EvaluationTarget], Value]
 ) -> tuple[dict[str, Value], dict[str, str]]:
     """What `get` returns for each target, by name, and why not for the others. Raises the error of the first target."""
-    found, failures = {targets[0].name: get(targets[0])}, {}
+    results, failures = {targets[0].name: get(targets[0])}, {}
     for target in targets[1:]:
         try:
-            found[target.name] = get(target)
+            results[target.name] = get(target)
         except DdptrainError as error:
             failures[target.name] = one_line(error)
-    return found, failures
+    return results, failures
 
 
 def script_metrics(resolved: ResolvedConfig, *, since: datetime | None = None) -> dict[str, float]:
@@ -132,12 +132,12 @@ def script_metrics(resolved: ResolvedConfig, *, since: datetime | None = None) -
             "workload.metrics is not set: name the JSON file in which the script writes its metrics, as metrics.json"
         )
     path = Path(os.path.abspath(os.path.expanduser(script.metrics)))
-    found = read_metrics(path)
-    if not found:
+    metrics = read_metrics(path)
+    if not metrics:
         raise UsageError(f'{path} (workload.metrics) has no metrics: write an object such as {{"val/loss": 2.1}}')
     if since is not None and path.stat().st_mtime < since.timestamp():
         raise UsageError(f"{path} (workload.metrics) is older than the run: the script did not write it")
-    return found
+    return metrics
 
 
 def _launch(
@@ -262,7 +262,8 @@ def _result(layout: RunLayout) -> Evaluation:
         held_out = json.loads((layout.inputs_dir / "held_out.json").read_bytes())
     return Evaluation(
         scores={
-            name: {metric: float(value) for metric, value in found.items()} for name, found in result["scores"].items()
+            name: {metric: float(value) for metric, value in scores.items()}
+            for name, scores in result["scores"].items()
         },
         held_out=str(held_out.get("digest", "")),
         n=int(held_out.get("n", 0)),

@@ -120,12 +120,12 @@ def _sources(resolved: ResolvedConfig) -> list[_Source]:
     known = BUILT_IN.get(config.workload) if isinstance(config.workload, str) else None
     fields: Sequence[DataSource] = known.data if known else ()
     params: Mapping[str, Any] = config.params
-    found = [
-        _Source(f"params.{each.param}", str(params[each.param]), params.get(each.options) or {})
-        for each in fields
-        if params.get(each.param) not in (None, _BUILTIN)
+    sources = [
+        _Source(f"params.{source.param}", str(params[source.param]), params.get(source.options) or {})
+        for source in fields
+        if params.get(source.param) not in (None, _BUILTIN)
     ]
-    return [*found, *(_Source(f"data.sources.{n}", place, {}) for n, place in enumerate(config.data.sources))]
+    return [*sources, *(_Source(f"data.sources.{n}", place, {}) for n, place in enumerate(config.data.sources))]
 
 
 def _list_source(source: _Source, known: Mapping[str, DataFile]) -> dict[str, DataFile]:

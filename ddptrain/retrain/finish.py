@@ -84,9 +84,9 @@ def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) ->
         return ()
     report = _report(start, record, end, events[0], duration_s)
     deliveries = send(compose(report), settings.urls, timeout_s=settings.timeout_s, secrets=start.resolved.secrets)
-    for warning in filter(None, (each.warning for each in deliveries)):
+    for warning in filter(None, (delivery.warning for delivery in deliveries)):
         start.out.notice(warning, level="warning")
-    delivered = [each.target for each in deliveries if each.delivered]
+    delivered = [delivery.target for delivery in deliveries if delivery.delivered]
     start.out.stage(Stage.NOTIFY, f"told {', '.join(delivered) or 'nobody'}: {', '.join(events)}", events=events)
     return events if delivered else ()
 
@@ -103,12 +103,16 @@ def _earlier_states(start: Start, record: RetrainRecord) -> list[str]:
     with suppress(DdptrainError):
         earlier = earlier or start.records.newest(_LOOKED_AT)  # none were read by a start that did not get the model
         late_told = start.records.late_told()
-    for each in reversed(earlier):
-        if each.number == record.number:
+    for earlier_record in reversed(earlier):
+        if earlier_record.number == record.number:
             continue
-        if each.status not in _TOLD_ONCE or each.status not in on or each.status in each.told:
-            states.append(each.status)
-    succeeded = [each.ended_at or "" for each in earlier if each.status in _SUCCESSES]
+        if (
+            earlier_record.status not in _TOLD_ONCE
+            or earlier_record.status not in on
+            or earlier_record.status in earlier_record.told
+        ):
+            states.append(earlier_record.status)
+    succeeded = [earlier_record.ended_at or "" for earlier_record in earlier if earlier_record.status in _SUCCESSES]
     return [*states, *(["late"] if late_told > max(succeeded, default="") else [])]
 
 
@@ -120,7 +124,7 @@ def _report(start: Start, record: RetrainRecord, end: End, event: str, duration_
         status=end.status,
         reason=end.reason,
         scores=record.scores,
-        gate=[each.reason for each in record.gate],
+        gate=[outcome.reason for outcome in record.gate],
         difference=record.difference,
         version=record.version,
         champion=record.champion if start.is_done(Stage.EVALUATE) else _champion(start),
@@ -203,16 +207,16 @@ def _stages(start: Start, end: End) -> list[StageReport]:
     from ddptrain.reports.report import StageReport
 
     shown = {each["stage"]: each for each in start.out.stages}
-    may_fail, found = end.status == RetrainStatus.FAILED, []
+    may_fail, stages = end.status == RetrainStatus.FAILED, []
     for stage in list(Stage)[1:]:
         if (item := shown.get(stage)) is not None:
             status = "failed" if item.get("passed") is False else "done"
-            found.append(StageReport(stage, status, item["duration_s"], item["message"]))
+            stages.append(StageReport(stage, status, item["duration_s"], item["message"]))
         elif stage in (Stage.NOTIFY, Stage.CLEAN_UP):
-            found.append(StageReport(stage, "skipped"))
+            stages.append(StageReport(stage, "skipped"))
         elif start.is_done(stage):
-            found.append(StageReport(stage, "done", detail="by an earlier start"))
+            stages.append(StageReport(stage, "done", detail="by an earlier start"))
         else:
-            found.append(StageReport(stage, "failed" if may_fail else "skipped"))
+            stages.append(StageReport(stage, "failed" if may_fail else "skipped"))
             may_fail = False
-    return found
+    return stages

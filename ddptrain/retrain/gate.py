@@ -73,9 +73,9 @@ def _compare(rule: GateRule, value: float, reference: float) -> GateOutcome:
     better = "equal to" if value == reference else "better than" if gain > 0 else "worse than"
     by = f" by {_figure(abs(gain))}" if value != reference else ""
     text = f"{rule.metric} {_figure(value)} is {better} the champion's {_figure(reference)}{by}"
-    wanted = f"; it must be better by {_figure(rule.better_by)}" if not ok and rule.better_by > 0 else ""
+    required = f"; it must be better by {_figure(rule.better_by)}" if not ok and rule.better_by > 0 else ""
     allowed = f"; it may be worse by {_figure(-rule.better_by)}" if rule.better_by < 0 and gain < 0 else ""
-    return GateOutcome(rule.metric, ok, f"{text}{wanted}{allowed}", value, reference)
+    return GateOutcome(rule.metric, ok, f"{text}{required}{allowed}", value, reference)
 
 
 def _figure(value: float) -> str:

@@ -47,16 +47,18 @@ def choose(
         if last.config == config:
             return Choice(continued=last)
         return Choice(abandoned=last)
-    done = max((record.slot for record in newest if record.slot and record.slot <= max(now, slot)), default="")
-    if slot and done >= slot and not force:
-        record = next(record for record in newest if record.slot == done)
-        return Choice(skip=f"the scheduled time {slot} is done: retraining {record.number} of {done} {record.status}")
+    last_slot = max((record.slot for record in newest if record.slot and record.slot <= max(now, slot)), default="")
+    if slot and last_slot >= slot and not force:
+        record = next(record for record in newest if record.slot == last_slot)
+        return Choice(
+            skip=f"the scheduled time {slot} is done: retraining {record.number} of {last_slot} {record.status}"
+        )
     return Choice()
 
 
 def to_continue(newest: Iterable[RetrainRecord]) -> RetrainRecord | None:
     """Return the retraining that the next start continues, None if there is none."""
-    last = next((each for each in newest if _had_model(each) and each.status != RetrainStatus.ABANDONED), None)
+    last = next((record for record in newest if _had_model(record) and record.status != RetrainStatus.ABANDONED), None)
     return last if last is not None and is_resumable(last) else None
 
 

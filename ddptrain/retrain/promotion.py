@@ -84,8 +84,8 @@ class Candidate:
         targets = [EvaluationTarget("candidate", self._view.layout.root)]
         if champion is not None:
             targets.append(EvaluationTarget("champion", champion))
-        found = evaluate(self._start.resolved, targets, output=self._start.options.output)
-        return replace(found, notes=tuple(each for each in (note, *found.notes) if each))
+        evaluation = evaluate(self._start.resolved, targets, output=self._start.options.output)
+        return replace(evaluation, notes=tuple(text for text in (note, *evaluation.notes) if text))
 
     def _training_metrics(self) -> Mapping[str, float]:
         """Return the metrics of the best checkpoint, or those that the script has written."""
@@ -133,13 +133,13 @@ def decide(start: Start) -> None:
 def outcome(start: Start) -> End:
     """Return the end of a retraining whose stage "promote" is complete."""
     record = start.began
-    reasons = "; ".join(each.reason for each in record.gate if each.passed or not passed(record.gate))
+    reasons = "; ".join(rule.reason for rule in record.gate if rule.passed or not passed(record.gate))
     if passed(record.gate) or record.promoted_anyway:
         anyway = "" if passed(record.gate) else "promoted anyway; "
         return End(
             RetrainStatus.PROMOTED, ExitCode.SUCCEEDED, f"version {record.version} is the champion ({anyway}{reasons})"
         )
-    failed = "; ".join(each.reason for each in record.gate if not each.passed)
+    failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
     champion = f"version {record.champion} stays the champion" if record.champion else "there is no champion"
     return End(
         RetrainStatus.REJECTED, ExitCode.REJECTED, f"version {record.version} was rejected, {champion}: {failed}"
@@ -148,20 +148,20 @@ def outcome(start: Start) -> End:
 
 def _evaluate(start: Start, candidate: Candidate) -> None:
     champion = start.champion()
-    found = candidate.evaluate(champion)
-    results: dict[str, Any] = {"scores": found.scores, "notes": found.notes, "held_out": found.held_out}
-    start.out.stage(Stage.EVALUATE, scores_text(found), **results)
+    evaluation = candidate.evaluate(champion)
+    results: dict[str, Any] = {"scores": evaluation.scores, "notes": evaluation.notes, "held_out": evaluation.held_out}
+    start.out.stage(Stage.EVALUATE, scores_text(evaluation), **results)
     start.update(stage=Stage.EVALUATE, champion=champion, **results)
 
 
-def scores_text(found: Evaluation) -> str:
+def scores_text(evaluation: Evaluation) -> str:
     """Return the scores in one line, as "val/loss 2.31 (champion 2.35)"."""
-    champion = found.scores.get("champion", {})
+    champion = evaluation.scores.get("champion", {})
     parts = []
-    for name, value in sorted(found.scores["candidate"].items()):
+    for name, value in sorted(evaluation.scores["candidate"].items()):
         beside = f" (champion {champion[name]:.4g})" if name in champion else ""
         parts.append(f"{name} {value:.4g}{beside}")
-    return "; ".join([", ".join(parts) or "no metrics", *found.notes])
+    return "; ".join([", ".join(parts) or "no metrics", *evaluation.notes])
 
 
 def _judge(start: Start) -> None:
@@ -169,7 +169,7 @@ def _judge(start: Start) -> None:
     why_none = "; ".join(record.notes) if record.champion is not None else ""
     outcomes = judge(start.settings.gate, record.scores.get("candidate", {}), record.scores.get("champion"), why_none)
     result = "passed" if passed(outcomes) else "rejected"
-    reasons = "; ".join(each.reason for each in outcomes) or "there are no conditions"
+    reasons = "; ".join(outcome.reason for outcome in outcomes) or "there are no conditions"
     start.out.stage(Stage.GATE, f"{result}: {reasons}", passed=passed(outcomes), conditions=outcomes)
     start.update(stage=Stage.GATE, gate=outcomes)
 

@@ -151,8 +151,8 @@ class RetrainRecords:
     def newest(self, count: int) -> list[RetrainRecord]:
         """Return the newest `count` retrainings, newest first. Raises RegistryDamaged."""
         numbers = sorted(self.numbers(), reverse=True)[:count]
-        found = self._folder.read_all([_name(number) for number in numbers])
-        return [RetrainRecord.from_json(data, f"{self._folder.url}/{name}") for name, data in found.items()]
+        contents = self._folder.read_all([_name(number) for number in numbers])
+        return [RetrainRecord.from_json(data, f"{self._folder.url}/{name}") for name, data in contents.items()]
 
     def numbers(self) -> list[int]:
         """Return the numbers of all retrainings."""
@@ -211,8 +211,8 @@ class RetrainRecords:
 
     def late_told(self) -> str:
         """Return when users were told last that the model is late, "" for never. A later success ends this state."""
-        told = (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
-        return told if told <= utc_now() else ""  # later than now: the clock was wrong
+        told_at = (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
+        return told_at if told_at <= utc_now() else ""  # later than now: the clock was wrong
 
     def record_late(self) -> None:
         """Record that users were told just now that the model is late."""
@@ -220,8 +220,8 @@ class RetrainRecords:
 
     def skips(self) -> list[dict[str, Any]]:
         """Return the newest starts that did nothing, oldest first: time, reason, slot, host and pid."""
-        found = self._skipped.read_all(sorted(self._skipped.files())[-_KEPT_SKIPS:])
-        return [json.loads(data) for data in found.values()]
+        contents = self._skipped.read_all(sorted(self._skipped.files())[-_KEPT_SKIPS:])
+        return [json.loads(data) for data in contents.values()]
 
     def remove_older(self, versions: Collection[int]) -> None:
         """Delete the oldest listings and records. The records of `versions`, and unfinished ones, stay."""

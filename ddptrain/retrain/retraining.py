@@ -156,7 +156,7 @@ class Retraining:
         return f"{model}; continuing retraining {continued.number} {after} (it {ended})"
 
     def _abandon(self, record: RetrainRecord) -> None:
-        text = f"retraining {record.number} is given up: workload, params, code or versions have changed since"
+        text = f"retraining {record.number} is abandoned: workload, params, code or versions have changed since"
         self.start.out.notice(text)
         if not self.start.options.dry_run:
             adopted = self.start.records.adopt(record.number)
@@ -264,15 +264,15 @@ def _listing_before(start: Start, champion: int | None) -> DataListing | None:
     """Return the listing of the champion's training data, or else that of the last training whose listing is kept."""
     trained = [each for each in start.earlier if each.data and each.status != RetrainStatus.UNCHANGED]
     for record in sorted(trained, key=lambda each: champion is None or each.version != champion):
-        if (found := DataListing.from_bytes(start.records.listing(record.number))) is not None:
-            return found
+        if (listing := DataListing.from_bytes(start.records.listing(record.number))) is not None:
+            return listing
     return None
 
 
 def _describe(start: Start, listing: DataListing, changes: Sequence[str], *, known: bool, has_sources: bool) -> str:
     if not has_sources:
         built_in = is_built_in(start.resolved.config.workload)
-        return "built-in data" if built_in else "data.sources names no data, so changes of data are not seen"
+        return "built-in data" if built_in else "data.sources is empty, so changes of the data are not detected"
     size = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes"
     if not known:
         return f"{size}; there is no earlier listing to compare with"

@@ -26,9 +26,9 @@ def output_states(script: ScriptWorkload | None) -> dict[str, str]:
 
 def output_state(path: str) -> str:
     """Return a digest of the times, sizes and inodes of a file, or of the files in a folder; "" if there are none."""
-    found = Path(path).expanduser()
+    place = Path(path).expanduser()
     states = []
-    for file in sorted(found.rglob("*")) if found.is_dir() else [found]:
+    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
         with suppress(OSError):
             status = file.stat()
             states.append(f"{status.st_ino} {status.st_size} {status.st_mtime_ns}")

@@ -83,7 +83,7 @@ def _from_days(word: str) -> tuple[str, str]:
     if any(ordinals):
         numbers = [int(match[1]) if match else 0 for match in ordinals]
         if not all(1 <= number <= 31 for number in numbers):
-            raise UsageError(f'--at: "{shorten(word)}" are no days of a month: write 1st to 31st, as "1st,15th 04:30"')
+            raise UsageError(f'--at: "{shorten(word)}" are not days of a month: write 1st to 31st, as "1st,15th 04:30"')
         return ",".join(str(number) for number in sorted(set(numbers))), "*"
     days: set[int] = set()
     for part in parts:
@@ -98,7 +98,7 @@ def _week_day(word: str, given: str) -> int:
         if word in (short, name) or (len(word) > 3 and name.startswith(word)):
             return number
     raise UsageError(
-        f'--at: "{shorten(given)}" names no days: write days of the week as "Mon,Thu 03:00", or of the month as '
+        f'--at: "{shorten(given)}" contains no days: write days of the week as "Mon,Thu 03:00", or of the month as '
         '"1st 04:30"'
     )
 

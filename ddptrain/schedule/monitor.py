@@ -118,7 +118,7 @@ def _why_late(slot: datetime, records: Sequence[RetrainRecord], succeeded: datet
     newest = records[0]
     if datetime.fromisoformat(newest.started_at) < slot:
         return f"{reason_start}; none was started since then; {last}"
-    state = "has no end, its process was killed" if newest.is_running else f"ended as {newest.status}"
+    state = "has no recorded end: its process was killed" if newest.is_running else f"ended as {newest.status}"
     reason = f": {newest.reason}" if newest.reason else ""
     return f"{reason_start}; {last}; retraining {newest.number} {state}{reason}"
 

@@ -98,7 +98,7 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
     try:
         for attempt in range(1, _TRIES + 1):
             try:
-                found = _write(url, beside, options, progress, deadline)
+                digest_found = _write(url, beside, options, progress, deadline)
                 break
             except (OSError, ValueError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
@@ -107,8 +107,10 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
                     raise
                 _log.info("download failed, trying again", url=url, attempt=attempt, error=error)
                 time.sleep(attempt * _PAUSE_S)
-        if not found.startswith(digest):
-            raise DownloadFailed(f"{hide_credentials(url)} is damaged: its SHA-256 is {found[:16]}..., not {digest}...")
+        if not digest_found.startswith(digest):
+            raise DownloadFailed(
+                f"{hide_credentials(url)} is damaged: its SHA-256 is {digest_found[:16]}..., not {digest}..."
+            )
         file_ops.publish(beside, path)
     finally:
         beside.unlink(missing_ok=True)

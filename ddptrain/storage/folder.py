@@ -49,8 +49,8 @@ class Folder(Store):
             return
         entered.add(identity)
         with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
+            children = sorted(entries, key=lambda entry: entry.name)
+        for entry in children:
             key = f"{prefix}{entry.name}"
             if entry.is_dir():
                 yield from self._below(folder / entry.name, f"{key}/", entered)

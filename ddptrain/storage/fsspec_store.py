@@ -177,7 +177,7 @@ class FsspecStore(Store):
             whole = StoreMissing(f"{where} does not exist: see {self.location.setting}")
             return NotFound(key) if key or action == "read" else whole
         if isinstance(error, PermissionError) or (400 <= status < 500 and status not in _TRANSIENT_STATUS):
-            return StoreForbidden(f"{where} can't be {action}: it is refused ({reason}); {self.location.advice}")
+            return StoreForbidden(f"{where} can't be {action}: access was denied ({reason}); {self.location.advice}")
         kind = StoreError if isinstance(error, _FINAL) else Transient if key else StoreUnreachable
         return kind(f"{where} can't be {action}: {reason}")
 

@@ -63,7 +63,7 @@ def open_object_store(location: Location, limits: Limits) -> Store:
     kind = OBJECT_STORES[location.protocol]
     bucket, _, prefix = location.url.partition("://")[2].partition("/")
     if not bucket:
-        raise StoreMissing(f"{location.description} names no bucket; give one like {kind}://bucket/folder")
+        raise StoreMissing(f"{location.description} contains no bucket; use one like {kind}://bucket/folder")
     user, is_given, _ = bucket.rpartition("@")
     if is_given and (kind != "az" or ":" in user):  # abfs://container@account has no credentials
         by_options = f"{location.options_setting} or " if location.options_setting else ""
@@ -124,26 +124,26 @@ class ObjectStore(Store):
     def folders(self, folder: str = "") -> list[str]:
         """See Store."""
         with self._errors("listed", ""):
-            found = self._store.list_with_delimiter(f"{folder}/" if folder else None)["common_prefixes"]
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+            prefixes = self._store.list_with_delimiter(f"{folder}/" if folder else None)["common_prefixes"]
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in prefixes)
 
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
         """See Store."""
         with self._errors("read", key):
-            found = self._store.get(key, options={"range": {"offset": start}} if start else None)
-            if limit_bytes is not None and found.meta["size"] - start > limit_bytes:
+            result = self._store.get(key, options={"range": {"offset": start}} if start else None)
+            if limit_bytes is not None and result.meta["size"] - start > limit_bytes:
                 raise self._too_large(key, limit_bytes)
-            return bytes(found.bytes())
+            return bytes(result.bytes())
 
     def chunks(self, key: str) -> Iterator[bytes]:
         """See Store. Parts of an object that is replaced meanwhile are not mixed: that raises Transient."""
         with self._errors("read", key):
-            found = self._store.get(key)
-            size, e_tag = found.meta["size"], found.meta.get("e_tag")
+            result = self._store.get(key)
+            size, e_tag = result.meta["size"], result.meta.get("e_tag")
             if size <= _PART_BYTES:
-                yield bytes(found.bytes())
+                yield bytes(result.bytes())
                 return
-            del found  # ends the request for the whole object
+            del result  # ends the request for the whole object
             for start in range(0, size, _PART_BYTES):
                 part: Any = {"range": (start, min(start + _PART_BYTES, size)), **({"if_match": e_tag} if e_tag else {})}
                 yield bytes(self._store.get(key, options=part).bytes())
@@ -163,9 +163,9 @@ class ObjectStore(Store):
     def get_versioned(self, key: str) -> Versioned | None:
         """See Store."""
         with self._errors("read", key), suppress(FileNotFoundError):
-            found = self._store.get(key)
-            written_s = found.meta["last_modified"].timestamp()
-            return Versioned(bytes(found.bytes()), _condition(found.meta), written_s)
+            result = self._store.get(key)
+            written_s = result.meta["last_modified"].timestamp()
+            return Versioned(bytes(result.bytes()), _condition(result.meta), written_s)
         return None
 
     def put_versioned(self, key: str, data: bytes, before: Versioned | None) -> Versioned:
@@ -189,11 +189,11 @@ class ObjectStore(Store):
             for before in (None, Versioned(b"", {"e_tag": '"0"', "version": "0"})):
                 with suppress(WriteConflict):
                     self.put_versioned(probe, b"", before)
-                    raise NoConditionalWrites("the store does not keep their conditions")
-            found = self.get_versioned(probe)
-            if found is None or found.written_s is None:
-                raise NoConditionalWrites("the store does not tell the time")
-            return found.written_s
+                    raise NoConditionalWrites("the store ignores the conditions of writes")
+            written = self.get_versioned(probe)
+            if written is None or written.written_s is None:
+                raise NoConditionalWrites("the store reports no modification times")
+            return written.written_s
         finally:
             with suppress(Exception):  # an object that stays disturbs nothing
                 self._store.delete(probe)
@@ -285,8 +285,8 @@ def _is_refused(status: int, text: str, error: Exception) -> bool:
 
 
 def _status(text: str) -> int:
-    found = _STATUS.search(text)
-    return int(found[1]) if found else 0
+    match = _STATUS.search(text)
+    return int(match[1]) if match else 0
 
 
 def _why(text: str, timeout_s: float) -> str:

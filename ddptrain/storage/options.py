@@ -231,16 +231,16 @@ def read_profile(name: str | None) -> Profile | None:
     """Return the named or default profile, None if there is none. Raises UsageError for an unknown name."""
     sections = _sections()
     asked = name or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
-    found = sections.get(asked or "default")
-    if found is None and asked:
+    profile = sections.get(asked or "default")
+    if profile is None and asked:
         hint = did_you_mean(asked, list(sections))
         raise UsageError(
             f'AWS has no profile "{shorten(asked)}" in ~/.aws/credentials or ~/.aws/config{": " if hint else ""}{hint}'
         )
-    if found is None:
+    if profile is None:
         return None
-    endpoint_url = found.get("endpoint_url", "")
-    return Profile(asked or "default", found.get("region", ""), endpoint_url, _provider(asked or "default", found))
+    endpoint_url = profile.get("endpoint_url", "")
+    return Profile(asked or "default", profile.get("region", ""), endpoint_url, _provider(asked or "default", profile))
 
 
 def _sections() -> dict[str, dict[str, str]]:
@@ -249,7 +249,7 @@ def _sections() -> dict[str, dict[str, str]]:
         os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config",
         os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
     ]
-    found: dict[str, dict[str, str]] = {}
+    sections: dict[str, dict[str, str]] = {}
     for file in files:
         parser = configparser.RawConfigParser(strict=False, default_section="")
         try:
@@ -259,8 +259,8 @@ def _sections() -> dict[str, dict[str, str]]:
         except (OSError, ValueError, configparser.Error):  # the error's text may quote a secret
             raise UsageError(f"{file} can't be read as AWS profiles: correct it, or set the store's options") from None
         for section in parser.sections():
-            found.setdefault(section.removeprefix("profile ").strip(), {}).update(parser.items(section))
-    return found
+            sections.setdefault(section.removeprefix("profile ").strip(), {}).update(parser.items(section))
+    return sections
 
 
 def _provider(name: str, settings: Mapping[str, str]) -> Callable[[], Credentials] | None:

@@ -116,8 +116,8 @@ class RemoteFolder:
         if not paths:
             return {}
         with ThreadPoolExecutor(min(_READERS, len(paths)), thread_name_prefix="ddptrain-store") as pool:
-            found = dict(zip(paths, pool.map(self.read, paths), strict=True))
-        return {path: data for path, data in found.items() if data is not None}
+            contents = dict(zip(paths, pool.map(self.read, paths), strict=True))
+        return {path: data for path, data in contents.items() if data is not None}
 
     def read_from(self, path: str, start: int) -> bytes:
         """Return the content of a file from byte `start` on."""
@@ -149,7 +149,7 @@ class RemoteFolder:
 
         def listed() -> dict[str, Listed]:
             try:
-                return {found.key[skip:]: found for found in self.store.listing(start)}
+                return {item.key[skip:]: item for item in self.store.listing(start)}
             except StoreMissing:  # the folder comes with its first file; check() has seen that the bucket exists
                 return {}
 

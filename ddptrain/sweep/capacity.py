@@ -24,18 +24,18 @@ _log = Log(__name__)
 def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResources:
     """Return the slots of the embedded cluster of a sweep. Raises UsageError if there are too few GPUs."""
     present = () if config.cluster.gpus == 0 else visible_gpus(os.environ)
-    wanted = len(present) if config.cluster.gpus == "auto" else min(int(config.cluster.gpus), len(present))
-    units = wanted or usable_cores()
+    n_gpus = len(present) if config.cluster.gpus == "auto" else min(int(config.cluster.gpus), len(present))
+    units = n_gpus or usable_cores()
     parallel = max(1, units // ranks) if sweep.parallel == "auto" else sweep.parallel
     count = parallel * ranks
-    if config.cluster.gpus not in ("auto", 0) and wanted < int(config.cluster.gpus):
-        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine offers {wanted}: set it to auto")
-    if wanted and count > wanted:
+    if config.cluster.gpus not in ("auto", 0) and n_gpus < int(config.cluster.gpus):
+        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine has {n_gpus}: set it to auto")
+    if n_gpus and count > n_gpus:
         raise UsageError(
-            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {wanted}: lower "
+            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {n_gpus}: lower "
             "sweep.parallel or sweep.ranks, or set cluster.gpus to 0 to train on the CPU"
         )
-    return LocalResources(count, present[:count] if wanted else ())
+    return LocalResources(count, present[:count] if n_gpus else ())
 
 
 class Capacity:
@@ -59,22 +59,22 @@ class Capacity:
         """
         if self._client is None:
             return self._most or 1
-        found = self._free_trials(self._client, running)
-        return found if self._most is None else min(found, self._most)
+        free_trials = self._free_trials(self._client, running)
+        return free_trials if self._most is None else min(free_trials, self._most)
 
     def _free_trials(self, client: Client, running: int) -> int:
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return self._found
         try:
-            seen = client.run_on_scheduler(slots.overview)
+            overview = client.run_on_scheduler(slots.overview)
         except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
             _log.info("free slots are not known", reason=error)
             return self._found
         self._looked_at = time.monotonic()
-        free = sum(worker["slots"] - worker["held"] for worker in seen["workers"])
-        before, self._found = self._found, 1 if seen["waiting"] else max(1, running + free // self._ranks)
+        free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
+        before, self._found = self._found, 1 if overview["waiting"] else max(1, running + free // self._ranks)
         if before != self._found:
-            _log.info("capacity", trials=self._found, free_slots=free, waiting=len(seen["waiting"]))
+            _log.info("capacity", trials=self._found, free_slots=free, waiting=len(overview["waiting"]))
         return self._found
 
     def started(self) -> None:

@@ -34,14 +34,14 @@ _MAY_DIFFER = frozenset({"trials", "for", "parallel", "prune"})
 
 def sweeps_in(runs: Path) -> dict[str, SweepRecord]:
     """Return the sweeps of this user in a folder that can be read, by id, the newest first."""
-    found: dict[str, SweepRecord] = {}
+    sweeps: dict[str, SweepRecord] = {}
     folders: list[Path] = []
     with suppress(OSError):
         folders = [path for path in runs.iterdir() if (path / SWEEP_JSON).is_file() and is_own_folder(path)]
     for folder in folders:
         with suppress(UsageError):
-            found[folder.name] = read_sweep(folder)
-    return newest_first(found)
+            sweeps[folder.name] = read_sweep(folder)
+    return newest_first(sweeps)
 
 
 class LocalSweep:
@@ -170,6 +170,6 @@ def _shown(value: object) -> str:
     if value is None:
         return "not set"
     if isinstance(value, Mapping):  # the options that are not given are null
-        given = {name: option for name, option in value.items() if option is not None}
-        return shorten(json.dumps(given)) if given else ", ".join(value)
+        options = {name: option for name, option in value.items() if option is not None}
+        return shorten(json.dumps(options)) if options else ", ".join(value)
     return shorten(json.dumps(value)) if isinstance(value, list) else describe_value(value)

@@ -44,10 +44,10 @@ def list_sweeps(runs_dir: str, known_runs: Container[str] = ()) -> list[ListedSw
     """Return every sweep of this user, newest first; `known_runs` are no sweeps. Raises UsageError, StoreError."""
     sweeps = open_sweeps(runs_dir)
     place = runs_dir.rstrip("/")
-    found = sweeps.list() if isinstance(sweeps, LocalSweeps) else sweeps.list(known_runs)
+    records = sweeps.list() if isinstance(sweeps, LocalSweeps) else sweeps.list(known_runs)
     return [
         ListedSweep(record, f"{place}/{sweep_id}", _status(record, find_target(place, sweep_id)))
-        for sweep_id, record in found.items()
+        for sweep_id, record in records.items()
     ]
 
 

@@ -34,21 +34,21 @@ class LiveMetric:
         """Add a value that a rank has logged; return the steps that are now complete, with their values."""
         self._counts[rank] += 1
         at = float(self._counts[rank] if step is None else step)
-        done = self._begin(at)
+        complete = self._begin(at)
         if at == self._step:
             self._values[rank] = value
             if len(self._values) == self.world_size or (self.usual and self.usual <= self._values.keys()):
-                done += self._complete()
-        return done
+                complete += self._complete()
+        return complete
 
     def saved(self, step: int, value: float) -> list[tuple[float, float]]:
         """Add the value of a checkpoint."""
-        done = self._begin(float(step))
+        complete = self._begin(float(step))
         if float(step) == self._step:
             usual, self._values = self.usual, {-1: value}
-            done += self._complete()
+            complete += self._complete()
             self.usual = usual  # a checkpoint does not tell who logs
-        return done
+        return complete
 
     def finish(self) -> list[tuple[float, float]]:
         """Return the steps that are not returned yet, with their values: the run has ended."""
@@ -58,18 +58,18 @@ class LiveMetric:
         """Begin a later step; an earlier one, which a restart repeats, is ignored."""
         if step <= self.last_step or step == self._step or (self._step is not None and step < self._step):
             return []
-        done = self._complete()
+        complete = self._complete()
         self._step = step
-        return done
+        return complete
 
     def _complete(self) -> list[tuple[float, float]]:
         if self._step is None or not self._values:
             return []
         value = sum(self._values.values()) / len(self._values)
-        done = [(self._step, value)]
+        complete = [(self._step, value)]
         self.usual, self.last_step = frozenset(self._values), self._step
         self._step, self._values = None, {}
-        return done
+        return complete
 
 
 def values_by_step(logged: Iterable[tuple[float, float]], saved: Mapping[float, float]) -> dict[float, float]:

@@ -108,22 +108,22 @@ class SweepRecord:
         write_file(folder / SWEEP_JSON, (json.dumps(data, allow_nan=False) + "\n").encode())
 
 
-def newest_first(found: Mapping[str, SweepRecord]) -> dict[str, SweepRecord]:
+def newest_first(sweeps: Mapping[str, SweepRecord]) -> dict[str, SweepRecord]:
     """Return the sweeps by id, the newest first."""
-    return dict(sorted(found.items(), key=lambda item: (str(parse_time(item[1].started_at)), item[0]), reverse=True))
+    return dict(sorted(sweeps.items(), key=lambda item: (str(parse_time(item[1].started_at)), item[0]), reverse=True))
 
 
-def choose_sweep(found: Mapping[str, SweepRecord], where: str, name: str | None, sweep_id: str | None) -> str:
+def choose_sweep(sweeps: Mapping[str, SweepRecord], where: str, name: str | None, sweep_id: str | None) -> str:
     """Return the id of a sweep: that one, or the first in `found` (of that name). Raises RunNotFound."""
     if sweep_id is not None:
-        if sweep_id in found:
+        if sweep_id in sweeps:
             return sweep_id
-        match = nearest(sweep_id, list(found))
+        match = nearest(sweep_id, list(sweeps))
         hint = f"; did you mean {match}?" if match else ""
         raise RunNotFound(f'no sweep "{shorten(sweep_id)}" in {where}{hint}')
-    for each, record in found.items():
+    for listed_id, record in sweeps.items():
         if name in (None, record.name):
-            return each
+            return listed_id
     raise RunNotFound(f"there is no sweep{f' named {name}' if name else ''} in {where} to resume")
 
 

@@ -81,8 +81,8 @@ def _stored(runs: StoreRuns, name: str) -> SweepTarget | None:
 def _holder(lock: Path) -> tuple[int, str] | None:
     if not run_lock.is_held(lock):
         return None
-    found = _HOLDER.match(run_lock.holder(lock))
-    return (int(found[1]), found[2]) if found else (0, "")
+    match = _HOLDER.match(run_lock.holder(lock))
+    return (int(match[1]), match[2]) if match else (0, "")
 
 
 def sweep_folder(runs_dir: str, name: str) -> Path | None:
@@ -100,10 +100,10 @@ def stop_sweep(target: SweepTarget, *, now: bool, tell: Callable[[str], None]) -
     `now`: the ranks do not save first. Raises UsageError if its driver is on another host; ClusterError if it has not
     ended within two minutes; StoreError.
     """
-    found = target.holder()
-    if found is None:
+    holder = target.holder()
+    if holder is None:
         return target.read(), False
-    pid, host = found
+    pid, host = holder
     if not pid or host != socket.gethostname():
         where = clean_line(host) or "another host"
         raise UsageError(f"sweep {target.name} can only be stopped on {where}, where its driver runs")

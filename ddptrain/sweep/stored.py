@@ -108,13 +108,13 @@ class StoredSweeps:
         """Return the sweeps by id, the newest first; `known_runs` are no sweeps. Raises StoreError."""
         names = [name for name in self._store.folders() if valid_run_id(name) and name not in known_runs]
         paths = [f"{name}/{SWEEP_JSON}" for name in names]
-        found: dict[str, SweepRecord] = {}
+        sweeps: dict[str, SweepRecord] = {}
         for path, data in self._store.read_all(paths).items():
             try:
-                found[path.partition("/")[0]] = parse_sweep(data, f"{self._store.url}/{path}")
+                sweeps[path.partition("/")[0]] = parse_sweep(data, f"{self._store.url}/{path}")
             except UsageError as error:
                 _log.info("sweep passed over", reason=error)
-        return newest_first(found)
+        return newest_first(sweeps)
 
     def read(self, sweep_id: str) -> SweepRecord:
         """Return the record of a sweep. Raises UsageError, StoreError."""
@@ -171,8 +171,8 @@ def _download(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> N
         if name in files:
             run.fetch(name, folder / name)
     names = list(_pieces(run))
-    found = run.read_all([f"{_PIECES}/{name}" for name in names])
-    write_file(folder / _JOURNAL, b"".join(found[f"{_PIECES}/{name}"] for name in names))
+    contents = run.read_all([f"{_PIECES}/{name}" for name in names])
+    write_file(folder / _JOURNAL, b"".join(contents[f"{_PIECES}/{name}"] for name in names))
 
 
 def _pieces(run: RemoteFolder) -> dict[str, int]:

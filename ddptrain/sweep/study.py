@@ -202,15 +202,15 @@ class Study:
 
     def _decoded(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a point in the order of the space, as the configuration has them."""
-        found = {}
+        decoded = {}
         for name, space in self._sweep.space.items():
             value = params[name]
             if isinstance(space, list):
                 value = next(
                     (each for each in space if _encoded(each) == value and type(_encoded(each)) is type(value)), value
                 )
-            found[name] = value
-        return found
+            decoded[name] = value
+        return decoded
 
     def _trial(self, number: int) -> optuna.Trial:
         if number not in self._asked:  # of an earlier driver
@@ -263,25 +263,25 @@ def make_sampler(sweep: SweepConfig, seed: int) -> optuna.samplers.BaseSampler:
     name, options = next(iter(sweep.search.items()))
     kind = _named("search", name, _SAMPLERS, optuna.samplers, "Sampler", _NOT_SAMPLERS)
     seeded = {"seed": seed} if "seed" in inspect.signature(kind).parameters else {}
-    made: optuna.samplers.BaseSampler = _made("search", name, kind, {**seeded, **(options or {})})
-    return made
+    sampler: optuna.samplers.BaseSampler = _made("search", name, kind, {**seeded, **(options or {})})
+    return sampler
 
 
 def make_pruner(sweep: SweepConfig) -> optuna.pruners.BasePruner:
     """Return the pruner of a sweep. Raises UsageError."""
     name, options = next(iter(sweep.prune.items()))
     kind = _named("prune", name, _PRUNERS, optuna.pruners, "Pruner", _NOT_PRUNERS)
-    made: optuna.pruners.BasePruner = _made("prune", name, kind, options or {})
-    return made
+    pruner: optuna.pruners.BasePruner = _made("prune", name, kind, options or {})
+    return pruner
 
 
 def _named(field: str, name: str, own: Mapping[str, str], module: Any, suffix: str, refused: frozenset[str]) -> Any:
     classes = {each.lower(): each for each in dir(module) if each.endswith(suffix) and each not in refused}
-    found = own.get(name) or classes.get(name.lower()) or classes.get(f"{name.lower()}{suffix.lower()}")
-    if found is None:
+    cls = own.get(name) or classes.get(name.lower()) or classes.get(f"{name.lower()}{suffix.lower()}")
+    if cls is None:
         known = sorted({*own, *(each.removesuffix(suffix.lower()) for each in classes)})
         raise UsageError(f"sweep.{field}: there is no {suffix.lower()} {shorten(name)}; {did_you_mean(name, known)}")
-    return getattr(module, found)
+    return getattr(module, cls)
 
 
 def _made(field: str, name: str, kind: Any, options: Mapping[str, Any]) -> Any:

@@ -166,7 +166,7 @@ class Trial:
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 text = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-                return self._fail(f"the point is not possible: {text}", ExitCode.USAGE)
+                return self._fail(f"the values of the trial are not valid: {text}", ExitCode.USAGE)
             except DdptrainError as error:
                 if self.stopped and not isinstance(error, UsageError):
                     self.record.state = TrialState.INTERRUPTED

@@ -50,11 +50,11 @@ def _set(data: dict[str, Any], name: str, value: Any) -> None:
         data["workload"]["args"] = [*data["workload"]["args"], f"--{key}", str(value)]
     elif section == "params":
         *path, last = key.split(".")
-        found = data["params"] = dict(data["params"])
+        params = data["params"] = dict(data["params"])
         for part in path:
-            found[part] = dict(found.get(part) or {})
-            found = found[part]
-        found[last] = value
+            params[part] = dict(params.get(part) or {})
+            params = params[part]
+        params[last] = value
     else:
         data[section] = {**data[section], key: value}
 

@@ -54,8 +54,8 @@ def export_model(run_dir: Path, workload: str, target: Path, form: str, source: 
         raise UsageError(f"there is no format {form}: choose {', '.join(FORMATS)}")
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists already: name a new folder")
-    found = exported(run_dir, workload)
-    if form != "safetensors" and found.module is None:
+    model = exported(run_dir, workload)
+    if form != "safetensors" and model.module is None:
         raise UsageError(
             f"only the code of {workload} can build its model, so it can be exported as safetensors only, not as {form}"
         )
@@ -63,8 +63,8 @@ def export_model(run_dir: Path, workload: str, target: Path, form: str, source: 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         incoming.mkdir()
-        _write_model(run_dir, found, form, incoming / FORMATS[form])
-        _describe(incoming, found, form, source)
+        _write_model(run_dir, model, form, incoming / FORMATS[form])
+        _describe(incoming, model, form, source)
         publish(incoming, target)
     except OSError as error:
         raise UsageError(f"can't write the model to {target}: {error.strerror or error}") from error
@@ -153,14 +153,14 @@ def _petnames(run_dir: Path) -> Exported:
     return Exported(about, model, torch.randint(0, len(SYMBOLS), (_EXAMPLES, length), dtype=torch.uint8), strict=True)
 
 
-def _write_model(run_dir: Path, found: Exported, form: str, path: Path) -> None:
+def _write_model(run_dir: Path, model: Exported, form: str, path: Path) -> None:
     if form == "safetensors":
         shutil.copyfile(checkpoint_folder(run_dir) / FORMATS[form], path)
         return
     if form == "onnx":
         _require_onnx()
     try:
-        _trace(found, form, path)
+        _trace(model, form, path)
     except OSError:
         raise
     except Exception as error:  # torch raises arbitrary errors for operations that it cannot export
@@ -168,19 +168,19 @@ def _write_model(run_dir: Path, found: Exported, form: str, path: Path) -> None:
         raise UsageError(f"torch cannot export this model as {form}: {why}; --format safetensors works") from error
 
 
-def _trace(found: Exported, form: str, path: Path) -> None:
-    assert found.module is not None and found.example is not None
+def _trace(model: Exported, form: str, path: Path) -> None:
+    assert model.module is not None and model.example is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own about torch
         shapes = ({0: torch.export.Dim(_BATCH)},)
-        program = torch.export.export(found.module, (found.example,), dynamic_shapes=shapes, strict=found.strict)
+        program = torch.export.export(model.module, (model.example,), dynamic_shapes=shapes, strict=model.strict)
         if form == "torch-export":
             torch.export.save(program, path)
             return
-        names = {"input_names": [found.about["input"]["name"]], "output_names": [found.about["output"]["name"]]}
-        made = torch.onnx.export(program, (), verbose=False, **names)  # type: ignore[arg-type]
-        assert made is not None
-        made.save(path)
+        names = {"input_names": [model.about["input"]["name"]], "output_names": [model.about["output"]["name"]]}
+        onnx_program = torch.onnx.export(program, (), verbose=False, **names)  # type: ignore[arg-type]
+        assert onnx_program is not None
+        onnx_program.save(path)
 
 
 def _require_onnx() -> None:
@@ -191,7 +191,7 @@ def _require_onnx() -> None:
         raise UsageError(f"the format onnx needs {' and '.join(missing)}: {install_command('onnx')}")
 
 
-def _describe(folder: Path, found: Exported, form: str, source: Mapping[str, Any]) -> None:
+def _describe(folder: Path, model: Exported, form: str, source: Mapping[str, Any]) -> None:
     """Write model.json and README.md beside the model."""
     files = {path.name: hash_file(path) for path in sorted(folder.iterdir())}
     about = {
@@ -199,7 +199,7 @@ def _describe(folder: Path, found: Exported, form: str, source: Mapping[str, Any
         "format": form,
         "torch": torch.__version__,
         "files": {name: {"size_bytes": size_bytes, "sha256": digest} for name, (size_bytes, digest) in files.items()},
-        **(found.about if form != "safetensors" else _of_weights(found.about)),
+        **(model.about if form != "safetensors" else _of_weights(model.about)),
     }
     (folder / DESCRIPTION).write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(_readme(about, form), encoding="utf-8")
@@ -207,10 +207,14 @@ def _describe(folder: Path, found: Exported, form: str, source: Mapping[str, Any
 
 def _of_weights(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of the weights alone: the model that they are loaded into does not normalise pixels."""
-    found = dict(about)
-    if found["workload"] == "images":
-        found["input"] = {**found["input"], "dtype": "float32", "channels": "RGB, normalised: see preprocessing"}
-    return found
+    description = dict(about)
+    if description["workload"] == "images":
+        description["input"] = {
+            **description["input"],
+            "dtype": "float32",
+            "channels": "RGB, normalised: see preprocessing",
+        }
+    return description
 
 
 _LOADING = {
@@ -229,8 +233,8 @@ def _readme(about: Mapping[str, Any], form: str) -> str:
     lines = [f"# {about.get('model', about.get('run_id', 'model'))}", "", f"```python\n{loading}\n```", ""]
     for title in ("input", "output"):
         if title in about:
-            each = about[title]
-            shape = ", ".join(map(str, each["shape"]))
-            lines.append(f"- {title}: `{each['name']}`, {each['dtype']} [{shape}]; the batch has any size")
+            tensor = about[title]
+            shape = ", ".join(map(str, tensor["shape"]))
+            lines.append(f"- {title}: `{tensor['name']}`, {tensor['dtype']} [{shape}]; the batch has any size")
     lines += ["", f"`{DESCRIPTION}` has all details: where the model comes from, its outputs, what its input must be."]
     return "\n".join(lines) + "\n"

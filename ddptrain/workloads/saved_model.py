@@ -86,10 +86,10 @@ def with_module_versions(model: torch.nn.Module, weights: Mapping[str, Any]) -> 
 
     Without them a module assumes its first version; some, such as torchvision's MNASNet, refuse that.
     """
-    found = OrderedDict(weights)
+    state = OrderedDict(weights)
     if versions := getattr(model.state_dict(), "_metadata", None):
-        vars(found)["_metadata"] = versions
-    return found
+        vars(state)["_metadata"] = versions
+    return state
 
 
 def check_workload(run_dir: Path, workload: str, command: str) -> None:
@@ -97,11 +97,11 @@ def check_workload(run_dir: Path, workload: str, command: str) -> None:
     path = run_dir / "run.json"
     try:
         run: Any = json.loads(read_regular(path))
-        found = run["workload"]
+        actual = run["workload"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{run_dir} is not a run: {path}: {type(error).__name__}: {error}") from error
-    if found != workload:
-        raise UsageError(f"{run_dir.name} is a run of the workload {found!r}; {command} needs one of {workload}")
+    if actual != workload:
+        raise UsageError(f"{run_dir.name} is a run of the workload {actual!r}; {command} needs one of {workload}")
 
 
 def checkpoint_folder(run_dir: Path) -> Path:

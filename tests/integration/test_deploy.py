@@ -191,7 +191,10 @@ def test_class_that_can_not_be_built_is_told_in_a_line_and_leaves_nothing(
 
 def test_keeper_that_crashes_is_told_with_what_it_wrote(clusters: DeployClusters) -> None:
     said = clusters.up_with("classes.Crashing", rc=4).stderr
-    assert "the keeper (pid " in said and ") has ended\nlast lines of keeper:\n  libcloud: out of memory" in said
+    assert (
+        "the process that holds the cluster (keeper, pid " in said
+        and ") has ended\nlast lines of keeper:\n  libcloud: out of memory" in said
+    )
     assert clusters.entries() == []
 
 
@@ -237,7 +240,7 @@ def test_cluster_that_can_not_be_closed_is_told_before_it_is_forgotten(clusters:
     clusters.up_with("classes.Clinging")
     stuck = clusters("down", "dev", rc=4).stderr
     assert "classes.Clinging.close() failed: RuntimeError: AccessDenied: ecs:DeleteCluster" in stuck
-    assert "what it has started may still be there; ddptrain cluster down dev forgets it" in stuck
+    assert "what it has started may still be there; ddptrain cluster down dev deletes its record" in stuck
     clusters("down", "dev")
     assert clusters.entries() == []
 
@@ -253,7 +256,8 @@ def test_killed_keeper_is_seen_and_cleared_away(clusters: DeployClusters) -> Non
     assert view["state"] == "gone" and "no scheduler listens at" in view["reason"]
     assert "is not up" in clusters("scale", "dev", "2", rc=4).stderr
     told = clusters("down", "dev").stderr
-    assert f"the keeper (pid {keeper.pid}) was killed: what classes.Quiet has started on other hosts may still" in told
+    killed = f"the process that holds the cluster (keeper, pid {keeper.pid}) was killed"
+    assert f"{killed}: what classes.Quiet has started on other hosts may still" in told
     assert clusters.entries() == []
     wait_until(lambda: all(is_gone(worker) for worker in workers))
 

@@ -206,7 +206,7 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
             store.test_conditions("probe")
         lock = StoreLock(store, settle_s=0.0)
         lock.take(contested=True)
-        assert lock.weakness == "the store does not keep their conditions"
+        assert lock.weakness == "the store ignores the conditions of writes"
         assert list(store.files()) == [LOCK], "what it was tried with is gone"
         with pytest.raises(RunLocked):
             StoreLock(store, settle_s=0.0).take(contested=True)

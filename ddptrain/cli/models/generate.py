@@ -16,10 +16,10 @@ from ddptrain.config.wording import counted
 def generate(
     run: RunOrModel,
     runs_dir: TrainedRunsDir = "runs",
-    count: Annotated[int, typer.Option(help="How many names.")] = 50,
-    prefix: Annotated[str, typer.Option(help="What each name begins with.")] = "",
+    count: Annotated[int, typer.Option(help="Number of names to generate.")] = 50,
+    prefix: Annotated[str, typer.Option(help="Text that each name begins with.")] = "",
     temperature: Annotated[
-        float, typer.Option(help="1 is as trained; below 1 more usual names, above 1 more unusual ones.")
+        float, typer.Option(help="Sampling temperature: below 1 more usual names, above 1 more unusual ones.")
     ] = 0.8,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same names.", min=0)] = None,
     keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that are in the training list.")] = False,

@@ -47,7 +47,7 @@ Mirrors = Annotated[
         metavar="NAME",
         envvar="DDPTRAIN_MODEL_MIRRORS",
         show_envvar=False,
-        help="Bring another registry up to date too: wandb, mlflow, or package.module:function. May be repeated; "
+        help="Also update another registry: wandb, mlflow, or package.module:function. May be repeated; "
         "also DDPTRAIN_MODEL_MIRRORS, with spaces between.",
     ),
 ]
@@ -214,7 +214,7 @@ def alias(
         raise UsageError("give a version, or --delete")
     reference = parse_reference(name)
     if not reference.alias or "@" not in name:
-        raise UsageError(f"{name} names no alias: write MODEL@ALIAS")
+        raise UsageError(f"{name} contains no alias: write MODEL@ALIAS")
     mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     change = registry.set_alias(reference.model, reference.alias, version, reason)

@@ -36,11 +36,13 @@ def predict(
     images: Annotated[
         list[str], typer.Argument(metavar="PATH|URL", help="Images, folders of any layout, and URLs of either.")
     ],
-    top: Annotated[int, typer.Option(min=1, help="How many classes of each image, the most probable first.")] = 5,
+    top: Annotated[
+        int, typer.Option(min=1, help="Number of classes to print for each image, the most probable first.")
+    ] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, an image a line.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, an image a line.")] = False,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, max=65536, help="Images at a time. Default: 128 on a GPU, else 16.")
+        int | None, typer.Option(min=1, max=65536, help="Images in a batch. Default: 128 on a GPU, else 16.")
     ] = None,
     device: Annotated[Device, typer.Option(help="auto is a GPU where there is one.")] = Device.AUTO,
     source_option: Annotated[

@@ -27,9 +27,9 @@ _DAY_S = 86_400.0
 def prune(
     ctx: typer.Context,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")] = False,
-    keep: Annotated[int, typer.Option(min=0, help="Of each name, the newest runs that succeeded and stay.")] = 20,
+    keep: Annotated[int, typer.Option(min=0, help="Runs to keep of each name: the newest that succeeded.")] = 20,
     failed_keep: Annotated[
-        int, typer.Option(min=0, help="Of each name, the newest failed, preempted and cancelled runs that stay.")
+        int, typer.Option(min=0, help="Runs to keep of each name: the newest failed, preempted and cancelled ones.")
     ] = 5,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help='Runs that ended later stay as well, as "30d" or "12h".')
@@ -38,10 +38,11 @@ def prune(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help='If more than this remains, as "200GB", the oldest runs go too, whatever the other options keep.',
+            help='If the remaining runs are larger than this, as "200GB", the oldest are deleted too, whatever the '
+            "other options keep.",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Look only at the runs of this name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Delete only runs of this name.")] = None,
     runs_dir: RunsDir = None,
     models_dir: ModelsDir = None,
     as_json: JsonOption = False,
@@ -74,7 +75,10 @@ def prune(
     report = prune_runs(runs, policy, protected, dry_run=dry_run)
     print_result(report.as_dict(), _lines(report, policy.max_size_bytes), as_json=as_json)
     if report.removed and not protected:
-        say(f"ddptrain: no run stays for a model: {registry.where} has no models (--models-dir names another place)")
+        say(
+            f"ddptrain: no run is kept because of a model: {registry.where} has no models "
+            "(--models-dir names another place)"
+        )
     if not report.decisions:
         say(f"ddptrain: no runs in {place}" + (f" with the name {name}" if name else ""))
     for problem in report.problems:

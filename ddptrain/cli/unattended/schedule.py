@@ -138,7 +138,9 @@ def check(
         list[str] | None, typer.Argument(metavar="CONFIG", help="YAML files.  [default: all installed schedules]")
     ] = None,
     grace: Grace = _GRACE,
-    notify: Annotated[bool, typer.Option(help="Send a message as notify: says, one until the next success.")] = True,
+    notify: Annotated[
+        bool, typer.Option(help="Send one message to the targets of notify; the next only after a success.")
+    ] = True,
     at: At = "",
     timezone: Zone = "",
     quiet: Annotated[
@@ -211,9 +213,9 @@ def _after(name: str, target: TargetName, following: datetime, *, installed: boo
     next_time = f"next time: {following:{_MINUTE}} UTC"
     if installed:
         shown = f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"
-        check = "ddptrain schedule check --quiet, each minute from cron, tells when it is late"
-        return [next_time, shown, check if tells else f"{check}, once notify.urls says whom (notify.on: late)"]
-    return [next_time, f"nothing is installed: --install does it with {target}"]
+        check = "run `ddptrain schedule check --quiet` each minute from cron to be notified if it is late"
+        return [next_time, shown, check if tells else f"{check}; set notify.urls, and add late to notify.on"]
+    return [next_time, f"nothing is installed: add --install to install it with {target}"]
 
 
 def _row(entry: Entry, finding: Finding) -> tuple[str, ...]:

@@ -71,10 +71,13 @@ class DeployProvider:
                 os.kill(keeper.pid, signal.SIGTERM)
             _await_end(cluster, keeper, tell)
         elif not cluster.ended:
-            tell(f"the keeper (pid {keeper.pid}) was killed: what {name} has started on other hosts may still run")
+            tell(
+                f"the process that holds the cluster (keeper, pid {keeper.pid}) was killed: what {name} has "
+                "started on other hosts may still run"
+            )
         if cluster.ended.get("is_left"):
             cluster.update(parts={})  # a second `cluster down` has nothing left to end
-            raise ClusterError(f"{cluster.ended['reason']}; ddptrain cluster down {cluster.name} forgets it")
+            raise ClusterError(f"{cluster.ended['reason']}; ddptrain cluster down {cluster.name} deletes its record")
 
 
 def _start(cluster: Deployment, slots: int | None) -> None:
@@ -117,8 +120,9 @@ def _await_end(cluster: Deployment, keeper: DaemonId, tell: Tell) -> None:
             return
         if waited_s > _STOP_S:
             raise ClusterError(
-                f"{name} is still {'closing' if is_up else 'being built'} after {_STOP_S:g} s: its keeper (pid "
-                f"{keeper.pid}) will close it and end by itself; ask again with ddptrain cluster down {cluster.name}"
+                f"{name} is still {'closing' if is_up else 'being built'} after {_STOP_S:g} s: the process "
+                f"that holds it (pid {keeper.pid}) will close it and end; "
+                f"try again with ddptrain cluster down {cluster.name}"
             )
 
 
@@ -139,7 +143,8 @@ def _words_of_end(cluster: Deployment, keeper: DaemonId) -> str:
     ended = cluster.ended
     if ended.get("is_usage"):
         return str(ended["reason"])
-    return str(ended.get("reason") or f"the keeper (pid {keeper.pid}) has ended") + _log_end(cluster)
+    has_ended = f"the process that holds the cluster (keeper, pid {keeper.pid}) has ended"
+    return str(ended.get("reason") or has_ended) + _log_end(cluster)
 
 
 def _log_end(cluster: Deployment) -> str:
@@ -160,7 +165,7 @@ def _order(cluster: Deployment, keeper: DaemonId, slots: int) -> Mapping[str, An
                 answer: dict[str, Any] = json.loads(stream.readline())
         except (OSError, ValueError) as error:
             raise ClusterError(
-                f"the keeper (pid {keeper.pid}) of the cluster {cluster.name} does not answer: {error}"
+                f"the process that holds the cluster {cluster.name} (keeper, pid {keeper.pid}) does not answer: {error}"
                 f"{_log_end(cluster)}"
             ) from error
     if "error" in answer:

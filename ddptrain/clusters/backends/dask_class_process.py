@@ -87,7 +87,7 @@ class Kept:
         with self._telling("(...)", order.kwargs):
             self._cluster: Any = made(**{**_security_of_ours(made, order.kwargs, folder), **order.kwargs})
         if not hasattr(self._cluster, "scheduler_address"):
-            words = f"cluster.class {self.name} makes no Dask cluster: what it returns has no scheduler_address"
+            words = f"cluster.class {self.name} does not create a Dask cluster: the object has no scheduler_address"
             raise CannotKeep(words, is_usage=True)
 
     def target(self) -> Target:
@@ -95,7 +95,8 @@ class Kept:
         address = str(self._cluster.scheduler_address)
         if address.partition("://")[0] not in _REACHABLE:
             raise CannotKeep(
-                f"the scheduler of {self.name} is at {address}, where no other process can reach it; let it listen on tcp://"
+                f"the scheduler of {self.name} is at {address}, where no other process can reach it; let it listen "
+                "on tcp://"
             )
         return Target(address, getattr(self._cluster, "security", None))
 
@@ -265,7 +266,7 @@ def _imported(name: str) -> Any:
     module_name, _, attribute = name.rpartition(".")
     package = module_name.partition(".")[0]
     if not package:
-        raise CannotKeep(f"cluster.class {name} names no module: write it as package.Cluster", is_usage=True)
+        raise CannotKeep(f"cluster.class {name} contains no module: write it as package.Cluster", is_usage=True)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -100,7 +100,7 @@ class EmbeddedCluster(Cluster):
 
         words = self.worker_log.read_text(errors="replace").strip() if self.worker_log.exists() else ""
         return f"the Dask worker (pid {self._worker.pid}) ended: {describe_status(status)}" + (
-            f"; its last words: {words[-500:]}" if words else ""
+            f"; the end of its log: {words[-500:]}" if words else ""
         )
 
     def replace_workers(self, *, leaving: bool) -> None:

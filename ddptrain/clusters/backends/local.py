@@ -92,7 +92,7 @@ def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[st
     wanted = len(present) if settings["gpus"] == "auto" else int(settings["gpus"])
     if wanted > len(present):
         raise ClusterError(
-            f"cluster.gpus is {wanted}, but this machine offers {len(present)}: set it to auto, or to 0 for the CPU"
+            f"cluster.gpus is {wanted}, but this machine has {len(present)}: set it to auto, or to 0 for the CPU"
         )
     gpus = present[:wanted]
     asked = slots_to_order(settings["ranks"], slots)

@@ -95,26 +95,26 @@ class Saturn:
 
     def scheduler(self, cluster_id: str) -> tuple[str, str]:
         """Return the scheduler's address and the dashboard's link. Raises ClusterError."""
-        info = self._called("where the scheduler is", lambda: self._cluster(cluster_id)._get_info())  # noqa: SLF001
+        info = self._called("give the address", lambda: self._cluster(cluster_id)._get_info())  # noqa: SLF001
         return str(info["scheduler_address"]), str(info["dashboard_link"] or "")
 
     def workers(self, cluster_id: str) -> int:
         """Return how many workers have joined. Raises ClusterError."""
-        return len(self._called("who has joined", lambda: self._cluster(cluster_id).scheduler_info)["workers"])
+        return len(self._called("list the workers", lambda: self._cluster(cluster_id).scheduler_info)["workers"])
 
     def scale(self, cluster_id: str, machines: int) -> None:
         """Scale to that many worker machines. Raises ClusterError."""
-        self._called("to scale it", lambda: self._cluster(cluster_id).scale(machines))
+        self._called("scale the cluster", lambda: self._cluster(cluster_id).scale(machines))
 
     def close(self, cluster_id: str) -> None:
         """End the cluster. Raises ClusterError."""
-        self._called("to close it", lambda: self._cluster(cluster_id).close())
+        self._called("close the cluster", lambda: self._cluster(cluster_id).close())
 
     def security(self, cluster_id: str) -> Security:
         """Return a new key, and a certificate for it that Saturn has signed. Raises ClusterError."""
         from dask_saturn.external import _security
 
-        signed: Security = self._called("for a certificate", lambda: _security(self._settings, cluster_id))
+        signed: Security = self._called("sign a certificate", lambda: _security(self._settings, cluster_id))
         return signed
 
     def _cluster(self, cluster_id: str) -> Any:
@@ -136,13 +136,13 @@ class Saturn:
         try:
             return answer.result(_CALL_S)
         except TimeoutError as error:
-            raise ClusterError(f"Saturn at {self._place} was asked {what}: no answer in {_CALL_S:g} s") from error
+            raise ClusterError(f"Saturn at {self._place} could not {what}: no answer within {_CALL_S:g} s") from error
         except requests.JSONDecodeError as error:
-            raise ClusterError(f"Saturn at {self._place} was asked {what}: its answer is not JSON") from error
+            raise ClusterError(f"Saturn at {self._place} could not {what}: its answer is not JSON") from error
         except requests.ConnectionError as error:
             raise self._unreachable(error) from error
         except (requests.RequestException, ValueError, KeyError) as error:
-            raise ClusterError(f"Saturn at {self._place} was asked {what}: {_line(str(error))}") from error
+            raise ClusterError(f"Saturn at {self._place} could not {what}: {_line(str(error))}") from error
 
     def _data(self, method: str, path: str, body: str | None = None) -> Any:
         response = self._response(method, path, body)

@@ -42,7 +42,7 @@ class IdleWatch:
             self._tell(f"the scheduler at {self._target.address} does not answer: {error!r}")
             return False
         except Exception as error:  # of any kind, from the remote call: the cluster must not be ended by mistake
-            self._tell(f"the scheduler can't be asked whether a run is on it, so it counts as used: {error!r}")
+            self._tell(f"the scheduler can't be asked whether a run is on it, so it is treated as used: {error!r}")
             return True
 
     async def _ask(self) -> bool:

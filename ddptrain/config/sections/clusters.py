@@ -100,7 +100,7 @@ class SaturnSettings(Strict):
     """Saturn Cloud, through dask-saturn; the token comes only from SATURN_TOKEN."""
 
     url: Line | None = Field(default=None, description="Where Saturn is; by default SATURN_BASE_URL.")
-    workers: Ranks = Field(default=1, description="Machines for workers, unless --ranks gives another number.")
+    workers: Ranks = Field(default=1, description="Machines for workers; --ranks takes precedence.")
     worker_size: Line | None = Field(default=None, description="Size of a worker's machine, as g4dnxlarge.")
     worker_is_spot: bool | None = Field(default=None, description="Whether workers run on spot instances.")
     scheduler_size: Line | None = Field(default=None, description="Size of the scheduler's machine, as large.")
@@ -121,7 +121,7 @@ class KubernetesSettings(Strict):
     image: Line = Field(description="Container image, with ddptrain installed.")
     namespace: Line | None = Field(default=None, description="Namespace; by default the context's own.")
     context: Line | None = Field(default=None, description="Context of the kubeconfig; by default the current one.")
-    workers: Ranks = Field(default=1, description="Worker pods, unless --ranks gives another number.")
+    workers: Ranks = Field(default=1, description="Worker pods; --ranks takes precedence.")
     gpus_per_worker: int = Field(default=0, ge=0, le=1024, description="GPUs of each worker pod, a slot each.")
     ranks_per_worker: Ranks = Field(default=1, description="Slots of each worker pod, if it has no GPUs.")
     resources: KubernetesResources = Field(

@@ -49,11 +49,11 @@ class GateRule(Strict):
     at_least: float | None = Field(default=None, description="The smallest value that passes; null for no limit.")
     better_by: float = Field(
         default=0.0,
-        description="By how much it must be better than the champion: 0 accepts an equal value, a negative number "
+        description="The smallest improvement over the champion: 0 accepts an equal value, a negative number "
         "accepts a slightly worse one.",
     )
     against: Literal["champion", "none"] = Field(
-        default="champion", description="What it is compared with; none only checks at_most and at_least."
+        default="champion", description="What the value is compared with; none checks only at_most and at_least."
     )
 
     @model_validator(mode="after")
@@ -87,13 +87,14 @@ class RetrainConfig(Strict):
         "end, replace the other one (it saves and ends first), or allow both.",
     )
     wait: Duration = Field(
-        default=3600.0, ge=0, description='How long overlap: wait and replace wait at most, as "1h".'
+        default=3600.0, ge=0, description='The longest time that overlap: wait and replace wait, as "1h".'
     )
     if_unchanged: Literal["skip", "train"] = Field(
         default="skip", description="What to do if data, params and code are those of the current version."
     )
     max_age: Positive | None = Field(
-        default=None, description='Age of the current version after which it trains anyway, as "30d"; null for never.'
+        default=None,
+        description='Age of the current version from which on training runs anyway, as "30d"; null for never.',
     )
     deadline: Positive | None = Field(
         default=None,
@@ -122,23 +123,24 @@ class DataConfig(Strict):
         default=0.5,
         ge=0,
         le=1,
-        description="By which share the data may shrink since the current version; with more it does not train.",
+        description="Largest share by which the data may have shrunk since the current version; otherwise nothing is "
+        "trained.",
     )
 
 
 # The URLs of notify may contain tokens: no error shows them.
 def _apprise_url(text: str) -> str:
-    return _checked_url(text, r"[A-Za-z][\w+.-]*://", "is no Apprise URL", "write it as mailto://..., or env:NAME")
+    return _checked_url(text, r"[A-Za-z][\w+.-]*://", "is not an Apprise URL", "write it as mailto://..., or env:NAME")
 
 
 def _web_url(text: str) -> str:
-    return _checked_url(text, r"https?://[^/\s]", "is no URL of a web server", "write it as https://..., or env:NAME")
+    return _checked_url(text, r"https?://[^/\s]", "is not a web server's URL", "write it as https://..., or env:NAME")
 
 
 def _checked_url(text: str, pattern: str, message: str, hint: str) -> str:
     if text.startswith(FROM_ENV):
         if not re.fullmatch(r"[A-Za-z_]\w*", text.removeprefix(FROM_ENV), re.ASCII):
-            raise wrong_field("", "has no name of a variable after env:", "write it as env:SLACK_URL")
+            raise wrong_field("", "contains no variable name after env:", "write it as env:SLACK_URL")
     elif not re.match(pattern, text) or re.search(r"[\x00-\x1f\x7f]", text):
         raise wrong_field("", message, hint)
     return text
@@ -164,7 +166,8 @@ class NotifyConfig(Strict):
     )
     on: list[Event] = Field(
         default=["failed", "rejected", "recovered", "late"],
-        description="Events to tell. A state that lasts is told once; always tells the end of each retraining.",
+        description="Events that are reported. A state that lasts is reported once; always reports the end of each "
+        "retraining.",
     )
     heartbeat: Annotated[str, AfterValidator(_web_url)] | None = Field(
         default=None,

@@ -60,9 +60,9 @@ class Distribution(Strict):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) if given else "none of them"
+        kinds = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
+            got = " and ".join(kinds) if kinds else "none of them"
             raise wrong_field("", f"expected one of {', '.join(_KINDS)}, got {got}", "as in {log: [0.0001, 0.1]}")
         return self
 
@@ -75,7 +75,7 @@ class Distribution(Strict):
         if name.startswith("log") and low <= 0:
             raise wrong_field(name, f"the lower limit is {low:g}, and has no logarithm", "write a number above 0")
         if self.is_whole and not (float(low).is_integer() and float(high).is_integer()):
-            raise wrong_field(name, f"the limits {low:g} and {high:g} are no whole numbers", "write uniform or log")
+            raise wrong_field(name, f"the limits {low:g} and {high:g} are not whole numbers", "write uniform or log")
         return self
 
     @model_validator(mode="after")
@@ -160,7 +160,7 @@ class SweepConfig(Strict):
         default=1,
         ge=1,
         le=_MOST_SEEDS,
-        description="Repeats of each point with params.seed + 0, 1, ...: the mean counts.",
+        description="Repeats of each point with params.seed + 0, 1, ...; their mean is compared.",
     )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(default=0, description="Seed of the choice of points.")
 

@@ -75,9 +75,9 @@ class WandbSettings(Strict):
     tags: list[FilledText] = Field(default_factory=list, description="Tags of the run.")
     notes: FilledText | None = Field(default=None, description="A description of the run.")
     group: FilledText | None = Field(
-        default=None, description="What the runs of mode process have in common; by default the run id."
+        default=None, description="Group of the runs of mode process; by default the run id."
     )
-    log_every: int = Field(default=10, ge=1, description="Steps from one row of numbers to the next.")
+    log_every: int = Field(default=10, ge=1, description="Steps between two rows of numbers.")
     watch: Annotated[Literal["off", "gradients", "parameters", "all"], BeforeValidator(_watched)] = Field(
         default="off",
         description="Histograms of the model that ctx.prepare is given; true is gradients.",
@@ -86,7 +86,7 @@ class WandbSettings(Strict):
     checkpoints: bool = Field(default=False, description="Whether checkpoints are logged as artifacts.")
     images: bool = Field(default=True, description="Whether images of ctx.log_image are logged.")
     tables: bool = Field(default=True, description="Whether tables of ctx.log_table are logged.")
-    table_rows: int = Field(default=1000, ge=1, description="Rows of a table that are logged at the most.")
+    table_rows: int = Field(default=1000, ge=1, description="The largest number of rows of a table that are logged.")
     system_metrics: bool = Field(default=True, description="Whether the hosts' use of processors and GPUs is logged.")
     init_timeout_s: Seconds = Field(
         default=20.0, gt=0, description="Seconds to wait for the server at the start, before recording offline."

@@ -184,7 +184,7 @@ class Attempt:
                 recorder.training(tuple(rank.record() for rank in self.state.ranks))
             case actions.RecordRankEnd(rank, ok, stopped):
                 if refused := self.mirrors[rank].refused:
-                    recorder.warn(f"rank {rank} wrote {refused} lines that are no events; they were ignored")
+                    recorder.warn(f"rank {rank} wrote {refused} invalid event lines; they were ignored")
                 recorder.rank_ended(self.state.ranks[rank].record(), ok=ok, stopped=stopped)
             case actions.RecordSlowRank(slow, causes):
                 recorder.slow_rank(slow, causes, self.state.ranks[slow.rank].record())

@@ -342,7 +342,7 @@ class Transition(SlowRankDraft):
             self.change(preempt_until=None)
             if not self.state.stopping:
                 if not all(rank.well for rank in self.state.ranks if not rank.over):  # else only trackers work
-                    self.do(actions.Warn("the ranks have not come to ctx.checkpoint() in time: they are stopped"))
+                    self.do(actions.Warn("the ranks did not call ctx.checkpoint() in time: they are stopped"))
                 self._stop(grace_periods.PREEMPT_STOP_S)
         if self._is_due(self.state.spare_until):
             self.change(spare_until=None)

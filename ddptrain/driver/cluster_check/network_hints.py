@@ -49,7 +49,7 @@ def _rdma_hint(facts: HostFacts) -> str:
     active = [fabric for fabric in facts.fabrics if fabric.is_active]
     down = [fabric.device for fabric in facts.fabrics if not fabric.is_active]
     if facts.network_env.get("NCCL_IB_DISABLE", "0").lower() in _OFF and active:
-        return f"{active[0].kind} is there ({active[0].device}), but NCCL_IB_DISABLE turns it off"
+        return f"{active[0].kind} is available ({active[0].device}), but NCCL_IB_DISABLE disables it"
     if down:
         return f"the RDMA ports of {', '.join(down)} are not active: see ibstat"
     return ""

@@ -19,7 +19,7 @@ _SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
 _WRAPPERS = frozenset({"wrapper", "wait"})
 # What a process that exits waits for, by the frame of Python that joins them; atexit functions have neither frame.
 _EXIT_WAITS = {
-    "threading.py _shutdown": "a thread that it has started and that is no daemon",
+    "threading.py _shutdown": "a non-daemon thread that it has started",
     "util.py _exit_function": "a process that it has started with multiprocessing",
 }
 _STATES = {

@@ -375,7 +375,7 @@ class WorkerGroup:
                 seen = self.client.run(driver_calls.holds_file, str(marker), text, workers=[worker])[worker]
                 found[worker] = str(folder) if seen else copy_folder(self.client, self.run_id, worker, folder, files)
             except Exception as error:  # a worker's own exception arrives as it was raised there
-                raise ClusterError(f"could not bring {what} {folder} to the worker {worker}: {error}") from error
+                raise ClusterError(f"could not copy {what} {folder} to the worker {worker}: {error}") from error
         return [found[place.slot.worker] for place in places]
 
 

@@ -84,7 +84,7 @@ def checked_note(text: str) -> str:
     """
     note = text.strip()
     if len(note) > LONGEST_NOTE:
-        raise UsageError(f"the note has {len(note):,} characters; {LONGEST_NOTE:,} are the most")
+        raise UsageError(f"the note has {len(note):,} characters; at most {LONGEST_NOTE:,} are allowed")
     wrong = next((char for char in note if not (char.isprintable() or char in "\n\t")), "")
     if wrong:
         raise UsageError(f"the note contains the character U+{ord(wrong):04X}, which cannot be printed; leave it out")

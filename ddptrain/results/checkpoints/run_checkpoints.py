@@ -144,7 +144,9 @@ def _check_folder(source: Path) -> None:
     except OSError as error:
         raise CheckpointDamaged(f"cannot read the staging folder {source}: {error.strerror}") from error
     if irregular:
-        raise CheckpointDamaged(f'the staging folder {source} holds "{shorten(irregular[0])}", which is no plain file')
+        raise CheckpointDamaged(
+            f'the staging folder {source} has "{shorten(irregular[0])}", which is not a regular file'
+        )
 
 
 def _manifest(

@@ -36,8 +36,8 @@ class Alignment(StrEnum):
 def best_alignment(runs: Sequence[AllSeries], metrics: Sequence[str]) -> Alignment:
     """Return STEP if every value of these metrics has a step, else EPOCH if every value has an epoch, else TIME."""
     for alignment in (Alignment.STEP, Alignment.EPOCH):
-        chosen = [one for series in runs for (name, _), one in series.items() if name in metrics]
-        if all(None not in getattr(one, alignment) for one in chosen):
+        chosen = [rank_series for series in runs for (name, _), rank_series in series.items() if name in metrics]
+        if all(None not in getattr(rank_series, alignment) for rank_series in chosen):
             return alignment
     return Alignment.TIME
 
@@ -47,12 +47,12 @@ def aligned(view: RunView, series: AllSeries, metric: str, alignment: Alignment)
 
     Values without a position on the axis are left out. Raises UsageError if none has one.
     """
-    ranks = [one for (name, _), one in series.items() if name == metric]
+    ranks = [rank_series for (name, _), rank_series in series.items() if name == metric]
     if not ranks:
         return None
     rows: dict[float | str, list[tuple[float, float]]] = {}  # by step, or by call for values without a step
-    for one, positions in zip(ranks, _positions(view, series, ranks, alignment), strict=True):
-        for number, (x, step, y) in enumerate(zip(positions, one.step, one.value, strict=True)):
+    for rank_series, positions in zip(ranks, _positions(view, series, ranks, alignment), strict=True):
+        for number, (x, step, y) in enumerate(zip(positions, rank_series.step, rank_series.value, strict=True)):
             if x is not None:
                 rows.setdefault(f"call {number}" if step is None else step, []).append((x, y))
     if not rows:
@@ -68,15 +68,21 @@ def _positions(
     """Return the positions of each rank's values on the axis."""
     match alignment:
         case Alignment.STEP:
-            return [one.step for one in ranks]
+            return [rank_series.step for rank_series in ranks]
         case Alignment.EPOCH:
-            return [one.epoch for one in ranks]
+            return [rank_series.epoch for rank_series in ranks]
         case Alignment.TIME:
-            start = min(one.time_s[0] for one in series.values())
-            return [[active_s(view.record.attempts, time_s, start) for time_s in one.time_s] for one in ranks]
+            start = min(rank_series.time_s[0] for rank_series in series.values())
+            return [
+                [active_s(view.record.attempts, time_s, start) for time_s in rank_series.time_s]
+                for rank_series in ranks
+            ]
         case Alignment.SAMPLES:
             known = samples_by_step(series)
-            return [[None if step is None else samples_at(known, step) for step in one.step] for one in ranks]
+            return [
+                [None if step is None else samples_at(known, step) for step in rank_series.step]
+                for rank_series in ranks
+            ]
 
 
 def active_s(attempts: Sequence[AttemptRecord], time_s: float, start_s: float) -> float:
@@ -100,10 +106,10 @@ def samples_by_step(series: AllSeries) -> tuple[list[float], list[float]]:
     """Return the logged steps, and for each step how many samples all ranks together had used."""
     ranks: dict[float, list[float]] = {}
     count = 0
-    for (name, _), one in series.items():
+    for (name, _), rank_series in series.items():
         if name == SAMPLES:
             count += 1
-            for step, value in zip(one.step, one.value, strict=True):
+            for step, value in zip(rank_series.step, rank_series.value, strict=True):
                 if step is not None and value == value:
                     ranks.setdefault(step, []).append(value)
     steps = sorted(ranks)

@@ -57,15 +57,15 @@ class Comparison:
             "differences": self.differences,
             "metrics": [
                 {
-                    "name": each.name,
-                    "goal": each.goal or None,
-                    "last": each.last,
-                    "last_difference": changes(each.last),
-                    "best": each.best,
-                    "best_difference": changes(each.best),
-                    "winner": None if each.winner is None else self.views[each.winner].run_id,
+                    "name": metric.name,
+                    "goal": metric.goal or None,
+                    "last": metric.last,
+                    "last_difference": changes(metric.last),
+                    "best": metric.best,
+                    "best_difference": changes(metric.best),
+                    "winner": None if metric.winner is None else self.views[metric.winner].run_id,
                 }
-                for each in self.metrics
+                for metric in self.metrics
             ],
             "x": self.plot.x_name,
             "series": [
@@ -104,7 +104,7 @@ def labels(views: Sequence[RunView]) -> list[str]:
 
 
 def _names(views: Sequence[RunView], series: Sequence[AllSeries]) -> list[str]:
-    logged = {name for one in series for name, _ in one}
+    logged = {name for run_series in series for name, _ in run_series}
     best = {view.record.best.metric for view in views if view.record.best is not None}
     return sorted(logged.union(best, *(view.record.last_metrics for view in views)))
 
@@ -113,14 +113,18 @@ def _metric(name: str, views: Sequence[RunView], series: Sequence[AllSeries]) ->
     modes = [view.record.best.mode for view in views if view.record.best and view.record.best.metric == name]
     goal = goal_of(name, name if modes else "", modes[0] if modes else "min")
     last = tuple(view.record.numbers.get(name) for view in views)
-    best = tuple(best_value(view, name, one, goal) for view, one in zip(views, series, strict=True)) if goal else ()
+    best = (
+        tuple(best_value(view, name, run_series, goal) for view, run_series in zip(views, series, strict=True))
+        if goal
+        else ()
+    )
     return MetricComparison(name, goal, last, best or (None,) * len(views))
 
 
 def _plot(
     views: Sequence[RunView], series: Sequence[AllSeries], alignment: Alignment | None, wanted: Sequence[str]
 ) -> Plot:
-    known = sorted({name for one in series for name, _ in one})
+    known = sorted({name for run_series in series for name, _ in run_series})
     for name in wanted:
         if name not in known:
             raise UsageError(f'none of the runs has logged "{shorten(name)}"; {did_you_mean(name, known)}')
@@ -130,8 +134,8 @@ def _plot(
     panels = []
     for name in names:
         curves = []
-        for label, view, one in zip(labels(views), views, series, strict=True):
-            if (points := aligned(view, one, name, chosen)) is not None:
+        for label, view, run_series in zip(labels(views), views, series, strict=True):
+            if (points := aligned(view, run_series, name, chosen)) is not None:
                 curves.append(Curve(f"{label} {view.run_id}", {0: points}, points))
         panels.append(Panel(name, tuple(curves)))
     return Plot(f"{len(views)} runs", f"by {chosen}", chosen.x_name, tuple(panels))

@@ -23,8 +23,8 @@ def find_differences(views: Sequence[RunView]) -> dict[str, Differences]:
 
 def differing(values: Sequence[Mapping[str, Any]]) -> Differences:
     """Return the names whose values differ between the mappings, in the order in which the names first occur."""
-    names = dict.fromkeys(name for each in values for name in each)
-    rows = {name: [each.get(name) for each in values] for name in names}
+    names = dict.fromkeys(name for mapping in values for name in mapping)
+    rows = {name: [mapping.get(name) for mapping in values] for name in names}
     return {name: row for name, row in rows.items() if len({_comparable(value) for value in row}) > 1}
 
 

@@ -49,7 +49,7 @@ def export_mlflow(views: Sequence[RunView], output: str) -> list[str]:
     series = [read_series(view.layout.metrics_jsonl, view.record.attempts) for view in views]
     try:
         client = MlflowClient(output if is_url(output) else Path(output).absolute().as_uri())
-        return [_export(client, view, one) for view, one in zip(views, series, strict=True)]
+        return [_export(client, view, run_series) for view, run_series in zip(views, series, strict=True)]
     except Exception as error:  # errors of mlflow, of its HTTP library, and of the disk
         raise ClusterError(hide_credentials(f"cannot export to MLflow in {output}: {one_line(error)}")) from error
 
@@ -104,5 +104,5 @@ def _name(name: str) -> str:
 
 
 def _experiment(client: MlflowClient, name: str) -> str:
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id) if found is not None else str(client.create_experiment(name))
+    experiment = client.get_experiment_by_name(name)
+    return str(experiment.experiment_id) if experiment is not None else str(client.create_experiment(name))

@@ -56,8 +56,8 @@ def export_tables(views: Sequence[RunView], file_format: str, output: Path) -> l
 
 def metric_names(views: Sequence[RunView]) -> dict[str, str]:
     """Return the names of the metrics of all runs, sorted, each with the title of its column."""
-    found = {name for view in views for line in MetricsReader(view.layout.metrics_jsonl).read() for name in line.values}
-    return {name: f"metrics.{name}" if name in POSITION else name for name in sorted(found)}
+    names = {name for view in views for line in MetricsReader(view.layout.metrics_jsonl).read() for name in line.values}
+    return {name: f"metrics.{name}" if name in POSITION else name for name in sorted(names)}
 
 
 def metric_rows(view: RunView, names: Mapping[str, str]) -> list[Row]:

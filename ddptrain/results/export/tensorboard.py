@@ -53,19 +53,19 @@ def points(series: AllSeries, metric: str) -> list[Point]:
     A value without a step gets its epoch, or else the number of the ctx.log call, as its step. NaN values, and steps
     that the format cannot hold, are left out.
     """
-    found: dict[int, list[tuple[float, float]]] = {}
-    for (name, _), one in series.items():
+    by_step: dict[int, list[tuple[float, float]]] = {}
+    for (name, _), rank_series in series.items():
         if name != metric:
             continue
         for call, (time_s, step, epoch, value) in enumerate(
-            zip(one.time_s, one.step, one.epoch, one.value, strict=True)
+            zip(rank_series.time_s, rank_series.step, rank_series.epoch, rank_series.value, strict=True)
         ):
             place = step if step is not None else epoch if epoch is not None else call
             if value == value and abs(place) < _LARGEST_STEP:
-                found.setdefault(int(place), []).append((time_s, value))
+                by_step.setdefault(int(place), []).append((time_s, value))
     return [
         (max(time_s for time_s, _ in rows), step, mean_of([value for _, value in rows]))
-        for step, rows in sorted(found.items())
+        for step, rows in sorted(by_step.items())
     ]
 
 
@@ -88,10 +88,10 @@ def _events(view: RunView, series: AllSeries, system: AllSeries) -> Iterator[Any
 
 def _system_points(series: AllSeries, began_s: float | None) -> Iterator[tuple[str, Point]]:
     """Yield the system metrics of ranks and hosts, as "system/gpu_percent/rank_0"; a step is a second of the run."""
-    for (name, number), one in sorted(series.items()):
-        start = one.time_s[0] if began_s is None else began_s
+    for (name, number), series_of_metric in sorted(series.items()):
+        start = series_of_metric.time_s[0] if began_s is None else began_s
         tag = f"{name}/{'host' if name.startswith(HOST_PREFIX) else 'rank'}_{number}"
-        for time_s, value in zip(one.time_s, one.value, strict=True):
+        for time_s, value in zip(series_of_metric.time_s, series_of_metric.value, strict=True):
             if abs(time_s - start) < _LARGEST_STEP:
                 yield tag, (time_s, max(0, int(time_s - start)), value)
 

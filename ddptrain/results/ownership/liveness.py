@@ -64,10 +64,10 @@ def look(layout: RunLayout, driver: DriverRecord, *, is_ours: bool = False, watc
     watch_s: how long to watch a heartbeat before it counts as silent; for commands that act on the answer.
     """
     is_here = is_this_host(driver.host, driver.boot_id)
-    held = LockState.FREE if is_ours else lock.look(layout.lock_file)
-    settled = held is LockState.HELD or (held is LockState.FREE and is_here)
+    lock_state = LockState.FREE if is_ours else lock.look(layout.lock_file)
+    settled = lock_state is LockState.HELD or (lock_state is LockState.FREE and is_here)
     heartbeat = HeartbeatState.NONE if settled else driver_heartbeat.look(layout.heartbeat_file, watch_s)
-    return decide(Signs(held, is_here, heartbeat, max(0.0, time.time() - changed_at(layout))))
+    return decide(Signs(lock_state, is_here, heartbeat, max(0.0, time.time() - changed_at(layout))))
 
 
 def changed_at(layout: RunLayout) -> float:

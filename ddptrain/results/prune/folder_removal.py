@@ -78,10 +78,10 @@ class FolderRemoval:
     def leftovers(self) -> list[tuple[str, int]]:
         """Return the folders, with their sizes in bytes, of runs whose deletion was interrupted."""
         try:
-            found = [path for path in self._folder.iterdir() if path.name.startswith(PRUNED)]
+            folders = [path for path in self._folder.iterdir() if path.name.startswith(PRUNED)]
         except OSError:
             return []
-        return [(path.name, folder_bytes(path)) for path in sorted(found) if _is_marked(path)]
+        return [(path.name, folder_bytes(path)) for path in sorted(folders) if _is_marked(path)]
 
     def finish(self, name: str) -> None:
         """Delete one of `leftovers`. Raises ResultsError."""

@@ -78,8 +78,8 @@ class StoredRemoval:
 
     def leftovers(self) -> list[tuple[str, int]]:
         """Return the runs whose deletion was interrupted, each with the size of what remains in bytes."""
-        found = (run for run, files in self._files.items() if MARK in files and _RECORD not in files)
-        return [(run, sum(self._files[run].values())) for run in sorted(found)]
+        interrupted = (run for run, files in self._files.items() if MARK in files and _RECORD not in files)
+        return [(run, sum(self._files[run].values())) for run in sorted(interrupted)]
 
     def finish(self, name: str) -> None:
         """Delete one of `leftovers`. Raises RunLocked, StoreError."""

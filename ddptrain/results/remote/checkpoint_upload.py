@@ -67,12 +67,12 @@ class StoredCheckpoints:
         self._stored = stored
 
     def _local(self) -> dict[int, dict[str, Any]]:
-        found = {}
+        manifests = {}
         for folder in checkpoint_folders(self._layout):
             with suppress(OSError):
                 if manifest := parse_stored((folder / MANIFEST).read_bytes()):
-                    found[int(folder.name.removeprefix("step-"))] = manifest
-        return found
+                    manifests[int(folder.name.removeprefix("step-"))] = manifest
+        return manifests
 
     def _next_step(self) -> int | None:
         """Return the step to upload next: the newest, every second time the best; None if none is left."""
@@ -107,9 +107,9 @@ class StoredCheckpoints:
         self._remove(_objects_of(step, before or {}) - _objects_of(step, self._stored[step]))
 
     def _check_sizes(self, step: int, manifest: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        found = self._store.files(f"{CHECKPOINTS}/{step_name(step)}")
+        stored_files = self._store.files(f"{CHECKPOINTS}/{step_name(step)}")
         for file in manifest["files"]:
-            stored = found.get(_path(step, names[file["name"]]))
+            stored = stored_files.get(_path(step, names[file["name"]]))
             if stored is None or stored.size_bytes != file["size_bytes"]:
                 has = "is missing" if stored is None else f"has {stored.size_bytes} bytes, not {file['size_bytes']}"
                 raise StoreError(f"{self._store.url}/{_path(step, names[file['name']])} {has} after it was written")

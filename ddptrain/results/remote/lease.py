@@ -119,11 +119,11 @@ class _LockFile:
         self._folder.write(LOCK, data)
         return Versioned(data)
 
-    def age_s(self, seen: Versioned, claim: Claim) -> float:
+    def age_s(self, stored: Versioned, claim: Claim) -> float:
         """Return how many seconds ago a claim was written."""
-        if seen.written_s is None:
+        if stored.written_s is None:
             return claim.age_s
-        return self._store_time_s + time.monotonic() - self._store_time_read_s - seen.written_s
+        return self._store_time_s + time.monotonic() - self._store_time_read_s - stored.written_s
 
 
 class StoreLock:
@@ -173,15 +173,15 @@ class StoreLock:
     def _take_if_free(self) -> Claim | None:
         """Write the claim if no other driver has the lease; return the previous claim. Raises RunLocked, StoreError."""
         while True:
-            seen = self._file.read()
-            before = claim_from(seen.data) if seen else None
+            stored = self._file.read()
+            before = claim_from(stored.data) if stored else None
             # A claim of this process is there if the answer to a write was lost.
-            if seen and before and before.token != self.claim.token:
-                age_s = self._file.age_s(seen, before)
+            if stored and before and before.token != self.claim.token:
+                age_s = self._file.age_s(stored, before)
                 if before.is_held(age_s):
                     raise self._locked(before, age_s)
             with suppress(WriteConflict):  # another driver was faster: it holds the lock, or has released it already
-                self._write(seen)
+                self._write(stored)
                 holder = f"process {before.pid} on {before.host}" if before else None
                 _log.info("lease of the run taken", store=self.store.url, before=holder)
                 return before
@@ -240,11 +240,11 @@ class StoreLock:
     def _renew_changed(self) -> None:
         """Renew a file that has changed: another driver took it, it was deleted, or an answer to a write was lost."""
         try:
-            seen = self._file.read()
-            holder = claim_from(seen.data) if seen else None
-            if seen and holder and holder.token != self.claim.token:
-                raise self._locked(holder, self._file.age_s(seen, holder))
-            self._write(seen)
+            stored = self._file.read()
+            holder = claim_from(stored.data) if stored else None
+            if stored and holder and holder.token != self.claim.token:
+                raise self._locked(holder, self._file.age_s(stored, holder))
+            self._write(stored)
         except (WriteConflict, RunLocked) as error:
             lost = error if isinstance(error, RunLocked) else RunLocked(f"run {self.store.url} was taken meanwhile")
             self._stopped.set()

@@ -81,8 +81,8 @@ def download_model(run: RemoteFolder, folder: Path, paths: Iterable[str], which:
 
 def _pointed_at(run: RemoteFolder, pointers: Sequence[str], steps: Collection[int]) -> int:
     """Return the step of the first pointer whose checkpoint exists; the newest of `steps` if there is none."""
-    found = run.read_all([f"{CHECKPOINTS}/{name}" for name in pointers])
-    texts = (found.get(f"{CHECKPOINTS}/{name}", b"").decode(errors="replace").strip() for name in pointers)
+    contents = run.read_all([f"{CHECKPOINTS}/{name}" for name in pointers])
+    texts = (contents.get(f"{CHECKPOINTS}/{name}", b"").decode(errors="replace").strip() for name in pointers)
     return next((step for text in texts if (step := step_of(text)) in steps and step is not None), max(steps))
 
 
@@ -94,8 +94,8 @@ def _manifests(run: RemoteFolder, paths: Iterable[str]) -> dict[int, dict[str, A
         if path.startswith(f"{CHECKPOINTS}/") and path.count("/") == 2 and path.endswith(f"/{MANIFEST}")
         if (step := step_of(path.split("/")[1])) is not None
     }
-    found = {steps[path]: parse_stored(data) for path, data in run.read_all(list(steps)).items()}
-    return {step: manifest for step, manifest in found.items() if manifest is not None}
+    manifests = {steps[path]: parse_stored(data) for path, data in run.read_all(list(steps)).items()}
+    return {step: manifest for step, manifest in manifests.items() if manifest is not None}
 
 
 def _fetch(run: RemoteFolder, folder: Path, step: int, manifest: Mapping[str, Any]) -> None:

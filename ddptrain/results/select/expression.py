@@ -97,16 +97,16 @@ class _Parser:
         self.fields: list[Field] = []
         self._depth = 0
         if len(text) > _LONGEST:
-            raise UsageError(f"the expression has {len(text):,} characters; {_LONGEST:,} are the most")
+            raise UsageError(f"the expression has {len(text):,} characters; at most {_LONGEST:,} are allowed")
         self._tokens = list(self._scan())
         self._next = 0
 
     def whole(self, rule: Callable[[], Any]) -> Any:
         """Apply the rule; it must use all of the text."""
-        found = rule()
+        result = rule()
         if self._token.kind != "end":
             raise self._unexpected('expected "and", "or" or the end')
-        return found
+        return result
 
     def condition(self) -> _Node:
         nodes = [self._all_of()]

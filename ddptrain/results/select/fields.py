@@ -102,9 +102,9 @@ def best_value(view: RunView, metric: str, series: AllSeries | None = None, goal
 
 def _rank_means(series: AllSeries, metric: str) -> list[float]:
     """Return the mean over the ranks at each step, or for values without a step, at each call."""
-    found: dict[float | str, list[float]] = {}
-    for (name, _), one in series.items():
+    by_step: dict[float | str, list[float]] = {}
+    for (name, _), rank_series in series.items():
         if name == metric:
-            for number, (step, value) in enumerate(zip(one.step, one.value, strict=True)):
-                found.setdefault(f"call {number}" if step is None else step, []).append(value)
-    return [sum(values) / len(values) for values in found.values()]
+            for number, (step, value) in enumerate(zip(rank_series.step, rank_series.value, strict=True)):
+                by_step.setdefault(f"call {number}" if step is None else step, []).append(value)
+    return [sum(values) / len(values) for values in by_step.values()]

@@ -65,12 +65,14 @@ class Selection:
     def apply(self, views: Iterable[RunView]) -> list[RunFields]:
         """Return the runs that match, sorted."""
         runs = [RunFields(view) for view in views]
-        found = [run for run in runs if self.where is None or self.where.matches(run)]
+        matching = [run for run in runs if self.where is None or self.where.matches(run)]
         for key in reversed(self.sort):  # sorting is stable: the first key is the last to be applied
-            with_value = [run for run in found if _rank_of(run(key.field)) is not None]
-            without = [run for run in found if _rank_of(run(key.field)) is None]
-            found = sorted(with_value, key=lambda run: _rank_of(run(key.field)) or (), reverse=key.descending) + without
-        return found
+            with_value = [run for run in matching if _rank_of(run(key.field)) is not None]
+            without = [run for run in matching if _rank_of(run(key.field)) is None]
+            matching = (
+                sorted(with_value, key=lambda run: _rank_of(run(key.field)) or (), reverse=key.descending) + without
+            )
+        return matching
 
     def unknown_fields(self, views: Sequence[RunView]) -> list[str]:
         """Return a message for each field that no run has: it may be misspelled, or text without quotes."""

@@ -74,7 +74,7 @@ def whole_plot(view: RunView) -> Plot:
 
 
 def _plot(view: RunView, series: AllSeries, names: Sequence[str]) -> Plot:
-    series = {key: one for key, one in series.items() if key[0] in names}
+    series = {key: rank_series for key, rank_series in series.items() if key[0] in names}
     x_name = _x_name(list(series.values()))
     panels: dict[str, list[Curve]] = {}
     for name in names:
@@ -96,14 +96,18 @@ def _chosen_names(view: RunView, known: list[str], wanted: Sequence[str]) -> lis
 
 def _x_name(series: Sequence[Series]) -> str:
     for name in ("step", "epoch"):
-        if all(None not in getattr(one, name) for one in series):
+        if all(None not in getattr(rank_series, name) for rank_series in series):
             return name
     return "time_s"
 
 
 def _curve(name: str, series: dict[tuple[str, int], Series], x_name: str) -> Curve:
-    start = min((one.time_s[0] for one in series.values()), default=0.0)
-    ranks = {rank: _points(one, x_name, start) for (metric, rank), one in sorted(series.items()) if metric == name}
+    start = min((rank_series.time_s[0] for rank_series in series.values()), default=0.0)
+    ranks = {
+        rank: _points(rank_series, x_name, start)
+        for (metric, rank), rank_series in sorted(series.items())
+        if metric == name
+    }
     first = next(iter(ranks.values()))
     if all(_equal(points, first) for points in ranks.values()):
         return Curve(name, {next(iter(ranks)): first}, first)

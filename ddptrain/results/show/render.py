@@ -151,10 +151,10 @@ def _profiles(files: Iterable[str]) -> str:
     for match in filter(None, map(_TRACE.fullmatch, files)):
         steps = int(match[1]), int(match[2])
         ranks[steps] = ranks.get(steps, 0) + 1
-    found = sorted(ranks.items())[:_MAX_FILES]
+    shown = sorted(ranks.items())[:_MAX_FILES]
     return "\n".join(
         f"steps {first} to {last} of {counted(count, 'rank')}: artifacts/profile/steps-{first}-{last}"
-        for (first, last), count in found
+        for (first, last), count in shown
     )
 
 
@@ -200,13 +200,13 @@ def _tracking(view: RunView) -> list[tuple[str, str]]:
     """Return the address or the folder of what each tracker has recorded, and how to upload an offline W&B run."""
     lines = []
     seen = set()
-    for tracker, found in tracker_outputs(view.layout, view.record).items():
-        url = found.get("url")
+    for tracker, outputs in tracker_outputs(view.layout, view.record).items():
+        url = outputs.get("url")
         if url in seen:
             continue  # several ranks share a tracker's run
         seen |= {url} - {None}
-        place = " ".join(filter(None, (found.get("mode"), _below_run(view.run_id, found.get("folder", "")))))
-        lines.append((tracker, url or place or ", ".join(found.values())))
+        place = " ".join(filter(None, (outputs.get("mode"), _below_run(view.run_id, outputs.get("folder", "")))))
+        lines.append((tracker, url or place or ", ".join(outputs.values())))
     if not view.is_running and unsent_parts(wandb_parts(view.layout, view.record)):
         lines.append(("not sent", f"W&B lacks some of it: ddptrain results sync {run_argument(view.layout)}"))
     return lines
@@ -237,7 +237,7 @@ def print_table(table: Sequence[Sequence[str]], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    titles, *found = table
+    titles, *rows = table
     columns = [*zip(*table, strict=True)]
     if sum(2 + max(map(columns_of, column)) for column in columns[:-1]) + _LEAST_RESULT > console.width:
         console.print(Text(plain_table(table)), soft_wrap=True)
@@ -245,7 +245,7 @@ def print_table(table: Sequence[Sequence[str]], console: Console) -> None:
     drawn = Table(box=None, pad_edge=False)
     for title in titles:
         drawn.add_column(Text(title), no_wrap=title not in _WRAPPED, overflow="fold")
-    for row in found:
+    for row in rows:
         cells_of_row = zip(titles, row, strict=True)
         drawn.add_row(*(Text(cell, _style(cell) if title == "STATUS" else "") for title, cell in cells_of_row))
     console.print(drawn)

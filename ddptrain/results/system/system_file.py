@@ -102,9 +102,9 @@ def system_series(lines: list[SystemLine]) -> AllSeries:
     Hosts are numbered in the order of their names.
     """
     numbers = {host: number for number, host in enumerate(sorted({line.host for line in lines}))}
-    found = []
+    metrics = []
     for line in lines:
         prefix, where = (HOST_PREFIX, numbers[line.host]) if line.rank is None else (PREFIX, line.rank)
         values: dict[str, float | None] = {prefix + name: value for name, value in line.values.items()}
-        found.append(MetricLine(line.time_s, None, None, where, values))
-    return series_of(found)
+        metrics.append(MetricLine(line.time_s, None, None, where, values))
+    return series_of(metrics)

@@ -100,20 +100,20 @@ class SystemSummary:
 
     def facts(self) -> list[str]:
         """As "GPU 93 % 61/80 GB 71 °C", "CPU 45 %", "memory 12/64 GB": means of use, and the fullest and hottest."""
-        found = []
+        parts = []
         gpus = [use for use in self._ranks.values() if "gpu_memory_bytes" in use]
         if gpus:
             percent = [use["gpu_percent"] for use in gpus if "gpu_percent" in use]
             heat = [use["gpu_temperature_c"] for use in gpus if "gpu_temperature_c" in use]
             words = ["GPU"] + ([f"{sum(percent) / len(percent):.0f} %"] if percent else [])
             words += [_fullest(gpus, "gpu_memory")] + ([f"{max(heat):.0f} °C"] if heat else [])
-            found.append(" ".join(filter(None, words)))
+            parts.append(" ".join(filter(None, words)))
         hosts = [*self._hosts.values()]
         if busy := [use["cpu_percent"] for use in hosts if "cpu_percent" in use]:
-            found.append(f"CPU {sum(busy) / len(busy):.0f} %")
+            parts.append(f"CPU {sum(busy) / len(busy):.0f} %")
         if memory := _fullest(hosts, "memory"):
-            found.append(f"memory {memory}")
-        return found
+            parts.append(f"memory {memory}")
+        return parts
 
 
 def _fullest(uses: list[Mapping[str, float]], name: str) -> str:

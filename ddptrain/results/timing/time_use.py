@@ -141,20 +141,20 @@ def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s:
 
 
 def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents]:
-    found: dict[int, _AttemptEvents] = {}
+    attempts: dict[int, _AttemptEvents] = {}
     now = _AttemptEvents()
     for event in events:
         time_s = float(event["time_s"])
         match event:
             case {"event": "run_started", "attempt": int(number)}:
-                now = found[number] = _AttemptEvents()
+                now = attempts[number] = _AttemptEvents()
             case {"event": "entered" | "finished" | "run_finished" as kind}:
                 now.stamps.append((kind, 0, time_s))
             case {"event": "checkpoint_staged", "step": int(step)}:
                 now.stamps.append(("checkpoint_staged", step, time_s))
             case {"event": "timed", "activity": str(activity), "seconds": int() | float() as seconds}:
                 now.timed.append((activity, time_s, float(seconds)))
-    return found
+    return attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,5 +300,5 @@ def _fitted(use: TimeUse, duration_s: float) -> TimeUse:
 
 
 def _seconds(text: str | None) -> float | None:
-    found = parse_time(text)
-    return None if found is None else found.timestamp()
+    time = parse_time(text)
+    return None if time is None else time.timestamp()

@@ -53,7 +53,7 @@ class CleanUpReport:
         """Return the report as JSON data."""
         return {
             "versions": list(self.versions.removed),
-            "runs": [each.run.folder for each in self.runs.removed],
+            "runs": [decision.run.folder for decision in self.runs.removed],
             "freed_bytes": self.freed_bytes,
             "problems": list(self.runs.problems),
         }

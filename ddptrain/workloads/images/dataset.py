@@ -91,7 +91,7 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
     @property
     def keys(self) -> list[str]:
         """The key of each image, relative to the source."""
-        return [wanted.key for wanted, _ in self._images]
+        return [ref.key for ref, _ in self._images]
 
     @property
     def labels(self) -> list[int]:
@@ -108,19 +108,19 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return images in the order of `indices`, decoded as they arrive. Raises UnreadableImage."""
         samples: dict[int, tuple[Any, Any]] = {}
-        wanted = [self._images[index][0] for index in indices]
-        for place, data in self._reader.read_all(wanted, self._requests):
+        refs = [self._images[index][0] for index in indices]
+        for place, data in self._reader.read_all(refs, self._requests):
             samples[place] = self._sample(indices[place], data)
         return [samples[place] for place in range(len(indices))]
 
     def _sample(self, index: int, data: bytes | ReadFailure) -> tuple[Any, Any]:
-        wanted, label = self._images[index]
+        ref, label = self._images[index]
         if isinstance(data, ReadFailure):
-            raise UnreadableImage(f"{self.location.description}/{wanted.key}: {data.reason}")
+            raise UnreadableImage(f"{self.location.description}/{ref.key}: {data.reason}")
         try:
             image: Any = Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
         except (OSError, SyntaxError, ValueError) as error:
-            raise UnreadableImage(f"{self.location.description}/{wanted.key}: {error}") from error
+            raise UnreadableImage(f"{self.location.description}/{ref.key}: {error}") from error
         if self.transform is not None:
             image = self.transform(image)
         return image, label if self.target_transform is None else self.target_transform(label)

@@ -79,14 +79,14 @@ def class_outputs(classes: Sequence[str], config: SavedConfig) -> list[int]:
 
 def _known_classes(compared: Mapping[str, Path]) -> list[list[str]]:
     """Return the classes of each model that can be read; the others cannot be scored."""
-    found = []
+    known = []
     for folder in compared.values():
         try:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-            found.append(list(SavedConfig.restored(state["extra"]["model_config"]).classes))
+            known.append(list(SavedConfig.restored(state["extra"]["model_config"]).classes))
         except Exception:  # damaged files raise arbitrary errors; the evaluation of that checkpoint reports them
             continue
-    return found
+    return known
 
 
 def _note_classes(

@@ -53,8 +53,8 @@ class ImagesParams(BaseModel):
         0.8,
         gt=0.0,
         le=1.0,
-        description="Share of each class to train on, the rest validates; 1.0 validates nothing. "
-        "Not used where images to validate with have a folder of their own.",
+        description="Share of each class to train on; the rest is for validation. 1.0 validates nothing. "
+        "Not used if images to validate with have a folder of their own.",
     )
     downsample_to: float = Field(1.0, gt=0.0, le=1.0, description="Share of the images of each class that is used.")
     image_size: int = Field(224, ge=8, le=2048, description="Width and height, in pixels, of what the model sees.")
@@ -67,20 +67,21 @@ class ImagesParams(BaseModel):
     )
     weights: FilledText | None = Field(
         None,
-        description="Weights to begin with: DEFAULT or another name that torchvision has for the architecture, "
+        description="Initial weights: DEFAULT or another name that torchvision has for the architecture, "
         "a path or URL of safetensors or a state dict, or a model of the registry, as model:dogs@champion; null "
-        "begins at random.",
+        "starts with random weights.",
     )
     label_map: FilledText | None = Field(
         None,
-        description="Path or URL of the names of the weights' outputs, {0: 'tench, Tinca tinca', ...}: their head is "
-        "kept, and folders are found by name; null makes a head of the data's classes.",
+        description="Path or URL of the class names of the weights' outputs, {0: 'tench, Tinca tinca', ...}: the "
+        "head is "
+        "kept, and folders are matched to outputs by name; null replaces the head by one for the data's classes.",
     )
 
-    epochs: int = Field(6, ge=1, description="Times that all ranks together see every image.")
-    batch_size: int = Field(64, ge=1, le=65536, description="Most images of a rank in a step.")
+    epochs: int = Field(6, ge=1, description="Epochs; in each, all ranks together see every image once.")
+    batch_size: int = Field(64, ge=1, le=65536, description="Images in a batch of a rank.")
     optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="The optimizer.")
-    base_lr: float = Field(3e-4, gt=0.0, le=10.0, description="Highest learning rate.")
+    base_lr: float = Field(3e-4, gt=0.0, le=10.0, description="Peak learning rate.")
     scale_lr: bool = Field(False, description="Whether base_lr is multiplied by the number of ranks.")
     weight_decay: float = Field(0.01, ge=0.0, le=10.0, description="Weight decay of the optimizer.")
     momentum: float = Field(
@@ -89,7 +90,7 @@ class ImagesParams(BaseModel):
         lt=1.0,
         description="Momentum of sgd, first beta of adam and adamw; one_cycle moves it from 0.95 to 0.85 and back.",
     )
-    eps: float = Field(1e-6, gt=0.0, le=1.0, description="What adam and adamw add to their denominator.")
+    eps: float = Field(1e-6, gt=0.0, le=1.0, description="Epsilon of adam and adamw.")
     scheduler: Literal["one_cycle", "cosine", "step", "plateau", "none"] = Field(
         "one_cycle",
         description="Learning rate over the run: up and down, down, down by gamma every step_size epochs, "
@@ -110,14 +111,14 @@ class ImagesParams(BaseModel):
     )
 
     precision: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="Of the forward pass; null uses the configuration's `prepare`."
+        None, description="Precision of the forward pass; null uses the configuration's `prepare`."
     )
     compile: bool | None = Field(None, description="Whether torch.compile compiles the model; null as for precision.")
     channels_last: bool | None = Field(
-        None, description="Whether images are stored pixel by pixel (channels last); null as for precision."
+        None, description="Whether images have the channels_last memory format; null as for precision."
     )
     predictions: Literal["csv", "parquet", "none"] = Field(
-        "csv", description="Form of the last validation's predictions in artifacts/predictions."
+        "csv", description="File format of the last validation's predictions in artifacts/predictions."
     )
     examples_every: int = Field(25, ge=0, description="Steps between two pictures of examples; 0 makes none.")
     examples_kept: int = Field(

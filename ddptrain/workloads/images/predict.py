@@ -69,9 +69,13 @@ class Classifier:
         """
         images = decoded(inputs, self._size, ahead=batch_size + THREADS)
         while batch := list(itertools.islice(images, batch_size)):
-            found = iter(self._predictions([image for _, image in batch if not isinstance(image, str)]))
-            for one, image in batch:
-                yield ImageResult(one.name, error=image) if isinstance(image, str) else _result(one.name, next(found))
+            predicted = iter(self._predictions([image for _, image in batch if not isinstance(image, str)]))
+            for item, image in batch:
+                yield (
+                    ImageResult(item.name, error=image)
+                    if isinstance(image, str)
+                    else _result(item.name, next(predicted))
+                )
 
     def _predictions(self, images: Sequence[Image]) -> list[tuple[Prediction, ...]]:
         if not images:
@@ -91,6 +95,6 @@ class Classifier:
 
 
 def _result(file: str, predictions: tuple[Prediction, ...]) -> ImageResult:
-    if any(math.isnan(one.probability) for one in predictions):
+    if any(math.isnan(prediction.probability) for prediction in predictions):
         return ImageResult(file, error="the model returns NaN for it; did its training diverge?")
     return ImageResult(file, predictions)

@@ -99,5 +99,5 @@ def _sums(logits: Tensor, targets: Tensor, ok: Tensor) -> Tensor:
     """Return sums over the images that are ok: loss, hits, hits among the first 5, and the number of images."""
     losses = functional.cross_entropy(logits, targets, reduction="none")
     first = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
-    each = torch.stack([losses, first[:, 0], first.any(1), torch.ones_like(losses)]).double()
-    return torch.where(ok, each, 0.0).sum(1)
+    per_image = torch.stack([losses, first[:, 0], first.any(1), torch.ones_like(losses)]).double()
+    return torch.where(ok, per_image, 0.0).sum(1)

@@ -23,7 +23,9 @@ class PetnamesParams(BaseModel):
         default_factory=dict, description="Options for fsspec, such as {anon: true, endpoint_url: ...} for S3."
     )
     unique: bool = Field(True, description="Train on each distinct name once, even if the source repeats it.")
-    max_name_length: int = Field(64, ge=1, le=1000, description="Names of more characters are left out.")
+    max_name_length: int = Field(
+        64, ge=1, le=1000, description="Longest name, in characters; longer ones are left out."
+    )
     val_fraction: float = Field(
         0.1, ge=0.0, le=0.9, description="Share of the distinct names held out for val/loss; 0 holds out none."
     )
@@ -47,20 +49,18 @@ class PetnamesParams(BaseModel):
     weights: str | None = Field(
         None,
         pattern=r"^model:.+$",
-        description="Weights to begin with: a model of the registry with the same architecture, as "
-        "model:petnames@champion; null begins at random.",
+        description="Initial weights: a model of the registry with the same architecture, as "
+        "model:petnames@champion; null starts with random weights.",
     )
 
-    epochs: int = Field(25, ge=1, description="Times that all ranks together see every row.")
-    batch_size: int = Field(
-        16384, ge=1, description="Most rows of a rank in a step: windows, or names with context: full."
-    )
-    learning_rate: float = Field(1e-3, gt=0.0, le=10.0, description="Highest learning rate of AdamW.")
+    epochs: int = Field(25, ge=1, description="Epochs; in each, all ranks together see every row once.")
+    batch_size: int = Field(16384, ge=1, description="Rows in a batch of a rank: windows, or names with context: full.")
+    learning_rate: float = Field(1e-3, gt=0.0, le=10.0, description="Peak learning rate of AdamW.")
     lr_schedule: Literal["constant", "one_cycle", "cosine"] = Field(
         "constant", description="Learning rate over the run: constant, up and down, or down."
     )
     weight_decay: float = Field(0.0, ge=0.0, le=10.0, description="Weight decay of AdamW; with 0 it is Adam.")
-    grad_clip: float = Field(0.0, ge=0.0, description="Largest norm of the gradient; 0 does not clip.")
+    grad_clip: float = Field(0.0, ge=0.0, description="Largest norm of the gradient (clipping); 0 does not clip.")
     loss_microbatch: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
         "auto",
         description="Rows of one forward and backward; a step sums them up, its gradient stays the same. "

@@ -68,7 +68,7 @@ def test_second_cluster_of_a_name_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["../x", "", ".", "Dev", "a/b", "x" * 65])
 def test_name_that_is_no_plain_name_is_refused(name: str, folder: Path) -> None:
-    with pytest.raises(UsageError, match="can't name a cluster"):
+    with pytest.raises(UsageError, match="is not a cluster name"):
         cluster_records.create(record(name))
     with pytest.raises(cluster_records.ClusterNotFound):
         cluster_records.find(name)
@@ -241,7 +241,7 @@ def test_scheduler_file_names_the_address(tmp_path: Path) -> None:
 def test_file_of_something_else_is_told(tmp_path: Path, text: str) -> None:
     path = tmp_path / "scheduler.json"
     path.write_text(text)
-    with pytest.raises(ClusterError, match='names no "address"'):
+    with pytest.raises(ClusterError, match='contains no "address"'):
         resolve.by_scheduler_file(path, None)
     with pytest.raises(ClusterError, match="can't be read: No such file"):
         resolve.by_scheduler_file(tmp_path / "none.json", None)

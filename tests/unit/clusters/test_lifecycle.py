@@ -152,7 +152,7 @@ def test_two_ups_of_one_name_at_once_do_not_meet(provider: Provider) -> None:
 
 
 def test_name_that_would_leave_the_folder_is_refused(provider: Provider) -> None:
-    with pytest.raises(UsageError, match="can't name a cluster"):
+    with pytest.raises(UsageError, match="is not a cluster name"):
         lifecycle.up(ClusterConfig(), "../dev", tell)
 
 

@@ -103,12 +103,12 @@ def test_one_worker_is_enough_where_no_more_are_expected(
 @pytest.mark.parametrize(
     ("workers", "there", "asked", "told"),
     [
-        (1, [worker("a", 2)], 3, "3 slots needed, but only 2 joined (2 from a (h)), and no more workers are expected"),
+        (1, [worker("a", 2)], 3, "3 slots needed, but only 2 joined (2 from a (h)), and no more workers are starting"),
         (
             1,
             [worker("h", 0)],
             None,
-            "1 worker ordered, 1 joined with 0 slots (0 from h), and no more workers are expected",
+            "1 worker ordered, 1 joined with 0 slots (0 from h), and no more workers are starting",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_cluster_has_shrunk_when_only_slots_in_use_are_left(tmp_path: Path, monk
     assert bench.wait.until_shrunk(1).slots == 3
     bench.answers = [[worker("a", 2)]]
     assert bench.wait.until_shrunk(2).slots == 2
-    with pytest.raises(ClusterError, match=r"^2 slots still there, 1 asked for, within 60 s$"):
+    with pytest.raises(ClusterError, match=r"^2 slots left, 1 requested, within 60 s$"):
         bench.wait.until_shrunk(1)
 
 

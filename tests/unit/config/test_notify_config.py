@@ -23,9 +23,9 @@ def test_one_url_needs_no_list() -> None:
     assert load().config.notify.urls == []
 
 
-APPRISE = "is no Apprise URL (write it as mailto://..., or env:NAME)"
-WEB = "is no URL of a web server (write it as https://..., or env:NAME)"
-VARIABLE = "has no name of a variable after env: (write it as env:SLACK_URL)"
+APPRISE = "is not an Apprise URL (write it as mailto://..., or env:NAME)"
+WEB = "is not a web server's URL (write it as https://..., or env:NAME)"
+VARIABLE = "contains no variable name after env: (write it as env:SLACK_URL)"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_options_without_a_field_are_named() -> None:
         ("python train.py", r'"python" is not a command of torchrun'),
         ("", r'"nothing" is not a command of torchrun'),
         ("torchrun 'train.py", "can't be read: No closing quotation"),
-        ("torchrun", "names no script"),
+        ("torchrun", "contains no script"),
         ("torchrun --foo 3 train.py", "torchrun has no option --foo"),
         ("torchrun --nnodes", "--nnodes: expected one argument"),
         ("torchrun --max-restarts x train.py", "invalid int value: 'x'"),

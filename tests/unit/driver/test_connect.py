@@ -97,7 +97,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silent_port_is_not_waited_for_for_ever(silent: int) -> None:
     told = refused(Target(f"tcp://127.0.0.1:{silent}"))
     assert f"no Dask scheduler answers at tcp://127.0.0.1:{silent} within 0.5 s" in told
-    assert told.endswith("says nothing; is a firewall in the way?")
+    assert told.endswith("sends nothing; is a firewall in the way?")
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def test_what_is_no_scheduler_is_told_within_seconds(
 def test_silent_port_is_given_up_long_before_the_cluster_must_have_started(silent: int) -> None:
     began = time.monotonic()
     told = refused(Target(f"tcp://127.0.0.1:{silent}"), timeout_s=600)
-    assert "no Dask scheduler answers at" in told and "says nothing" in told
+    assert "no Dask scheduler answers at" in told and "sends nothing" in told
     assert time.monotonic() - began < SOON_S
 
 
@@ -189,13 +189,13 @@ def test_silent_port_is_given_up_long_before_the_cluster_must_have_started(silen
         ),
         (speak_http, "does not speak TLS ("),
         (sends(bytes(4096)), "does not speak TLS ("),
-        (lambda connection: None, "says nothing"),
+        (lambda connection: None, "sends nothing"),
     ],
 )
 def test_what_speaks_no_tls_is_not_taken_for_a_wrong_certificate(
     answer: Callable[[socket.socket], object], reason: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if reason == "says nothing":
+    if reason == "sends nothing":
         request.getfixturevalue("quick")
     make_tls(tmp_path)
     began = time.monotonic()
@@ -287,7 +287,7 @@ def test_certificate_of_another_cluster_is_told(speaks_tls: int, tmp_path: Path)
     (tmp_path / "ours").mkdir()
     make_tls(tmp_path / "ours")
     told = refused(Target(f"tls://127.0.0.1:{speaks_tls}", own_security(tmp_path / "ours")), timeout_s=30)
-    assert "shows a certificate that ours has not signed" in told
+    assert "shows a certificate that our CA has not signed" in told
 
 
 @pytest.mark.usefixtures("quick_looks")
@@ -404,7 +404,7 @@ def test_peer_that_never_answers_ends_the_try_two_seconds_after_dasks_own_limit(
         client: object = connect._try_connect(target, 5.0)
         assert client == "client" and limits == [7.0, None]
     else:
-        with pytest.raises(TimeoutError, match="something accepts the connection there, and says nothing"):
+        with pytest.raises(TimeoutError, match="something accepts the connection, but sends nothing"):
             connect._try_connect(target, 5.0)
         assert limits == [7.0]
         while not given:

@@ -46,7 +46,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_way_out() -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 def test_more_gpus_than_there_are_are_refused() -> None:
-    with pytest.raises(ClusterError, match=r"cluster\.gpus is 5, but this machine offers 4"):
+    with pytest.raises(ClusterError, match=r"cluster\.gpus is 5, but this machine has 4"):
         local_resources.local_resources(ClusterConfig(gpus=5), {})
 
 

@@ -110,9 +110,9 @@ def test_bug_of_the_client_is_a_warning(server: Server, monkeypatch: pytest.Monk
     ("url", "environ", "problem"),
     [
         ("env:HB", {}, "heartbeat not delivered to env:HB: the environment variable HB is not set"),
-        ("env:HB", {"HB": "file:///etc/secret"}, "heartbeat not delivered to env:HB: it is no URL that begins with"),
-        ("env:HB", {"HB": "https://host:99999/secret"}, "heartbeat not delivered to env:HB: it is no URL"),
-        ("https://", {}, "heartbeat not delivered to notify.heartbeat: it is no URL"),
+        ("env:HB", {"HB": "file:///etc/secret"}, "heartbeat not delivered to env:HB: it is not a URL that begins with"),
+        ("env:HB", {"HB": "https://host:99999/secret"}, "heartbeat not delivered to env:HB: it is not a URL"),
+        ("https://", {}, "heartbeat not delivered to notify.heartbeat: it is not a URL"),
     ],
 )
 def test_url_that_cannot_be_used_is_a_warning(server: Server, url: str, environ: dict[str, str], problem: str) -> None:

@@ -279,7 +279,7 @@ def test_path_has_at_most_1000_bytes(length: int, is_taken: bool) -> None:
     if is_taken:
         assert str(safe_relative(path)) == path
     else:
-        with pytest.raises(UnsafePath, match="the path is too long; give one like"):
+        with pytest.raises(UnsafePath, match="the path is too long; use one like"):
             safe_relative(path)
 
 

@@ -92,7 +92,10 @@ def test_success_of_the_first_time_counts_at_once() -> None:
             [record(2, "2026-11-22T03:00", "2026-11-22T03:05", "failed", reason="rank 0: no space left"), YESTERDAY],
             "the last success was 2026-11-21 03:30 UTC; retraining 2 ended as failed: rank 0: no space left",
         ),
-        ([record(2, "2026-11-22T03:00", None, "running")], "none has succeeded before; retraining 2 has no end"),
+        (
+            [record(2, "2026-11-22T03:00", None, "running")],
+            "none has succeeded before; retraining 2 has no recorded end",
+        ),
     ],
 )
 def test_reason_says_what_happened_last(records: list[RetrainRecord], words: str) -> None:

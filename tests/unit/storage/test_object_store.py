@@ -104,7 +104,7 @@ def test_store_that_ignores_conditions_is_found_out(store: ObjectStore, monkeypa
         return Versioned(data)
 
     monkeypatch.setattr(store, "put_versioned", write_always)
-    with pytest.raises(NoConditionalWrites, match="the store does not keep their conditions"):
+    with pytest.raises(NoConditionalWrites, match="the store ignores the conditions of writes"):
         store.test_conditions("probe")
     assert list(store.listing()) == []
 

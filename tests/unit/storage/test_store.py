@@ -339,7 +339,7 @@ def test_a_container_of_azure_is_no_secret() -> None:
 
 
 def test_a_url_without_a_bucket_is_a_clear_error() -> None:
-    with pytest.raises(StoreMissing, match="names no bucket"):
+    with pytest.raises(StoreMissing, match="contains no bucket"):
         open_store(at("s3:///x", anon=True))
 
 

@@ -169,7 +169,7 @@ def _not_configured(error: Exception, context: str | None) -> DdptrainError:
     source = os.environ.get("KUBECONFIG", "~/.kube/config")
     if "valid credentials" in str(error):
         missing = [name for name in source.split(":") if not Path(name).expanduser().exists()]
-        why = f"{' and '.join(missing)} does not exist" if missing else f"{source} names no server"
+        why = f"{' and '.join(missing)} does not exist" if missing else f"{source} contains no server"
         return ClusterError(
             f"there is no usable kubeconfig ({why}), and this is not a pod of a cluster: set KUBECONFIG"
         )

@@ -32,7 +32,7 @@ def checked_name(name: str) -> str:
     """Return the name. Raises UsageError if Kubernetes does not allow it."""
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f'"{name}" can\'t name a cluster in Kubernetes: lower-case letters, digits and dashes, at most 53'
+            f'"{name}" is not a cluster name in Kubernetes: use at most 53 lower-case letters, digits and dashes'
         )
     return name
 

@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 class SourceListing:
     """The content of a source: the images of each class, and the numbers of files that are not used.
 
-    suffixes: of files that are no images. n_stray: images outside of class folders. folders: all top-level folders;
+    suffixes: of files that are not images. n_stray: images outside of class folders. folders: all top-level folders;
     each should be a class.
     """
 
@@ -53,7 +53,9 @@ class SourceListing:
         """The files that are left out, for a message; "" if there are none."""
         others = sum(self.suffixes.values())
         parts = [
-            f"{counted(others, 'file')} that {'is no image' if others == 1 else 'are no images'}" if others else "",
+            f"{counted(others, 'file')} that {'is not an image' if others == 1 else 'are not images'}"
+            if others
+            else "",
             f"{counted(self.n_hidden, 'hidden file')}" if self.n_hidden else "",
             f"{counted(self.n_stray, 'image')} outside of class folders" if self.n_stray else "",
             _imageless(sorted(self.folders - self.by_class.keys())),
@@ -137,9 +139,9 @@ def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
 
     Raises: UsageError if no class folder has images; StoreError if the source can't be listed.
     """
-    found = _part(_listing(location, tell), location)
-    _check(found, location)
-    return found
+    listing = _part(_listing(location, tell), location)
+    _check(listing, location)
+    return listing
 
 
 def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSource:
@@ -176,13 +178,13 @@ def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
             tell(f"listing {location.description}: {number:,} files so far")
 
 
-def _class_folders(found: SourceListing) -> dict[str, int]:
+def _class_folders(listing: SourceListing) -> dict[str, int]:
     """Return the number of class folders in each folder with images; 0 if an image is directly in it.
 
     Folders without images are included, with 0, if their names are those of parts of a split source.
     """
-    counts = dict.fromkeys(filter(is_split_folder, found.folders), 0)
-    for name, items in found.by_class.items():
+    counts = dict.fromkeys(filter(is_split_folder, listing.folders), 0)
+    for name, items in listing.by_class.items():
         inside = {tuple(item.key.split("/")[1:-1][:1]) for item in items}
         counts[name] = 0 if () in inside else len(inside)
     return counts
@@ -190,15 +192,15 @@ def _class_folders(found: SourceListing) -> dict[str, int]:
 
 def _part(items: Iterable[Listed], location: Location, inside: str = "") -> SourceListing:
     """Sort the files of a source, or those inside one of its folders."""
-    found = SourceListing()
+    listing = SourceListing()
     prefix = f"{inside}/" if inside else ""
     for item in items:
         if item.key.startswith(prefix):
-            _add(found, item, item.key.removeprefix(prefix))
+            _add(listing, item, item.key.removeprefix(prefix))
     if location.protocol == "file":  # also empty folders, which object stores don't have
         entries = os.scandir(Path(location.url, inside))
-        found.folders |= {entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."}
-    return found
+        listing.folders |= {entry.name for entry in entries if entry.is_dir() and entry.name[0] != "."}
+    return listing
 
 
 def make_manifest(source: ImageSource, params: ImagesParams, location: Location) -> Manifest:
@@ -207,19 +209,19 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     Raises UsageError if `subset` names unknown classes or selects fewer than two, or if the classes of the
     validation images are not those of the training images.
     """
-    found = source.train
+    listing = source.train
     where = f"{location.description}/{source.layout.train}" if source.layout else location.description
-    classes = chosen_classes(sorted(found.by_class), params.subset, where)
+    classes = chosen_classes(sorted(listing.by_class), params.subset, where)
     if len(classes) < 2:
-        raise UsageError(_too_few(found, classes, where, location.setting, depth=2 if source.layout else 1))
-    used, val_keys = _sampled(found, classes, params), set[str]()
+        raise UsageError(_too_few(listing, classes, where, location.setting, depth=2 if source.layout else 1))
+    used, val_keys = _sampled(listing, classes, params), set[str]()
     val: dict[str, list[Listed]] = {}
     if source.val is None:
         _, val_keys = split(
             {name: [item.key for item in used[name]] for name in classes}, params.train_pct, params.seed
         )
     else:
-        check_classes_agree(sorted(found.by_class), classes, sorted(source.val.by_class), source.val_words(location))
+        check_classes_agree(sorted(listing.by_class), classes, sorted(source.val.by_class), source.val_words(location))
         val = _sampled(source.val, classes, params)
     chosen = [(item, label, False) for label, name in enumerate(classes) for item in used[name]]
     chosen += [(item, label, True) for label, name in enumerate(classes) for item in val.get(name, [])]
@@ -232,17 +234,17 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
         labels=tuple(label for _, label, _ in chosen),
         sizes=tuple(item.size_bytes for item, _, _ in chosen),
         versions=tuple(item.version for item, _, _ in chosen),
-        train=tuple(index for index, held in enumerate(is_val) if not held),
-        val=tuple(index for index, held in enumerate(is_val) if held),
+        train=tuple(index for index, validates in enumerate(is_val) if not validates),
+        val=tuple(index for index, validates in enumerate(is_val) if validates),
         made_of=_made_of(params, location),
     )
 
 
-def _sampled(found: SourceListing, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
+def _sampled(listing: SourceListing, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
     """Return the selected images of each class, ordered by key."""
-    items = {item.key: item for name in classes for item in found.by_class[name]}
+    items = {item.key: item for name in classes for item in listing.by_class[name]}
     keys = sample(
-        {name: [item.key for item in found.by_class[name]] for name in classes}, params.downsample_to, params.seed
+        {name: [item.key for item in listing.by_class[name]] for name in classes}, params.downsample_to, params.seed
     )
     return {name: [items[key] for key in keys[name]] for name in classes}
 
@@ -262,7 +264,7 @@ def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, w
     if unknown:
         problems = "; ".join(_unknown(name, classes) for name in unknown[:_MOST_NAMED])
         more = f"; and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
-        raise UsageError(f"params.subset has names that are no classes of {where}: {problems}{more}")
+        raise UsageError(f"params.subset contains names that are not classes of {where}: {problems}{more}")
     return sorted(set(subset))
 
 
@@ -274,49 +276,49 @@ def _unknown(name: str, classes: Sequence[str]) -> str:
     return f'"{shorten(name)}" ({hint})'
 
 
-def _add(found: SourceListing, item: Listed, path: str) -> None:
+def _add(listing: SourceListing, item: Listed, path: str) -> None:
     """Add a file; `path` is its key relative to the folder of the class folders."""
     parts = path.split("/")
     if any(part.startswith(".") for part in parts) or not is_utf8(item.key):
-        found.n_hidden += 1
+        listing.n_hidden += 1
         return
     if len(parts) > 1:
-        found.folders.add(parts[0])
+        listing.folders.add(parts[0])
     if (suffix := PurePosixPath(parts[-1]).suffix.lower()) not in SUFFIXES:
-        found.suffixes[suffix] += 1
+        listing.suffixes[suffix] += 1
     elif not is_plain_key(path):
-        found.n_stray += 1
+        listing.n_stray += 1
     else:
-        found.by_class.setdefault(parts[0], []).append(item)
+        listing.by_class.setdefault(parts[0], []).append(item)
 
 
-def _check(found: SourceListing, location: Location) -> None:
+def _check(listing: SourceListing, location: Location) -> None:
     """Raise UsageError if there are no images in class folders."""
-    if found.by_class:
+    if listing.by_class:
         return
     where = location.description
     want = f"{location.setting} must be a folder with one folder of images for each class"
-    if found.n_stray:
+    if listing.n_stray:
         raise UsageError(
-            f"{where} has its {counted(found.n_stray, 'image')} directly in it, not in class folders: {want}"
+            f"{where} has its {counted(listing.n_stray, 'image')} directly in it, not in class folders: {want}"
         )
-    n_files = sum(found.suffixes.values()) + found.n_hidden
-    if not n_files and found.folders:
-        raise UsageError(f"there is no file in {where}, only {_imageless(sorted(found.folders))}; {want}")
+    n_files = sum(listing.suffixes.values()) + listing.n_hidden
+    if not n_files and listing.folders:
+        raise UsageError(f"there is no file in {where}, only {_imageless(sorted(listing.folders))}; {want}")
     if not n_files:
         why = "the folder is empty" if location.protocol == "file" else "it is empty, or does not exist"
         raise UsageError(f"there is nothing in {where}: {why}; {want}")
     common = ", ".join(
-        f"{n:,} {shorten(suffix, 20) or 'without suffix'}" for suffix, n in found.suffixes.most_common(3)
+        f"{n:,} {shorten(suffix, 20) or 'without suffix'}" for suffix, n in listing.suffixes.most_common(3)
     )
     raise UsageError(f"there is no image in {where}, only {counted(n_files, 'other file')} ({common}); {want}")
 
 
-def _too_few(found: SourceListing, classes: Sequence[str], where: str, setting: str, depth: int) -> str:
+def _too_few(listing: SourceListing, classes: Sequence[str], where: str, setting: str, depth: int) -> str:
     problem = f"{where} gives {counted(len(classes), 'class')} only, {shorten(classes[0])}: at least 2 are needed"
-    if len(found.by_class) > 1:
+    if len(listing.by_class) > 1:
         return f"{problem}; see params.subset"
-    deeper = sum(item.key.count("/") > depth for item in found.by_class[classes[0]])
+    deeper = sum(item.key.count("/") > depth for item in listing.by_class[classes[0]])
     if deeper:
         return f"{problem}; did you mean {setting}: {where}/{shorten(classes[0])}?"
     return f"{problem}; {setting} must be a folder with one folder of images for each class"

@@ -33,12 +33,12 @@ def list_in_process(location: Location) -> ByClass:
     Raises: UsageError, StoreError.
     """
     request = [sys.path, location.url, dict(location.options)]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-c", _PROGRAM], input=json.dumps(request).encode(), stdout=subprocess.PIPE, check=False
     )
-    if done.returncode:
+    if process.returncode:
         raise StoreError(f"{location.description} can't be listed: see the message above")
-    reply = json.loads(done.stdout)
+    reply = json.loads(process.stdout)
     if isinstance(reply, str):
         raise StoreError(reply)
     if isinstance(reply, list):

@@ -57,12 +57,12 @@ def find_images(arguments: Iterable[str], options: Mapping[str, Any]) -> Iterato
 
     Raises NoInputs if there is not a single image.
     """
-    found = chain.from_iterable(_expand(argument, options) for argument in arguments)
+    inputs = chain.from_iterable(_expand(argument, options) for argument in arguments)
     problems: list[InputProblem] = []
-    for one in found:
-        if isinstance(one, PredictInput):
-            return chain(problems, [one], found)
-        problems.append(one)
+    for item in inputs:
+        if isinstance(item, PredictInput):
+            return chain(problems, [item], inputs)
+        problems.append(item)
     raise NoInputs(problems)
 
 
@@ -93,12 +93,12 @@ def _expand(argument: str, options: Mapping[str, Any]) -> Iterator[PredictInput 
 
 
 def _or_problem(
-    found: Iterator[PredictInput | InputProblem], name: str, reason: str = f"no images in it ({', '.join(_SUFFIXES)})"
+    inputs: Iterator[PredictInput | InputProblem], name: str, reason: str = f"no images in it ({', '.join(_SUFFIXES)})"
 ) -> Iterator[PredictInput | InputProblem]:
     """Yield the inputs that were found, or a problem if there are none."""
-    first = next(found, None)
+    first = next(inputs, None)
     yield InputProblem(name, reason) if first is None else first
-    yield from found
+    yield from inputs
 
 
 def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[PredictInput | InputProblem]:
@@ -109,11 +109,11 @@ def _below(folder: str, entered: set[tuple[int, int]]) -> Iterator[PredictInput 
             return
         entered.add((state.st_dev, state.st_ino))
         with os.scandir(folder) as entries:
-            found = sorted((entry.name, entry.is_dir()) for entry in entries)
+            children = sorted((entry.name, entry.is_dir()) for entry in entries)
     except OSError as error:
         yield InputProblem(folder, error.strerror or str(error))
         return
-    for name, is_folder in found:
+    for name, is_folder in children:
         path = os.path.join(folder, name)
         if is_folder and not name.startswith("."):
             yield from _below(path, entered)

@@ -102,8 +102,8 @@ def check_classes_agree(train: Sequence[str], used: Sequence[str], val: Sequence
     """
     if unknown := sorted(set(val) - set(train)):
         raise UsageError(
-            f"{where}, the folder of the images to validate with, has folders that are no classes of the training "
-            f"data: {_named(unknown)}; its classes must have the names of those in training: {_named(train)}"
+            f"{where}, the folder of the images to validate with, has folders that are not classes of the "
+            f"training data: {_named(unknown)}; its classes must have the names of those in training: {_named(train)}"
         )
     if missing := sorted(set(used) - set(val)):
         raise UsageError(

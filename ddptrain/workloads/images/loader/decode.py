@@ -79,14 +79,14 @@ def _square(image: Image.Image, size: int, augment: Augment | None, draw: random
     image.draft(None, (_ceil(width * size / (box[2] - box[0])), _ceil(height * size / (box[3] - box[1]))))
     by_x, by_y = image.width / width, image.height / height
     box = (box[0] * by_x, box[1] * by_y, min(box[2] * by_x, image.width), min(box[3] * by_y, image.height))
-    seen = _smooth(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
-    if seen.mode != "RGB":
-        seen = seen.convert("RGB")
+    square = _smooth(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
+    if square.mode != "RGB":
+        square = square.convert("RGB")
     if turn is not None:
-        seen = seen.transpose(turn)
+        square = square.transpose(turn)
     if augment in ("flip", "crop") and draw.random() < 0.5:
-        seen = seen.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return seen
+        square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return square
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:

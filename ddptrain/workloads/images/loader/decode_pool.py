@@ -168,9 +168,8 @@ class ProcessDecodePool:
             return []
         ticket = dead.alone.ticket
         del self._owners[ticket]
-        each = f"{self._deaths[ticket] + 1} decode processes ended while they decoded it"
-        reason = f"{each}; the last one, which had no other image, {dead.end}"
-        return [DecodeResult(ticket, reason)]
+        ended = f"{self._deaths[ticket] + 1} decode processes ended while they decoded it"
+        return [DecodeResult(ticket, f"{ended}; the last one, with only this image, {dead.end}")]
 
     def _start_replacement(self, place: int, dead: DecodeProcess, n_left: int) -> DecodeProcess:
         """Return a new process in place of a dead one that has left `n_left` requests. Raises DecodeProcessLost."""

@@ -76,8 +76,8 @@ def main(requests: BinaryIO) -> None:
         setup.reader(), pixels, setup.size, setup.augment, results.put, readers=setup.readers, decoders=2
     )
     for line in requests:
-        for ticket, slot, wanted, seed in json.loads(line):
-            pipeline.put(DecodeRequest(ticket, slot, ImageRef(*wanted), seed))
+        for ticket, slot, ref, seed in json.loads(line):
+            pipeline.put(DecodeRequest(ticket, slot, ImageRef(*ref), seed))
     os._exit(0)  # without waiting for reads or decodes in progress
 
 

@@ -100,47 +100,45 @@ class Reader:
         self.__dict__ |= state
         self._reset()
 
-    def read(self, wanted: ImageRef) -> bytes | ReadFailure:
+    def read(self, ref: ImageRef) -> bytes | ReadFailure:
         """Return the whole content of an image; transient errors are retried until the deadline."""
         if self._cache is not None:
-            known = self._cache.get(self._location.url, wanted.key, wanted.version)
-            if known is not None and (wanted.size_bytes < 0 or wanted.size_bytes == len(known)):
+            known = self._cache.get(self._location.url, ref.key, ref.version)
+            if known is not None and (ref.size_bytes < 0 or ref.size_bytes == len(known)):
                 return known
-        data = self._fetch(wanted)
+        data = self._fetch(ref)
         if self._cache is not None and isinstance(data, bytes):
-            self._cache.put(self._location.url, wanted.key, wanted.version, data)
+            self._cache.put(self._location.url, ref.key, ref.version, data)
         return data
 
-    def read_all(
-        self, wanted: Iterable[ImageRef], requests: int = REQUESTS
-    ) -> Iterator[tuple[int, bytes | ReadFailure]]:
+    def read_all(self, refs: Iterable[ImageRef], requests: int = REQUESTS) -> Iterator[tuple[int, bytes | ReadFailure]]:
         """(position, content) of each image, as they arrive; at most 2 x `requests` results wait to be taken."""
         self._open()  # discards the pool of a parent process: its threads do not exist here
         pending: dict[Future[bytes | ReadFailure], int] = {}
         pool = self._pool = self._pool or ThreadPoolExecutor(requests, thread_name_prefix="ddptrain-read")
         try:
-            for place, one in enumerate(wanted):
+            for place, ref in enumerate(refs):
                 if len(pending) >= 2 * requests:
                     yield from _finished(pending)
-                pending[pool.submit(self.read, one)] = place
+                pending[pool.submit(self.read, ref)] = place
             while pending:
                 yield from _finished(pending)
         finally:
             for future in pending:
                 future.cancel()
 
-    def _fetch(self, wanted: ImageRef) -> bytes | ReadFailure:
+    def _fetch(self, ref: ImageRef) -> bytes | ReadFailure:
         tries = self._tries
         began, pause_s, is_last = time.monotonic(), tries.first_wait_s, False
         wrong_sizes: Counter[int] = Counter()
         while True:
             asked = time.monotonic()
-            found = self._try(wanted, wrong_sizes)
-            if not isinstance(found, str):
-                return found
+            result = self._try(ref, wrong_sizes)
+            if not isinstance(result, str):
+                return result
             left_s = began + tries.deadline_s - time.monotonic()
             if left_s <= 0:
-                failure = ReadFailure(wanted.key, f"tried for {tries.deadline_s:g} s; the last error: {found}")
+                failure = ReadFailure(ref.key, f"tried for {tries.deadline_s:g} s; the last error: {result}")
                 if is_last or self._health.last_answer >= asked:
                     return failure
                 if is_last := self._health.probe(asked, self._get):
@@ -148,28 +146,28 @@ class Reader:
                 silent_since = max(began, self._health.last_answer)
                 left_s = silent_since + tries.deadline_s - time.monotonic()
                 if left_s <= 0:
-                    return dataclasses.replace(failure, away=self._away(silent_since, found))
+                    return dataclasses.replace(failure, away=self._away(silent_since, result))
             time.sleep(min(left_s, pause_s * random.uniform(0.5, 1)))
             pause_s = min(2 * pause_s, tries.longest_wait_s)
 
-    def _try(self, wanted: ImageRef, wrong_sizes: Counter[int]) -> bytes | ReadFailure | str:
+    def _try(self, ref: ImageRef, wrong_sizes: Counter[int]) -> bytes | ReadFailure | str:
         """The content, or why it is unreadable; a plain str means that a retry may help. Updates `wrong_sizes`."""
         try:
-            data = self._get(wanted.key)
+            data = self._get(ref.key)
         except NotFound:
-            return ReadFailure(wanted.key, "it is no longer there")
+            return ReadFailure(ref.key, "it is no longer there")
         except TRANSIENT as error:
             reason = str(error)
             # A folder that this process has never read from will not appear.
             lasts = isinstance(error, StoreMissing) and not self._health.has_read
-            return ReadFailure(wanted.key, reason, away=reason) if lasts else reason
+            return ReadFailure(ref.key, reason, away=reason) if lasts else reason
         except DdptrainError as error:  # such as forbidden: a retry can't help
-            return ReadFailure(wanted.key, str(error))
-        if wanted.size_bytes < 0 or len(data) == wanted.size_bytes:
+            return ReadFailure(ref.key, str(error))
+        if ref.size_bytes < 0 or len(data) == ref.size_bytes:
             return data
         wrong_sizes[len(data)] += 1
-        reason = f"it has {len(data):,} bytes, and had {wanted.size_bytes:,} when it was listed"
-        return ReadFailure(wanted.key, reason) if wrong_sizes[len(data)] == _SAME_WRONG_SIZE else reason
+        reason = f"it has {len(data):,} bytes, and had {ref.size_bytes:,} when it was listed"
+        return ReadFailure(ref.key, reason) if wrong_sizes[len(data)] == _SAME_WRONG_SIZE else reason
 
     def _get(self, key: str) -> bytes:
         try:

@@ -37,8 +37,8 @@ def decoded(
     waiting: deque[tuple[PredictInput | InputProblem, Future[Image | str]]] = deque()
     readers: dict[str, Reader] = {}
     with _threads(THREADS) as submit:
-        for one in inputs:
-            waiting.append((one, submit(_look(one, size, readers))))
+        for item in inputs:
+            waiting.append((item, submit(_look(item, size, readers))))
             if len(waiting) > ahead:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -46,16 +46,16 @@ def decoded(
             yield first, future.result()
 
 
-def _look(one: PredictInput | InputProblem, size: int, readers: dict[str, Reader]) -> Look:
+def _look(item: PredictInput | InputProblem, size: int, readers: dict[str, Reader]) -> Look:
     """Return a function for any thread that reads and decodes an input."""
-    if isinstance(one, InputProblem):
-        return lambda: one.reason
-    if one.location is None:
-        return lambda: _image(_read_file(one.key), size)
-    if one.location.url not in readers:
-        readers[one.location.url] = Reader(one.location, tries=_TRIES)
-    reader = readers[one.location.url]
-    return lambda: _image(_read(reader, one), size)
+    if isinstance(item, InputProblem):
+        return lambda: item.reason
+    if item.location is None:
+        return lambda: _image(_read_file(item.key), size)
+    if item.location.url not in readers:
+        readers[item.location.url] = Reader(item.location, tries=_TRIES)
+    reader = readers[item.location.url]
+    return lambda: _image(_read(reader, item), size)
 
 
 def _image(data: bytes | str, size: int) -> Image | str:
@@ -67,9 +67,9 @@ def _image(data: bytes | str, size: int) -> Image | str:
         return str(error)
 
 
-def _read(reader: Reader, one: PredictInput) -> bytes | str:
-    data = reader.read(ImageRef(one.key))
-    return describe_reason(data.reason, one.name) if isinstance(data, ReadFailure) else data
+def _read(reader: Reader, item: PredictInput) -> bytes | str:
+    data = reader.read(ImageRef(item.key))
+    return describe_reason(data.reason, item.name) if isinstance(data, ReadFailure) else data
 
 
 def _read_file(path: str) -> bytes | str:

@@ -18,8 +18,8 @@ _MEMBER = re.compile(r"^    ([A-Z][A-Z0-9_]*) = ", re.MULTILINE)
 
 def architectures() -> list[str]:
     """Return the names of all classification models; an empty list if torchvision is not installed."""
-    found = sorted(match["name"] for text in _sources() for match in _BUILDER.finditer(text))
-    return [SMALL_CNN, *found] if found else []
+    names = sorted(match["name"] for text in _sources() for match in _BUILDER.finditer(text))
+    return [SMALL_CNN, *names] if names else []
 
 
 def weight_names(architecture: str) -> list[str]:

@@ -53,15 +53,15 @@ def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callab
     labels = labels_of(settings)
     if labels is None:
         return describe(settings.architecture, settings.image_size, classes, mean=mean, std=std)
-    found = matches(classes, labels)
-    for one in found:
-        if one.remark:
-            tell(f"{shorten(one.name)}: {one.remark}")
+    matched = matches(classes, labels)
+    for match in matched:
+        if match.remark:
+            tell(f"{shorten(match.name)}: {match.remark}")
     return describe(
         settings.architecture,
         settings.image_size,
         classes,
-        outputs=[one.label.output for one in found],
+        outputs=[match.label.output for match in matched],
         output_names=labels.names,
         mean=mean,
         std=std,

@@ -20,7 +20,7 @@ _LONGEST_LABEL = 2000
 _ID = re.compile(r"n[0-9]{8}")
 _ID_FIRST = re.compile(r"(n[0-9]{8})[\s,:;]+(\S.*)")
 _NUMBER_FIRST = re.compile(r"([0-9]{1,7})\s*[:,;\t]\s*(\S.*)")
-_FORMS = "{0: 'tench, Tinca tinca', ...}, its like in JSON, or one label a line"
+_FORMS = "{0: 'tench, Tinca tinca', ...}, the same as JSON, or one label per line"
 
 
 class _Wrong(Exception):
@@ -113,14 +113,14 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for key, value in pairs:
         if isinstance(key, list | dict):
             raise _Wrong(f"a key is {describe_value(key)}, not the number of an output")
-        if key in found:
+        if key in values:
             raise _Wrong(f"{shorten(str(key))} is there twice")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _in_order(found: Mapping[Any, Any]) -> list[Any]:
@@ -143,7 +143,7 @@ def _lines(text: str) -> Any:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     numbered = [_NUMBER_FIRST.fullmatch(line) for line in lines]
     if all(numbered):
-        return _once([(found[1], found[2].strip("'\"")) for found in numbered if found])
+        return _once([(match[1], match[2].strip("'\"")) for match in numbered if match])
     return lines
 
 
@@ -152,10 +152,10 @@ def _label(output: int, entry: Any) -> Label:
     wordnet_id = None
     if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _ID.fullmatch(entry[0]):
         wordnet_id, entry = entry
-    elif isinstance(entry, str) and (found := _ID_FIRST.fullmatch(entry)):
-        wordnet_id, entry = found.groups()
+    elif isinstance(entry, str) and (match := _ID_FIRST.fullmatch(entry)):
+        wordnet_id, entry = match.groups()
         if re.match(r"[0-9]+\s", entry):
-            raise _Wrong(f"output {output}: {shorten(found[0])!r} has a number of its own; which output is it for?")
+            raise _Wrong(f"output {output}: {shorten(match[0])!r} has a number of its own; which output is it for?")
     if not isinstance(entry, str) or not entry.strip():
         raise _Wrong(f"output {output} has {describe_value(entry)} for a label")
     if len(entry) > _LONGEST_LABEL or not entry.isprintable():

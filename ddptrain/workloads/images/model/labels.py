@@ -73,9 +73,9 @@ class Labels:
 
     def called(self, name: str) -> tuple[list[Label], list[Label]]:
         """Return the labels that match a name by the strictest comparison with any result, and by the loosest."""
-        found = (index.get(form(name), []) for form, index in self._tiers)
+        candidates = (index.get(form(name), []) for form, index in self._tiers)
         form, index = self._tiers[-1]
-        return next(filter(None, found), []), index.get(form(name), [])
+        return next(filter(None, candidates), []), index.get(form(name), [])
 
     def like(self, name: str) -> list[Label]:
         """Return the labels that the user may have meant: most words in common, or else the most similar spelling."""
@@ -106,20 +106,20 @@ def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
     also finds at another label. Raises UsageError, which lists all classes without a label, with several, or with that
     of another class.
     """
-    found: list[Match] = []
+    matched: list[Match] = []
     problems: list[str] = []
     for name in classes:
-        one = _match(name, labels)
-        if isinstance(one, Match):
-            found.append(one)
+        match = _match(name, labels)
+        if isinstance(match, Match):
+            matched.append(match)
         else:
-            problems.append(one)
-    problems += _collisions(found)
+            problems.append(match)
+    problems += _collisions(matched)
     if problems:
         head = f"the labels of {labels.source} do not determine the output of each class:"
         advice = "rename the folder or the label, put WordNet ids (n02085620) on both, or leave the label map out"
         raise UsageError("\n  ".join([head, *problems, advice]))
-    return found
+    return matched
 
 
 def _match(name: str, labels: Labels) -> Match | str:
@@ -148,10 +148,10 @@ def _remark(text: str, label: Label, rivals: list[Label]) -> str:
     return ""
 
 
-def _collisions(found: Iterable[Match]) -> list[str]:
+def _collisions(matched: Iterable[Match]) -> list[str]:
     by_output: dict[Label, list[str]] = defaultdict(list)
-    for one in found:
-        by_output[one.label].append(one.name)
+    for match in matched:
+        by_output[match.label].append(match.name)
     return [
         f"{', '.join(map(shorten, names))}: all of them are {label}" for label, names in by_output.items() if names[1:]
     ]
@@ -159,7 +159,7 @@ def _collisions(found: Iterable[Match]) -> list[str]:
 
 def _candidates(labels: Labels, text: str) -> str:
     near = labels.like(text) if text else []
-    return f"; most like it: {_listed(near)}" if near else ""
+    return f"; closest: {_listed(near)}" if near else ""
 
 
 def _listed(labels: Sequence[Label]) -> str:

@@ -54,9 +54,9 @@ def find_pretrained(architecture: str, name: str) -> PretrainedWeights:
     if name not in kinds.__members__:
         hint = did_you_mean(name, list(kinds.__members__))
         raise BadWeights(f"{architecture} has no weights {name!r} ({hint}): see params.weights")
-    found = kinds[name]
-    shows = found.transforms()
-    return PretrainedWeights(found.url, tuple(shows.mean), tuple(shows.std), max(shows.crop_size))
+    weights = kinds[name]
+    shows = weights.transforms()
+    return PretrainedWeights(weights.url, tuple(shows.mean), tuple(shows.std), max(shows.crop_size))
 
 
 def read(path: Path, source: str = "", *, lazily: bool = False) -> dict[str, Tensor]:
@@ -186,5 +186,5 @@ def _shape(tensor: Tensor) -> str:
 
 def _forbidden(error: UnpicklingError) -> str:
     """Return the function that the pickle would have called, as named in torch's long message; "" if it has none."""
-    found = _GLOBAL.search(str(error))
-    return f": {shorten(found[1], 100)}" if found else ""
+    match = _GLOBAL.search(str(error))
+    return f": {shorten(match[1], 100)}" if match else ""

@@ -151,7 +151,7 @@ def test_alias_pin_and_rm(place: Path) -> None:
         (["show", "names"], "there is no model names in"),
         (["history", "names"], "there is no model names in"),
         (["alias", "names@x"], "give a version, or --delete"),
-        (["alias", "names", "1"], "names names no alias"),
+        (["alias", "names", "1"], "names contains no alias"),
         (["alias", "names@champion", "1"], "champion is moved by promote and rollback only"),
     ],
 )

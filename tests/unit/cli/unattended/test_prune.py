@@ -83,7 +83,7 @@ def test_other_folder_without_models_is_pointed_out(runs: Path, capsys: pytest.C
     where = Path("other").absolute()
     assert (code, err) == (
         0,
-        f"ddptrain: no run stays for a model: {where} has no models (--models-dir names another place)\n",
+        f"ddptrain: no run is kept because of a model: {where} has no models (--models-dir names another place)\n",
     )
     assert prune(capsys, "--name", "dogs")[2] == "ddptrain: no runs in runs with the name dogs\n"
     assert main(["results", "--runs-dir", "nowhere", "prune"]) == 0

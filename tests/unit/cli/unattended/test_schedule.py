@@ -91,7 +91,7 @@ def test_installed_schedule_is_listed_and_removed(place: Path) -> None:
 def test_installation_says_if_nobody_is_told_of_lateness(place: Path, notify: str, tells: bool) -> None:
     (place / "nightly.yaml").write_text("workload: petnames\nretrain: {model: petnames}\n" + notify)
     *_, last = install().output.splitlines()
-    assert last.startswith("ddptrain schedule check --quiet") and ("notify.urls" in last) is not tells
+    assert last.startswith("run `ddptrain schedule check --quiet`") and ("notify.urls" in last) is not tells
 
 
 def test_same_schedule_is_replaced_and_another_one_is_refused(place: Path) -> None:

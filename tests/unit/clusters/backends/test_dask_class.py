@@ -57,14 +57,14 @@ def kept(**kwargs: Any) -> tuple[Kept, FakeCluster]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("FargateCluster", "cluster.class FargateCluster names no module: write it as package.Cluster"),
+        ("FargateCluster", "cluster.class FargateCluster contains no module: write it as package.Cluster"),
         (
             "not_there.aws.FargateCluster",
             "there is no module not_there (pip install not-there, if that is its package)",
         ),
         ("distributed.LocalClster", "the module distributed has no LocalClster (did you mean LocalCluster?)"),
         ("json.decoder.Cluster", "the module json.decoder has no Cluster"),
-        ("collections.OrderedDict", "makes no Dask cluster: what it returns has no scheduler_address"),
+        ("collections.OrderedDict", "does not create a Dask cluster: the object has no scheduler_address"),
     ],
 )
 def test_class_that_is_none_is_told_in_one_line(name: str, words: str) -> None:
@@ -198,7 +198,7 @@ def test_who_speaks_another_language_does_not_end_the_keeper(cluster: Deployment
 
 
 def test_keeper_that_is_gone_is_told(cluster: Deployment) -> None:
-    with pytest.raises(ClusterError, match=r"the keeper \(pid 1\) of the cluster dev does not answer"):
+    with pytest.raises(ClusterError, match=r"the process that holds the cluster dev \(keeper, pid 1\) does not answer"):
         dask_class._order(cluster, KEEPER, 3)
 
 

@@ -229,7 +229,7 @@ def test_class_that_cant_be_created_ends_the_keeper_with_the_reason(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert path == ["/a", "/p"]
-    reason = "cluster.class Cluster names no module: write it as package.Cluster"
+    reason = "cluster.class Cluster contains no module: write it as package.Cluster"
     assert ended(folder) == {"reason": reason, "is_usage": True}
 
 
@@ -397,7 +397,7 @@ def test_keeper_is_started_with_the_order(there: Processes, ranks: Any, slots: i
     [
         ({"reason": "bad class", "is_usage": True}, "trace", UsageError, "bad class"),
         ({"reason": "quota"}, "one\ntwo\n", ClusterError, "quota\nlast lines of keeper:\n  one\n  two"),
-        ({}, " ", ClusterError, "the keeper (pid 4711) has ended"),
+        ({}, " ", ClusterError, "the process that holds the cluster (keeper, pid 4711) has ended"),
     ],
 )
 def test_keeper_that_ends_while_it_starts_is_told(
@@ -435,7 +435,8 @@ def test_keeper_is_told_to_end_and_waited_for(
     cluster.update(address="tcp://a" if is_up else "")
     monkeypatch.setattr(os, "kill", lambda *sent: there.killed.append(sent))
     with pytest.raises(
-        ClusterError, match=f"^x.Cluster is still {'closing' if is_up else 'being built'} after 60 s: its"
+        ClusterError,
+        match=f"^x.Cluster is still {'closing' if is_up else 'being built'} after 60 s: the process that holds it",
     ):
         provider.stop(cluster, told.append)
     assert there.killed == [(4711, signal.SIGTERM)] and told == [f"x.Cluster is {words}"] * 11
@@ -447,8 +448,9 @@ def test_keeper_is_told_to_end_and_waited_for(
     provider.stop(cluster, told.append)
     assert len(told) == 11 and cluster.record.parts
     provider.stop(cluster, told.append)
-    assert told[11:] == ["the keeper (pid 4711) was killed: what x.Cluster has started on other hosts may still run"]
+    killed = "the process that holds the cluster (keeper, pid 4711) was killed"
+    assert told[11:] == [f"{killed}: what x.Cluster has started on other hosts may still run"]
     (cluster.folder / "ended.json").write_text('{"reason": "no permission", "is_left": true}')
-    with pytest.raises(ClusterError, match=r"^no permission; ddptrain cluster down dev forgets it$"):
+    with pytest.raises(ClusterError, match=r"^no permission; ddptrain cluster down dev deletes its record$"):
         provider.stop(cluster, told.append)
     assert cluster.record.parts == {} and len(told) == 12

@@ -129,7 +129,7 @@ def test_idle_cluster_is_for_the_operator_to_end() -> None:
 
 @pytest.mark.parametrize("name", ["my_cluster", "a.b", "x" * 54, "ends-", ""])
 def test_name_that_kubernetes_refuses_is_refused_before_anything_happens(name: str) -> None:
-    with pytest.raises(UsageError, match="can't name a cluster in Kubernetes"):
+    with pytest.raises(UsageError, match="is not a cluster name in Kubernetes"):
         spec.checked_name(name)
 
 

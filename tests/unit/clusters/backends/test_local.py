@@ -67,7 +67,7 @@ def test_slots_are_one_per_gpu_or_as_asked(
 
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [({"gpus": 5}, "cluster.gpus is 5, but this machine offers 4"), ({"ranks": 5}, "5 slots .* there are 4 GPUs")],
+    [({"gpus": 5}, "cluster.gpus is 5, but this machine has 4"), ({"ranks": 5}, "5 slots .* there are 4 GPUs")],
 )
 def test_more_than_the_machine_has_is_refused_before_anything_starts(
     orders: list[DaemonOrder], settings: dict[str, Any], error: str

@@ -196,7 +196,10 @@ def test_cluster_that_saturn_does_not_close_is_told(server: Answers, monkeypatch
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [((409, {"message": "Cluster is busy"}), "was asked to scale it: Cluster is busy"), ((500, b"<"), "is not JSON")],
+    [
+        ((409, {"message": "Cluster is busy"}), "could not scale the cluster: Cluster is busy"),
+        ((500, b"<"), "is not JSON"),
+    ],
 )
 def test_what_dask_saturn_raises_becomes_one_line(server: Answers, answer: tuple[int, Any], words: str) -> None:
     server.prepared = [answer]
@@ -211,7 +214,7 @@ def test_call_of_dask_saturns_that_is_never_answered_has_an_end(
     enough = threading.Event()
     monkeypatch.setattr("dask_saturn.SaturnCluster.close", lambda cluster: enough.wait(10))
     monkeypatch.setattr(saturn_api, "_CALL_S", 0.1)
-    with pytest.raises(ClusterError, match=r"was asked to close it: no answer in 0\.1 s"):
+    with pytest.raises(ClusterError, match=r"could not close the cluster: no answer within 0\.1 s"):
         Saturn(None).close("c1")
     enough.set()
 

@@ -48,7 +48,7 @@ def test_cluster_is_looked_at_four_times_in_its_idle_time(timeout_s: float, paus
         (
             ValueError("bad"),
             True,
-            "the scheduler can't be asked whether a run is on it, so it counts as used: ValueError('bad')",
+            "the scheduler can't be asked whether a run is on it, so it is treated as used: ValueError('bad')",
         ),
     ],
 )

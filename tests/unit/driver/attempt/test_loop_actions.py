@@ -135,7 +135,7 @@ def test_ends_and_the_training_are_recorded_with_the_ranks(bench: Bench) -> None
     assert bench.notes == [("recorder.training", records), ended]
     bench.notes.clear()
     bench.attempt.mirrors[1]._returns["refused"] = 3  # type: ignore[attr-defined]
-    warning = ("recorder.warn", "rank 1 wrote 3 lines that are no events; they were ignored")
+    warning = ("recorder.warn", "rank 1 wrote 3 invalid event lines; they were ignored")
     assert done(bench, actions.RecordRankEnd(1, ok=True, stopped=False)) == [warning, ended]
 
 

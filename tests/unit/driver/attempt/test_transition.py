@@ -479,7 +479,7 @@ def test_preemption_ends_within_the_grace_period(grace_s: float, deadline_s: flo
     assert play.stops() == []
     play.tick(0.02)
     assert play.stops() == [(round(deadline_s + 0.01, 3), (0, 1, 2), 1.0)]
-    assert "the ranks have not come to ctx.checkpoint() in time: they are stopped" in play.texts()
+    assert "the ranks did not call ctx.checkpoint() in time: they are stopped" in play.texts()
     play.tick(1.0 + 3.0 - 0.01)
     assert not play.state.over
     play.tick(0.02)

@@ -38,7 +38,7 @@ def test_interface_of_the_variable_is_the_one_in_use() -> None:
 def test_rdma_that_is_off_or_down_is_named_on_hosts_with_gpus() -> None:
     port = Fabric("mlx5_0", "InfiniBand", True, 200.0)
     off = host("a", gpus=(GPU,), fabrics=(port,), network_env={"NCCL_IB_DISABLE": "1"})
-    assert network_hint(off) == "InfiniBand is there (mlx5_0), but NCCL_IB_DISABLE turns it off"
+    assert network_hint(off) == "InfiniBand is available (mlx5_0), but NCCL_IB_DISABLE disables it"
     down = host("a", gpus=(GPU,), fabrics=(dataclasses.replace(port, is_active=False),))
     assert network_hint(down) == "the RDMA ports of mlx5_0 are not active: see ibstat"
 
@@ -82,4 +82,4 @@ def test_rdma_that_works_or_that_no_gpu_uses_is_no_hint() -> None:
     both = host("a", gpus=(GPU,), fabrics=(port, other))
     assert network_hint(both) == "the RDMA ports of mlx5_1 are not active: see ibstat"
     off = host("a", gpus=(GPU,), fabrics=(other, port), network_env={"NCCL_IB_DISABLE": "True"})
-    assert network_hint(off) == "InfiniBand is there (mlx5_0), but NCCL_IB_DISABLE turns it off"
+    assert network_hint(off) == "InfiniBand is available (mlx5_0), but NCCL_IB_DISABLE disables it"

@@ -193,7 +193,7 @@ def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
     [
         (
             ("/py/threading.py:1590 _shutdown",),
-            "it waits for a thread that it has started and that is no daemon to end",
+            "it waits for a non-daemon thread that it has started to end",
         ),
         (
             ("/py/multiprocessing/popen_fork.py:27 poll", "/py/multiprocessing/util.py:357 _exit_function"),

@@ -448,7 +448,7 @@ def test_folder_that_a_worker_sees_stays_where_it_is_and_others_get_a_copy(
     ]
     assert copied == [(client, "r-1", A, tmp_path, ["f"])]
     client.answer(driver_calls.holds_file, OSError("cut"))
-    with pytest.raises(ClusterError, match=rf"could not bring the checkpoint {tmp_path} to the worker {B}: cut"):
+    with pytest.raises(ClusterError, match=rf"could not copy the checkpoint {tmp_path} to the worker {B}: cut"):
         group.place(places, tmp_path, ["f"], "manifest", "the checkpoint")
 
 

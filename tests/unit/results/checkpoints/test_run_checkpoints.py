@@ -223,7 +223,7 @@ def test_links_pipes_and_folders_in_the_staging_folder_are_refused(
     for make in (lambda path: path.symlink_to("/etc/passwd"), os.mkfifo, Path.mkdir):
         odd = folder / "odd"
         make(odd)
-        with pytest.raises(CheckpointDamaged, match="no plain file"):
+        with pytest.raises(CheckpointDamaged, match="not a regular file"):
             writer.adopt_checkpoint(0, event, folder, POLICY)
         odd.rmdir() if odd.is_dir() else odd.unlink()
     link = tmp_path / "link"

@@ -107,7 +107,7 @@ def test_errors_tell_the_position(text: str, at: int, what: str) -> None:
 
 
 def test_a_very_long_expression_is_refused() -> None:
-    with pytest.raises(UsageError, match="4,003 characters; 4,000 are the most"):
+    with pytest.raises(UsageError, match="4,003 characters; at most 4,000 are allowed"):
         parse_expression("a" * 4003)
 
 

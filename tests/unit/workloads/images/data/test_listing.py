@@ -50,7 +50,7 @@ def test_other_files_are_left_out_and_counted(tmp_path: Path) -> None:
     rest = ["a/.hidden.jpg", ".thumbs/a.jpg", "a/notes.txt", "b/labels.csv", "README", "stray.jpg"]
     manifest, said = prepared(tmp_path / "inputs", fill(tmp_path / "source", *good, *rest))
     assert sorted(manifest.keys) == sorted(good)
-    assert said[0].endswith("; left out: 3 files that are no images, 2 hidden files, 1 image outside of class folders")
+    assert said[0].endswith("; left out: 3 files that are not images, 2 hidden files, 1 image outside of class folders")
 
 
 def test_a_list_that_is_there_is_used_again(tmp_path: Path, source: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_separate_validation_folder_takes_the_place_of_the_split_ones() -> Non
 @pytest.mark.parametrize(
     ("val", "complaint"),
     [
-        (["cat", "cow"], "VAL, .* has folders that are no classes of the training data: cow/; .* cat/, dog/, emu/"),
+        (["cat", "cow"], "VAL, .* has folders that are not classes of the training data: cow/; .* cat/, dog/, emu/"),
         (["cat"], "VAL, .* has no images of dog/: it needs some of every class"),
     ],
 )
@@ -168,9 +168,13 @@ def test_missing_validation_folder_names_its_own_parameter(tmp_path: Path) -> No
     ("folders", "val", "complaint"),
     [
         (["cat", "dog"], ["cat"], r"held, .* has no images of dog/"),
-        (["cat", "dog"], ["cat", "dog", "cow"], r"held, .* are no classes of the training data: cow/"),
+        (["cat", "dog"], ["cat", "dog", "cow"], r"held, .* are not classes of the training data: cow/"),
         (["train/cat", "train/dog", "val/cat"], [], r"source/val, .* has no images of dog/"),
-        (["train/cat", "train/dog", "val/cat", "val/Dog"], [], r"source/val, .* no classes of the training data: Dog/"),
+        (
+            ["train/cat", "train/dog", "val/cat", "val/Dog"],
+            [],
+            r"source/val, .* not classes of the training data: Dog/",
+        ),
         (
             ["train/cat", "val/cat"],
             [],

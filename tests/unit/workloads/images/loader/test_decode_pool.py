@@ -153,7 +153,7 @@ def test_image_that_ends_every_process_is_a_bad_one(images: Path, hooked: Callab
     assert sorted(shown) == sorted(2 * [*{*manifest.train} - {*fatal}])
     assert sum(batch.n_counted for batch in batches) == 2 * len(manifest.train), "others stand in"
     each = "3 decode processes ended while they decoded it"
-    assert {*bad.values()} == {f"{each}; the last one, which had no other image, ended by SIGKILL"}
+    assert {*bad.values()} == {f"{each}; the last one, with only this image, ended by SIGKILL"}
     assert sum(line.startswith("bad image ") for line in told) == 2
 
 

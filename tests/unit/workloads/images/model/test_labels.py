@@ -123,9 +123,9 @@ def test_exact_names_go_before_loose_ones(imagenet: Labels, folder: str, output:
         ("maillot", "maillot: ambiguous, it may be 638 'maillot', 639 'maillot, tank suit'"),
         ("CARDIGAN", "CARDIGAN: ambiguous, it may be 264 'Cardigan, Cardigan Welsh corgi', 474 'cardigan'"),
         ("catamount", "catamount: ambiguous, it may be 286 'cougar, puma, "),
-        ("horse", "horse: no label has this name; most like it: 603 'horse cart'"),
-        ("apple", "apple: no label has this name; most like it: 956 'custard apple'"),
-        ("Beegle", "Beegle: no label has this name; most like it: 162 'beagle'"),
+        ("horse", "horse: no label has this name; closest: 603 'horse cart'"),
+        ("apple", "apple: no label has this name; closest: 956 'custard apple'"),
+        ("Beegle", "Beegle: no label has this name; closest: 162 'beagle'"),
         ("n02085620", "n02085620: the labels have no WordNet ids"),
         ("☃", "☃: no label has this name\n"),
     ],
@@ -152,7 +152,7 @@ def test_ids_decide_where_the_labels_have_them() -> None:
     )
     assert match(["n03126707-crane", "n02012849", "n02113186-dog"], labels) == (1, 0, 2)
     assert match(["cardigan"], labels) == (2,)
-    with pytest.raises(UsageError, match="n02085620-crane: no label has the id n02085620; most like it: 0 'crane'"):
+    with pytest.raises(UsageError, match="n02085620-crane: no label has the id n02085620; closest: 0 'crane'"):
         match(["n02085620-crane"], labels)
 
 
