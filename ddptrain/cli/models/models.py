@@ -47,7 +47,7 @@ Mirrors = Annotated[
         metavar="NAME",
         envvar="DDPTRAIN_MODEL_MIRRORS",
         show_envvar=False,
-        help="Bring another registry up to date too: wandb, mlflow, or package.module:function. May be repeated; "
+        help="Bring another registry up to date too: wandb, mlflow, or package.module:function; repeatable; "
         "also DDPTRAIN_MODEL_MIRRORS, with spaces between.",
     ),
 ]
@@ -180,7 +180,7 @@ def promote(
     _update_mirrors(mirrors, registry, model, reason)
 
 
-@app.command()
+@app.command(short_help="Make the previous champion the champion again.")
 def rollback(
     ctx: typer.Context,
     model: Model,

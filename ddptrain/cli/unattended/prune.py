@@ -27,9 +27,11 @@ _DAY_S = 86_400.0
 def prune(
     ctx: typer.Context,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")] = False,
-    keep: Annotated[int, typer.Option(min=0, help="Of each name, the newest runs that succeeded and stay.")] = 20,
+    keep: Annotated[
+        int, typer.Option(min=0, help="How many of the newest runs that succeeded stay, of each name.")
+    ] = 20,
     failed_keep: Annotated[
-        int, typer.Option(min=0, help="Of each name, the newest failed, preempted and cancelled runs that stay.")
+        int, typer.Option(min=0, help="The same for runs that failed, were preempted or cancelled.")
     ] = 5,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help='Runs that ended later stay as well, as "30d" or "12h".')
