@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddptrain.errors import ExitCode
 
@@ -72,11 +72,11 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "fix it; --full-traceback shows the frames of torch, too",
                 "Error|Exception",
             ),
-            Cause("CUDA out of memory", "a smaller batch, or prepare: {precision: bf16}", "CUDA out of memory"),
+            Cause("CUDA out of memory", "use a smaller batch, or prepare: {precision: bf16}", "CUDA out of memory"),
             Cause(
                 "killed by SIGKILL: often the kernel, because memory was short; the message says so if the kernel "
                 "counted it",
-                "smaller batches, fewer loader workers, fewer ranks on the host",
+                "use smaller batches, fewer loader workers, fewer ranks on the host",
                 "SIGKILL",
             ),
             Cause(
@@ -104,7 +104,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         "gloo or a NCCL error, are consequences.\n"
         "failure.max_restarts: 2 starts the ranks again from the last checkpoint. The same failure twice at "
         "the same step is not tried a third time.\n"
-        "predict uses it if some of the images could not be classified.\n"
+        "ddptrain predict ends with this code if some of the images could not be classified.\n"
         "With tracking.strict: true a tracker's failure has this code, too. In sweeps it means that no trial "
         "is complete.",
     ),
@@ -113,7 +113,9 @@ EXPLANATIONS: dict[int, Explanation] = {
         "ddptrain: error: --set params.epochz=3: params.epochz: unknown key (did you mean params.epochs?)",
         (
             Cause("a wrong field or value", "fix the line that is named; ddptrain schema lists all fields"),
-            Cause("data are missing or empty (params.source, params.names)", "check path or URL, and credentials"),
+            Cause(
+                "data are missing or empty (params.source, params.names)", "check the path or URL, and the credentials"
+            ),
             Cause("no run has that name", "ddptrain results lists the runs of a folder; --runs-dir names another one"),
             Cause("a resume with changed parameters", "--allow-changes, or start a new run"),
             Cause("weights or a checkpoint are damaged or of another model", "the message names the file"),
@@ -165,7 +167,7 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
             Cause(
                 "a store (S3, ...) does not answer",
-                "credentials, region, endpoint; later --resume RUN",
+                "check credentials, region and endpoint; then continue with --resume RUN",
                 "(s3|gs|az|https?)://",
             ),
             Cause(
@@ -188,18 +190,24 @@ EXPLANATIONS: dict[int, Explanation] = {
         "ddptrain: rank 1 hung: no progress for 600 s, it is in train.py:13 in load while rank 0 waits for it "
         "in all_reduce (...; stacks: artifacts/stacks/)",
         (
-            Cause("the rank is in your own line: a lock, a download, an endless loop", "give requests a time limit"),
             Cause(
-                "nowhere: the step is only slow, the limit too short",
+                "the rank is in a line of your code: a lock, a download, an endless loop", "give requests a time limit"
+            ),
+            Cause(
+                "nothing is wrong: a step takes longer than the limit",
                 "failure.hang_timeout_s: 1800, or call ctx.progress",
             ),
             Cause(
-                "in all_reduce, while another rank has ended or is elsewhere: a condition that differs between ranks",
-                "every rank must take the same number of steps; ctx.mean decides together",
+                "the other ranks wait in all_reduce, which this one does not call: a condition or a number of steps "
+                "that differs between ranks",
+                "give every rank the same number of steps; decide together with ctx.mean",
             ),
-            Cause("in a loader: too few workers, a dead file system (NFS)", "check the mount; use ctx.loader"),
             Cause(
-                "in NCCL on all ranks: the network between the hosts",
+                "the rank waits for data: too few loader workers, a file system that does not answer (NFS)",
+                "check the mount; use ctx.loader",
+            ),
+            Cause(
+                "all ranks are in NCCL: the network between the hosts",
                 "env: {NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}",
             ),
         ),
@@ -222,7 +230,7 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "its driver on another host is silent",
                 "wait: the lock ends by itself, in an object store within 3 minutes",
             ),
-            Cause("retrain with overlap: wait, and the wait is over", "a longer retrain.wait, or overlap: skip"),
+            Cause("retrain with overlap: wait, and the wait is over", "set a longer retrain.wait, or overlap: skip"),
         ),
         "The lock ends with its process. There is no lock file to delete.",
     ),
@@ -266,14 +274,14 @@ EXPLANATIONS: dict[int, Explanation] = {
         "Nothing is lost. In a batch script: ddptrain train CONFIG --run-id nightly --resume auto, and submit "
         "the same script again on exit code 75.",
     ),
-    ExitCode.INTERRUPTED: _INTERRUPTED,
-    ExitCode.TERMINATED: _INTERRUPTED,
+    ExitCode.INTERRUPTED: replace(_INTERRUPTED, title="interrupted by Ctrl-C"),
+    ExitCode.TERMINATED: replace(_INTERRUPTED, title="ended by SIGTERM or ddptrain stop, without a new checkpoint"),
     KILLED: Explanation(
         "ddptrain itself was killed by SIGKILL",
         "Killed",
         (
             Cause("the kernel, because memory was short", "look at dmesg; use less memory on this host"),
-            Cause("Slurm or Kubernetes, after its grace period", "a longer one than failure.grace_s"),
+            Cause("Slurm or Kubernetes, after its grace period", "make it longer than failure.grace_s"),
             Cause("kill -9", "use ddptrain stop"),
         ),
         "The ranks ended with it. --resume RUN continues from the last checkpoint.",

@@ -43,7 +43,7 @@ def up(
         str | None, typer.Option(metavar="auto|N", help="GPUs to use; 0 is the CPU (cluster.gpus).")
     ] = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="A host, as ssh knows it (cluster.ssh.hosts); repeatable.")
+        list[str] | None, typer.Option(metavar="HOST", help="A host, as ssh knows it (cluster.ssh.hosts); repeatable.")
     ] = None,
     ranks_per_host: Annotated[
         str | None, typer.Option(metavar="auto|N", help="Slots on each host (cluster.ssh.ranks_per_host).")

@@ -47,7 +47,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "results consolidate": ("results consolidate latest --output model",),
     "results prune": ("results prune --keep 20 --dry-run", "results prune --older-than 30d"),
     "results report": ("results report latest --output report.html",),
-    "results sync": ("results sync latest", "results sync"),
+    "results sync": ("results sync latest", "results sync --all"),
     "models list": ("models list",),
     "models show": ("models show petnames", "models show petnames@champion"),
     "models history": ("models history petnames",),

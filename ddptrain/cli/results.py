@@ -58,7 +58,6 @@ def results(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = Fal
         print_runs(runs_dir or DEFAULT_RUNS_DIR, Selection.parse(None, None, None), as_json=json)
 
 
-@app.command(short_help="Show everything about a run.")
 def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files; of a sweep, its trials."""
     from ddptrain.errors import RunNotFound
@@ -86,7 +85,6 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOptio
         write([plain_sections(sections(view))])
 
 
-@app.command()
 def logs(
     ctx: typer.Context,
     run: Run,
@@ -111,13 +109,14 @@ def logs(
         raise typer.Exit(130) from None
 
 
-@app.command()
 def plot(
     ctx: typer.Context,
     run: Run,
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", help="A metric to draw, as val/loss; may be given again. Default: the losses."),
+        typer.Option(
+            "--metric", metavar="NAME", help="A metric to draw, as val/loss; repeatable. Default: the losses."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -150,7 +149,6 @@ def plot(
     write([f"picture: {picture}"])
 
 
-@app.command(short_help="Send what was recorded offline to Weights & Biases.")
 def sync(
     ctx: typer.Context,
     run: Annotated[
@@ -190,12 +188,6 @@ def sync(
         raise typer.Exit(ExitCode.CLUSTER)
 
 
-app.command("list", short_help="List the runs, newest first, and the sweeps.")(list_runs)
-app.command("sweeps", short_help="List the sweeps, newest first.")(list_sweeps)
-app.command("compare", short_help="Compare runs: settings, metrics, curves.")(compare)
-
-
-@app.command(cls=TagCommand, short_help="Add tags to a run, or remove them.")
 def tag(
     ctx: typer.Context,
     run: Run,
@@ -217,7 +209,6 @@ def tag(
     print_result({"tags": found.tags, "note": found.note}, [" ".join(found.tags) or "no tags"], as_json=json)
 
 
-@app.command(short_help="Write a note on a run.")
 def note(
     ctx: typer.Context,
     run: Run,
@@ -242,7 +233,6 @@ def note(
     print_result({"tags": found.tags, "note": found.note}, [found.note or "no note"], as_json=json)
 
 
-@app.command(short_help="Write the metrics of runs for other tools.")
 def export(
     ctx: typer.Context,
     runs: RunNames,
@@ -282,7 +272,6 @@ def export(
     print_result({"format": str(form), "written": written}, written, as_json=json)
 
 
-@app.command(short_help="Write a sharded checkpoint as one safetensors checkpoint.")
 def consolidate(
     ctx: typer.Context,
     run: Run,
@@ -314,10 +303,6 @@ def consolidate(
     print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=json)
 
 
-app.command("prune", short_help="Delete old runs.")(prune)
-app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
-
-
 def _wait_for_reader() -> Callable[[float], None]:
     """Return a function that waits, and raises BrokenPipeError if the reader of the output has closed it."""
     import errno
@@ -337,3 +322,19 @@ def _wait_for_reader() -> Callable[[float], None]:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     return wait
+
+
+# In the order of `--help`.
+app.command("list", short_help="List the runs, newest first, and the sweeps.")(list_runs)
+app.command("show", short_help="Show everything about a run.")(show)
+app.command("logs", short_help="Print the logs of the ranks.")(logs)
+app.command("plot", short_help="Draw the curves of a run.")(plot)
+app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
+app.command("compare", short_help="Compare runs: settings, metrics, curves.")(compare)
+app.command("sweeps", short_help="List the sweeps, newest first.")(list_sweeps)
+app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
+app.command("note", short_help="Write a note on a run.")(note)
+app.command("export", short_help="Write the metrics of runs for other tools.")(export)
+app.command("sync", short_help="Send what was recorded offline to Weights & Biases.")(sync)
+app.command("consolidate", short_help="Write a sharded checkpoint as one safetensors checkpoint.")(consolidate)
+app.command("prune", short_help="Delete old runs.")(prune)

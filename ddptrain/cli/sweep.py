@@ -24,7 +24,7 @@ def sweep(
         bool, typer.Option("--resume", help="Continue the newest sweep of this name, or the one of --sweep-id.")
     ] = False,
     sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
-    ranks: opt.RanksOption = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of each trial (sweep.ranks).")] = None,
     cluster: opt.ClusterOption = None,
     runs_dir: opt.RunsDirOption = None,
     verbose: opt.VerboseOption = False,

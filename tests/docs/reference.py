@@ -88,7 +88,7 @@ def _cell(text: str) -> str:
 def _default(field: Schema, required: bool, definitions: Mapping[str, Schema]) -> str:
     if required:
         return "required"
-    if "default" not in field or _section(field, definitions):
+    if "default" not in field or (_section(field, definitions) and isinstance(field["default"], dict)):
         return ""
     return f"`{json.dumps(field['default'])}`"
 
@@ -103,12 +103,17 @@ def _values(field: Schema, definitions: Mapping[str, Schema]) -> str:
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:
-        return ", ".join(f"`{value}`" for value in field["enum"])
+        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in field["enum"])
     kind = str(field.get("type", "anything")).replace("object", "mapping").replace("array", "list")
-    limits = [f"{words} {field[key]:g}" for key, words in _LIMITS.items() if key in field]
+    limits = [f"{words} {_number(field[key])}" for key, words in _LIMITS.items() if key in field]
     items = field.get("items")
     inner = f" of {_values(items, definitions)}" if kind == "list" and items else ""
     return f"{kind}{inner}{', ' if limits else ''}{', '.join(limits)}"
+
+
+def _number(value: float) -> str:
+    """The number without an exponent, as 31,536,000."""
+    return f"{int(value):,}" if value == int(value) else str(value)
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ def names_of(page: str) -> list[str]:
 
 def fixed_parts(problem: Problem) -> list[str]:
     """The parts of a section that do not depend on a run."""
-    parts = [f"## {problem.title} {{#{problem.name}}}", f"{problem.happens} {_threads(problem)}"]
+    parts = [f"## {problem.title}", f"{problem.happens} {_threads(problem)}"]
     parts += [part for part in (problem.peer.verdict, problem.ours.verdict) if part]
     parts.append(f"**How ddptrain avoids it.** {problem.avoided}")
     return [*parts, *([f"**Equally good.** {problem.equal}"] if problem.equal else [])]

@@ -180,7 +180,7 @@ def promote(
     _update_mirrors(mirrors, registry, model, reason)
 
 
-@app.command()
+@app.command(short_help="Make the previous champion the champion again.")
 def rollback(
     ctx: typer.Context,
     model: Model,

@@ -39,8 +39,8 @@ def predict(
     top: Annotated[
         int, typer.Option(min=1, help="Number of classes to print for each image, the most probable first.")
     ] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, an image a line.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, an image a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with a line for each image.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, with a line for each image.")] = False,
     batch_size: Annotated[
         int | None, typer.Option(min=1, max=65536, help="Images in a batch. Default: 128 on a GPU, else 16.")
     ] = None,
@@ -49,7 +49,7 @@ def predict(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="An option of the URLs' store as fsspec names it, such as anon=true; may be given again.",
+            help="An option of the URLs' store as fsspec names it, such as anon=true; repeatable.",
         ),
     ] = None,
     runs_dir: TrainedRunsDir = "runs",

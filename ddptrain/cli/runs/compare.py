@@ -39,7 +39,9 @@ def compare(
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", help="A metric to draw, as val/loss; may be given again. Default: the losses."),
+        typer.Option(
+            "--metric", metavar="NAME", help="A metric to draw, as val/loss; repeatable. Default: the losses."
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also draw the curves as a picture: .png, .svg or .pdf.")

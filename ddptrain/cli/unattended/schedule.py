@@ -39,7 +39,7 @@ Zone = Annotated[
 Grace = Annotated[str, typer.Option(metavar="TIME", help="How late a success may be, as 10m or 2h.")]
 
 
-@app.command()
+@app.command(short_help="Make what cron, systemd or another scheduler needs.")
 def add(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file with a section retrain.")],
     at: At,
@@ -96,7 +96,7 @@ def add(
         say(line)
 
 
-@app.command("list")
+@app.command("list", short_help="Show the schedules: last, next and missed times.")
 def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
     """Show the installed schedules: the last retraining, the next time, and the missed times."""
     from ddptrain.config.sections.retraining import duration_s
@@ -132,7 +132,7 @@ def remove(
         say(f"commit and push the deletion of {', '.join(entry.files)}")
 
 
-@app.command()
+@app.command(short_help="Report models whose retraining is late.")
 def check(
     configs: Annotated[
         list[str] | None, typer.Argument(metavar="CONFIG", help="YAML files.  [default: all installed schedules]")

@@ -152,7 +152,9 @@ class SweepConfig(Strict):
     )
     metric: FilledText = Field(default="val/loss", description="The logged metric that is compared: its best value.")
     mode: Literal["min", "max"] = Field(default="min", description="Whether the lowest or the highest value is best.")
-    ranks: Ranks | None = Field(default=None, description="Ranks of a trial; null takes cluster.ranks, or else 1.")
+    ranks: Ranks | None = Field(
+        default=None, description="Ranks of a trial; null is cluster.ranks if that is a number, else 1."
+    )
     parallel: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = Field(
         default="auto", description="Trials at the same time; auto is as many as there are free slots."
     )

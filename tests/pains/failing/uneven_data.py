@@ -53,7 +53,7 @@ dist.barrier()
     avoided=(
         "`ctx.loader` gives each rank the same number of batches; see [Your function](start/function.md). If own "
         "code divides the data, "
-        "the missing rank is [named](#exit-zero)."
+        "the missing rank is [named](#a-rank-leaves-early-with-success)."
     ),
     equal="`DistributedSampler` and `DistributedDataParallel.join()` of torch do the same, where the code uses them.",
 )

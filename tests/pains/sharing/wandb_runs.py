@@ -41,7 +41,7 @@ with wandb.init(project="train", mode="offline") as run:
     ),
     avoided=(
         "The driver makes the id of the W&B run, and rank 0 logs into it, also after a restart: see "
-        "[Tracking](tracking.md#weights-biases). `mode: process` and `shared` are for all ranks."
+        "[Tracking](tracking.md). `mode: process` and `shared` are for all ranks."
     ),
     equal="A script that calls `wandb.init` on rank 0 alone has one run.",
 )

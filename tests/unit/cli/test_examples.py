@@ -49,3 +49,24 @@ def test_help_ends_with_the_examples_line_by_line(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         get_command(app)(["explain", "--help"])
     assert capsys.readouterr().out.endswith("Examples:\n    ddptrain explain 5\n    ddptrain explain latest\n")
+
+
+@pytest.mark.parametrize("group", ["", "results", "models", "cluster", "schedule", "notify"])
+def test_list_of_commands_has_whole_sentences_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, group: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        get_command(app)([*group.split(), "--help"])
+    commands = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert commands and not [line for line in commands if line.endswith("...")]
+
+
+def test_option_that_may_be_repeated_names_its_value_and_not_a_type() -> None:
+    unnamed = [
+        f"{name} {option.opts[0]}"
+        for name, command in COMMANDS.items()
+        for option in command.params
+        if option.param_type_name == "option" and option.multiple and not option.metavar
+    ]
+    assert not unnamed

@@ -26,7 +26,8 @@ def test_each_exit_code_has_one_page() -> None:
     assert set(codes.values()) == {1}
     shared = {ExitCode.SUCCEEDED, ExitCode.TERMINATED}  # nothing to do; explained with 130
     assert set(codes) == {int(code) for code in ExitCode if code not in shared}
-    assert EXPLANATIONS[ExitCode.TERMINATED] is EXPLANATIONS[ExitCode.INTERRUPTED]
+    terminated, interrupted = EXPLANATIONS[ExitCode.TERMINATED], EXPLANATIONS[ExitCode.INTERRUPTED]
+    assert (terminated.causes, terminated.remarks) == (interrupted.causes, interrupted.remarks)
 
 
 def test_a_block_is_replaced_and_the_rest_stays() -> None:

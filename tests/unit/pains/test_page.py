@@ -25,7 +25,7 @@ SMALL = Problem(
 )
 SECTION = """<!-- problem: small -->
 
-## Title {#small}
+## Title
 
 It happens. Reported in [b#1](https://github.com/a/b/issues/1).
 

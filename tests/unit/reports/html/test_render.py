@@ -157,7 +157,9 @@ def test_run_shows_its_changes_top_operators_and_names(tmp_path: Path) -> None:
     page = html_page(Subjects([view])).decode()
     assert "xxx &lt;script&gt;</pre>" in page.replace("\n</pre>", "</pre>") and "Changes that are not committed" in page
     assert "<summary>Step 9, rank 1</summary>" in page and "aten::&lt;mm&gt;</th>" in page and ">75.0 %</td>" in page
-    assert "Rex&lt;i&gt; (known)</span>" in page
+    assert "Rex&lt;i&gt; (known)</span>" in page and "(known): the name is in its training data" in page
+    (view.layout.artifacts_dir / "tables/generated_names/step-5-rank-0.csv").write_text("name,is_known\nMo,False\n")
+    assert "(known)" not in html_page(Subjects([view])).decode()
     for anchor in ("operators", "names"):
         assert f'<a href="#{anchor}">' in page and f'id="{anchor}"' in page
 
