@@ -202,7 +202,7 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         store = RemoteFolder.open("s3://bucket/run")
-        with pytest.raises(NoConditionalWrites, match="does not keep their conditions"):
+        with pytest.raises(NoConditionalWrites, match="ignores the conditions of writes"):
             store.test_conditions("probe")
         lock = StoreLock(store, settle_s=0.0)
         lock.take(contested=True)

@@ -218,7 +218,7 @@ def test_preempted_run_waits_for_its_slow_tracker_within_the_grace(
     done = running.finish()
     assert done.rc == 75, done.stderr
     assert time.monotonic() - told < 60  # Hanger would have 600 s
-    assert "have not come to ctx.checkpoint() in time" not in done.stderr
+    assert "did not call ctx.checkpoint() in time" not in done.stderr
     assert {name: lines[-1].get("state") for name, lines in records(folder / "runs/r").items()} == {
         "attempt-1-rank-0": "preempted",
         "attempt-1-rank-1": "preempted",

@@ -139,7 +139,7 @@ def test_a_rank_that_is_told_to_stop_in_its_clean_up_reports_why_it_cleans_up(
     assert (handled.message, handled.handled) == ("sample 4711", True)
     assert isinstance(left, events.Failure)
     assert (left.message, left.handled) == ("sample 4711", False)
-    assert "while it handles an exception:\nTraceback" in capfd.readouterr().err
+    assert "while it handled an exception:\nTraceback" in capfd.readouterr().err
     bench.rank._report_handled()  # it has failed: there is nothing to add
     assert len(bench.path.read_bytes().splitlines()) == 3
 

@@ -90,9 +90,8 @@ def test_asynchronous_cluster_is_refused() -> None:
 
 def test_constructor_that_fails_is_told_with_what_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CannotKeep) as caught:
-        Kept(KeeperOrder(FAKE, {"n_worker": 2}), Path("unused"), Path("unused"))
+        Kept(KeeperOrder(FAKE, {"n_workers": "two"}), Path("unused"), Path("unused"))
     assert str(caught.value).startswith(f"{FAKE}(...) failed: TypeError: ")
-    assert "unexpected keyword argument 'n_worker'" in str(caught.value)
     assert not caught.value.is_usage
     assert "Traceback" in capsys.readouterr().err, "all of it stands in the keeper's log"
 
