@@ -51,17 +51,10 @@ def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) 
     dask.scheduler()
     with dask.driver(workers=1) as driver:
         warm = driver.call(driver_calls.wait_until_warm, 60.0, worker="ours")
-        assert {name: warm[name] for name in ("ours", "warm", "slots", "gpus", "fault")} == {
-            "ours": True,
-            "warm": True,
-            "slots": 3,
-            "gpus": [],
-            "fault": None,
-        }
-        assert warm["hostname"] == os.uname().nodename
+        assert warm == {"ours": True, "warm": True, "fault": None}
         assert about(driver)["resources"] == {"slot": 3.0}
         until(lambda: about(driver)["metrics"].get("ddptrain") == {"warm": True, "ranks": 0}, "the metric")
-        assert driver.call(driver_calls.describe_offer, worker="ours")["ours"]
+        assert driver.call(driver_calls.describe_offer, worker="ours") == {"slots": 3, "gpus": 0, "ours": True}
 
 
 def test_missing_address_of_the_scheduler_is_an_error(dask: DaskBench) -> None:
