@@ -91,6 +91,17 @@ def connected(
         try_s *= 2
 
 
+class DriverClient(Client):
+    """A client that, if it could not connect, ends its thread at once; Dask waits for an answer that does not come."""
+
+    def __del__(self) -> None:
+        if self.status in ("newly-created", "connecting"):
+            self.status = "closed"
+            self._loop_runner.stop()
+        else:
+            super().__del__()  # type: ignore[no-untyped-call]
+
+
 def _try_connect(target: Target, timeout_s: float) -> Client:
     """Try to connect once. Raises OSError, or TimeoutError if the peer accepts the connection but never answers."""
     outcome: concurrent.futures.Future[Client] = concurrent.futures.Future()
@@ -98,7 +109,7 @@ def _try_connect(target: Target, timeout_s: float) -> Client:
     def connect() -> None:
         try:
             outcome.set_result(
-                Client(
+                DriverClient(  # type: ignore[no-untyped-call]
                     target.address,
                     timeout=timeout_s,
                     security=target.security,

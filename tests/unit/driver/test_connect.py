@@ -7,6 +7,8 @@ import contextlib
 import errno
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -221,6 +223,25 @@ def test_answer_that_is_no_dask_message_after_a_late_greeting_is_no_bug_of_ours(
     assert "is not a Dask scheduler" in told
 
 
+def test_command_that_could_not_connect_ends_without_a_traceback_of_dask() -> None:
+    """At the exit, Dask's own client says goodbye in a thread that has ended, waits 6 s, and prints the timeout."""
+    program = (
+        "import sys\n"
+        "from ddptrain.clusters.resolve import Target\n"
+        "from ddptrain.driver import connect\n"
+        "connect._check_greeting = lambda target: None\n"  # as for a peer that greets late
+        "try:\n"
+        "    connect.connected(Target(sys.argv[1]), 600, print)\n"
+        "except connect.ClusterError as error:\n"
+        "    print(error)\n"
+    )
+    with server(speak_http) as port:
+        command = [sys.executable, "-c", program, f"tcp://127.0.0.1:{port}"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SOON_S, check=True)
+    assert "is not a Dask scheduler" in ended.stdout
+    assert ended.stderr == ""
+
+
 GREETING = (58).to_bytes(8, "little") + (1).to_bytes(8, "little") + (42).to_bytes(8, "little")
 GREETING += b"\x83\xabcompression\xc0\xa6python\x93\x03\x0b\x07\xafpickle-protocol\x05"
 
@@ -300,7 +321,7 @@ def test_scheduler_of_an_old_dask_is_told_at_once(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object, **__: object) -> None:
         raise TypeError("identity() got an unexpected keyword argument 'n_workers'")
 
-    monkeypatch.setattr("ddptrain.driver.connect.Client", refuse)
+    monkeypatch.setattr("ddptrain.driver.connect.DriverClient", refuse)
     told = refused(Target("tcp://127.0.0.1:1"), timeout_s=30)
     assert "identity() got an unexpected" in told and "distributed 2025.7 or newer is needed there" in told
 
@@ -398,7 +419,7 @@ def test_peer_that_never_answers_ends_the_try_two_seconds_after_dasks_own_limit(
         given.append((*names, options))
         return "client"
 
-    monkeypatch.setattr(connect, "Client", new_client)
+    monkeypatch.setattr(connect, "DriverClient", new_client)
     target = Target("tcp://h:1")
     if answers:
         client: object = connect._try_connect(target, 5.0)
