@@ -34,7 +34,10 @@ from ddptrain.sweep.records import TrialRecord, TrialState
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "RandomSampler"}
 _PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}
 # Left out: base classes, samplers that end Optuna's own loop, and samplers that wrap another one.
-_NOT_SAMPLERS = frozenset({"BaseSampler", "BaseGASampler", "GridSampler", "BruteForceSampler", "PartialFixedSampler"})
+# CmaEsSampler loads a pickle from the journal, which would run the code of whoever can write it.
+_NOT_SAMPLERS = frozenset(
+    {"BaseSampler", "BaseGASampler", "GridSampler", "BruteForceSampler", "PartialFixedSampler", "CmaEsSampler"}
+)
 _NOT_PRUNERS = frozenset({"BasePruner"})
 # The pruner counts the values of the metric: 1 is the first one.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -142,7 +142,8 @@ class SweepConfig(Strict):
     )
     search: Method = Field(
         default={"tpe": None},
-        description="How points are chosen: grid, random, tpe, or another sampler of Optuna by name; "
+        description="How points are chosen: grid, random, tpe, or another sampler of Optuna by name, except "
+        "cmaes, which loads pickles; "
         "{tpe: {n_startup_trials: 5}} passes options on.",
     )
     prune: Method = Field(
