@@ -147,14 +147,16 @@ def _cluster_fields(cluster: str) -> list[str]:
     """Return the overrides for `--cluster`, whose value is a name, an address (with a port) or a scheduler file."""
     import re
 
+    from ddptrain.config.plugin_names import BACKENDS
+
     if re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):
         field = "address"
     elif "/" in cluster or cluster.endswith(".json"):
         field = "scheduler_file"
     else:
         return [f"cluster.name={json.dumps(cluster)}"]
-    others = ["name", "ssh", "slurm", "saturn", "kubernetes", "class", "address", "scheduler_file"]
-    cleared = [f"cluster.{other}=null" for other in others if other != field]
+    others = {"name": "", "scheduler_file": "", **BACKENDS}
+    cleared = [f"cluster.{other}=null" for other in others if other not in (field, "local")]
     return [
         *cleared,
         "cluster.kwargs={}",

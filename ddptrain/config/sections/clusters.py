@@ -149,9 +149,7 @@ def _known_backend(name: str) -> str:
     raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
 
 
-_SECTIONS = ("ssh", "slurm", "saturn", "kubernetes")
-_IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"scheduler_file": "address"}
-_REQUIRED = {"ssh": "hosts", "kubernetes": "image"}
+_REQUIRED = {"ssh": "hosts", "kubernetes": "image"}  # backend -> the field without which its section is of no use
 _SET = {
     "ssh": "write cluster.ssh.hosts, or --host NAME",
     "kubernetes": "write cluster.kubernetes.image, or --set cluster.kubernetes.image=IMAGE",
@@ -294,6 +292,12 @@ class ClusterConfig(Strict):
                 "options", f"is given, but cluster.backend is {self.backend}", "it is for other packages' backends"
             )
         return self
+
+
+# The backends that have a section of their own.
+_SECTIONS = tuple(name for name in plugin_names.BACKENDS if name in ClusterConfig.model_fields and name != "address")
+# Field -> the backend that follows from it.
+_IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"scheduler_file": "address"}
 
 
 def _misplaced(field: str, backend: str, wanted: str) -> Exception:

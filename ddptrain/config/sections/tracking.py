@@ -11,6 +11,7 @@ from ddptrain.config.types import FilledText, Seconds, Strict, off_word, wrong_f
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
 from ddptrain.protocol.rank_spec import TrackerSpec
 
+_FINISH_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT = "Seconds that it may take at the end of the run, which waits no longer."
 
 
@@ -91,7 +92,7 @@ class WandbSettings(Strict):
     init_timeout_s: Seconds = Field(
         default=20.0, gt=0, description="Seconds to wait for the server at the start, before recording offline."
     )
-    finish_timeout_s: Seconds = Field(default=30.0, gt=0, description=_FINISH_TIMEOUT)
+    finish_timeout_s: Seconds = Field(default=_FINISH_TIMEOUT_S, gt=0, description=_FINISH_TIMEOUT)
 
 
 class TensorBoardSettings(Strict):
@@ -110,7 +111,7 @@ class OtherTracker(Strict):
     )
     mode: _Mode = Field(default="process", description="Which ranks use it: rank0 alone, or each (process).")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of its class.", repr=False)
-    finish_timeout_s: Seconds = Field(default=30.0, gt=0, description=_FINISH_TIMEOUT)
+    finish_timeout_s: Seconds = Field(default=_FINISH_TIMEOUT_S, gt=0, description=_FINISH_TIMEOUT)
 
 
 class TrackingConfig(Strict):
@@ -136,11 +137,13 @@ class TrackingConfig(Strict):
         return bool(self.for_rank(0))
 
     def for_rank(self, rank: int) -> list[TrackerSpec]:
-        """Return the trackers of a rank. The driver adds to each what it tells it."""
-        wandb, board = self.wandb, self.tensorboard
+        """Return the trackers of a rank. The driver sets their field `from_driver`."""
+        sections = {name: getattr(self, name) for name in TRACKERS}
         modes = [
-            ("wandb", wandb.mode, wandb.model_dump(), wandb.finish_timeout_s),
-            ("tensorboard", board.mode, board.model_dump(), 30.0),
+            *(
+                (name, section.mode, section.model_dump(), getattr(section, "finish_timeout_s", _FINISH_TIMEOUT_S))
+                for name, section in sections.items()
+            ),
             *((each.name, each.mode, dict(each.options), each.finish_timeout_s) for each in self.other),
         ]
         return [
