@@ -44,7 +44,12 @@ class Cluster(Protocol):
 
 
 class Provider(Protocol):
-    """Starts, scales and ends the processes, jobs or pods of a cluster that outlives the command."""
+    """Starts, scales and ends the processes, jobs or pods of a cluster that outlives the command.
+
+    Optional: `fault(cluster)` returns why a part of the cluster has ended or will never run, or None.
+    `reopen(cluster)` restores the connection of this host to the scheduler. `tls`: whether the cluster uses TLS by
+    default; None: the backend decides.
+    """
 
     def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
         """Start workers for `slots` slots (None: as configured), or end workers that are too many.
