@@ -1,11 +1,11 @@
-"""`python -m ddptrain.clusters.backends.dask_class_process`: holds one object of a Dask cluster class for the commands.
+"""`python -m ddptrain.clusters.backends.dask_class_process`: creates, scales and closes a Dask cluster object.
 
     python -P -m ddptrain.clusters.backends.dask_class_process --folder DIR
 
 DIR/order.json names the class and its arguments. Once the cluster is up, DIR contains its certificate,
 DIR/scheduler.json contains its address, and DIR/keeper.sock accepts requests for other numbers of slots. SIGTERM closes
-the cluster. During the constructor the signal waits until the constructor returns: otherwise the resources that it has
-created so far would stay. DIR/ended.json says why the keeper ended by itself, and what it could not close.
+the cluster, but only after its constructor has returned: otherwise the resources that it has created so far would stay.
+DIR/ended.json says why this process ended by itself, and what it could not close.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_OF_AN_ERROR = 500
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperOrder:
+class DaskClusterOrder:
     """The class to create as package.Cluster, its arguments, and the number of slots (None: as the arguments give)."""
 
     cls: str
@@ -57,44 +57,44 @@ class KeeperOrder:
     sys_path: Sequence[str] = ()
 
     def to_json(self) -> str:
-        """Return the content of order.json in the keeper's folder."""
+        """Return the content of order.json."""
         return json.dumps(dataclasses.asdict(self))
 
 
-class CannotKeep(Exception):
+class DaskClusterError(Exception):
     """The cluster can't be created or used. The message has one line; `is_usage`: the configuration is wrong."""
 
-    def __init__(self, words: str, *, is_usage: bool = False) -> None:
+    def __init__(self, message: str, *, is_usage: bool = False) -> None:
         self.is_usage = is_usage
-        super().__init__(words)
+        super().__init__(message)
 
 
-class Kept:
+class DaskCluster:
     """The cluster object, and its name for messages."""
 
-    def __init__(self, order: KeeperOrder, folder: Path, scratch: Path) -> None:
-        """Create the cluster; a certificate made here is written to `folder`. Raises CannotKeep.
+    def __init__(self, order: DaskClusterOrder, folder: Path, scratch: Path) -> None:
+        """Create the cluster; a certificate made here is written to `folder`. Raises DaskClusterError.
 
         scratch: a private folder for the processes of a LocalCluster.
         """
         self.name = order.cls
         if order.kwargs.get("asynchronous"):
-            raise CannotKeep("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
+            raise DaskClusterError("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
         made = _imported(order.cls)
         if _is_local(made) and dask.config.get("temporary-directory", None) is None:
             # Dask imports modules from below it; by default others may write there.
             dask.config.set({"temporary-directory": str(scratch)})
-        with self._telling("(...)", order.kwargs):
-            self._cluster: Any = made(**{**_security_of_ours(made, order.kwargs, folder), **order.kwargs})
+        with self._one_line_errors("(...)", order.kwargs):
+            self._cluster: Any = made(**{**_own_security(made, order.kwargs, folder), **order.kwargs})
         if not hasattr(self._cluster, "scheduler_address"):
             words = f"cluster.class {self.name} does not create a Dask cluster: the object has no scheduler_address"
-            raise CannotKeep(words, is_usage=True)
+            raise DaskClusterError(words, is_usage=True)
 
     def target(self) -> Target:
-        """Return the scheduler's address and security. Raises CannotKeep if other processes can't connect to it."""
+        """Return the scheduler's address and security. Raises DaskClusterError if it is not reachable."""
         address = str(self._cluster.scheduler_address)
         if address.partition("://")[0] not in _REACHABLE:
-            raise CannotKeep(
+            raise DaskClusterError(
                 f"the scheduler of {self.name} is at {address}, where no other process can reach it; let it listen "
                 "on tcp://"
             )
@@ -105,7 +105,7 @@ class Kept:
         return str(getattr(self._cluster, "dashboard_link", None) or "")
 
     def resize(self, slots: int | None) -> int:
-        """Scale to that many slots (None: the present ones, or one worker); returns the workers. Raises CannotKeep."""
+        """Scale to `slots` (None: the present ones, or one worker). Return the workers. Raises DaskClusterError."""
         info = getattr(self._cluster, "scheduler_info", {})
         workers = info.get("workers", {}).values()
         planned = max(len(getattr(self._cluster, "plan", ())), len(workers))
@@ -114,9 +114,9 @@ class Kept:
         wanted = math.ceil((slots or 1) / min((_slots(worker) for worker in workers), default=1))
         can_scale = getattr(self._cluster, "_supports_scaling", True)
         if not can_scale and wanted != planned:
-            raise CannotKeep(f"{self.name} can't be scaled to {wanted} workers, it has {planned}")
+            raise DaskClusterError(f"{self.name} can't be scaled to {wanted} workers, it has {planned}")
         if can_scale:
-            with self._telling(f".scale({wanted})"):
+            with self._one_line_errors(f".scale({wanted})"):
                 self._cluster.scale(wanted)
         return wanted
 
@@ -126,13 +126,13 @@ class Kept:
         return getattr(status, "name", status) in _OVER
 
     def close(self) -> None:
-        """End it. Raises CannotKeep."""
-        with self._telling(".close()"):
+        """End it. Raises DaskClusterError."""
+        with self._one_line_errors(".close()"):
             self._cluster.close()
 
     @contextlib.contextmanager
-    def _telling(self, call: str, kwargs: Collection[str] = ()) -> Iterator[None]:
-        """Convert an exception of the cluster class to a CannotKeep with one line; the traceback goes to the log.
+    def _one_line_errors(self, call: str, kwargs: Collection[str] = ()) -> Iterator[None]:
+        """Convert an exception of the cluster class to a DaskClusterError with one line; the traceback goes to the log.
 
         It is a wrong configuration if the class, or the scheduler or a worker that it creates, refuses one of `kwargs`.
         """
@@ -143,39 +143,39 @@ class Kept:
             words = _one_line(error)
             for name in kwargs:
                 if (refusal := f"unexpected keyword argument '{name}'") in words:
-                    raise CannotKeep(f"cluster.kwargs: {self.name} got an {refusal}", is_usage=True) from error
-            raise CannotKeep(f"{self.name}{call} failed: {words}") from error
+                    raise DaskClusterError(f"cluster.kwargs: {self.name} got an {refusal}", is_usage=True) from error
+            raise DaskClusterError(f"{self.name}{call} failed: {words}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Hold the cluster until a signal arrives or the idle time is over."""
+    """Create the cluster, and close it after SIGTERM or the idle time."""
     parser = argparse.ArgumentParser(
-        prog="python -m ddptrain.clusters.backends.dask_class_process", description="Holds a Dask Cluster."
+        prog="python -m ddptrain.clusters.backends.dask_class_process", description="Creates and closes a Dask cluster."
     )
     parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
     folder: Path = parser.parse_args(argv).folder
-    order = KeeperOrder(**json.loads((folder / ORDER_FILE).read_text(encoding="utf-8")))
+    order = DaskClusterOrder(**json.loads((folder / ORDER_FILE).read_text(encoding="utf-8")))
     sys.path += order.sys_path
-    with temp_folder("ddptrain-class-") as scratch, _Signal() as told_to_end:
+    with temp_folder("ddptrain-class-") as scratch, _SigtermFlag() as sigterm:
         try:
-            kept = Kept(order, folder, scratch)
-        except CannotKeep as error:
+            cluster = DaskCluster(order, folder, scratch)
+        except DaskClusterError as error:
             write_ended(folder, str(error), is_usage=error.is_usage)
             return 1
-        return _keep(kept, order, folder, told_to_end)
+        return _run(cluster, order, folder, sigterm)
 
 
-def _keep(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> int:
-    """Create the cluster, serve requests, and close it."""
+def _run(cluster: DaskCluster, order: DaskClusterOrder, folder: Path, sigterm: _SigtermFlag) -> int:
+    """Serve requests until the end, then close the cluster. Return the exit code."""
     is_left = False
     try:
-        reason = "" if told_to_end else _serve(kept, order, folder, told_to_end)
-    except CannotKeep as error:
+        reason = "" if sigterm else _serve(cluster, order, folder, sigterm)
+    except DaskClusterError as error:
         reason = str(error)
     (folder / SCHEDULER_FILE).unlink(missing_ok=True)
     try:
-        kept.close()
-    except CannotKeep as error:
+        cluster.close()
+    except DaskClusterError as error:
         is_left = True
         reason = "; ".join([*filter(None, [reason]), str(error), "what it has started may still be there"])
     if reason:
@@ -183,26 +183,26 @@ def _keep(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) ->
     return int(is_left)
 
 
-def _serve(kept: Kept, order: KeeperOrder, folder: Path, told_to_end: _Signal) -> str:
+def _serve(cluster: DaskCluster, order: DaskClusterOrder, folder: Path, sigterm: _SigtermFlag) -> str:
     """Write scheduler.json and answer requests until the end. Returns the reason for the end, "" after a signal."""
-    target = kept.target()
-    workers = kept.resize(order.slots)
+    target = cluster.target()
+    workers = cluster.resize(order.slots)
     if target.security is not None and not (folder / security.CERT_FILE).exists():
         security.keep(target.security, folder)
     watch = IdleWatch(target, order.idle_timeout_s)
     with _listening(folder) as listener, selectors.DefaultSelector() as selector:
-        for source in (listener, told_to_end):
+        for source in (listener, sigterm):
             selector.register(source, selectors.EVENT_READ)
-        card = {"address": target.address, "dashboard": kept.dashboard(), "workers": workers}
+        card = {"address": target.address, "dashboard": cluster.dashboard(), "workers": workers}
         security.write_private_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
         while True:
             ready = [key.fileobj for key, _ in selector.select(watch.pause_s)]
-            if told_to_end:
+            if sigterm:
                 return ""
             if listener in ready:
-                _answer(listener, kept)
-            if kept.is_over():
-                return f"{kept.name} has closed by itself"
+                _answer(listener, cluster)
+            if cluster.is_over():
+                return f"{cluster.name} has closed by itself"
             if watch.is_over():
                 return f"idle for {order.idle_timeout_s:g} s"
 
@@ -218,7 +218,7 @@ def _listening(folder: Path) -> Iterator[socket.socket]:
         yield listener
 
 
-def _answer(listener: socket.socket, kept: Kept) -> None:
+def _answer(listener: socket.socket, cluster: DaskCluster) -> None:
     """Answer one request, {"slots": N}, with {"workers": N} or {"error": "..."}."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the client hung up, or sent something else
         connection, _ = listener.accept()
@@ -226,67 +226,67 @@ def _answer(listener: socket.socket, kept: Kept) -> None:
             connection.settimeout(_ANSWER_S)
             slots = int(json.loads(stream.readline())["slots"])
             try:
-                answer: dict[str, Any] = {"workers": kept.resize(slots)}
-            except CannotKeep as error:
+                answer: dict[str, Any] = {"workers": cluster.resize(slots)}
+            except DaskClusterError as error:
                 answer = {"error": str(error)}
             stream.write(json.dumps(answer) + "\n")
 
 
-class _Signal:
-    """SIGTERM as a truth value, and as a file that becomes readable when the signal arrives."""
+class _SigtermFlag:
+    """True after SIGTERM; also a file for selectors that becomes readable when the signal arrives."""
 
     def __init__(self) -> None:
-        self._has_come = False
+        self._is_set = False
 
     def __enter__(self) -> Self:
-        self._ear, self._mouth = socket.socketpair()
+        self._reader, self._writer = socket.socketpair()
         signal.signal(signal.SIGTERM, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self._ear.close()
-        self._mouth.close()
+        self._reader.close()
+        self._writer.close()
 
     def __bool__(self) -> bool:
-        return self._has_come
+        return self._is_set
 
     def fileno(self) -> int:
         """Return the descriptor, as selectors require."""
-        return self._ear.fileno()
+        return self._reader.fileno()
 
     def _take(self, signum: int, frame: object) -> None:
-        if not self._has_come:
-            self._mouth.send(b"!")
-        self._has_come = True
+        if not self._is_set:
+            self._writer.send(b"!")
+        self._is_set = True
 
 
 def _imported(name: str) -> Any:
-    """Import the class. Raises CannotKeep, with the package to install."""
+    """Import the class. Raises DaskClusterError, with the package to install."""
     module_name, _, attribute = name.rpartition(".")
     package = module_name.partition(".")[0]
     if not package:
-        raise CannotKeep(f"cluster.class {name} contains no module: write it as package.Cluster", is_usage=True)
+        raise DaskClusterError(f"cluster.class {name} contains no module: write it as package.Cluster", is_usage=True)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = str(error.name or package)
         install = f"pip install {missing.partition('.')[0].replace('_', '-')}, if that is its package"
         words = f"cluster.class {name} can't be imported: there is no module {missing} ({install})"
-        raise CannotKeep(words, is_usage=True) from error
+        raise DaskClusterError(words, is_usage=True) from error
     except Exception as error:
         traceback.print_exc()
-        raise CannotKeep(f"cluster.class {name} can't be imported: {_one_line(error)}", is_usage=True) from error
+        raise DaskClusterError(f"cluster.class {name} can't be imported: {_one_line(error)}", is_usage=True) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         classes = [each for each in dir(module) if each.endswith("Cluster")]
         hint = did_you_mean(attribute, classes)
         words = f"cluster.class {name}: the module {module_name} has no {attribute}" + (f" ({hint})" if hint else "")
-        raise CannotKeep(words, is_usage=True)
+        raise DaskClusterError(words, is_usage=True)
     return found
 
 
-def _security_of_ours(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _own_security(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Make a certificate for a LocalCluster without one. Otherwise every user of this machine could use the cluster."""
     chosen = {"security", "protocol"} & kwargs.keys() or kwargs.get(
         "processes"

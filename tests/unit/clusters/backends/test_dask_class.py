@@ -13,7 +13,7 @@ import pytest
 
 from ddptrain.clusters import cluster_records, status
 from ddptrain.clusters.backends import dask_class, dask_class_process, foreign_cluster
-from ddptrain.clusters.backends.dask_class_process import CannotKeep, KeeperOrder, Kept
+from ddptrain.clusters.backends.dask_class_process import DaskCluster, DaskClusterError, DaskClusterOrder
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonId
 from ddptrain.errors import ClusterError
@@ -49,8 +49,8 @@ class FakeCluster:
         raise SystemExit("no permission to delete")
 
 
-def kept(**kwargs: Any) -> tuple[Kept, FakeCluster]:
-    made = Kept(KeeperOrder(FAKE, kwargs), Path("unused"), Path("unused"))
+def kept(**kwargs: Any) -> tuple[DaskCluster, FakeCluster]:
+    made = DaskCluster(DaskClusterOrder(FAKE, kwargs), Path("unused"), Path("unused"))
     return made, FakeCluster.made[-1]
 
 
@@ -68,8 +68,8 @@ def kept(**kwargs: Any) -> tuple[Kept, FakeCluster]:
     ],
 )
 def test_class_that_is_none_is_told_in_one_line(name: str, words: str) -> None:
-    with pytest.raises(CannotKeep) as caught:
-        Kept(KeeperOrder(name, {}), Path("unused"), Path("unused"))
+    with pytest.raises(DaskClusterError) as caught:
+        DaskCluster(DaskClusterOrder(name, {}), Path("unused"), Path("unused"))
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert caught.value.is_usage
 
@@ -79,26 +79,28 @@ def test_module_that_its_own_import_lacks_is_the_one_to_install(
 ) -> None:
     (tmp_path / "half_there.py").write_text("import boto_of_nobody.sessions")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(CannotKeep, match=r"no module boto_of_nobody .pip install boto-of-nobody,"):
-        Kept(KeeperOrder("half_there.Cluster", {}), Path("unused"), Path("unused"))
+    with pytest.raises(DaskClusterError, match=r"no module boto_of_nobody .pip install boto-of-nobody,"):
+        DaskCluster(DaskClusterOrder("half_there.Cluster", {}), Path("unused"), Path("unused"))
 
 
 def test_asynchronous_cluster_is_refused() -> None:
-    with pytest.raises(CannotKeep, match="asynchronous can't be true"):
-        Kept(KeeperOrder(FAKE, {"asynchronous": True}), Path("unused"), Path("unused"))
+    with pytest.raises(DaskClusterError, match="asynchronous can't be true"):
+        DaskCluster(DaskClusterOrder(FAKE, {"asynchronous": True}), Path("unused"), Path("unused"))
 
 
 def test_constructor_that_fails_is_told_with_what_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CannotKeep) as caught:
-        Kept(KeeperOrder(FAKE, {"n_workers": "two"}), Path("unused"), Path("unused"))
+    with pytest.raises(DaskClusterError) as caught:
+        DaskCluster(DaskClusterOrder(FAKE, {"n_workers": "two"}), Path("unused"), Path("unused"))
     assert str(caught.value).startswith(f"{FAKE}(...) failed: TypeError: ")
     assert not caught.value.is_usage
     assert "Traceback" in capsys.readouterr().err, "all of it stands in the keeper's log"
 
     made, _ = kept()
-    with pytest.raises(CannotKeep, match=r"\.scale\(101\) failed: ValueError: quota exceeded, from OSError: 429$"):
+    with pytest.raises(
+        DaskClusterError, match=r"\.scale\(101\) failed: ValueError: quota exceeded, from OSError: 429$"
+    ):
         made.resize(101)
-    with pytest.raises(CannotKeep, match=r"\.close\(\) failed: SystemExit: no permission to delete$"):
+    with pytest.raises(DaskClusterError, match=r"\.close\(\) failed: SystemExit: no permission to delete$"):
         made.close()
 
 
@@ -124,13 +126,13 @@ def test_slots_are_workers_unless_these_offer_several(
 
 def test_cluster_that_can_not_be_scaled_says_so() -> None:
     made, _ = kept(n_workers=9)
-    with pytest.raises(CannotKeep, match="can't be scaled to 2 workers, it has 9"):
+    with pytest.raises(DaskClusterError, match="can't be scaled to 2 workers, it has 9"):
         made.resize(2)
 
 
 def test_address_that_only_one_process_reaches_is_refused() -> None:
     made, _ = kept(address="inproc://10.0.0.1/123/1")
-    with pytest.raises(CannotKeep, match=r"at inproc://10.0.0.1/123/1, where no other process can reach it"):
+    with pytest.raises(DaskClusterError, match=r"at inproc://10.0.0.1/123/1, where no other process can reach it"):
         made.target()
 
 
@@ -144,8 +146,8 @@ def test_cluster_that_closes_by_itself_is_over() -> None:
 
 
 def test_order_comes_back_from_its_file_and_hides_its_arguments() -> None:
-    order = KeeperOrder(FAKE, {"token": "secret-value"}, slots=2, idle_timeout_s=5.0, sys_path=["/a"])
-    assert KeeperOrder(**json.loads(order.to_json())) == order
+    order = DaskClusterOrder(FAKE, {"token": "secret-value"}, slots=2, idle_timeout_s=5.0, sys_path=["/a"])
+    assert DaskClusterOrder(**json.loads(order.to_json())) == order
     assert "secret-value" not in repr(order)
 
 
@@ -166,7 +168,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
 KEEPER = DaemonId("keeper", 1, 0.0, "")
 
 
-def served(listener: socket.socket, made: Kept) -> threading.Thread:
+def served(listener: socket.socket, made: DaskCluster) -> threading.Thread:
     thread = threading.Thread(target=dask_class_process._answer, args=(listener, made))
     thread.start()
     return thread

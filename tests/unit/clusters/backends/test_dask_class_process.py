@@ -20,14 +20,14 @@ from ddptrain.clusters import cluster_records
 from ddptrain.clusters.backends import dask_class
 from ddptrain.clusters.backends import dask_class_process as process
 from ddptrain.clusters.backends.dask_class import DeployProvider
-from ddptrain.clusters.backends.dask_class_process import CannotKeep, KeeperOrder
+from ddptrain.clusters.backends.dask_class_process import DaskClusterError, DaskClusterOrder
 from ddptrain.clusters.cluster_records import ClusterRecord, Deployment
 from ddptrain.clusters.processes import DaemonId, DaemonOrder
 from ddptrain.clusters.resolve import Target
 from ddptrain.errors import ClusterError, UsageError
 
 
-class Kept:
+class FakeDaskCluster:
     """A cluster object of the class x.Cluster; `fails` names the methods that fail."""
 
     name = "x.Cluster"
@@ -58,26 +58,26 @@ class Kept:
 
     def _fail(self, method: str) -> None:
         if method in self.fails:
-            raise CannotKeep(f"{method} failed")
+            raise DaskClusterError(f"{method} failed")
 
 
-class Told:
+class FakeSigterm:
     """SIGTERM to the keeper, by hand."""
 
-    def __init__(self, *, come: bool = False) -> None:
+    def __init__(self, *, sigterm: bool = False) -> None:
         self.ear, self.mouth = socket.socketpair()
-        self.come = come
+        self.is_set = sigterm
 
     def __bool__(self) -> bool:
-        return self.come
+        return self.is_set
 
     def fileno(self) -> int:
         return self.ear.fileno()
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    made = Told()
+def sigterm() -> Iterator[FakeSigterm]:
+    made = FakeSigterm()
     yield made
     made.ear.close()
     made.mouth.close()
@@ -105,7 +105,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-ORDER = KeeperOrder("x.Cluster", {}, slots=3, idle_timeout_s=60.0)
+ORDER = DaskClusterOrder("x.Cluster", {}, slots=3, idle_timeout_s=60.0)
 
 
 def ended(folder: Path) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ def ended(folder: Path) -> dict[str, Any] | None:
 )
 def test_keeper_closes_its_cluster_and_says_why_it_ended(
     folder: Path,
-    told: Told,
+    sigterm: FakeSigterm,
     fails: tuple[str, ...],
     over: bool,
     looks: int,
@@ -142,9 +142,9 @@ def test_keeper_closes_its_cluster_and_says_why_it_ended(
     resized: list[int],
     reason: dict[str, Any],
 ) -> None:
-    kept = Kept(*fails)
+    kept = FakeDaskCluster(*fails)
     kept.over, Watch.looks = over, looks
-    assert process._keep(kept, ORDER, folder, told) == code  # type: ignore[arg-type]
+    assert process._run(kept, ORDER, folder, sigterm) == code  # type: ignore[arg-type]
     assert (kept.closed, kept.resized, ended(folder)) == (1, resized, reason)
     assert not (folder / "scheduler.json").exists()
 
@@ -157,16 +157,16 @@ def test_keeper_closes_its_cluster_and_says_why_it_ended(
     ],
 )
 def test_keeper_that_is_told_to_end_before_it_serves_only_closes(
-    folder: Path, told: Told, fails: tuple[str, ...], code: int, reason: dict[str, Any] | None
+    folder: Path, sigterm: FakeSigterm, fails: tuple[str, ...], code: int, reason: dict[str, Any] | None
 ) -> None:
-    kept = Kept(*fails)
-    told.come = True
-    assert process._keep(kept, ORDER, folder, told) == code  # type: ignore[arg-type]
+    kept = FakeDaskCluster(*fails)
+    sigterm.is_set = True
+    assert process._run(kept, ORDER, folder, sigterm) == code  # type: ignore[arg-type]
     assert (kept.closed, kept.resized, ended(folder)) == (1, [], reason)
 
 
-def test_keeper_answers_requests_and_shows_where_its_cluster_is(folder: Path, told: Told) -> None:
-    kept, answers, cards = Kept(), list[Any](), list[Any]()
+def test_keeper_answers_requests_and_shows_where_its_cluster_is(folder: Path, sigterm: FakeSigterm) -> None:
+    kept, answers, cards = FakeDaskCluster(), list[Any](), list[Any]()
     questions = ['{"slots": 5}\n', "no json\n", '{"slots": null}\n', '{"slots": 6}\n']
     connections: list[socket.socket] = []
 
@@ -178,8 +178,8 @@ def test_keeper_answers_requests_and_shows_where_its_cluster_is(folder: Path, to
         else:
             cards.append(json.loads((folder / "scheduler.json").read_text()))
         if not questions:
-            told.come = True
-            told.mouth.send(b"!")
+            sigterm.is_set = True
+            sigterm.mouth.send(b"!")
             return False
         connections.append(socket.socket(socket.AF_UNIX))
         connections[-1].connect(str(folder / "keeper.sock"))
@@ -190,7 +190,7 @@ def test_keeper_answers_requests_and_shows_where_its_cluster_is(folder: Path, to
         return False
 
     kept.is_over = is_over  # type: ignore[method-assign]
-    assert process._serve(kept, ORDER, folder, told) == ""  # type: ignore[arg-type]
+    assert process._serve(kept, ORDER, folder, sigterm) == ""  # type: ignore[arg-type]
     assert answers == ['{"workers": 7}\n', "", "", '{"error": "resize failed"}\n'] and kept.resized == [3, 5, 6]
     assert cards == [
         {
@@ -206,12 +206,12 @@ def test_keeper_answers_requests_and_shows_where_its_cluster_is(folder: Path, to
 def test_signal_is_taken_once_and_ignored_afterwards() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with process._Signal() as come:
-            assert not come
+        with process._SigtermFlag() as sigterm:
+            assert not sigterm
             for _ in range(3):
                 signal.raise_signal(signal.SIGTERM)
-            assert come and come._ear.recv(9) == b"!"
-            assert come.fileno() == come._ear.fileno()
+            assert sigterm and sigterm._reader.recv(9) == b"!"
+            assert sigterm.fileno() == sigterm._reader.fileno()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -220,7 +220,7 @@ def test_signal_is_taken_once_and_ignored_afterwards() -> None:
 def test_class_that_cant_be_created_ends_the_keeper_with_the_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "order.json").write_text(KeeperOrder("Cluster", {}, sys_path=["/p"]).to_json())
+    (folder / "order.json").write_text(DaskClusterOrder("Cluster", {}, sys_path=["/p"]).to_json())
     path = ["/a"]
     monkeypatch.setattr(sys, "path", path)
     before = signal.getsignal(signal.SIGTERM)
@@ -269,7 +269,7 @@ class Own(LocalCluster):
 def test_cluster_of_this_machine_gets_a_certificate_unless_it_is_chosen(
     tmp_path: Path, made: Any, kwargs: dict[str, Any], secured: bool
 ) -> None:
-    found = process._security_of_ours(made, kwargs, tmp_path)
+    found = process._own_security(made, kwargs, tmp_path)
     assert (tmp_path / "cert.pem").exists() is secured and found.keys() == ({"security"} if secured else set())
     if secured:
         assert isinstance(found["security"], Security)
@@ -294,8 +294,8 @@ def test_wrong_name_in_kwargs_is_an_error_of_usage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kwargs: dict[str, Any], is_usage: bool, text: str
 ) -> None:
     monkeypatch.setattr(process, "_imported", lambda name: StrictCluster)
-    with pytest.raises(process.CannotKeep) as caught:
-        process.Kept(KeeperOrder("StrictCluster", kwargs), tmp_path, tmp_path)
+    with pytest.raises(process.DaskClusterError) as caught:
+        process.DaskCluster(DaskClusterOrder("StrictCluster", kwargs), tmp_path, tmp_path)
     assert caught.value.is_usage is is_usage and str(caught.value).startswith(text)
 
 
@@ -314,7 +314,7 @@ def test_processes_of_this_machine_have_a_private_folder_unless_it_is_chosen(
 ) -> None:
     monkeypatch.setattr(process, "_imported", lambda name: FolderCluster)
     with dask.config.set({"temporary-directory": chosen}):
-        kept = process.Kept(KeeperOrder("FolderCluster", {}), tmp_path, tmp_path / "scratch")
+        kept = process.DaskCluster(DaskClusterOrder("FolderCluster", {}), tmp_path, tmp_path / "scratch")
     assert kept._cluster.folder == (chosen or str(tmp_path / "scratch"))
 
 
