@@ -23,7 +23,6 @@ from ddptrain.errors import (
     RunPreempted,
     TrainingFailed,
     UsageError,
-    one_line,
 )
 
 if TYPE_CHECKING:
@@ -263,13 +262,10 @@ class Run:
         failure = record.failure
         if failure is None:
             raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id} ended with exit code {code}")
-        details = [word for word in (failure.type, one_line(failure.message)) if word]
         place = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
         log = f"; log: {failure.log}" if failure.log else ""
         again = f"; continue with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""
-        raise error_of(
-            ExitCode.CLUSTER if code is None else code, f"run {self.id}: {place}{': '.join(details)}{log}{again}"
-        )
+        raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id}: {place}{failure.line}{log}{again}")
 
     def release_driver(self) -> None:
         """Let the driver continue without this process; only for `launch`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -73,8 +74,7 @@ class OwnFolder(store.Store):
                     file.write(data)
                 else:
                     with os.fdopen(file_ops.open_regular(data), "rb") as source:
-                        while chunk := source.read(_CHUNK_BYTES):
-                            file.write(chunk)
+                        shutil.copyfileobj(source, file, _CHUNK_BYTES)
         except OSError as error:
             raise self._error("written", key, error) from error
 

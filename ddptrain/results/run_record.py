@@ -19,6 +19,7 @@ from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 from pydantic_core import to_json
 
 from ddptrain.config.wording import shorten
+from ddptrain.errors import one_line
 from ddptrain.host_identity import boot_id
 
 SCHEMA = 1
@@ -123,6 +124,16 @@ class FailureRecord(_Part):
     message: str = ""
     traceback: str = ""
     log: str = ""
+
+    @property
+    def summary(self) -> str:
+        """Type and message, which may have several lines."""
+        return ": ".join(filter(None, (self.type, self.message)))
+
+    @property
+    def line(self) -> str:
+        """Type, and the first line of the message."""
+        return ": ".join(filter(None, (self.type, one_line(self.message))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,7 +352,7 @@ def _error(start: Start, code: int) -> DdptrainError:
     reason = ""
     with suppress(DdptrainError):  # the run may not have begun, or its store is gone
         failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure
-        reason = ": ".join(part for part in (failure.type, one_line(failure.message)) if part) if failure else ""
+        reason = failure.line if failure else ""
     run = f"(run {start.began.run_id})"
     if code in _SIGNALLED:
         return RunPreempted(f"{reason or 'stopped by a signal'} {run}")

@@ -26,7 +26,7 @@ class TrialRows:
         self.status = ""
         self._record, self._running, self._eta = record, running, eta
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Take the status."""
         if isinstance(message, output_api.DriverStatus):
             self.status = message.text

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _PLAIN = frozenset({"grid", "random", "tpe", "none", "median", "asha"})  # without options they need no early check
 _TICK_S = 0.5
 _SAVE_EVERY_S = 1.0
-_UPLOAD_S = 2.0  # between two looks at signals while a point is uploaded
+_UPLOAD_S = 2.0  # between two checks for signals while a point is uploaded
 _SIGHUP_CODE = 129
 _log = Log(__name__)
 
@@ -102,7 +102,7 @@ def last_source(runs_dir: str, sweep_id: str | None) -> str:
 
 
 class Sweep:
-    """The driver of a sweep; its main thread starts trials and takes their results."""
+    """The driver of a sweep; its main thread starts trials and records their results."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Sweep:
                 from ddptrain.sweep.study import Study
 
                 study = self._study = Study(self.home.journal, self.sweep)
-                self._take_up(study)
+                self._load_trials(study)
                 self._loop(self._plan(study, session, cluster), capacity)
         except Interrupted as error:
             self._end_early(error.signum)
@@ -193,7 +193,7 @@ class Sweep:
             capacity = Capacity(most, self.ranks, session.client)
         return session, SharedCluster(cluster, session.target), capacity
 
-    def _take_up(self, study: Study) -> None:
+    def _load_trials(self, study: Study) -> None:
         """Read the trials of earlier drivers from the journal; trials without a result are continued."""
         known = {trial.number: trial for trial in self.record.trials}
         self.record.trials.clear()
@@ -302,17 +302,17 @@ class Sweep:
         self.display.notice(output.trial_line(record, self.record) + mark, level=level)
         if trial.bug is not None:
             raise trial.bug
-        may_diverge = trial.diverged and best is not None  # where other points work, this is a result of the point
-        if (
-            record.state is TrialState.FAILED
-            and not may_diverge
-            and self.failures.add(record.cause)
-            and not self.ending
-        ):
+        diverged = trial.diverged and best is not None  # if other points work, this is a result of the point
+        if record.state is TrialState.FAILED and not diverged:
+            self._count_failure(trial)
+
+    def _count_failure(self, trial: Trial) -> None:
+        """End the sweep if several trials have failed in the same way."""
+        record = trial.record
+        if self.failures.add(record.cause) and not self.ending:
             text = f"{SAME_FAILURES} trials have failed in the same way: {record.error}"
-            self._fail(
-                f"{text}; the log of the last one is in {self.home.where}/{record.run_ids[-1]}/logs", trial.exit_code
-            )
+            log = f"{self.home.where}/{record.run_ids[-1]}/logs"
+            self._fail(f"{text}; the log of the last one is in {log}", trial.exit_code)
 
     def _fail(self, text: str, exit_code: int) -> None:
         """End the sweep early because of an error; running trials save and end."""
@@ -351,9 +351,8 @@ class Sweep:
                 trial.state = TrialState.INTERRUPTED
         best = record.find_best()
         if self.exit_code is None:
-            nothing = best is None
-            self.exit_code = int(ExitCode.TRAINING_FAILED if nothing else ExitCode.SUCCEEDED)
-            record.message = "no trial is complete" if nothing else ""
+            self.exit_code = int(ExitCode.TRAINING_FAILED if best is None else ExitCode.SUCCEEDED)
+            record.message = "no trial is complete" if best is None else ""
         record.status = str(_status(self.exit_code))
         record.exit_code, record.ended_at, record.duration_s = self.exit_code, utc_now(), round(self._elapsed_s(), 3)
         record.best = best.number if best is not None else None
@@ -367,10 +366,11 @@ class Sweep:
         return self.exit_code
 
     def _write_best(self, best: TrialRecord) -> None:
-        words = f"The best of {counted(len(self.record.trials), 'trial')} of the sweep {self.home.sweep_id}: trial "
-        words += f"{best.number}, {self.record.metric} {best.value:.6g}."
+        trials = counted(len(self.record.trials), "trial")
+        comment = f"The best of {trials} of the sweep {self.home.sweep_id}: trial {best.number}, "
+        comment += f"{self.record.metric} {best.value:.6g}."
         config = trial_config(self.resolved, best.params, 0, self.home.runs_dir, self.home.sweep_id)
-        write_file(self.folder / folders.BEST, best_yaml(self.resolved, config, words).encode())
+        write_file(self.folder / folders.BEST, best_yaml(self.resolved, config, comment).encode())
 
     def _elapsed_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._began_s

@@ -64,7 +64,7 @@ class Trial:
     """A trial that runs. Its thread calls `ended` once, with the trial, whose record has the result.
 
     exit_code: that of a run that failed. diverged: it ran, but no value of the metric is a finite number.
-    bug: an exception that is none of ours.
+    bug: an exception of another type than DdptrainError.
     """
 
     def __init__(self, plan: TrialPlan, record: TrialRecord, ended: Callable[[Trial], object]) -> None:
@@ -152,29 +152,27 @@ class Trial:
         record.state = TrialState.COMPLETE
 
     def _repeat(self, repeat: int, run_id: str) -> bool:
-        """Run a repeat, or take the result of one that has ended; return whether the trial goes on."""
+        """Run a repeat, or take the result of one that has ended; return whether the trial continues."""
         view = self.plan.home.find_trial(run_id)
         if view is not None and repeat == 0:
             self._report_again(view)
-        if view is None or not (_has_result(view) or (self.pruned and view.status in _STOPPED)):
-            if self.stopped:
-                self.record.state = TrialState.INTERRUPTED
-                return False
-            try:
-                config = self.plan.config(self.record.params, repeat)
-                self.exit_code = self.plan.run(config, run_id, resume=view is not None, trial=self)
-            except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                text = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
-                return self._fail(f"the values of the trial are not valid: {text}", ExitCode.USAGE)
-            except DdptrainError as error:
-                if self.stopped and not isinstance(error, UsageError):
-                    self.record.state = TrialState.INTERRUPTED
-                    return False
-                return self._fail(one_line(error), error.exit_code)
-            view = self.plan.home.find_trial(run_id)
-            if view is None:
-                return self._fail(f"the directory of run {run_id} has been deleted", ExitCode.CLUSTER)
+        if view is not None and (_has_result(view) or (self.pruned and view.status in _STOPPED)):
+            return self._judge(view)
+        if self.stopped:
+            return self._interrupt()
+        try:
+            config = self.plan.config(self.record.params, repeat)
+            self.exit_code = self.plan.run(config, run_id, resume=view is not None, trial=self)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            text = one_line(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            return self._fail(f"the values of the trial are not valid: {text}", ExitCode.USAGE)
+        except DdptrainError as error:
+            if self.stopped and not isinstance(error, UsageError):
+                return self._interrupt()
+            return self._fail(one_line(error), error.exit_code)
+        if (view := self.plan.home.find_trial(run_id)) is None:
+            return self._fail(f"the directory of run {run_id} has been deleted", ExitCode.CLUSTER)
         return self._judge(view)
 
     def _report_again(self, view: RunView) -> None:
@@ -184,7 +182,7 @@ class Trial:
                 self.pruned = True
 
     def _judge(self, view: RunView) -> bool:
-        """Take the result of a run that has ended; return whether the trial goes on."""
+        """Take the result of a run that has ended; return whether the trial continues."""
         values = self.plan.home.values(view, self.plan.metric)
         value = best_value(values.values(), self.plan.mode)
         if values:
@@ -204,8 +202,12 @@ class Trial:
             self.record.state = TrialState.PRUNED  # by `ddptrain stop`
         else:
             failure = view.record.failure
-            text = ": ".join(part for part in (failure.type, one_line(failure.message)) if part) if failure else ""
+            text = failure.line if failure else ""
             return self._fail(text or f"the run is {view.status}", view.record.exit_code or self.exit_code)
+        return False
+
+    def _interrupt(self) -> bool:
+        self.record.state = TrialState.INTERRUPTED
         return False
 
     def _fail(self, text: str, exit_code: int) -> bool:
@@ -215,7 +217,7 @@ class Trial:
 
 
 def _has_result(view: RunView) -> bool:
-    """Return whether a run has ended in a way that says something about its point."""
+    """Return whether a run has ended with a result of its point, not because of a lost worker or the like."""
     if view.status == RunStatus.SUCCEEDED:
         return True
     failure = view.record.failure
@@ -230,9 +232,9 @@ def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
 
 
 class TrialDisplay(RunDisplay):
-    """Takes what happens in the run of a trial: the values of the metric go to the pruner, the rest to the display.
+    """The display of a trial's run: passes the metric to the pruner, progress and status to the display of the sweep.
 
-    Its other methods do nothing: the files of the run have their facts.
+    Its other methods do nothing: the run directory contains the rest.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class TrialDisplay(RunDisplay):
         last_step: float = -math.inf,
         usual: frozenset[int] = frozenset(),
     ) -> None:
-        """`reports`: whether values go to the pruner; `index` were reported before, up to `last_step`.
+        """`reports`: whether the pruner gets the values; `index` values were reported before, up to `last_step`.
 
         `usual`: the ranks that log the metric, if that is known.
         """
@@ -301,7 +303,7 @@ class TrialDisplay(RunDisplay):
 
 
 def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
-    """Return the function that runs the runs of trials with driver/run.py, on a cluster that they share."""
+    """Return the function that trains the runs of trials (driver/run.py), on a cluster that they share."""
     usual: frozenset[int] = frozenset()  # the ranks that log the metric: the same in all trials
 
     def run(config: ResolvedConfig, run_id: str, *, resume: bool, trial: Trial) -> int:
@@ -324,7 +326,7 @@ def run_with(shared: Callable[[Trial, TrialDisplay], SharedRun]) -> RunTrial:
 
 
 def _when_unlocked(trial: Trial, work: Callable[[], int], patience_s: float = _PATIENCE_S) -> int:
-    """Do the work; wait while the killed driver of an earlier part still seems to hold the run. Raises RunLocked."""
+    """Do the work; wait while the lock of a killed driver has not expired yet. Raises RunLocked."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

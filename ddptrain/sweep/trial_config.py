@@ -59,8 +59,8 @@ def _set(data: dict[str, Any], name: str, value: Any) -> None:
         data[section] = {**data[section], key: value}
 
 
-def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, words: str) -> str:
-    """Return the configuration of the best trial for `train` and `retrain`; `words` say what it is.
+def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, comment: str) -> str:
+    """Return the configuration of the best trial for `train` and `retrain`; `comment` is its first line.
 
     If it has no section retrain, it gets one: the model has the name of the configuration, and the gate compares the
     metric of the sweep.
@@ -79,4 +79,4 @@ def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, words: str) -> st
     }
     if resolved.config.retrain is None:
         recorded["retrain"] = {"model": resolved.config.name, "gate": {"metric": sweep.metric, "mode": sweep.mode}}
-    return f"# {words}\n{dump_yaml(recorded)}"
+    return f"# {comment}\n{dump_yaml(recorded)}"

@@ -36,7 +36,7 @@ class FoldingRenderer:
             self._renderer.log(ranks, folded)
         self._shown += len(lines)
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Pass the message on; a message that is shown ends the section."""
         match message:
             case output_api.RedrawnLine(rank, text) if text:
@@ -46,7 +46,7 @@ class FoldingRenderer:
                 self._end()
             case _:
                 pass
-        self._renderer.tell(message)
+        self._renderer.handle(message)
 
     def refresh(self, now_s: float) -> None:
         """Bring the output up to date."""

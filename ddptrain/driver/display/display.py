@@ -71,7 +71,7 @@ class Display(RunDisplay):
         self._grown: deque[int] = deque()  # ranks whose logs have grown
         self._unread: set[int] = set()  # ranks of which more can be read or shown
         self._all_read_s = 0.0
-        self._dropped = self._dropped_told = 0
+        self._dropped = self._dropped_reported = 0
         self._wake, self._aborted = threading.Event(), aborted
         self._close: _Close | None = None
         self._failed = ""
@@ -96,41 +96,41 @@ class Display(RunDisplay):
             or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0), keep_open=not is_large)
             for rank in range(world_size)
         }
-        self._tell(output_api.WorldSize(world_size))
+        self._send(output_api.WorldSize(world_size))
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """Show that the rank's process runs."""
-        self._tell(output_api.RankStarted(rank, host, pid))
+        self._send(output_api.RankStarted(rank, host, pid))
 
     def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
         """Show that the rank's process has ended: with success (`ok`), because it was stopped, or with a failure."""
-        self._tell(output_api.RankEnded(rank, ok, stopped))
+        self._send(output_api.RankEnded(rank, ok, stopped))
 
     def metrics(self, rank: int, event: Metrics) -> None:
         """Show metrics that the rank logged."""
         if self._renderer.shows_numbers:
-            self._tell_if_room(output_api.RankMetrics(rank, event))
+            self._send_if_room(output_api.RankMetrics(rank, event))
 
     def progress(self, rank: int, event: Progress) -> None:
         """Show progress that the rank reported."""
         if self._renderer.shows_numbers:
-            self._tell_if_room(output_api.RankProgress(rank, event))
+            self._send_if_room(output_api.RankProgress(rank, event))
 
     def status(self, text: str) -> None:
         """Show what the driver waits for."""
-        self._tell(output_api.DriverStatus(text))
+        self._send(output_api.DriverStatus(text))
 
     def notice(self, text: str, level: str = "info") -> None:
         """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
-        self._tell(output_api.DriverNotice(text, level))
+        self._send(output_api.DriverNotice(text, level))
 
     def event(self, obj: Mapping[str, Any]) -> None:
         """Write an object for readers of JSON lines; the other outputs ignore it."""
-        self._tell(output_api.RawEvent(obj))
+        self._send(output_api.RawEvent(obj))
 
     def system(self, sample: SystemSample) -> None:
         """Show the measured resource use of a host and its ranks."""
-        self._tell_if_room(output_api.SystemUse(sample))
+        self._send_if_room(output_api.SystemUse(sample))
 
     def log_grew(self, rank: int | None = None) -> None:
         """Note that the log file of this rank has grown and must be read soon; None: any log may have grown."""
@@ -163,12 +163,12 @@ class Display(RunDisplay):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tell(self, message: output_api.Message) -> None:
+    def _send(self, message: output_api.Message) -> None:
         if not self.broken:
             self._inbox.append(message)
             self.log_grew()
 
-    def _tell_if_room(self, message: output_api.Message) -> None:
+    def _send_if_room(self, message: output_api.Message) -> None:
         if self.broken:
             return
         if len(self._inbox) < MAX_WAITING:
@@ -177,7 +177,7 @@ class Display(RunDisplay):
             self._dropped += 1
 
     def _log_line(self, text: str) -> None:
-        self._tell_if_room(output_api.LogLine(text))
+        self._send_if_room(output_api.LogLine(text))
         self.log_grew()
 
     def _join(self, deadline_s: float) -> None:
@@ -253,21 +253,21 @@ class Display(RunDisplay):
 
     def _deliver(self) -> None:
         for _ in range(len(self._inbox)):
-            self._renderer_tell(self._inbox.popleft())
-        count = self._dropped - self._dropped_told
+            self._pass_on(self._inbox.popleft())
+        count = self._dropped - self._dropped_reported
         if count:
-            self._dropped_told += count
+            self._dropped_reported += count
             text = f"{count} metrics were not shown: the output was not read"
-            self._renderer.tell(output_api.DriverNotice(text, "warning"))
+            self._renderer.handle(output_api.DriverNotice(text, "warning"))
 
-    def _renderer_tell(self, message: output_api.Message) -> None:
+    def _pass_on(self, message: output_api.Message) -> None:
         """Pass a message on. Before a notice, for example of a failure, show the lines that the grouper holds."""
         if isinstance(message, output_api.DriverNotice | output_api.Closing | output_api.WorldSize):
             self._show(self._grouper.flush() if self._grouper is not None else ())
         if isinstance(message, output_api.WorldSize):
             is_group = self._groups_ranks and message.world_size >= MIN_RANKS
             self._grouper = LineGrouper(message.world_size) if is_group else None
-        self._renderer.tell(message)
+        self._renderer.handle(message)
 
     def _show(self, groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> None:
         for ranks, lines in groups:
@@ -292,7 +292,7 @@ class Display(RunDisplay):
                 self._unread.add(rank)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
             if state is not None and (self._grouper is None or rank == 0):  # of a group: rank 0's bar
-                self._renderer.tell(output_api.RedrawnLine(rank, state))
+                self._renderer.handle(output_api.RedrawnLine(rank, state))
         return longest
 
     def _logs_to_read(self) -> Iterable[int]:
@@ -313,7 +313,7 @@ class Display(RunDisplay):
         if self._close and not self._stdout.broken and not self._aborted.is_set():
             for rank, tail in self._tails.items():
                 self._finish_log(rank, tail)
-            self._renderer_tell(self._close.message)
+            self._pass_on(self._close.message)
         if self._stdout.broken:
             text = f"stdout can't be written any more ({self._stdout.broken}); the run continues without output"
             self._write_last(f"{text}, its logs are in {self._logs_dir}")
@@ -321,10 +321,10 @@ class Display(RunDisplay):
     def _finish_log(self, rank: int, tail: LogTail) -> None:
         if lines := tail.finish():
             self._show_lines(rank, lines)
-        self._renderer.tell(output_api.RedrawnLine(rank, ""))
+        self._renderer.handle(output_api.RedrawnLine(rank, ""))
         if not tail.drained:
             text = f"{tail.path} has {tail.offset} of {tail.end} bytes: the rest did not arrive in time"
-            self._renderer_tell(output_api.DriverNotice(text, "warning"))
+            self._pass_on(output_api.DriverNotice(text, "warning"))
 
 
 def open_display(

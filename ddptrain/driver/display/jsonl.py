@@ -40,7 +40,7 @@ class JsonRenderer:
             rows = [f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines]
             self._stdout.write("".join(rows))
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Write the message as an object; progress at most once per second for each rank."""
         match message:
             case output_api.RedrawnLine(rank, text) if text:

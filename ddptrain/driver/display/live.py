@@ -20,7 +20,7 @@ class LiveRows(Protocol):
 
     status: str
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Update the rows after a message."""
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[progress_bars.Row]:
@@ -64,9 +64,9 @@ class LiveRenderer:
         """Print the lines above the bars, with the next frame."""
         self._above.append(format_lines(ranks, lines, self._colour, on_terminal=True))
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Handle a message; notices and ddptrain's log are printed above the bars, the summary below them."""
-        self._bars.tell(message)
+        self._bars.handle(message)
         match message:
             case output_api.DriverNotice(text, level):
                 self._print_above(format_notice(text), NOTICE_COLOURS.get(level, ""))

@@ -129,7 +129,7 @@ class Renderer(Protocol):
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Show lines that each of these ranks has printed."""
 
-    def tell(self, message: Message) -> None:
+    def handle(self, message: Message) -> None:
         """Handle a message: show it, if this kind of output shows such messages."""
 
     def refresh(self, now_s: float) -> None:

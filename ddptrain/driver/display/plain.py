@@ -27,7 +27,7 @@ class PlainRenderer:
         """Write the lines with the prefix of their ranks; each piece of a long line becomes a line."""
         self._stdout.write(format_lines(ranks, lines, self._colour, self._on_terminal))
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Write status, notices and ddptrain's log to stderr, the end-of-run summary to stdout."""
         match message:
             case output_api.RedrawnLine(rank, text) if text:

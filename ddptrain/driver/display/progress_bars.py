@@ -100,7 +100,7 @@ class RankBar:
     redrawn: str = ""
     pace: Pace = field(default_factory=Pace)
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Handle a message about this rank. A new start clears the values of the last attempt."""
         match message:
             case output_api.RankStarted(_, host, _):
@@ -141,7 +141,7 @@ class Bars:
         self._fitted_to = 0
         self._use = SystemSummary()
 
-    def tell(self, message: output_api.Message) -> None:
+    def handle(self, message: output_api.Message) -> None:
         """Update the state after a message."""
         match message:
             case output_api.SystemUse(sample):
@@ -156,7 +156,7 @@ class Bars:
             case (
                 output_api.RankStarted() | output_api.RankEnded() | output_api.RankMetrics() | output_api.RankProgress()
             ):
-                self._rank(message.rank).tell(message)
+                self._rank(message.rank).handle(message)
             case _:
                 pass
 

@@ -102,14 +102,14 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _is_complete(manifest: dict[str, Any]) -> bool:
+    if "epoch" not in manifest or not isinstance(manifest.get("metrics"), dict):
+        return False
+    if manifest["epoch"] is not None and finite_number(manifest["epoch"]) is None:
+        return False
+    if not (_is_count(manifest.get("step")) and _is_count(manifest.get("world_size"))):
+        return False
     files = manifest.get("files")
-    return (
-        _is_count(manifest.get("step"))
-        and _is_count(manifest.get("world_size"))
-        and ("epoch" in manifest and (manifest["epoch"] is None or finite_number(manifest["epoch"]) is not None))
-        and isinstance(manifest.get("metrics"), dict)
-        and (isinstance(files, list) and bool(files) and all(map(_is_file, files)))
-    )
+    return isinstance(files, list) and bool(files) and all(map(_is_file, files))
 
 
 def _is_file(file: object) -> bool:

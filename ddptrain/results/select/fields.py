@@ -24,7 +24,7 @@ def _age_s(view: RunView) -> float | None:
 
 def _failure(view: RunView) -> str | None:
     failure = view.record.failure
-    return None if failure is None else ": ".join(filter(None, (failure.type, failure.message)))
+    return None if failure is None else failure.summary
 
 
 FIELDS: Mapping[str, Callable[[RunView], Any]] = {

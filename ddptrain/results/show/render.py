@@ -79,7 +79,7 @@ def _result(view: RunView) -> str:
         return _short(view.problem.replace(str(view.layout.run_json), view.layout.run_json.name))
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
-        return _short(rank + ": ".join(filter(None, (record.failure.type, record.failure.message))))
+        return _short(rank + record.failure.summary)
     if record.best is not None:
         return f"best {record.best.metric} {number(record.best.value)} at step {record.best.step}"
     losses = [name for name in record.last_metrics if "loss" in name]

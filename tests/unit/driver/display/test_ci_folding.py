@@ -37,7 +37,7 @@ class Folded:
 def test_short_output_is_not_folded() -> None:
     folded = Folded()
     folded.print(30)
-    folded.renderer.tell(output_api.Closing(("done",), {}))
+    folded.renderer.handle(output_api.Closing(("done",), {}))
     assert folded.lines == [*(f"[rank 0] {number}" for number in range(30)), "done"]
 
 
@@ -45,11 +45,11 @@ def test_long_output_is_folded_until_a_message_of_ddptrain() -> None:
     folded = Folded()
     folded.print(30 - 1)
     folded.print(3, rank=1)
-    folded.renderer.tell(output_api.DriverStatus("waiting"))
-    folded.renderer.tell(output_api.RedrawnLine(1, "50 %"))
-    folded.renderer.tell(output_api.DriverNotice("rank 1 failed", "error"))
+    folded.renderer.handle(output_api.DriverStatus("waiting"))
+    folded.renderer.handle(output_api.RedrawnLine(1, "50 %"))
+    folded.renderer.handle(output_api.DriverNotice("rank 1 failed", "error"))
     folded.print(1)
-    folded.renderer.tell(output_api.Closing(("failed",), {}))
+    folded.renderer.handle(output_api.Closing(("failed",), {}))
     shown = ["[rank 1] 0", START, "[rank 1] 1", "[rank 1] 2", "[rank 1] 50 %", END, "[rank 0] 0", "failed"]
     assert folded.lines[30 - 1 :] == shown
 
@@ -58,7 +58,7 @@ def test_each_section_of_gitlab_has_its_own_name() -> None:
     folded = Folded(CiService.GITLAB)
     for _ in range(2):
         folded.print(30 + 1)
-        folded.renderer.tell(output_api.WorldSize(1))
+        folded.renderer.handle(output_api.WorldSize(1))
     names = [line.split(":")[2].partition("[")[0] for line in folded.file.getvalue().split("\n") if "section_" in line]
     starts, ends = names[::2], [name.partition("\r")[0] for name in names[1::2]]
     assert starts == ends
@@ -96,7 +96,7 @@ def test_as_many_lines_are_shown_after_a_message_as_before() -> None:
     folded = Folded()
     for _ in range(2):
         folded.print(30)
-        folded.renderer.tell(output_api.DriverNotice("a message", "info"))
+        folded.renderer.handle(output_api.DriverNotice("a message", "info"))
     assert START not in folded.lines and len(folded.lines) >= 2 * 30
     folded.print(30 + 1)
     assert folded.lines[-2] == START

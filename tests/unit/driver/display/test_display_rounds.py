@@ -27,7 +27,7 @@ class Renderer:
         self.told: list[Any] = []
         self.logged: list[tuple[list[int], list[str]]] = []
 
-    def tell(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         self.told.append(message)
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
@@ -221,9 +221,9 @@ def test_lines_of_a_group_are_held_back_until_they_are_due(tmp_path: Path, clock
     idle.display._deliver()
     idle.display._show_lines(3, [RankLine("one")])
     assert idle.renderer.logged == []
-    idle.display._renderer_tell(output_api.DriverStatus("s"))
+    idle.display._pass_on(output_api.DriverStatus("s"))
     assert idle.renderer.logged == []
-    idle.display._renderer_tell(output_api.DriverNotice("failed"))
+    idle.display._pass_on(output_api.DriverNotice("failed"))
     assert idle.renderer.logged == [([3], ["one"])]
 
 

@@ -93,8 +93,8 @@ METRICS = Metrics(2_500_000_000, {"loss": math.nan, "acc": 0.5}, 3, 1.5)
 )
 def test_message_is_an_object(message: output_api.Message, objects: list[dict[str, Any]]) -> None:
     bench, staged = Bench(), Bench("evaluate")
-    bench.renderer.tell(message)
-    staged.renderer.tell(message)
+    bench.renderer.handle(message)
+    staged.renderer.handle(message)
     assert bench.objects == objects
     assert staged.objects == [{**each, "stage": "evaluate"} for each in objects]
     assert bench.err.text == ""
@@ -102,7 +102,7 @@ def test_message_is_an_object(message: output_api.Message, objects: list[dict[st
 
 def test_own_log_goes_to_stderr() -> None:
     bench = Bench()
-    bench.renderer.tell(output_api.LogLine("decided"))
+    bench.renderer.handle(output_api.LogLine("decided"))
     assert (bench.out.text, bench.err.text) == ("", "decided\n")
 
 
@@ -125,13 +125,13 @@ def test_progress_is_written_at_most_once_a_second_and_its_last_state_always() -
     bench = Bench()
     expected = {"event": "progress", "rank": 1, "time_s": 3.5, "total": 100.0, "unit": "samples"}
     for now_s, done, written in ((10.0, 1.0, [1.0]), (10.5, 2.0, []), (10.99, 3.0, []), (11.0, 4.0, [4.0])):
-        bench.renderer.tell(progress(done))
+        bench.renderer.handle(progress(done))
         bench.renderer.refresh(now_s)
         assert bench.objects == [{**expected, "done": each} for each in written]
         bench.renderer.refresh(now_s)  # each state is written once
         assert bench.objects == []
-    bench.renderer.tell(progress(5.0))
-    bench.renderer.tell(output_api.Closing((), {"event": "end"}))
+    bench.renderer.handle(progress(5.0))
+    bench.renderer.handle(output_api.Closing((), {"event": "end"}))
     assert bench.objects == [{**expected, "done": 5.0}, {"event": "end"}]
 
 

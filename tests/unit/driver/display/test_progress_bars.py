@@ -16,19 +16,19 @@ def drawn(bars: Bars, columns: int = 120, rows: int = 24) -> list[str]:
 
 def fresh(ranks: int, glyphs: Glyphs, *, all_ranks: bool = False) -> Bars:
     bars = Bars("run-1", glyphs, all_ranks=all_ranks)
-    bars.tell(output_api.WorldSize(ranks))
+    bars.handle(output_api.WorldSize(ranks))
     return bars
 
 
 def running(ranks: int, host: str = "node", *, all_ranks: bool = False) -> Bars:
     bars = fresh(ranks, ASCII_GLYPHS, all_ranks=all_ranks)
-    bars.tell(output_api.DriverStatus("training"))
+    bars.handle(output_api.DriverStatus("training"))
     for rank in range(ranks):
-        bars.tell(output_api.RankStarted(rank, host.format(rank), 100 + rank))
+        bars.handle(output_api.RankStarted(rank, host.format(rank), 100 + rank))
         for second in (0, 1):
             event = Progress(second * 10**9, second * 1200.0, 2400.0 * (1 + rank), "samples")
-            bars.tell(output_api.RankProgress(rank, event))
-        bars.tell(output_api.RankMetrics(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1})))
+            bars.handle(output_api.RankProgress(rank, event))
+        bars.handle(output_api.RankMetrics(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1})))
     return bars
 
 
@@ -46,7 +46,7 @@ def test_host_is_shown_where_there_are_several() -> None:
 
 def test_no_row_is_wider_than_the_terminal() -> None:
     bars = running(3, "node{}.example.com")
-    bars.tell(output_api.RedrawnLine(1, "日本" * 100))
+    bars.handle(output_api.RedrawnLine(1, "日本" * 100))
     for columns in range(1, 130):
         assert max(cells(row) for row in drawn(bars, columns)) <= columns
 
@@ -60,7 +60,7 @@ def test_narrow_terminal_keeps_rank_and_percent() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 16, 64])
 def test_block_takes_half_of_the_terminal_at_most(ranks: int, all_ranks: bool) -> None:
     bars = running(ranks, all_ranks=all_ranks)
-    bars.tell(output_api.RedrawnLine(0, "10%"))
+    bars.handle(output_api.RedrawnLine(0, "10%"))
     for rows in range(1, 150):
         assert 1 <= len(drawn(bars, rows=rows)) <= max(rows // 2, 1)
 
@@ -73,7 +73,7 @@ def test_ranks_without_room_for_a_bar_are_summed_up_in_one_row() -> None:
 
 def test_failed_rank_among_many_is_seen() -> None:
     bars = running(64, all_ranks=True)
-    bars.tell(output_api.RankEnded(63, ok=False))
+    bars.handle(output_api.RankEnded(63, ok=False))
     assert drawn(bars, rows=12)[4].endswith("1 failed")
 
 
@@ -89,20 +89,20 @@ def test_from_17_ranks_on_one_bar_stands_for_all_and_names_slowest_and_fastest()
 def test_equal_progress_is_ordered_by_rate_and_then_by_rank() -> None:
     bars = fresh(17, ASCII_GLYPHS)
     for rank in range(17):
-        bars.tell(output_api.RankStarted(rank, "node", 100 + rank))
+        bars.handle(output_api.RankStarted(rank, "node", 100 + rank))
         seconds = {3: 4, 5: 1}.get(rank, 2)  # for the same 100 of 200 steps
         for time_s, done in ((0, 0.0), (seconds, 100.0)):
-            bars.tell(output_api.RankProgress(rank, Progress(time_s * 10**9, done, 200.0, "steps")))
+            bars.handle(output_api.RankProgress(rank, Progress(time_s * 10**9, done, 200.0, "steps")))
     assert drawn(bars, 100)[1] == "slowest rank 3 on node 50% 25 steps/s | fastest rank 5 on node 50% 100 steps/s"
 
 
 def test_states_of_a_group_are_counted() -> None:
     bars = fresh(20, ASCII_GLYPHS)
     for rank in range(18):
-        bars.tell(output_api.RankStarted(rank, "node", 100 + rank))
-    bars.tell(output_api.RankEnded(7, ok=False))
-    bars.tell(output_api.RankEnded(8, ok=True))
-    bars.tell(output_api.RankEnded(9, ok=False, stopped=True))
+        bars.handle(output_api.RankStarted(rank, "node", 100 + rank))
+    bars.handle(output_api.RankEnded(7, ok=False))
+    bars.handle(output_api.RankEnded(8, ok=True))
+    bars.handle(output_api.RankEnded(9, ok=False, stopped=True))
     assert drawn(bars)[1] == "2 waiting | 1 done | 1 stopped | 1 failed"
     assert bars.block(0.0, 100, 24)[1][0].colour == RED
 
@@ -110,41 +110,41 @@ def test_states_of_a_group_are_counted() -> None:
 def test_columns_do_not_shrink_so_that_bars_stay_in_place() -> None:
     bars = running(1)
     before = drawn(bars)[0].index("%")
-    bars.tell(output_api.RankProgress(0, Progress(2 * 10**9, 1.0, 2400.0, "samples")))
+    bars.handle(output_api.RankProgress(0, Progress(2 * 10**9, 1.0, 2400.0, "samples")))
     assert drawn(bars)[0].index("%") == before
 
 
 def test_end_of_a_rank_is_shown() -> None:
     bars = running(2)
-    bars.tell(output_api.RankEnded(0, ok=True))
-    bars.tell(output_api.RankEnded(1, ok=False))
+    bars.handle(output_api.RankEnded(0, ok=True))
+    bars.handle(output_api.RankEnded(1, ok=False))
     assert drawn(bars)[0].endswith("done") and drawn(bars)[1].endswith("failed")
 
 
 def test_new_start_of_a_rank_forgets_the_attempt_before() -> None:
     bars = running(1)
-    bars.tell(output_api.RankStarted(0, "node", 7))
+    bars.handle(output_api.RankStarted(0, "node", 7))
     assert "%" not in drawn(bars)[0] and "loss" not in drawn(bars)[0]
 
 
 def test_progress_bar_of_a_rank_stands_below_its_own() -> None:
     bars = running(2)
-    bars.tell(output_api.RedrawnLine(0, "\x1b[Aloading 10%"))
+    bars.handle(output_api.RedrawnLine(0, "\x1b[Aloading 10%"))
     assert drawn(bars)[1] == "  loading 10%"
-    bars.tell(output_api.RedrawnLine(0, ""))
+    bars.handle(output_api.RedrawnLine(0, ""))
     assert len(drawn(bars)) == 3
 
 
 def test_unknown_total_shows_what_is_known() -> None:
     bars = fresh(1, UNICODE_GLYPHS)
-    bars.tell(output_api.RankProgress(0, Progress(0, 7.0, None, "steps")))
+    bars.handle(output_api.RankProgress(0, Progress(0, 7.0, None, "steps")))
     assert drawn(bars)[0] == f"rank 0  {'─' * 40}  7  waiting"
 
 
 def test_control_characters_in_names_are_removed() -> None:
     bars = running(1)
-    bars.tell(output_api.DriverStatus("one\ntwo\x1b[2J"))
-    bars.tell(output_api.RankProgress(0, Progress(2 * 10**9, 1300.0, 2400.0, "sam\x1b[2Jples")))
+    bars.handle(output_api.DriverStatus("one\ntwo\x1b[2J"))
+    bars.handle(output_api.RankProgress(0, Progress(2 * 10**9, 1300.0, 2400.0, "sam\x1b[2Jples")))
     assert not any("\x1b" in row or "\n" in row for row in drawn(bars))
 
 
@@ -156,7 +156,7 @@ def test_colours_tell_the_rank_and_how_it_ended() -> None:
     first = (Piece("rank 0", "36"), gap, *drawn_bar, gap, Piece("50%"), *middle)
     assert bars.block(65.0, 100, 24)[0] == (*first, Piece("ETA 0:01", "2"))
     for rank, (ok, stopped) in enumerate([(True, False), (False, False), (False, True)]):
-        bars.tell(output_api.RankEnded(rank, ok, stopped))
+        bars.handle(output_api.RankEnded(rank, ok, stopped))
     done, failed, stopped_row, _, status = bars.block(65.0, 100, 24)
     assert done == (*first, Piece("    done", "32"))
     assert [failed[0], failed[2], failed[3], failed[-1]] == [
@@ -175,9 +175,9 @@ def test_group_is_red_once_a_rank_has_failed() -> None:
         bar, facts, _ = bars.block(65.0, 100, 24)
         assert [bar[0].colour, bar[2].colour, bar[3].colour, bar[-1]] == ["36", colour, "2", Piece("ETA 0:33", "2")]
         assert [piece.colour for piece in facts] == [facts_colour]
-        bars.tell(output_api.RankEnded(0, ok=False))
+        bars.handle(output_api.RankEnded(0, ok=False))
     bars = running(3, all_ranks=True)
-    bars.tell(output_api.RankEnded(2, ok=False))
+    bars.handle(output_api.RankEnded(2, ok=False))
     assert [bars.block(65.0, 100, 6)[1][0].colour, bars.block(65.0, 100, 4)[0][0].colour] == ["31", "31"]
 
 
@@ -207,7 +207,7 @@ def test_group_takes_the_rows_that_there_are(rows: int, count: int) -> None:
 
 def test_bar_that_a_rank_draws_is_shown_where_all_have_room() -> None:
     bars = running(2)
-    bars.tell(output_api.RedrawnLine(1, "loading 10%"))
+    bars.handle(output_api.RedrawnLine(1, "loading 10%"))
     assert [row.split("  ")[0] for row in drawn(bars, rows=8)] == ["rank 0", "rank 1", "", "run-1 | 1:05 | training"]
     assert drawn(bars, rows=8)[2] == "  loading 10%" and bars.block(0.0, 100, 8)[2][0].colour == "2"
     assert len(drawn(bars, rows=6)) == 3
@@ -221,7 +221,7 @@ def test_column_that_leaves_less_than_8_columns_for_the_bar_is_left_out() -> Non
 def test_columns_may_shrink_with_the_size_of_the_terminal() -> None:
     bars = running(1)
     assert "loss 2.500" in drawn(bars, 100)[0]
-    bars.tell(output_api.RankStarted(0, "node", 7))
+    bars.handle(output_api.RankStarted(0, "node", 7))
     assert drawn(bars, 100)[0] == f"rank 0  {'-' * 35}" + " " * 57
     assert drawn(bars, 90)[0] == f"rank 0  {'-' * 40}"
 
@@ -229,7 +229,7 @@ def test_columns_may_shrink_with_the_size_of_the_terminal() -> None:
 def test_done_rank_that_told_no_progress_has_a_full_bar() -> None:
     bars = fresh(1, ASCII_GLYPHS)
     assert drawn(bars)[0] == f"rank 0  {'-' * 40}  waiting"
-    bars.tell(output_api.RankEnded(0, ok=True))
+    bars.handle(output_api.RankEnded(0, ok=True))
     assert drawn(bars)[0] == f"rank 0  {'#' * 40}     done"
 
 
@@ -240,14 +240,14 @@ def test_loss_of_training_comes_first_and_the_last_one_stays() -> None:
         ({"loss": 3.0, "train/loss": 2.0}, "loss 2.000"),
         ({"lr": 0.1}, "loss 2.000"),
     ):
-        bars.tell(output_api.RankMetrics(0, Metrics(0, values)))
+        bars.handle(output_api.RankMetrics(0, Metrics(0, values)))
         assert shown in drawn(bars)[0]
 
 
 def test_total_and_loss_of_a_group_are_those_of_the_ranks_that_have_them() -> None:
     bars = running(17)
-    bars.tell(output_api.RankProgress(3, Progress(2 * 10**9, 1300.0, None, "samples")))
-    bars.tell(output_api.RankStarted(4, "", 7))
+    bars.handle(output_api.RankProgress(3, Progress(2 * 10**9, 1300.0, None, "samples")))
+    bars.handle(output_api.RankStarted(4, "", 7))
     bar, extremes, _ = drawn(bars, 120)
     # 16 ranks have told progress, 15 of them a total; the losses are 2.5 + r without that of rank 4.
     assert "  19,300  " in bar and "loss 10.75" in bar
@@ -255,14 +255,14 @@ def test_total_and_loss_of_a_group_are_those_of_the_ranks_that_have_them() -> No
         "fastest rank 3 on node 1,300 1,001 samples/s"
     )
     for rank in range(17):
-        bars.tell(output_api.RankEnded(rank, ok=True))
+        bars.handle(output_api.RankEnded(rank, ok=True))
     assert "ETA" not in drawn(bars, 120)[0]
 
 
 def test_group_of_which_one_rank_tells_progress_has_its_numbers() -> None:
     bars = fresh(17, ASCII_GLYPHS)
     for second in (0, 1):
-        bars.tell(output_api.RankProgress(16, Progress(second * 10**9, second * 3.0, None, "steps")))
+        bars.handle(output_api.RankProgress(16, Progress(second * 10**9, second * 3.0, None, "steps")))
     bar, extremes, _ = drawn(bars)
     assert bar == f"17 ranks  {'-' * 40}  0%  3  3 steps/s"
     assert extremes == "slowest rank 16 3 3 steps/s | fastest rank 16 3 3 steps/s | 17 waiting"
@@ -274,7 +274,7 @@ def test_group_of_which_one_rank_tells_progress_has_its_numbers() -> None:
 )
 def test_numbers_are_easy_to_read(done: float, shown: str) -> None:
     bars = fresh(1, ASCII_GLYPHS)
-    bars.tell(output_api.RankProgress(0, Progress(0, done, None, "steps")))
+    bars.handle(output_api.RankProgress(0, Progress(0, done, None, "steps")))
     assert drawn(bars)[0] == f"rank 0  {'-' * 40}  {shown}  waiting"
 
 
@@ -297,5 +297,5 @@ def test_time_is_shown_as_on_a_clock(seconds: float, shown: str) -> None:
 def test_long_unit_is_cropped() -> None:
     bars = fresh(1, ASCII_GLYPHS)
     for second in (0, 1):
-        bars.tell(output_api.RankProgress(0, Progress(second * 10**9, second * 5.0, None, "abcde" * 10)))
+        bars.handle(output_api.RankProgress(0, Progress(second * 10**9, second * 5.0, None, "abcde" * 10)))
     assert f"  5 {'abcde' * 4}/s  " in drawn(bars)[0]
