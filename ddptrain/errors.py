@@ -1,7 +1,7 @@
 """All errors that ddptrain raises on purpose, with their exit codes.
 
 DdptrainError               3  (the base class; raised itself, it is usually a bug of ddptrain)
-├── UsageError              2  the command line asks for something impossible
+├── UsageError              2  the command line is not valid
 │   ├── ConfigError         2  the YAML file or a --set is wrong; carries every problem found
 │   └── RunNotFound         2  no run, or more than one, has that name
 ├── RunLocked               6  another process holds the run
@@ -52,7 +52,7 @@ class DdptrainError(Exception):
 
 
 class UsageError(DdptrainError):
-    """The command line asks for something impossible."""
+    """The command line is not valid."""
 
     exit_code = ExitCode.USAGE
 

@@ -16,7 +16,7 @@ _QUERY_PART = re.compile(r"([?&;#])([^=&;#?\s]+)=(?!<left out>)([^&;#\s\"']+)")
 _ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_][\w.-]{0,200})(\s?=\s?)(?!=|<left out>)(\"[^\"]*\"|'[^']*'|[^\s;&,'\"]+)")
 _IN_JSON = re.compile(r"([\"'])([\w.-]+)\1(\s*:\s*)(\"[^\"]*\"|'[^']*'|[0-9]+)")
 _OPTION = re.compile(r"(?<![\w-])(--?[A-Za-z][\w.-]{0,200})([\s,\"']+)(?!<left out>)([^\s,\"'-][^\s,\"']*)")
-_SHORTEST_SECRET = 4  # shorter numbers are not secrets; shorter texts occur within other words
+_SHORTEST_SECRET = 4  # shorter numbers are not secrets; shorter texts occur within other text
 
 
 def holds_secret(path: Sequence[str | int]) -> bool:

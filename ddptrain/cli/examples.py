@@ -9,7 +9,7 @@ from typer.core import TyperCommand
 from typer.main import get_command_name
 from typer.models import CommandInfo
 
-# The words of a command -> command lines, without `ddptrain` before them.
+# Command -> command lines, without `ddptrain` before them.
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "train petnames --ranks 2 --set params.epochs=3",

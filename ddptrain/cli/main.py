@@ -216,7 +216,7 @@ def _report(error: DdptrainError) -> None:
 
 
 def _wants_json(argv: Sequence[str]) -> bool:
-    """Return whether the command was asked for one JSON object a line, by `--output json`."""
+    """Return whether `--output json` is given: the output is one JSON object on each line."""
     ours = argv[: argv.index("--")] if "--" in argv else argv
     return "--output=json" in ours or ("--output", "json") in itertools.pairwise(ours)
 
@@ -253,7 +253,7 @@ def _write_crash_log(error: Exception) -> Path:
 
 def _crash_dir() -> Path | None:
     """Return the folder of the crash logs, or None for the system's temporary folder."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+    with suppress(OSError, RuntimeError):  # RuntimeError: this user has no home directory
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         folder = Path(state) / PROGRAM
         folder.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class RootGroup(TyperGroup):
 def _as_usage_error() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the parser's exceptions are private in typer; others go on unchanged
+    except Exception as error:  # the parser's exceptions are private in typer; other exceptions are raised again
         # Without arguments, the "error" is the help.
         if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
             raise

@@ -28,7 +28,7 @@ _EXPOSED = (
     "can run programs as you on every host of this cluster, and read what driver and workers send each other"
 )
 _log = Log(__name__)
-_SURE_S = 10.0  # a cluster that does not answer for that long is taken for dead and cleaned up
+_SURE_S = 10.0  # a cluster that does not answer for that long has failed, and is cleaned up
 _END_S = 60.0  # another command may need that long to clean up a failed start
 _NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s", "check", "exclude_bad"})
 
@@ -42,7 +42,7 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None)
     """Start a cluster and wait until all its workers are warm; `tls` None leaves encryption to the backend.
 
     Raises:
-        UsageError: it is up already, or the backend can't do what is asked.
+        UsageError: it is up already, or the backend does not support a setting.
         ClusterError: it did not come up in time, and nothing of it is left; or one of that name is on another host.
     """
     provider = _provider(config.backend)
@@ -59,7 +59,7 @@ def ensure_up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None 
     If another command is starting or ending the cluster, this one waits for that command first.
 
     Raises:
-        UsageError: it is up with other settings, or the backend can't do what is asked.
+        UsageError: it is up with other settings, or the backend does not support a setting.
         ClusterError: it did not come up in time, or has lost workers; or a cluster of that name is on another host.
     """
     provider = _provider(config.backend)

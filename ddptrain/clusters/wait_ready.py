@@ -192,7 +192,7 @@ def last_words(provider: Provider, deployment: Deployment, view: View | None = N
 
 
 def fault(provider: Provider, deployment: Deployment) -> str | None:
-    """Return which part of a cluster has ended or will never run; None if there is none, or the backend can't tell."""
+    """Return which part of a cluster has ended or will never run; None if there is none, or it is not known."""
     ask = getattr(provider, "fault", None)  # optional for providers
     reason: str | None = ask(deployment) if ask is not None else None
     return reason

@@ -1,1 +1,1 @@
-"""Stand-ins for packages that older code imports: changing the import is all that it takes to run here."""
+"""Replacements for packages that older code imports: only the import must be changed."""

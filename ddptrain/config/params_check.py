@@ -55,7 +55,7 @@ def check_params(model: type[BaseModel], params: Mapping[str, Any]) -> BaseModel
 
 
 def describe(error: ValidationError, params: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
-    """Return what is wrong with the params, one line for each key, in the words of the configuration's errors."""
+    """Return what is wrong with the params, one line for each key, in the form of the configuration's errors."""
     from ddptrain.config.run_config import RunConfig
     from ddptrain.config.validation_errors import Schema, explain
     from ddptrain.config.yaml_reader import Place, make_nodes

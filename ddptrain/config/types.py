@@ -34,7 +34,7 @@ def default_name(workload: str, stem: str = "") -> str:
 
 
 def off_word(value: object) -> object:
-    """Convert false, which is `off` in YAML 1.1, to the word."""
+    """Convert false, which is `off` in YAML 1.1, to "off"."""
     return "off" if value is False else value
 
 

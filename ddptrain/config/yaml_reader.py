@@ -1,4 +1,4 @@
-"""Reads a YAML file into values that know their line, and survives whatever the file may hold.
+"""Reads a YAML file into values with their line numbers, and reports any content of the file that is not valid.
 
 Built on YAML's events, not on a YAML loader: a loader recurses, expands aliases for ever, drops a duplicate
 key's first value and all positions, and reads YAML 1.1: `no` is false, `1e-3` is text and `12:30` is 750.

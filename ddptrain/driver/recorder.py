@@ -19,7 +19,7 @@ from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.run_record import EnvironmentValue, RankRecord, SlowRankRecord, as_json_data, utc_now
 from ddptrain.results.run_writer import RunWriter
 
-_MOST_RETURNED = 1 << 16  # characters
+_MOST_RETURNED = 1 << 16  # characters of a return value
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
 _MOST_NAMES = 20
 _DECIDING = ("ddptrain", "torch", "python")

@@ -203,7 +203,7 @@ class ModelRegistry(ModelReader):
         folder.remove(RECORD)  # first: from now on nobody finds the version, however far the rest gets
         if isinstance(folder.store, OwnFolder):
             folder.store.delete_temporary_files(folder.path)
-        for path in sorted(folder.files(), key=lambda path: path == _CLAIM):  # last: it tells that this is a leftover
+        for path in sorted(folder.files(), key=lambda path: path == _CLAIM):  # last: it marks the folder as incomplete
             folder.remove(path)
 
     def change(self, model: str, edit: Callable[[ModelState], Edit | None], reason: str = "") -> Change | None:

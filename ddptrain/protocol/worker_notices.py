@@ -127,7 +127,7 @@ class SystemSample(Notice):
 
 @dataclass(frozen=True, slots=True)
 class Broken(Notice):
-    """The rank could not be started, or its rank server is gone. No further notice about the rank will follow."""
+    """The rank could not be started, or its rank server has ended. No further notice about the rank will follow."""
 
     kind: ClassVar[str] = "broken"
     message: str

@@ -96,7 +96,7 @@ def _scored(
     try:
         returned = score(ctx, checkpoint)
         metrics = checked_metrics(returned) if returned is not None or ctx.rank == 0 else {}
-    except Exception as error:  # the user's code, or another architecture; go on with other checkpoints
+    except Exception as error:  # the user's code, or another architecture; continue with other checkpoints
         if required:
             raise
         reason = f"{type(error).__name__}: {shorten(' '.join(str(error).split()), _MAX_REASON_CHARS)}"

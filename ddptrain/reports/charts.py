@@ -14,7 +14,7 @@ from statistics import fmean
 from ddptrain.reports.markdown_text import code, fenced
 from ddptrain.results.show.curves import Curve, Panel, Plot, Points
 
-MOST_LINES = 4  # per chart: more cannot be told apart
+MOST_LINES = 4  # per chart: more cannot be distinguished
 _MOST_CHARTS = 4
 _POINTS = 60  # per line; Gitea draws texts of up to 5,000 characters
 _SPARKS = "▁▂▃▄▅▆▇█"

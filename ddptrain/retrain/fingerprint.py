@@ -34,7 +34,7 @@ _CODE = (".py", ".pyi", ".ipynb")
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of the training data. content: what tells whether it has changed.
+    """A file of the training data. content: a text that changes if the file changes.
 
     state: size, modification time and inode of a local file; while they stay the same, it is not hashed again.
     """

@@ -33,10 +33,10 @@ _TO_BE_CONTINUED = (RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED)  # no fai
 
 
 def conclude(start: Start, end: End, duration_s: float) -> None:
-    """Record the end, tell the users, and clean up. Problems are shown as warnings.
+    """Record the end, notify the users, and clean up. Problems are shown as warnings.
 
-    After a training the record stays open until the users are told: if this process is killed, the next start does it.
-    Users are told also if nothing can be recorded, as on a full disk.
+    After a training the record stays open until the users are notified: the next start does it if this one is killed.
+    Users are notified also if nothing can be recorded, as on a full disk.
     """
     record = start.record or start.new_record()
     is_told = False
@@ -77,7 +77,7 @@ def _write(start: Start, record: RetrainRecord) -> RetrainRecord:
 
 
 def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) -> Sequence[str]:
-    """Send a message if the state of the model has changed; return the events that were told."""
+    """Send a message if the state of the model has changed; return the events of the message."""
     settings = start.resolved.config.notify
     events = events_to_tell(settings.on, end.status, _earlier_states(start, record)) if settings.urls else ()
     if not events:

@@ -12,7 +12,7 @@ from ddptrain.errors import ExitCode
 from ddptrain.retrain.fingerprint import DataListing, missing_classes
 from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 
-# After these exit codes of the training, the next start continues it: the cause may be gone by then.
+# After these exit codes of the training, the next start continues it: the cause may have passed by then.
 _CONTINUED_AFTER = frozenset({ExitCode.CLUSTER, ExitCode.HANG, ExitCode.LOCKED})
 _MOST_STARTS = 10  # of a retraining that fails again and again
 _TRAINED = frozenset({Stage.TRAIN, Stage.EVALUATE, Stage.GATE, Stage.PROMOTE, Stage.NOTIFY, Stage.CLEAN_UP})

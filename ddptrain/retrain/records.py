@@ -3,7 +3,7 @@
 MODEL/retrainings/000001.json      one retraining, from its start to its end; rewritten after each stage
 MODEL/retrainings/000001.listing   the listing of its training data (see fingerprint.py)
 MODEL/retrainings/000001/run.lock  with `overlap: allow`, the lock of its process
-MODEL/retrainings/late             when users were told last that the model is late
+MODEL/retrainings/late             when users were last notified that the model is late
 MODEL/skipped/TIME-TOKEN.json      a start that did nothing, and why
 """
 
@@ -210,12 +210,12 @@ class RetrainRecords:
             self._skipped.remove(old)
 
     def late_told(self) -> str:
-        """Return when users were told last that the model is late, "" for never. A later success ends this state."""
+        """Return when users were last notified that the model is late, "" for never. A later success ends this."""
         told_at = (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
         return told_at if told_at <= utc_now() else ""  # later than now: the clock was wrong
 
     def record_late(self) -> None:
-        """Record that users were told just now that the model is late."""
+        """Record that users were notified just now that the model is late."""
         self._folder.write(_LATE, f"{utc_now()}\n".encode())
 
     def skips(self) -> list[dict[str, Any]]:

@@ -350,7 +350,7 @@ def _progress_to(start: Start) -> Iterator[None]:
 def _error(start: Start, code: int) -> DdptrainError:
     """Return the error of a run that ended with this exit code, with the root cause that run.json names."""
     reason = ""
-    with suppress(DdptrainError):  # the run may not have begun, or its store is gone
+    with suppress(DdptrainError):  # the run may not have begun, or its store cannot be read
         failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure
         reason = failure.line if failure else ""
     run = f"(run {start.began.run_id})"

@@ -149,7 +149,7 @@ def _absolute(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object in a listing: its key below the location; -1 and "" if the store tells no size or version."""
+    """An object in a listing: its key below the location; -1 and "" if the store reports no size or version."""
 
     key: str
     size_bytes: int

@@ -28,7 +28,7 @@ from ddptrain.sweep.stored import StoredSweeps
 
 JOURNAL, CONFIG, LOG = "journal.log", "config.yaml", "driver.log"
 BEST, LOCK, SCRATCH = "best.yaml", "sweep.lock", ".scratch"
-# What may differ when a sweep is resumed: how long it goes on, and how much at the same time.
+# What may differ when a sweep is resumed: how long it takes, and how many trials run at the same time.
 _MAY_DIFFER = frozenset({"trials", "for", "parallel", "prune"})
 
 
@@ -106,7 +106,7 @@ class LocalSweeps:
 
     @contextmanager
     def resume(self, sweep_id: str) -> Iterator[LocalSweep]:
-        """Go on with a sweep, and hold its lock for the block. Raises RunLocked, ResultsError."""
+        """Resume a sweep, and hold its lock for the block. Raises RunLocked, ResultsError."""
         folder = self.runs / sweep_id
         require_own_folder(folder)
         try:

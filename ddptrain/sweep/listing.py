@@ -18,7 +18,7 @@ _HEADER = ("SWEEP", "STATUS", "STARTED (UTC)", "DURATION", "TRIALS", "BEST")
 
 @dataclass(frozen=True, slots=True)
 class ListedSweep:
-    """A sweep of a list. where: its folder or URL. status: `interrupted` if its driver is gone and recorded no end."""
+    """A sweep of a list. where: its folder or URL. status: `interrupted` if its driver was killed."""
 
     record: SweepRecord
     where: str

@@ -47,7 +47,7 @@ class LiveMetric:
         if float(step) == self._step:
             usual, self._values = self.usual, {-1: value}
             complete += self._complete()
-            self.usual = usual  # a checkpoint does not tell who logs
+            self.usual = usual  # a checkpoint does not say which ranks log
         return complete
 
     def finish(self) -> list[tuple[float, float]]:

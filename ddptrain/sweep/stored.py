@@ -1,6 +1,6 @@
 """Sweeps in an object store: a working folder of this machine that is uploaded, and the lease of the sweep.
 
-The journal goes into the store in pieces, journal/<offset of its first byte>.log: objects can't be appended to. A point
+The journal is uploaded in pieces, journal/<offset of its first byte>.log: objects can't be appended to. A point
 is in the store before its trial begins; a result that a killed driver did not upload is taken from the trial's run.
 """
 
@@ -131,7 +131,7 @@ class StoredSweeps:
         return self._held(sweep_id or new_run_id(name), resumed=False)
 
     def resume(self, sweep_id: str) -> AbstractContextManager[StoredSweep]:
-        """Go on with a sweep, and hold its lock for the block. Raises RunLocked, StoreError, ResultsError."""
+        """Resume a sweep, and hold its lock for the block. Raises RunLocked, StoreError, ResultsError."""
         return self._held(sweep_id, resumed=True)
 
     @contextmanager

@@ -70,7 +70,7 @@ class TrackerManager:
             files.release()
 
     def end(self, state: State, within_s: float = 3600.0) -> float:
-        """Tell the trackers to finish; return the seconds that the slowest may take.
+        """Make the trackers finish; return the seconds that the slowest may take.
 
         Each tracker has its own timeout, but no more than `within_s`. Later calls do not change the state.
         """

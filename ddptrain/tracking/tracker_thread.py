@@ -77,7 +77,7 @@ class TrackerThread:
             self._note(f"{text}; the run directory has them", "warning")
 
     def end(self, state: State, within_s: float) -> float:
-        """Tell the thread to pass on the queued items and to finish the tracker; return the seconds for that.
+        """Make the thread pass on the queued items and to finish the tracker; return the seconds for that.
 
         The state of the first call counts. A further call can only shorten the time.
         """

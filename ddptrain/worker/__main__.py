@@ -301,7 +301,7 @@ async def _run_worker(worker: Worker, address: str) -> None:
 
 
 def _wait_for_parent(servers: _RankServers) -> NoReturn:
-    """Wait for the end of stdin; then the driver is gone, and this process must clean up."""
+    """Wait for the end of stdin; then the driver has ended, and this process must clean up."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass

@@ -53,7 +53,7 @@ class RunPlugin(WorkerPlugin):
             await self.teardown(worker)
 
     async def teardown(self, worker: Worker) -> None:
-        """Clean up. Dask calls this when the run is over or its driver is gone."""
+        """Clean up. Dask calls this when the run is over or its driver has ended."""
         self._removed = True
         code_cache.release(self.run_id)
         host, self.host = self.host, None

@@ -70,7 +70,7 @@ def _with_parents(root: Path, path: str) -> Iterator[Path]:
 
 
 class MemoryWatch:
-    """Watches the memory while a rank runs. After SIGKILL, tells whether the rank was out of memory."""
+    """Watches the memory while a rank runs. After SIGKILL, finds out whether the rank was out of memory."""
 
     def __init__(self, pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> None:
         self._proc = proc

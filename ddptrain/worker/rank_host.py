@@ -24,7 +24,7 @@ from ddptrain.worker.system.sampler import SystemSampler
 
 PLUGIN_NAME = "ddptrain"
 MAX_SLOTS = 1024
-RELEASED_GRACE_S = 5.0  # the longest grace period of ranks whose driver is gone, because other runs wait for the slot
+RELEASED_GRACE_S = 5.0  # the longest grace period of ranks whose driver has ended, because other runs wait for the slot
 _LEAVE_MARGIN_S = 5.0  # after the ranks' grace period, for downloads by the driver
 _RELEASED_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
 
@@ -180,7 +180,7 @@ class RankHost(WorkerPlugin):
             self.server.stop(child_id, min(grace_s, RELEASED_GRACE_S))
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
-        """Stop a key's children when Dask releases the key, because its driver is gone or has finished."""
+        """Stop a key's children when Dask releases the key, because its driver has ended."""
         if finish in _RELEASED_STATES:
             self.release(key)
 

@@ -27,7 +27,7 @@ _SOCKET_CLOSE_S = 0.5  # the kernel closes all sockets of a killed process withi
 
 
 class RankServerLost(ClusterError):
-    """The rank server could not start, or is gone."""
+    """The rank server could not start, or has ended."""
 
 
 class RankServerClient:
@@ -44,7 +44,7 @@ class RankServerClient:
         self._woken: dict[str, threading.Event] = {}
         self._pids: dict[str, int] = {}
         self._starts: dict[str, tuple[int, str]] = {}  # rank -> its pid and how it was started
-        self._stores: dict[str, str] = {}  # store that runs and was not told to stop -> rank that needs it
+        self._stores: dict[str, str] = {}  # store that runs and is not being stopped -> rank that needs it
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
 
     @property

@@ -104,7 +104,7 @@ class RankWatch:
         self.ended = rank_exit
 
     def give_up(self, error: Exception) -> None:
-        """Report that the rank could not be started, or its rank server is gone; no further notices will follow."""
+        """Report that the rank could not be started, or its rank server has ended; no further notices will follow."""
         self.ended = error
         self._notify(worker_notices.Broken(self.spec.attempt, self.spec.rank, (str(error) or repr(error))[:4_000]))
 

@@ -162,7 +162,7 @@ def check(
 
     allowed = timedelta(seconds=parsed("--grace", grace, duration_s))
     entries, problems = _to_check(configs or [], at, timezone)
-    with Entries().locked("check", wait=False) as alone:  # two checks at a time would tell it twice
+    with Entries().locked("check", wait=False) as alone:  # two checks at the same time would notify twice
         found = [look(each, allowed, notify=notify and alone) for each in entries]
         lines = {} if at else {"": "; ".join(problems)}
         for entry, finding in zip(entries, found, strict=True):
@@ -209,7 +209,7 @@ def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], 
 
 
 def _after(name: str, target: TargetName, following: datetime, *, installed: bool, tells: bool) -> list[str]:
-    """Return lines about the next steps. tells: whether the configuration says who is told that the model is late."""
+    """Return lines about the next steps. tells: whether users are notified if the model is late."""
     next_time = f"next time: {following:{_MINUTE}} UTC"
     if installed:
         shown = f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"

@@ -173,7 +173,7 @@ def _received(connection: socket.socket) -> Command:
 
 
 def _watch(connection: socket.socket, pid: int) -> NoReturn:
-    """Forward signals to the command until its end, and send its exit code; kill it if the client has gone."""
+    """Forward signals to the command until its end, and send its exit code; kill it if the client has ended."""
     ended = os.pidfd_open(pid)
     for fd in range(3):
         os.close(fd)  # a pipe to the command must not stay open

@@ -1,4 +1,4 @@
-"""What the backends share whose workers are not started by ddptrain: Dask cluster classes and Saturn."""
+"""Common functions of backends whose workers ddptrain does not start: Dask cluster classes and Saturn."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ async def _dask_logs(cluster: Deployment, lines: int) -> dict[str, str]:
 
 
 def _text(entries: Sequence[tuple[str, str]], lines: int) -> str:
-    """Return the messages of (level, message) pairs, which come newest first, in the order of time."""
+    """Return the messages of (level, message) pairs, of which the newest is the first, in the order of time."""
     written = "\n".join(message for _, message in reversed(entries)).splitlines()
     return "".join(f"{line}\n" for line in written[-lines:])

@@ -1,8 +1,8 @@
 """The slot table: a worker group gets all the slots that it requests, or none, and waits in a queue for them.
 
-It is a scheduler plugin. So two drivers that ask at the same time are answered one after the other, and the slots of a
-driver that dies are free as soon as the scheduler sees its connection end. The plugin is added with the first run and
-removed with the last: a cluster that ddptrain has not started stays as it was.
+It is a scheduler plugin. So requests of two drivers are handled one after the other, and the slots of a driver
+that was killed are free as soon as its connection to the scheduler ends. The plugin is added with the first run and
+removed with the last: a cluster that ddptrain has not started is not changed permanently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddptrain.worker.rank_task import topic
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
 
 PLUGIN_NAME = "ddptrain-slots"
-_FORGET_WAITER_S = 30.0  # a waiting driver that does not ask again for that long leaves the queue
+_FORGET_WAITER_S = 30.0  # a waiting driver that does not repeat its request for that long leaves the queue
 _LAST_MESSAGES_S = 1.0
 
 _log = log.Log("ddptrain.clusters.scheduler")
@@ -159,7 +159,7 @@ class SlotTable(SchedulerPlugin):
             return free[:asked]
         place = 0
         if asked > len(everything):
-            self._leave_queue(request.run_id)  # it would block requests that can be met
+            self._leave_queue(request.run_id)  # it would block requests that can succeed
         elif in_line:
             place = self._enqueue(request)
         _log.debug("slots refused", run=request.run_id, asked=asked, free=len(free), total=len(everything), place=place)

@@ -78,7 +78,7 @@ def run(
                 future_arguments["local_rank"] = 0 if place.slot.gpu else place.local_rank
             futures.append(_submit(client, spec, port, place, pickled, future_arguments))
     except BaseException:
-        with contextlib.suppress(Exception):  # the scheduler may be gone
+        with contextlib.suppress(Exception):  # the scheduler may have ended
             client.run_on_scheduler(slots.release, worker_group.run_id)
         raise
     group_watch.start(

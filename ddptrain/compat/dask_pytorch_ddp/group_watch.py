@@ -37,7 +37,7 @@ class _Watch:
         """Watch until the end; never raises."""
         with suppress(Exception):  # it runs in the user's event loop, which must not get errors
             await self._watch()
-        with suppress(Exception):  # the scheduler may be gone
+        with suppress(Exception):  # the scheduler may have ended
             await self.client.run_on_scheduler(slots.release, self.run_id)
 
     async def _watch(self) -> None:
@@ -85,5 +85,5 @@ _BAD = ("error", "cancelled", "lost")
 
 
 def _absent(workers: Sequence[str], dask_scheduler: Scheduler) -> list[str]:
-    """Return the workers that are gone; for run_on_scheduler."""
+    """Return the workers that have left the cluster; for run_on_scheduler."""
     return [worker for worker in workers if worker not in dask_scheduler.workers]

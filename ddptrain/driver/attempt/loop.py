@@ -32,7 +32,7 @@ from ddptrain.worker.spool import rank_spool
 _log = Log(__name__)
 _TICK_S = 0.2  # between two checks of what sends no messages: a worker's process, the connection to the scheduler
 _MIN_TICK_S = 0.05  # the shortest time between two checks, while the inbox is empty
-_TICK_S_PER_RANK = 0.0005  # added for each rank, because each check goes through all ranks
+_TICK_S_PER_RANK = 0.0005  # added for each rank, because each check reads the state of all ranks
 _MAX_TICK_S = 1.0
 _NUMBERS = (events.Metrics, events.Progress)  # for the state, only the newest of a rank matter
 _DRAIN_S = 600.0  # time for checkpoints and files that are being transferred when the ranks have ended

@@ -38,7 +38,7 @@ class SlowRankDraft(Draft):
             self.do(actions.FindSpareSlots(tuple(slow.rank for slow in slow_ranks)))
 
     def on_spare_slots(self, spare: inbox.SpareSlots) -> None:
-        """Tell the ranks to save and end, so that the next attempt begins without the slots of the slow ranks."""
+        """Command the ranks to save and end, so that the next attempt begins without the slots of the slow ranks."""
         if self.state.stopping or self.state.moving:
             return
         what = counted(len(spare.ranks), "slot")

@@ -61,7 +61,7 @@ class LineGrouper:
         return self._count
 
     def _taken(self, now_s: float) -> Iterator[_Group]:
-        """Remove groups from the front while they need not wait; the order of all groups is kept."""
+        """Remove the first groups while they need not wait; the order of all groups is kept."""
         for number in list(self._held):
             group = self._held[number]
             is_complete = len(group.ranks) >= self._world_size

@@ -21,8 +21,8 @@ class LineAssembler:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""
-        self._returned = False  # a "\r" came last: the next character overwrites the text
-        self._redrawn = False  # this line has had a "\r": it is a progress bar, or its "\n" is about to come
+        self._returned = False  # the last character was "\r": the next one overwrites the text
+        self._redrawn = False  # this line has had a "\r": it is a progress bar, or its "\n" follows
 
     @property
     def redrawn(self) -> str:

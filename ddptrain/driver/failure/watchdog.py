@@ -1,9 +1,9 @@
 """Decides from the activity of all ranks whether the worker group may hang.
 
 Activity is events, printed lines, CPU time and GPU use. A rank that has reported progress is expected to do so again:
-after `timeout_s` without an event or a line, all ranks are asked for their stacks. As long as the rank uses the CPU or
-the GPU outside of a collective operation it may continue, up to BUSY_LIMIT times `timeout_s`. A rank that has never
-reported may work silently without a limit: a script that only prints its result must not be killed.
+after `timeout_s` without an event or a line, the driver requests the stacks of all ranks. As long as the rank uses the
+CPU or the GPU outside of a collective operation it may continue, up to BUSY_LIMIT times `timeout_s`. A rank that has
+never reported may work silently without a limit: a script that only prints its result must not be killed.
 
 With `hang_timeout_s: auto` the limit is PAUSES times the longest pause between two reports of a rank, at least
 SHORTEST_S, at most LONGEST_S. It is LONGEST_S until the ranks have reported often enough.
@@ -188,7 +188,7 @@ class Watchdog:
 
     def after_cpu(self, activity: Activity, seconds: float, now: float) -> Activity:
         """Return the activity of a rank that has used `seconds` of CPU time with its children since its start."""
-        used_s = min(activity.cpu_s, seconds)  # it can be less than before: the CPU time of an ended child is gone
+        used_s = min(activity.cpu_s, seconds)  # less than before if a child has ended: its time no longer counts
         limit_s = self.limit_s(activity)
         if limit_s is not None and seconds - used_s >= _CPU_SHARE * limit_s:
             return activity._replace(newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)

@@ -34,7 +34,7 @@ class WorkerHeartbeat:
         return next_state, slept_s if slept_s > _SUSPENDED_S else 0.0
 
     def lost_cluster(self, now: float, worker_fault: str | None) -> Loss | None:
-        """Return the loss of all ranks if the driver's own worker has ended, or the scheduler is gone; else None."""
+        """Return the loss of all ranks if the driver's own worker has ended, or the scheduler is lost; else None."""
         if worker_fault is not None:
             return Loss(FaultKind.WORKER_LOST, worker_fault)
         if now - self.connected_at > _SCHEDULER_LOST_S:

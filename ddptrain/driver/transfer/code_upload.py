@@ -116,5 +116,5 @@ def _run_on(
         return dict(worker_group.client.run(function, *arguments, workers=workers))
     except ClusterError:
         raise
-    except Exception as error:  # whatever the function raises on the worker, or Dask if the worker is gone
+    except Exception as error:  # whatever the function raises on the worker, or Dask if the worker has ended
         raise ClusterError(f"could not upload the code to {', '.join(workers)}: {error}") from error

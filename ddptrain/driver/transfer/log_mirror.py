@@ -96,8 +96,8 @@ class LogMirror:
             self._append(b"")
 
     def catch_up(self) -> None:
-        """Read as much as possible of the files of a rank whose worker is gone."""
-        with suppress(Exception):  # it was on another machine, which is gone: what was read before stays
+        """Read as much as possible of the files of a rank whose worker is lost."""
+        with suppress(Exception):  # it was on another machine, which is lost: what was read before is kept
             self.advance(*self.spool.sizes())
         if self._may_link:
             self._link()  # an empty log, if the rank was never started

@@ -62,7 +62,7 @@ class FetchedWeights:
 def fetch_weights(resolved: ResolvedConfig, resumed: Path | None) -> tuple[ResolvedConfig, FetchedWeights | None]:
     """Return the configuration with the number of the version in place of an alias, and the weights.
 
-    resumed: the directory of a run that goes on; it keeps the version that it began with. Return no weights if the
+    resumed: the directory of a run that is resumed; it keeps the version that it began with. Return no weights if the
     configuration names no model.
 
     Raises UsageError if there is no such version; RegistryDamaged if a file of it is damaged; StoreError.

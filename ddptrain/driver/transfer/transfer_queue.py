@@ -170,7 +170,7 @@ def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch) -> No
         while (have := file.tell()) < size_bytes:
             try:
                 data = fetch(source, have, min(READ_LIMIT_BYTES, size_bytes - have))
-            except Exception as error:  # whatever Dask raises if the worker is gone
+            except Exception as error:  # whatever Dask raises if the worker has ended
                 raise _Unreachable from error
             if not data:
                 raise _Unreachable from OSError(f"{source} has {have} bytes, not the {size_bytes} announced")

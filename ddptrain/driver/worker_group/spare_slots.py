@@ -34,7 +34,7 @@ class SpareSlots:
         try:
             asked = self._client.run_on_scheduler(slots.find_spare, self._run_id, slow_slots, asynchronous=True)
             answer: dict[str, Any] = dask_call.wait_for_answer(self._client, asked, lambda: _ANSWER_S, lambda: 0)
-        except Exception as error:  # Dask raises any type while a connection breaks, and the run can go on as it is
+        except Exception as error:  # any type, while a connection breaks; the run continues without them
             _log.info("spare slots not found", error=str(error))
             return False
         _log.info("spare slots looked for", slow=slow_slots, **answer)

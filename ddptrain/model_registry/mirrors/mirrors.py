@@ -157,7 +157,7 @@ def _process(request: MirrorRequest, environ: Mapping[str, str]) -> Iterator[_Mi
         )
         assert process.stdin is not None
         try:
-            with suppress(OSError):  # it ended at once; result() tells why
+            with suppress(OSError):  # it ended at once; result() has the reason
                 process.stdin.write(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
                 process.stdin.flush()
             yield _MirrorProcess(request, process, output, errors)

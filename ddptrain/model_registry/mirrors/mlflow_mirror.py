@@ -34,7 +34,7 @@ def mirror(model: MirroredModel) -> None:
         raise UsageError(f"the package mlflow is not installed here: {install_command('mlflow')}") from error
     client = MlflowClient(model.options.get("tracking_uri"), model.options.get("registry_uri"))
     _create_model(client, model.name)
-    for version in model.versions:  # the champion is the first: a problem of another one does not hold it up
+    for version in model.versions:  # the champion is the first: a problem of another version does not delay it
         number = _find_version(client, model.name, version) or _create_version(client, model, version)
         for alias in version.aliases:
             client.set_registered_model_alias(model.name, alias, number)

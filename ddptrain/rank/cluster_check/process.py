@@ -163,7 +163,7 @@ def _run_stage(
 
 
 def _core_waits_s() -> dict[str, float]:
-    """Return how many seconds each thread was ready but had no core; {} if the system does not tell (not Linux)."""
+    """Return how many seconds each thread was ready but had no core; {} if the system does not know (not Linux)."""
     waits_s = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with suppress(OSError, ValueError, IndexError):  # the thread has ended

@@ -1,7 +1,7 @@
 """Counts the calls of ctx methods that all ranks must make, and reports when this rank waits for others in a call.
 
-A rank that waits in such a call cannot know whether the other ranks are slow or will never come. It reports that it
-waits; the driver then asks all ranks for their stacks and counts (see driver/failure/missing_calls.py).
+A rank that waits in such a call cannot know whether the other ranks are slow or will never make the call. It reports
+that it waits; the driver then requests the stacks and counts of all ranks (see driver/failure/missing_calls.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A call that may wait; `for_others` tells whether it waits for other ranks now, and not for a disk."""
+    """A call that may wait; `for_others` says whether it waits for other ranks now, and not for a disk."""
 
     name: str
     step: int | None

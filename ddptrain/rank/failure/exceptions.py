@@ -51,7 +51,7 @@ def failure(error: BaseException, phase: str) -> events.Failure:
 def handled(phase: str) -> events.Failure | None:
     """Return the event for the exception that the main thread is handling in an `except` or `finally` block.
 
-    Return None if there is none, or if it only says that another rank is gone.
+    Return None if there is none, or if it only says that another rank has ended.
     """
     if (error := handled_error()) is None:
         return None

@@ -1,4 +1,4 @@
-"""Recognizes errors of a rank that is only a victim: another rank is gone, or this rank has waited too long for it."""
+"""Recognizes errors of a victim: another rank has ended, or this rank has waited too long for it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TIME_OUT_MESSAGES = (
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return whether the error only says that another rank is gone, or follows from such an error."""
+    """Return whether the error only says that another rank has ended, or follows from such an error."""
     return any(_is_from_torch(each) and _contains(each, _LOST_PEER_MESSAGES) for each in chain(error))
 
 
 def timed_out(error: BaseException) -> bool:
-    """Return whether the error says that another rank did not come in time, or follows from such an error."""
+    """Return whether the error says that another rank did not join in time, or follows from such an error."""
     return any(_is_from_torch(each) and _contains(each, _TIME_OUT_MESSAGES) for each in chain(error))
 
 

@@ -43,7 +43,7 @@ from ddptrain.protocol import commands, socket_dir
 from ddptrain.rank.server import children, process_control
 
 MAX_MESSAGE_BYTES = 64 * 1024
-ORPHAN_GRACE_S = 2.0  # between SIGTERM and SIGKILL for ranks whose worker is gone
+ORPHAN_GRACE_S = 2.0  # between SIGTERM and SIGKILL for ranks whose worker has ended
 SLOT_TIMEOUT_S = 60.0  # the longest wait of a rank for its slot; a killed process exits much faster
 _MAX_FDS = 4
 
@@ -68,7 +68,7 @@ class Connection:
         return (json.loads(data), fds) if data else (None, fds)
 
     def report(self, **message: Any) -> None:
-        """Send a report without blocking. The selector notices a worker that is gone."""
+        """Send a report without blocking. The selector notices a worker that has ended."""
         try:
             self.socket.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -103,7 +103,7 @@ class QueuedRank:
 
 
 class RankServer:
-    """Serves the worker at `control`, or the workers that connect to the shared `listener`, until all are gone."""
+    """Serves the worker at `control`, or the workers that connect to the shared `listener`, until all have ended."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class RankServer:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
-        """Import torch, report "ready", and serve until all workers are gone and all children have exited."""
+        """Import torch, report "ready", and serve until all workers have ended and all children have exited."""
         process_control.name_process("ddptrain-ranks", "ddptrain rank server")
         process_control.become_subreaper()
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nothing is written to the wake-up pipe
@@ -217,7 +217,7 @@ class RankServer:
             self._adopt(Child(request["id"], pid, "", connection))
 
     def _close(self, connection: Connection) -> None:
-        """Stop the ranks of a worker that is gone or has hung up."""
+        """Stop the ranks of a worker that has ended or closed the connection."""
         self._selector.unregister(connection.socket)
         connection.closing = True
         for queued in [queued for queued in self.queue if queued.owner is connection]:
@@ -229,7 +229,7 @@ class RankServer:
         """Close the connections whose children have all exited. Return whether nothing is left to serve."""
         owners = [child.owner for child in self.children.values()]
         done = [connection for connection in self.connections if connection.closing and connection not in owners]
-        # Retire before the last connection is closed, because its worker expects that the folder is gone.
+        # Retire before the last connection is closed, because its worker expects that the folder has been deleted.
         over = len(done) == len(self.connections) and not self.children and self._retire()
         for connection in done:
             connection.socket.close()

@@ -165,7 +165,7 @@ def _manifest(
 
 
 def _publish(incoming: Path, final: Path) -> None:
-    """Rename `incoming` to `final`. An existing folder `final` is replaced, without a moment in which both are gone."""
+    """Rename `incoming` to `final`. An existing folder `final` is replaced, and one of both exists at any time."""
     if not final.exists():
         publish(incoming, final)
     elif _exchange(incoming, final):

@@ -170,7 +170,7 @@ class StoreUpload:
             except DdptrainError as error:
                 self._on_failure(error)
                 continue
-            except Exception as error:  # any bug or error of the disk: the thread must go on
+            except Exception as error:  # any bug or error of the disk: the thread must continue
                 self._on_failure(StoreError(f"cannot upload to {self.store.url}: {error!r}"))
                 continue
             self._failures, self._problem = 0, ""
@@ -208,7 +208,7 @@ class StoreUpload:
 
     def _pass(self, flushing: bool) -> bool:
         """Upload what is due, or everything when flushing, the record last. Returns whether the store is complete."""
-        # Files go before a checkpoint, so that a driver that continues from the checkpoint has the logs up to it.
+        # A checkpoint is uploaded after other files, so that a driver that resumes from it has the logs up to it.
         least_s = _FILE_EVERY_S if self._checkpoints.is_synced else 0.0
         for path in self._files():
             self._send_file(path, least_s, flushing)

@@ -23,7 +23,7 @@ _TIMES = ("started", "ended")
 
 @dataclass(frozen=True, slots=True)
 class SortKey:
-    """A field to sort by; runs without a value come last in both directions."""
+    """A field to sort by; runs without a value are last in both directions."""
 
     field: Field
     descending: bool = False

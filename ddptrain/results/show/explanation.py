@@ -45,7 +45,7 @@ class RunExplanation:
 
 def explain_run(view: RunView, runs_dir: str) -> RunExplanation:
     """Explain the end of a run; `runs_dir` is the --runs-dir of the commands that are named ("": the default)."""
-    code = None if view.is_running else view.record.exit_code  # that of a driver that is gone is not recorded
+    code = None if view.is_running else view.record.exit_code  # the end of a killed driver is not recorded
     failed = view.status in (RunStatus.FAILED, RunStatus.CANCELLED)
     root_cause = _root_cause(view)
     return RunExplanation(

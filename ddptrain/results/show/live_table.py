@@ -64,7 +64,7 @@ class LiveTable:
         view = self._view()
         try:
             self._read(view)
-        except ResultsError as error:  # shown; the run itself may go on
+        except ResultsError as error:  # shown; the run itself may continue
             self.write(f"ddptrain: {error}")
         table = run_table_html(view, self._metrics if view.is_running else {})
         lines = escape("\n".join(self._lines))

@@ -181,7 +181,7 @@ class ClockChange:
     def undone(self, times: Sequence[float]) -> list[float]:
         """Return times of the driver, in their order, as a clock that nobody sets would have shown them.
 
-        The clock was set where time seems to go back, or else in the longest pause between two times.
+        The clock was set where a time is earlier than the one before it, or else in the longest pause between two.
         """
         earlier = [*itertools.takewhile(lambda time_s: self.is_resumed and time_s < self.since, times)]
         own = times[len(earlier) :]

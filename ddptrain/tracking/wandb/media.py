@@ -18,7 +18,7 @@ import wandb
 from ddptrain.file_ops import entries, hash_file, publish
 from ddptrain.tracking import items
 
-_MAX_SAMPLES = 1 << 16  # values of a tensor that go into a histogram: training needs the processor
+_MAX_SAMPLES = 1 << 16  # the most values of a tensor in a histogram: it must not take much CPU time from the training
 _BINS = 64
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 

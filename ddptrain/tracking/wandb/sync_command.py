@@ -1,6 +1,6 @@
 """Runs wandb's own command `wandb sync`, which sends transaction logs, in a process with a time limit.
 
-Its exit code does not tell whether a log was sent: then there is a file with the suffix SYNCED beside the log.
+Its exit code does not show whether a log was sent: if it was, there is a file with the suffix SYNCED beside the log.
 """
 
 from __future__ import annotations

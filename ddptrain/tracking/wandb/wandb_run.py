@@ -165,7 +165,7 @@ def finish(run: wandb.Run, state: str, timeout_s: float) -> bool:
 def _ends_within(timeout_s: float, call: Callable[[], object]) -> bool:
     """Return whether the call has ended in time; if not, it continues in a thread. Raises the exception of the call.
 
-    wandb's own timeout has no effect while artifacts wait for a server that is gone.
+    wandb's own timeout has no effect while artifacts wait for a server that does not answer.
     """
     errors: list[BaseException] = []
 

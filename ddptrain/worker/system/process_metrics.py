@@ -89,7 +89,7 @@ class RankMeter:
         return metrics | self._rates(counters, now)
 
     def _rates(self, counters: Mapping[str, float], now: float) -> dict[str, float]:
-        """Return the increase of each counter per second, at least 0: the counters of ended children are gone."""
+        """Return the increase of each counter per second, at least 0: counters of ended children are not included."""
         seconds, before = now - self._at, self._before
         self._at, self._before = now, counters
         if seconds <= 0:

@@ -14,7 +14,7 @@ COLUMNS = ("key", "label", "prediction", "probability")
 TRAINED = "train_predictions"
 TRAINED_COLUMNS = ("image", "label", "prediction", "score")
 _EXAMPLES = 8  # images in a picture
-_STEPS_BETWEEN = 4  # one batch in so many goes into the table of training images
+_STEPS_BETWEEN = 4  # one batch of this many is in the table of training images
 
 Row = tuple[str, str, str, float]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddptrain.clusters.backends.kubernetes.api_client import APPS, CORE, Kubernetes
 
-# Reasons that do not go away by waiting. ErrImagePull becomes ImagePullBackOff after a second try.
+# Reasons that waiting does not remove. ErrImagePull becomes ImagePullBackOff after a second try.
 _HOPELESS = frozenset(
     {
         "CrashLoopBackOff",

@@ -31,7 +31,7 @@ _DATA, _ERROR = 0, 1  # channels of a port, as the first byte of a frame
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Forward until the service is gone, or until a signal."""
+    """Forward until the service has been deleted, or until a signal."""
     options = _parser().parse_args(argv)
     asyncio.run(_serve(options))
 

@@ -67,7 +67,7 @@ class Parts:
 
 
 class KubernetesProvider:
-    """Starts, changes and deletes clusters that live in Kubernetes."""
+    """Starts, changes and deletes clusters in Kubernetes."""
 
     tls = None  # always for clusters that are created here; an existing cluster decides for itself
 

@@ -150,7 +150,7 @@ class Batcher:
     # --- streams ---
 
     def begin(self, stream: BatchStream, then: BatchStream | None) -> None:
-        """The training now reads `stream`; `then` probably comes next."""
+        """The training now reads `stream`; `then` is probably the next one."""
         self._wanted = stream
         if self._error is not None:
             stream.ready.put(self._error)

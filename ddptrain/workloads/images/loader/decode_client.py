@@ -29,7 +29,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 class DecodeProcess:
     """A process, and the thread that receives its results and calls `on_results` and, at last, `on_end`.
 
-    When `on_end` is called, the process is gone and can write to no slot. All methods are called by one thread.
+    When `on_end` is called, the process has ended and can write to no slot. All methods are called by one thread.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class DecodeProcess:
             self.popen.stdin.write(json.dumps(what).encode() + b"\n")
             self.popen.stdin.flush()
         except (OSError, ValueError):
-            pass  # the process is gone: the receiving thread reports it
+            pass  # the process has ended: the receiving thread reports it
 
     def _receive(self) -> None:
         for line in self._results:

@@ -69,7 +69,7 @@ def main(requests: BinaryIO) -> None:
     setup = DecodeSetup(**json.loads(requests.readline()))
     pixels = memoryview(mmap.mmap(setup.pixels_fd, 0))
     results: queue.SimpleQueue[DecodeResult] = queue.SimpleQueue()
-    _write(setup.results_fd, [])  # tells the rank that from now on an image may end this process
+    _write(setup.results_fd, [])  # the rank then knows that an image may have ended this process
     threading.Thread(target=_send_results, args=(results, setup.results_fd), daemon=True).start()
     # Two decoders, because one often waits for the interpreter lock, which the readers use, too.
     pipeline = Pipeline(
@@ -82,7 +82,7 @@ def main(requests: BinaryIO) -> None:
 
 
 def _send_results(results: queue.SimpleQueue[DecodeResult], fd: int) -> None:
-    """Write results as they come, several in a line; end the process when its rank is gone."""
+    """Write results as they come, several in a line; end the process when its rank has ended."""
     rank_pid = os.getppid()
     while True:
         try:
@@ -100,4 +100,4 @@ def _write(fd: int, what: Sequence[object]) -> None:
     try:
         os.write(fd, json.dumps(what).encode() + b"\n")
     except OSError:
-        os._exit(0)  # the rank is gone
+        os._exit(0)  # the rank has ended

@@ -134,7 +134,7 @@ class ImageLoader:
             inbox.put(partial(self._batcher.drop, stream))
 
     def _next_batch(self, stream: BatchStream) -> Batch:
-        """Return the next batch. It comes or raises an error, because each image has a deadline."""
+        """Return the next batch. Each image has a deadline, so the call returns or raises an error."""
         while True:
             try:
                 batch = stream.ready.get(timeout=_CHECK_THREAD_S)

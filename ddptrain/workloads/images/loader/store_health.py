@@ -1,4 +1,4 @@
-"""Tells an unreadable image from a store that does not answer at all."""
+"""Distinguishes an unreadable image from a store that does not answer at all."""
 
 from __future__ import annotations
 
