@@ -20,7 +20,7 @@ class RankState(NamedTuple):
     """The driver's knowledge of one rank. A named tuple is fast to replace, which each logged step does.
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
-    succeed otherwise. lost: no more messages will come from the rank. submitted_at: monotonic seconds, 0 before the
+    succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
     rank is submitted. step: the last step that the rank logged. calls: the counts of ctx methods that all ranks must
     call, as reported at the rank's end.
     """
@@ -88,8 +88,8 @@ class RankState(NamedTuple):
 class AttemptEnd:
     """The result of an attempt: a fault, a signal to the driver, a preemption, a loss of the results, or success.
 
-    notice: why the ranks were told to save and end. loss: why the run directory cannot be written any more. leaving:
-    a worker is about to end. moving: the ranks were told to save and end, so that a slow rank gets another slot.
+    notice: why the ranks had to save and end. loss: why the run directory cannot be written any more. leaving:
+    a worker is about to end. moving: the ranks had to save and end, so that a slow rank gets another slot.
     """
 
     ranks: Sequence[RankState]

@@ -33,18 +33,17 @@ class AttemptState(NamedTuple):
     All deadlines are monotonic seconds, None: not set.
 
     ranks, activities: by rank. stacks: files of stacks that are stored only if the inquiry finds a fault. signum: the
-    last signal to the driver. notice: why the ranks were told to save and end. loss: why the run directory cannot be
+    last signal to the driver. notice: why the ranks must save and end. loss: why the run directory cannot be
     written. settle_until: end of the wait for an earlier fault. preempt_until: when ranks must have saved. stop_until:
     when stopped ranks are given up. spare_until: when also the rank that failed is stopped. transfers: checkpoints and
     files on their way into the run directory. steps: own times of the ranks; None: not compared. uses: the newest
-    system metrics, by rank. replaces: slow ranks move to other hosts. moving: the ranks were told to save and end for
-    that.
+    system metrics, by rank. replaces: slow ranks move to other hosts. moving: the ranks must save and end for that.
     """
 
     ranks: tuple[RankState, ...]
     activities: tuple[Activity, ...]
     watchdog: Watchdog
-    presence: WorkerHeartbeat
+    heartbeat: WorkerHeartbeat
     inquiry: StackCollector = StackCollector()
     faults: tuple[Fault, ...] = ()
     stacks: tuple[tuple[int, events.FileSaved], ...] = ()
@@ -71,7 +70,7 @@ class AttemptState(NamedTuple):
 
     @property
     def stopping(self) -> bool:
-        """Whether the worker group has been told to end."""
+        """Whether the ranks are being stopped."""
         return self.stop_until is not None
 
     def due(self) -> float | None:
@@ -99,10 +98,10 @@ def new_state(
     replaces: bool = False,
 ) -> AttemptState:
     """Return the state before the first message."""
-    presence = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
+    heartbeat = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
     count = len(ranks)
     outside = sum(not rank.entered for rank in ranks)
-    state = AttemptState(tuple(ranks), (Activity(),) * count, watchdog, presence, running=count, outside=outside)
+    state = AttemptState(tuple(ranks), (Activity(),) * count, watchdog, heartbeat, running=count, outside=outside)
     return state._replace(steps=steps, uses=(RankUse({}, {}),) * count, replaces=replaces)
 
 

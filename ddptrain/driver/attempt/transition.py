@@ -226,7 +226,7 @@ class Transition(SlowRankDraft):
                 self._give_up(watched.spec.rank, Loss(FaultKind.WORKER_LOST, text))
 
     def _give_up(self, rank: int, loss: Loss) -> None:
-        """Lose a rank from which no more notices will come, after the rest of its files has been read."""
+        """Mark a rank as lost after the rest of its files has been read: it will send no more notices."""
         if not self.state.ranks[rank].over:
             self.do(actions.ReadRest(rank, loss))
 
@@ -270,7 +270,7 @@ class Transition(SlowRankDraft):
         self._stop(0.0 if again else self.grace_s)
 
     def _preempt(self, notice: str) -> None:
-        """Tell every rank to finish its step, save and end, within the grace period."""
+        """Command every rank to finish its step, save and end, within the grace period."""
         if self.state.notice is not None or self.state.stopping:
             return
         self.change(notice=notice)
@@ -284,16 +284,16 @@ class Transition(SlowRankDraft):
         self.change(preempt_until=self.now + grace_periods.preempt_s(first))
 
     def _on_tick(self, tick: inbox.Tick) -> None:
-        presence, suspended_s = self.state.presence.looked(self.now, connected=tick.connected)
-        self.change(presence=presence)
-        if (loss := presence.lost_cluster(self.now, tick.worker_fault)) is not None:
+        heartbeat, suspended_s = self.state.heartbeat.checked(self.now, connected=tick.connected)
+        self.change(heartbeat=heartbeat)
+        if (loss := heartbeat.lost_cluster(self.now, tick.worker_fault)) is not None:
             for worker in dict.fromkeys(rank.worker for rank in self.state.ranks):
                 self._on_worker_lost(worker, loss.text)
         if suspended_s:
             shifted = (activity.shifted(suspended_s, self.now) for activity in self.state.activities)
             self.change(activities=tuple(shifted))
         if tick.all_read:
-            for watched, loss in presence.lost_ranks(self.state.ranks, self.state.activities, self.now):
+            for watched, loss in heartbeat.lost_ranks(self.state.ranks, self.state.activities, self.now):
                 if loss.kind is FaultKind.WORKER_LOST:
                     self._on_worker_lost(watched.worker, loss.text)
                 else:

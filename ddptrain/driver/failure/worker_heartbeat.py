@@ -25,12 +25,12 @@ class WorkerHeartbeat:
     start_timeout_s: float
     lost_after_s: float
     connected_at: float
-    looked_at: float
+    checked_at: float
 
-    def looked(self, now: float, *, connected: bool) -> tuple[WorkerHeartbeat, float]:
+    def checked(self, now: float, *, connected: bool) -> tuple[WorkerHeartbeat, float]:
         """Return the state after a check, and for how many seconds this process was suspended (0.0: it was not)."""
-        slept_s = now - self.looked_at
-        next_state = dataclasses.replace(self, looked_at=now, connected_at=now if connected else self.connected_at)
+        slept_s = now - self.checked_at
+        next_state = dataclasses.replace(self, checked_at=now, connected_at=now if connected else self.connected_at)
         return next_state, slept_s if slept_s > _SUSPENDED_S else 0.0
 
     def lost_cluster(self, now: float, worker_fault: str | None) -> Loss | None:

@@ -367,8 +367,8 @@ def test_attempt_starts_from_the_limits_that_it_is_given(
     state = attempt.state
     assert state.watchdog is watchdog and state.replaces is replaces and len(state.ranks) == 40
     assert (state.steps is None) == (action == "off") and state.ranks[0].submitted_at == 0.0
-    heartbeat = state.presence
-    assert (heartbeat.start_timeout_s, heartbeat.lost_after_s, heartbeat.looked_at) == (30.0, 60.0, 100.0)
+    heartbeat = state.heartbeat
+    assert (heartbeat.start_timeout_s, heartbeat.lost_after_s, heartbeat.checked_at) == (30.0, 60.0, 100.0)
     assert attempt._tick_s == pytest.approx(0.02) and attempt._ticked_at == 0.0
     (spool, log, options) = made[0]
     assert spool.log.is_relative_to(tmp_path / "r-1" / "attempt-1" / "rank-1") and log == Path("log")

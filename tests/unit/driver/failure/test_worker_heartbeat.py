@@ -14,8 +14,8 @@ from tests.unit.driver.attempt.ranks import running
 START_S = 20.0
 
 
-def presence(lost_after_s: float = 60.0, looked_at: float = 199.5) -> WorkerHeartbeat:
-    return WorkerHeartbeat(START_S, lost_after_s, connected_at=looked_at, looked_at=looked_at)
+def heartbeat(lost_after_s: float = 60.0, checked_at: float = 199.5) -> WorkerHeartbeat:
+    return WorkerHeartbeat(START_S, lost_after_s, connected_at=checked_at, checked_at=checked_at)
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,28 @@ CASES = [
 def test_worker_that_says_nothing_is_given_up_after_lost_after_s(case: Case) -> None:
     ranks = [running(rank, f"h{rank}") for rank in (0, 1)]
     heard = [Activity(notice_at=at) for at in case.heard_at]
-    lost = list(presence(case.lost_after_s).lost_ranks(ranks, heard, 200.0))
+    lost = list(heartbeat(case.lost_after_s).lost_ranks(ranks, heard, 200.0))
     assert tuple(rank.spec.rank for rank, _ in lost) == case.lost
     assert all(loss.kind is FaultKind.WORKER_LOST and loss.text.startswith(case.words) for _, loss in lost)
 
 
 def test_host_on_which_all_ranks_run_is_named() -> None:
     ranks = [running(rank, "h0") for rank in (0, 1)]
-    lost = list(presence().lost_ranks(ranks, [Activity(notice_at=139.0)] * 2, 200.0))
+    lost = list(heartbeat().lost_ranks(ranks, [Activity(notice_at=139.0)] * 2, 200.0))
     text = "nothing was heard from host h0 for 60 s: is it down, or the network to it?"
     assert [loss for _, loss in lost] == [Loss(FaultKind.WORKER_LOST, text)] * 2
 
 
 @pytest.mark.parametrize(("now", "slept_s"), [(391.0, 200.0), (194.1, 3.1), (194.0, 0.0), (191.2, 0.0)])
 def test_time_in_which_the_driver_slept_is_measured(now: float, slept_s: float) -> None:
-    looked, slept = presence(looked_at=191.0).looked(now, connected=True)
+    looked, slept = heartbeat(checked_at=191.0).checked(now, connected=True)
     assert slept == pytest.approx(slept_s)
-    assert (looked.looked_at, looked.connected_at) == (now, now)
+    assert (looked.checked_at, looked.connected_at) == (now, now)
 
 
 def test_rank_that_its_worker_does_not_begin_with_is_given_up_after_start_timeout_s() -> None:
     ranks = [running(0, "h0", submitted_at=179.0), running(1, "h1", submitted_at=181.0), running(2, "h2", lost=True)]
-    (found,) = presence().lost_ranks(ranks, [Activity()] * 3, 200.0)
+    (found,) = heartbeat().lost_ranks(ranks, [Activity()] * 3, 200.0)
     assert found[0].spec.rank == 0
     text = (
         "the Dask worker tcp://h0 of host h0 has not started it within 20 s (cluster.start_timeout_s): is this too "
@@ -74,7 +74,7 @@ def test_rank_that_its_worker_does_not_begin_with_is_given_up_after_start_timeou
 
 
 def test_rank_that_was_not_submitted_is_not_missed() -> None:
-    assert list(presence().lost_ranks([running(0, submitted_at=0.0)], [Activity()], 1e6)) == []
+    assert list(heartbeat().lost_ranks([running(0, submitted_at=0.0)], [Activity()], 1e6)) == []
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_rank_that_was_not_submitted_is_not_missed() -> None:
 def test_cluster_is_lost_with_its_scheduler_or_the_drivers_own_worker(
     connected: bool, fault: str | None, now: float, lost: str | None
 ) -> None:
-    looked, _ = presence().looked(now, connected=connected)
+    looked, _ = heartbeat().checked(now, connected=connected)
     assert looked.lost_cluster(now, fault) == (Loss(FaultKind.WORKER_LOST, lost) if lost else None)
