@@ -95,7 +95,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     runs = open_runs_dir(config.results.dir)
     if options.run_id is not None:
         check_run_id(options.run_id)  # before it becomes part of a path
-    choice = _choice(resolved, options, runs)
+    choice = _choose_resume(resolved, options, runs)
     if choice is not None and choice.done is not None:
         return _already_done(choice.done, choice.reason, options)
     check_workload(resolved)
@@ -104,7 +104,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     config = resolved.config
     seen = choice.driver if choice is not None and isinstance(runs, LocalRuns) else None  # a copy may be older
     with (
-        _kept(config, options, choice, runs) as (folder, keeping),
+        _locked_run(config, options, choice, runs) as (folder, keeping),
         _opened(resolved, folder, choice, seen) as writer,
         signals_to(inbox) if shared is None else nullcontext(shared.signals(inbox)) as signals,
         stop_requests(writer, signals),
@@ -120,7 +120,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         return _Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
 
 
-def _choice(resolved: ResolvedConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
+def _choose_resume(resolved: ResolvedConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
     if options.resume is None:
         return None
     from ddptrain.driver.resume import choose
@@ -143,10 +143,10 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
 
 
 @contextmanager
-def _kept(
+def _locked_run(
     config: RunConfig, options: LaunchOptions, choice: Choice | None, runs: RunsDir
 ) -> Iterator[tuple[Path, RunUpload]]:
-    """Hold the lock of the run; yield its folder, and the object that uploads it if it belongs in an object store."""
+    """Hold the lock of the run; yield its folder, and the object that uploads the folder to an object store."""
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
     with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
@@ -203,10 +203,10 @@ class _Run:
             if shared is None
             else shared.cluster
         )
-        self.keeping.listen(Recorder(self.writer, self.display).warn, self._lose)
-        self.writer.keep_heartbeat(self._lose)
+        self.keeping.listen(Recorder(self.writer, self.display).warn, self._abort)
+        self.writer.keep_heartbeat(self._abort)
 
-    def _lose(self, error: DdptrainError) -> None:
+    def _abort(self, error: DdptrainError) -> None:
         """End the run: its results can no longer be written, or another driver owns it."""
         self.inbox.put(ResultsLost(error))
 
@@ -240,7 +240,7 @@ class _Run:
             plan = self.options.evaluation
             prepared = plan.request if plan is not None else self.config.params
             self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
-            self._greet()
+            self._show_start()
             # These import Dask. A signal may interrupt the block below, and must not interrupt an import.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
             from ddptrain.driver.cluster_check.before_run import CheckedSlots
@@ -328,7 +328,7 @@ class _Run:
         needs = Needs(module, self.resolved.import_folders)
         return lambda workers: check_cluster(client, workers, needs)
 
-    def _greet(self) -> None:
+    def _show_start(self) -> None:
         if self.options.evaluation is not None:
             self.display.notice(f"evaluating {self.options.evaluation.description}")
         else:
@@ -374,8 +374,8 @@ class _Run:
 
     def _flushed(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Finish the uploads; return the run_end, or a failure if a run that succeeded could not be stored."""
-        asked_to_go = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
-        deadline_s = self.config.failure.grace_s if asked_to_go else _UPLOAD_S
+        is_stopping = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
+        deadline_s = self.config.failure.grace_s if is_stopping else _UPLOAD_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
                 problem = self.keeping.flush(deadline_s)

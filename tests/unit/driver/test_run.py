@@ -66,7 +66,7 @@ def test_run_directory_is_that_of_the_resumed_run_and_is_locked_as_such(tmp_path
     config = SimpleNamespace(name="digits", checkpoint=SimpleNamespace(max_failures=3))
     options = SimpleNamespace(run_id=None if resumes else "night")
     choice = SimpleNamespace(folder=Path("/elsewhere/earlier")) if resumes else None
-    with run._kept(cast(Any, config), cast(Any, options), cast(Any, choice), cast(Any, runs)) as (folder, upload):
+    with run._locked_run(cast(Any, config), cast(Any, options), cast(Any, choice), cast(Any, runs)) as (folder, upload):
         assert folder == tmp_path / ("earlier" if resumes else "night") and str(upload) == "upload"
     assert kept == [("earlier", True) if resumes else ("night", False)]
 
@@ -189,14 +189,14 @@ def test_a_run_on_this_machine_is_announced_with_its_ranks_and_what_may_be_too_s
             status=told.append,
         ),
     )
-    run._Run._greet(cast(Any, unfinished))
-    greeting = [("info", "run night in runs/night"), ("info", "a reason"), (3, "sizes")]
+    run._Run._show_start(cast(Any, unfinished))
+    first_lines = [("info", "run night in runs/night"), ("info", "a reason"), (3, "sizes")]
     warnings = [] if is_shared else [("warning", "3 are many")]
-    assert told == [*greeting, *warnings, "starting 3 ranks on a local cluster"]
+    assert told == [*first_lines, *warnings, "starting 3 ranks on a local cluster"]
     told.clear()
     unfinished.machine = unfinished.choice = None
     unfinished.options.evaluation = SimpleNamespace(description="the best checkpoint")
-    run._Run._greet(cast(Any, unfinished))
+    run._Run._show_start(cast(Any, unfinished))
     assert told == [("info", "evaluating the best checkpoint"), "connecting to the cluster"]
 
 
@@ -226,8 +226,8 @@ class Around:
         self._step(monkeypatch, "fetch_weights", (self.fetched, "weights"))
         monkeypatch.setattr(run, "RunInputs", lambda *given: ("inputs", *given))
         monkeypatch.setattr(run, "open_runs_dir", lambda folder: self._note("open_runs_dir", self.runs, folder))
-        monkeypatch.setattr(run, "_choice", lambda *given: self._note("_choice", self.choice, *given))
-        blocks = {"_kept": ("folder", self.keeping), "_opened": self.writer, "signals_to": "signals"}
+        monkeypatch.setattr(run, "_choose_resume", lambda *given: self._note("_choose_resume", self.choice, *given))
+        blocks = {"_locked_run": ("folder", self.keeping), "_opened": self.writer, "signals_to": "signals"}
         for name, value in {**blocks, "stop_requests": None, "driver_log": None}.items():
             monkeypatch.setattr(run, name, self._block(name, value))
         monkeypatch.setattr(run, "_Run", self._new_run)
@@ -270,10 +270,10 @@ def test_run_is_checked_locked_and_recorded_before_it_begins(monkeypatch: pytest
         ("check_tls", around.resolved),
         ("local_resources", config.cluster, os.environ),
         ("open_runs_dir", "runs"),
-        ("_choice", around.resolved, made["options"], "runs dir"),
+        ("_choose_resume", around.resolved, made["options"], "runs dir"),
         ("check_workload", around.resolved),
         ("fetch_weights", around.resolved, None),
-        ("_kept", around.fetched.config, made["options"], None, "runs dir"),
+        ("_locked_run", around.fetched.config, made["options"], None, "runs dir"),
         ("_opened", around.fetched, "folder", None, None),
         ("signals_to", inbox),
         ("stop_requests", around.writer, "signals"),
@@ -329,7 +329,7 @@ def test_run_that_has_succeeded_is_not_begun_again(monkeypatch: pytest.MonkeyPat
     around.choice = SimpleNamespace(folder=None, reason="done", done="view")
     monkeypatch.setattr(run, "_already_done", lambda *given: ("done", given[:2]))
     done: object = around.train(resume="auto")
-    assert done == ("done", ("view", "done")) and around.notes[-1][0] == "_choice"
+    assert done == ("done", ("view", "done")) and around.notes[-1][0] == "_choose_resume"
 
 
 def test_run_id_that_is_no_name_of_a_folder_is_refused_before_it_is_part_of_a_path(
@@ -338,7 +338,7 @@ def test_run_id_that_is_no_name_of_a_folder_is_refused_before_it_is_part_of_a_pa
     around = Around(monkeypatch)
     with pytest.raises(UsageError):
         around.train(run_id="../night", resume="auto")
-    assert around.calls("_choice") == []
+    assert around.calls("_choose_resume") == []
 
 
 def test_run_to_resume_is_chosen_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,9 +346,9 @@ def test_run_to_resume_is_chosen_among_the_candidates(monkeypatch: pytest.Monkey
     monkeypatch.setattr(resume, "choose", lambda *given, **options: noted(chosen, (*given, options), "choice"))
     runs: Any = SimpleNamespace(candidates=lambda *given: given)
     resolved: Any = SimpleNamespace(config=SimpleNamespace(name="digits"))
-    assert run._choice(resolved, LaunchOptions(run_id="night"), runs) is None
+    assert run._choose_resume(resolved, LaunchOptions(run_id="night"), runs) is None
     options = LaunchOptions(run_id="night", resume="auto", allow_changes=True)
-    choice: object = run._choice(resolved, options, runs)
+    choice: object = run._choose_resume(resolved, options, runs)
     expected = {"allow_changes": True, "run_id": "night"}
     assert choice == "choice" and chosen == [(("digits", "auto", "night"), "auto", resolved, expected)]
 
@@ -433,7 +433,7 @@ def test_shared_run_opens_neither_display_nor_cluster_and_hears_of_lost_results(
     shared: Any = SimpleNamespace(display=display, cluster="cluster")
     made = new_run(LaunchOptions(shared=shared), notes, logs)
     assert (made.display, made.cluster, made.inputs, made.log_sizes) == (display, "cluster", "inputs", {1: 3})
-    assert made.warned is False and notes == [("keeping.listen", *notes[0][1:]), ("writer.keep_heartbeat", made._lose)]
+    assert made.warned is False and notes == [("keeping.listen", *notes[0][1:]), ("writer.keep_heartbeat", made._abort)]
     warn, lose = notes[0][1:]
     assert warn.__self__.display is display and warn.__name__ == "warn"
     error = ResultsError("lost")
@@ -532,7 +532,7 @@ def test_cluster_begins_first_and_data_are_checked_before_one_is_started_for_the
         writer=SimpleNamespace(run_id="r"),
         display=display,
         inbox="inbox",
-        _greet=lambda: notes.append(("greet",)),
+        _show_start=lambda: notes.append(("show_start",)),
         _checkpoint=lambda: "checkpoint",
         _wait_hooks=lambda *given: ("hooks", *given),
         _reserved=lambda *given: given,
@@ -541,7 +541,7 @@ def test_cluster_begins_first_and_data_are_checked_before_one_is_started_for_the
     assert notes == [
         ("cluster.begin",),
         ("inputs.begin", "params", {"A": "1", "B": "3"}),
-        ("greet",),
+        ("show_start",),
         ("waits",),
         *([] if embedded else [("inputs.wait", "notice")]),
         *([] if is_shared else [("session",)]),
@@ -570,7 +570,7 @@ def test_cluster_begins_first_and_data_are_checked_before_one_is_started_for_the
 def test_inputs_of_an_evaluation_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[tuple[Any, ...]] = []
 
-    def greet() -> None:
+    def show_start() -> None:
         raise ClusterError("enough")
 
     plan = EvaluationPlan("m:f", {}, request={"data": "held out"})
@@ -579,7 +579,7 @@ def test_inputs_of_an_evaluation_are_those_of_its_plan(monkeypatch: pytest.Monke
         inputs=Notes(notes, "inputs"),
         options=LaunchOptions(evaluation=plan),
         config=SimpleNamespace(env={}, params="params"),
-        _greet=greet,
+        _show_start=show_start,
     )
     with pytest.raises(ClusterError):
         made._train()
