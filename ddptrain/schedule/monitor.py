@@ -98,8 +98,14 @@ def missed_times(
     span = min(timedelta(days=_MOST_DAYS), _MOST_TIMES * schedule.shortest_interval(now))
     times = list(schedule.between(max(since, now - span), now - allowed))
     named = {record.slot for record in records} | set(skipped_slots)
-    starts = [(datetime.fromisoformat(record.started_at), ended(record)) for record in records]
-    spans = [(start, end or (now if is_running else start)) for start, end in starts]
+
+    def span_of(record: RetrainRecord) -> tuple[datetime, datetime]:
+        start, end = datetime.fromisoformat(record.started_at), ended(record)
+        if record.status == RetrainStatus.ABANDONED:  # it had ended long before this was recorded
+            return start, start
+        return start, end or (now if is_running else start)
+
+    spans = [span_of(record) for record in records]
     return [
         time
         for time, following in pairwise([*times, now])

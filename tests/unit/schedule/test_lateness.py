@@ -133,6 +133,13 @@ def test_retraining_that_was_killed_does_not_hide_the_times_after_it(is_running:
     assert found == [utc(time) for time in missed]
 
 
+def test_retraining_that_was_abandoned_later_does_not_hide_the_times_before() -> None:
+    abandoned = record(1, "2026-11-18T03:00", "2026-11-20T08:00", "abandoned", slot="2026-11-18T03:00:00Z")
+    now, since = utc("2026-11-20T09:00"), utc("2026-11-18T00:00")
+    found = missed_times(NIGHTLY, [abandoned], [], now, allowed=GRACE, since=since)
+    assert found == [utc("2026-11-19T03:00"), utc("2026-11-20T03:00")]
+
+
 def test_reason_does_not_claim_that_none_has_ever_succeeded() -> None:
     failed = [record(50 - n, "2026-11-22T03:00", "2026-11-22T03:05", "failed") for n in range(20)]
     reason = judge(NIGHTLY, failed, utc("2026-11-22T09:00"), allowed=GRACE).reason
