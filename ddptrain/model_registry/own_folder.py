@@ -26,8 +26,12 @@ class OwnFolder(store.Store):
 
     def listing(self, folder: str = "") -> Iterator[store.Listed]:
         """See Store."""
-        base = self._root / folder
-        for path, folders, names in os.walk(base):  # does not follow links
+
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                raise self._error("listed", folder, error) from error
+
+        for path, folders, names in os.walk(self._root / folder, onerror=refuse):  # does not follow links
             folders.sort()
             for name in sorted(names):
                 file = Path(path, name)

@@ -94,7 +94,7 @@ class Change:
     """An entry of the history: what was done, and the complete state after it. The newest entry is the present state.
 
     action: created, promoted, rolled back, alias, alias removed, pinned, unpinned, removed. reason: the user's text.
-    aliases: alias -> version number. removed: the versions that were deleted, or are being deleted.
+    aliases: alias -> version number. removed: the latest versions that were deleted, or are being deleted.
     """
 
     number: int

@@ -32,6 +32,7 @@ from ddptrain.storage.store import NoConditionalWrites, WriteConflict
 
 _CLAIM = "claim.json"
 _MOST_CONFLICTS = 50
+_MOST_REMOVED = 100  # their files are gone long before: each clean-up completes what an earlier one has begun
 _ABANDONED_S = 86_400.0  # no version takes as long to write
 
 
@@ -219,7 +220,7 @@ class ModelRegistry(ModelReader):
                 return None
             if made.version in state.removed:
                 raise UsageError(f"model {model} has no version {made.version} any more: it was removed")
-            removed = (*state.removed, made.version) if made.action == "removed" else state.removed
+            removed = (*state.removed, *([made.version] if made.action == "removed" else []))[-_MOST_REMOVED:]
             number, user, host = state.number + 1, user_name(), socket.gethostname()
             about: dict[str, Any] = {"number": number, "time": utc_now(), "user": user, "host": host, "reason": reason}
             change = Change(**about, **asdict(made), removed=removed)
@@ -234,8 +235,9 @@ class ModelRegistry(ModelReader):
         """Reserve the next number of a version."""
         self._require_conditions()
         taken = [int(name) for name in self._below(model, "versions").folders() if name.isdecimal()]
-        removed = [change.version for change in self.history(model)]  # a number is never used twice
-        number = max([0, *taken, *removed]) + 1
+        changes = (self._change(model, each) for each in sorted(self._change_numbers(model), reverse=True))
+        created = next((change.version for change in changes if change.action == "created"), 0)
+        number = max([created, *taken, *self.state(model).removed]) + 1  # a number is never used twice
         for attempt in range(_MOST_CONFLICTS):
             try:
                 claim = f'{{"host": "{socket.gethostname()}", "pid": {os.getpid()}}}\n'.encode()

@@ -94,18 +94,18 @@ def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) ->
 def _earlier_states(start: Start, record: RetrainRecord) -> list[str]:
     """Return the statuses before this one, oldest first, and "late" where users were told so.
 
-    A failure whose message nobody got is left out, so that it is told again. A registry that cannot be read tells
-    nothing: better one message too many.
+    A retraining that is continued counts as what it was before this start. A failure whose message nobody got is left
+    out, so that it is told again. A registry that cannot be read tells nothing: better one message too many.
     """
     on = start.resolved.config.notify.on
     states: list[str] = []
     earlier, late_told = start.earlier, ""
     with suppress(DdptrainError):
-        earlier = earlier or start.records.newest(_LOOKED_AT)  # none were read by a start that did not get the model
+        if not earlier:  # none were read by a start that did not get the model
+            earlier = [each for each in start.records.newest(_LOOKED_AT) if each.number != record.number]
         late_told = start.records.late_told()
     for earlier_record in reversed(earlier):
-        if earlier_record.number == record.number:
-            continue
+        states += [event for event in earlier_record.told if event in _TOLD_ONCE]
         if (
             earlier_record.status not in _TOLD_ONCE
             or earlier_record.status not in on

@@ -98,7 +98,8 @@ def unchanged(
     if settings.if_unchanged == "train" or not trained:
         return ""
     ended = datetime.fromisoformat(trained[0].ended_at or trained[0].started_at)
-    if settings.max_age is not None and (now - ended).total_seconds() >= settings.max_age:
+    age_s = abs((now - ended).total_seconds())  # in the future: the clock was wrong
+    if settings.max_age is not None and age_s >= settings.max_age:
         return ""
     for record in trained:
         if (record.config, record.data) != (config, data) or not (record is trained[0] or record.version == champion):

@@ -4,7 +4,7 @@ MODEL/retrainings/000001.json      one retraining, from its start to its end; re
 MODEL/retrainings/000001.listing   the listing of its training data (see fingerprint.py)
 MODEL/retrainings/000001/run.lock  with `overlap: allow`, the lock of its process
 MODEL/retrainings/late             when users were last notified that the model is late
-MODEL/skipped/TIME-TOKEN.json      a start that did nothing, and why
+MODEL/skipped/TIME-TOKEN.json      a start that did nothing, or that a later start has continued, and why
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GateOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RetrainRecord:
-    """A retraining. Times are ISO 8601 in UTC.
+    """A retraining. Times are ISO 8601 in UTC. started_at, slot, user and host are of the latest start.
 
     stage: the last stage that is complete (see Stage).
     slot: the scheduled time that it is for, "" if none was given. config: the digest of workload, params and code.
@@ -156,8 +156,11 @@ class RetrainRecords:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all retrainings."""
+        return self._numbers(".json")
+
+    def _numbers(self, suffix: str) -> list[int]:
         paths = [PurePosixPath(path) for path in self._folder.files()]
-        return [int(path.stem) for path in paths if path.suffix == ".json" and path.stem.isdecimal()]
+        return [int(path.stem) for path in paths if path.suffix == suffix and path.stem.isdecimal()]
 
     def next_number(self) -> int:
         """Return the number of the next retraining."""
@@ -196,12 +199,16 @@ class RetrainRecords:
         """Write the listing of the training data of a retraining."""
         self._folder.write(f"{number:06d}.listing", data)
 
+    def listed(self) -> list[int]:
+        """Return the numbers of the retrainings whose listing is kept, newest first."""
+        return sorted(self._numbers(".listing"), reverse=True)
+
     def listing(self, number: int) -> bytes | None:
         """Return the listing of the training data of a retraining, None if there is none."""
         return self._folder.read(f"{number:06d}.listing")
 
     def add_skip(self, reason: str, slot: str) -> None:
-        """Record a start that did nothing; only the newest are kept."""
+        """Record a start that has no record of its own; only the newest are kept."""
         time = utc_now()
         skip = {"time": time, "reason": reason, "slot": slot, "host": socket.gethostname(), "pid": os.getpid()}
         name = f"{time.replace(':', '')}-{secrets.token_hex(3)}.json"
@@ -219,7 +226,7 @@ class RetrainRecords:
         self._folder.write(_LATE, f"{utc_now()}\n".encode())
 
     def skips(self) -> list[dict[str, Any]]:
-        """Return the newest starts that did nothing, oldest first: time, reason, slot, host and pid."""
+        """Return the newest starts without a record of their own, oldest first: time, reason, slot, host and pid."""
         contents = self._skipped.read_all(sorted(self._skipped.files())[-_KEPT_SKIPS:])
         return [json.loads(data) for data in contents.values()]
 

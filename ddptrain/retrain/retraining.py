@@ -21,9 +21,19 @@ from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import counted
 from ddptrain.driver.control.signals import signals_to
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, RunPreempted, UsageError, one_line
+from ddptrain.errors import (
+    DdptrainError,
+    ExitCode,
+    Interrupted,
+    RunLocked,
+    RunNotFound,
+    RunPreempted,
+    UsageError,
+    one_line,
+)
 from ddptrain.log import Log
 from ddptrain.notify.sender import missing_variables
+from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import load_run
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import utc_now
@@ -125,10 +135,7 @@ class Retraining:
             start.resume(choice.continued.number)
         if not start.is_done(Stage.CHECK_DATA) and (end := check_data(start)):
             return end
-        if not start.is_done(Stage.TRAIN):
-            train_run(start)
-        if not start.is_done(Stage.PROMOTE):
-            decide(start)
+        train_and_decide(start)
         return outcome(start)
 
     def _choose(self) -> plan.Choice:
@@ -262,9 +269,9 @@ def would(what: str) -> End:
 
 def _listing_before(start: Start, champion: int | None) -> DataListing | None:
     """Return the listing of the champion's training data, or else that of the last training whose listing is kept."""
-    trained = [each for each in start.earlier if each.data and each.status != RetrainStatus.UNCHANGED]
-    for record in sorted(trained, key=lambda each: champion is None or each.version != champion):
-        if (listing := DataListing.from_bytes(start.records.listing(record.number))) is not None:
+    champions = [each.number for each in start.earlier if champion is not None and each.version == champion]
+    for number in [*champions, *start.records.listed()]:
+        if (listing := DataListing.from_bytes(start.records.listing(number))) is not None:
             return listing
     return None
 
@@ -293,6 +300,25 @@ def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> En
     else:
         start.begin(data, listing, start.champion(), with_run=False)
     return End(RetrainStatus.UNCHANGED, ExitCode.SUCCEEDED, reason)
+
+
+def train_and_decide(start: Start) -> None:
+    """Go through the stages "train" to "promote", as far as they are not complete. Raises the errors of each.
+
+    If the run that was trained has been deleted since, as by a clean-up of the disk, a new run is trained.
+    """
+    while not start.is_done(Stage.PROMOTE):
+        trained_before = start.is_done(Stage.TRAIN)
+        if not trained_before:
+            train_run(start)
+        try:
+            decide(start)
+            return
+        except RunNotFound as error:
+            if not trained_before:
+                raise
+            start.out.notice(f"{one_line(error)}; training again", level="warning")
+            start.update(stage=Stage.CHECK_DATA, run_id=new_run_id(start.resolved.config.name))
 
 
 def train_run(start: Start) -> None:

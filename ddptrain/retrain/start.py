@@ -198,12 +198,15 @@ class Start:
         )
 
     def resume(self, number: int) -> None:
-        """Continue an earlier retraining."""
+        """Continue an earlier retraining. Its record is now of this start; the time of the earlier one is a skip."""
         record = self.records.adopt(number)
         self.record = record
+        if record.slot not in ("", self.options.slot):
+            self.records.add_skip(f"retraining {number} was continued by a later start", record.slot)
         self.update(
             status=RetrainStatus.RUNNING,
             starts=record.starts + 1,
+            started_at=utc_now(),
             slot=max(self.options.slot, record.slot),
             host=socket.gethostname(),
             user=user_name(),

@@ -73,7 +73,7 @@ def judge(
     succeeded = max((end for end in ends if end <= now + allowed), default=None)  # a later one is of a wrong clock
     if succeeded is not None and succeeded >= slot:
         return Judgement(State.OK, slot, f"last success {succeeded:%Y-%m-%d %H:%M} UTC", succeeded)
-    if since is not None and slot <= since:
+    if since is not None and slot <= since <= now:  # a later one is of a wrong clock
         return Judgement(State.WAITING, slot, f"first at {schedule.next(since):%Y-%m-%d %H:%M} UTC", succeeded)
     if is_running:
         return Judgement(State.RUNNING, slot, "it is being retrained", succeeded)
@@ -88,15 +88,24 @@ def missed_times(
     *,
     allowed: timedelta,
     since: datetime,
+    is_running: bool = False,
 ) -> list[datetime]:
     """Return the scheduled times at which nothing was started, oldest first: of 30 days, and at most of 100 times.
 
     A time counts as started if a retraining or a skip names it, began before the next time, or was running then.
+    is_running: whether a process retrains the model now; otherwise, a retraining without an end was killed.
     """
     span = min(timedelta(days=_MOST_DAYS), _MOST_TIMES * schedule.shortest_interval(now))
     times = list(schedule.between(max(since, now - span), now - allowed))
     named = {record.slot for record in records} | set(skipped_slots)
-    spans = [(datetime.fromisoformat(record.started_at), ended(record) or now) for record in records]
+
+    def span_of(record: RetrainRecord) -> tuple[datetime, datetime]:
+        start, end = datetime.fromisoformat(record.started_at), ended(record)
+        if record.status == RetrainStatus.ABANDONED:  # it had ended long before this was recorded
+            return start, start
+        return start, end or (now if is_running else start)
+
+    spans = [span_of(record) for record in records]
     return [
         time
         for time, following in pairwise([*times, now])
@@ -112,7 +121,9 @@ def ended(record: RetrainRecord) -> datetime | None:
 
 def _why_late(slot: datetime, records: Sequence[RetrainRecord], succeeded: datetime | None) -> str:
     reason_start = f"no retraining has succeeded since the scheduled time {slot:%Y-%m-%d %H:%M} UTC"
-    last = f"the last success was {succeeded:%Y-%m-%d %H:%M} UTC" if succeeded else "none has succeeded before"
+    none = f"none of the newest {len(records)} has succeeded"
+    none = none if len(records) >= _READ_RECORDS else "none has succeeded before"
+    last = f"the last success was {succeeded:%Y-%m-%d %H:%M} UTC" if succeeded else none
     if not records:
         return f"{reason_start}; none was ever started"
     newest = records[0]
@@ -168,16 +179,17 @@ def _look(entry: Entry, grace: timedelta, *, notify: bool, with_missed: bool) ->
     records = retrainings.newest(_READ_FOR_MISSED if with_missed else _READ_RECORDS)
     now, allowed = _now(), timedelta(seconds=entry.jitter_s) + grace
     judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added)
-    owned = [
-        None,
-        *(record.number for record in records if record.is_running),
-    ]  # with `overlap: allow`, each has a lock
-    if judgement.state is State.LATE and any(is_being_retrained(registry.folder, model, each) for each in owned):
+    owned = [None, *(record.number for record in records if record.is_running)]  # `overlap: allow`: each has a lock
+    is_asked = with_missed or judgement.state is State.LATE
+    is_running = is_asked and any(is_being_retrained(registry.folder, model, each) for each in owned)
+    if judgement.state is State.LATE and is_running:
         judgement = judge(entry.schedule, records, now, allowed=allowed, since=entry.added, is_running=True)
     missed: Sequence[datetime] = ()
     if with_missed and entry.added is not None:
         slots = [str(skip.get("slot", "")) for skip in retrainings.skips()]
-        missed = missed_times(entry.schedule, records, slots, now, allowed=allowed, since=entry.added)
+        missed = missed_times(
+            entry.schedule, records, slots, now, allowed=allowed, since=entry.added, is_running=is_running
+        )
     notified: list[str] = []
     warnings: list[str] = []
     if notify and judgement.state is State.LATE:

@@ -61,10 +61,11 @@ class Cron(Target):
 def _script(job: Job) -> str:
     """Return the script: environment, secrets, log. Its output is the end of the log if it failed; cron mails that.
 
+    The output passes through tee, so that a log that can't be written (full disk) neither stops nor hides anything.
     A retraining at its deadline has not failed: the next start continues.
     """
     env_file, log = shlex.quote(str(job.env_file)), shlex.quote(str(job.log_file))
-    end = '"exit code $code; the end of $log:"'
+    end = """'%s\\n' "exit code $code; the end of $log:" "$end\""""
     lines = [
         "#!/bin/sh",
         f"# {job.title}. `ddptrain schedule remove {job.name}` deletes it.",
@@ -75,10 +76,13 @@ def _script(job: Job) -> str:
         'mkdir -p "$(dirname "$log")"',
         f'if [ "$(stat -c %s "$log" 2>/dev/null || echo 0)" -gt {_LOG_BYTES} ]; then mv -f "$log" "$log.1"; fi',
         *([target.sleep_line(job)] if job.jitter_s else []),
-        "date '+--- %F %T %z' >>\"$log\"",
-        f'{shlex.join(job.command)} >>"$log" 2>&1',
-        "code=$?",
-        f'if [ "$code" -ne 0 ] && [ "$code" -ne {int(ExitCode.DEADLINE)} ]; then echo {end}; tail -n 20 "$log"; fi',
+        "end=$({",
+        "  date '+--- %F %T %z'",
+        f"  {shlex.join(job.command)} 2>&1",
+        '  echo "exit code $?"',
+        '} | tee -a "$log" | tail -n 20)',
+        "code=${end##*exit code }",
+        f'if [ "$code" -ne 0 ] && [ "$code" -ne {int(ExitCode.DEADLINE)} ]; then printf {end}; fi',
         'exit "$code"',
     ]
     return "\n".join([*lines, ""])

@@ -51,6 +51,25 @@ def test_success_after_an_alarm_is_told_as_recovered(
     assert events_to_tell(ON, "unchanged", _earlier_states(start, record(9, "unchanged", 9))) == events
 
 
+@pytest.mark.parametrize(
+    ("before", "status", "events"),
+    [
+        (record(2, "failed", 4, "failed"), "failed", ()),  # once for a week without a cluster
+        (record(2, "failed", 4), "failed", ("failed",)),  # nobody got the message
+        (record(2, "failed", 4, "failed"), "promoted", ("recovered",)),
+        (record(2, "deadline", 5, "failed"), "promoted", ("recovered",)),  # failed, continued, continued again
+        (record(2, "deadline", 5), "promoted", ()),
+        (record(2, "running", 5), "failed", ("failed",)),
+    ],
+)
+def test_retraining_that_is_continued_has_a_past(before: RetrainRecord, status: str, events: tuple[str, ...]) -> None:
+    resolved = SimpleNamespace(config=SimpleNamespace(notify=SimpleNamespace(on=ON)))
+    records = SimpleNamespace(late_told=str)
+    earlier = [before, record(1, "promoted", 3)]
+    start = cast(Start, SimpleNamespace(resolved=resolved, earlier=earlier, records=records))
+    assert events_to_tell(ON, status, _earlier_states(start, record(2, status, 9, *before.told))) == events
+
+
 def test_alarm_is_no_retraining(tmp_path: Path) -> None:
     records = RetrainRecords(ModelRegistry.open(str(tmp_path)).folder, "petnames")
     assert records.late_told() == ""

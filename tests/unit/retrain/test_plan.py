@@ -180,6 +180,11 @@ def test_trains_anyway_after_max_age() -> None:
     assert why([last], 3, RetrainConfig(model="m", max_age=31 * 86_400.0)) != ""
 
 
+def test_last_training_of_a_clock_that_was_years_ahead_does_not_last_for_years() -> None:
+    last = record(1, version=3, ended_at=(NOW + timedelta(days=3000)).isoformat())
+    assert why([last], 3, RetrainConfig(model="m", max_age=30 * 86_400.0)) == ""
+
+
 def test_if_unchanged_train_trains() -> None:
     assert why([record(1, version=3)], 3, RetrainConfig(model="m", if_unchanged="train")) == ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import RegistryDamaged
 from ddptrain.retrain.records import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import WriteConflict
+from ddptrain.storage.store import StoreError, WriteConflict
 
 RECORD = RetrainRecord(
     number=0,
@@ -41,6 +43,19 @@ def test_newest_come_first(records: RetrainRecords) -> None:
     for _ in range(3):
         records.create(RECORD)
     assert [each.number for each in records.newest(2)] == [3, 2]
+
+
+def test_folder_that_cannot_be_listed_is_not_taken_as_empty(
+    records: RetrainRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records.create(RECORD)
+
+    def refuse(path: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StoreError, match="can't be listed: Input/output error"):
+        records.newest(1)
 
 
 def test_update_replaces_the_record(records: RetrainRecords) -> None:

@@ -77,6 +77,10 @@ def test_times_before_the_installation_do_not_count(since: str, state: State) ->
         assert judgement.reason == "first at 2026-11-23 03:00 UTC"
 
 
+def test_installation_with_a_wrong_clock_does_not_hide_that_a_model_is_late() -> None:
+    assert judge(NIGHTLY, [], utc("2026-11-22T09:00"), allowed=GRACE, since=utc("2031-01-01")).state is State.LATE
+
+
 def test_success_of_the_first_time_counts_at_once() -> None:
     since, success = utc("2026-11-22T02:00"), record(1, "2026-11-22T03:00", "2026-11-22T03:05", "promoted")
     judgement = judge(NIGHTLY, [success], utc("2026-11-22T03:06"), allowed=GRACE, since=since)
@@ -119,6 +123,27 @@ def test_missed_times_are_those_without_a_start() -> None:
         since=utc("2026-11-16T00:00"),
     )
     assert found == [utc("2026-11-16T03:00"), utc("2026-11-21T03:00")]
+
+
+@pytest.mark.parametrize(("is_running", "missed"), [(True, []), (False, ["2026-11-19T03:00", "2026-11-20T03:00"])])
+def test_retraining_that_was_killed_does_not_hide_the_times_after_it(is_running: bool, missed: list[str]) -> None:
+    killed = record(1, "2026-11-18T03:00", None, "running", slot="2026-11-18T03:00:00Z")
+    now, since = utc("2026-11-20T09:00"), utc("2026-11-18T00:00")
+    found = missed_times(NIGHTLY, [killed], [], now, allowed=GRACE, since=since, is_running=is_running)
+    assert found == [utc(time) for time in missed]
+
+
+def test_retraining_that_was_abandoned_later_does_not_hide_the_times_before() -> None:
+    abandoned = record(1, "2026-11-18T03:00", "2026-11-20T08:00", "abandoned", slot="2026-11-18T03:00:00Z")
+    now, since = utc("2026-11-20T09:00"), utc("2026-11-18T00:00")
+    found = missed_times(NIGHTLY, [abandoned], [], now, allowed=GRACE, since=since)
+    assert found == [utc("2026-11-19T03:00"), utc("2026-11-20T03:00")]
+
+
+def test_reason_does_not_claim_that_none_has_ever_succeeded() -> None:
+    failed = [record(50 - n, "2026-11-22T03:00", "2026-11-22T03:05", "failed") for n in range(20)]
+    reason = judge(NIGHTLY, failed, utc("2026-11-22T09:00"), allowed=GRACE).reason
+    assert "; none of the newest 20 has succeeded; retraining 50 ended as failed" in reason
 
 
 def test_missed_times_of_a_short_interval_are_bounded() -> None:

@@ -222,3 +222,10 @@ def test_missed_times_are_counted_since_the_installation(watched: Entry) -> None
     installed = dataclasses.replace(watched, added_at="2026-11-22T08:30:00.000Z")
     missed = look(installed, GRACE, with_missed=True).missed
     assert missed == tuple(datetime(2026, 11, 22, hour, tzinfo=UTC) for hour in (9, 11, 12))
+
+
+def test_killed_retraining_does_not_hide_missed_times(watched: Entry) -> None:
+    add(watched.workdir, started_at="2026-11-22T10:00:01.000Z", slot="2026-11-22T10:00:00Z")
+    installed = dataclasses.replace(watched, added_at="2026-11-22T09:30:00.000Z")
+    missed = look(installed, GRACE, with_missed=True).missed
+    assert missed == tuple(datetime(2026, 11, 22, hour, tzinfo=UTC) for hour in (11, 12))

@@ -22,10 +22,13 @@ log=/home/me/.state/ddptrain/schedules/petnames.log
 mkdir -p "$(dirname "$log")"
 if [ "$(stat -c %s "$log" 2>/dev/null || echo 0)" -gt 5000000 ]; then mv -f "$log" "$log.1"; fi
 sleep "$(shuf -i 0-600 -n 1)"
-date '+--- %F %T %z' >>"$log"
-/opt/venv/bin/ddptrain retrain /srv/pets/nightly.yaml --slot 'Mon 03:00 Europe/Berlin' --output plain >>"$log" 2>&1
-code=$?
-if [ "$code" -ne 0 ] && [ "$code" -ne 8 ]; then echo "exit code $code; the end of $log:"; tail -n 20 "$log"; fi
+end=$({
+  date '+--- %F %T %z'
+  /opt/venv/bin/ddptrain retrain /srv/pets/nightly.yaml --slot 'Mon 03:00 Europe/Berlin' --output plain 2>&1
+  echo "exit code $?"
+} | tee -a "$log" | tail -n 20)
+code=${end##*exit code }
+if [ "$code" -ne 0 ] && [ "$code" -ne 8 ]; then printf '%s\\n' "exit code $code; the end of $log:" "$end"; fi
 exit "$code"
 """
 BEGAN = r"--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}"
@@ -149,8 +152,8 @@ def test_script_reads_secrets_and_writes_the_log(tmp_path: Path, monkeypatch: py
     done = run_script(tmp_path, 'echo "$1 $SLACK_URL $PATH $PWD"')
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     log = tmp_path / "state" / "ddptrain" / "schedules" / "petnames.log"
-    began, line = log.read_text().splitlines()
-    assert re.fullmatch(BEGAN, began)
+    began, line, end = log.read_text().splitlines()
+    assert re.fullmatch(BEGAN, began) and end == "exit code 0"
     assert line == f"a b https://x/y z /opt/venv/bin:/usr/bin {tmp_path}"
 
 
@@ -164,8 +167,23 @@ def test_script_keeps_the_exit_code_and_prints_the_end_of_the_log(
     done = run_script(tmp_path, "echo out of memory >&2; exit 7")
     head, _, tail = done.stdout.partition("\n")
     assert (done.returncode, head, tail) == (7, f"exit code 7; the end of {log}:", log.read_text())
-    assert re.fullmatch(f"{BEGAN}\nout of memory\n", tail)
+    assert re.fullmatch(f"{BEGAN}\nout of memory\nexit code 7\n", tail)
     assert Path(f"{log}.1").stat().st_size == 5_000_001
+
+
+def test_log_that_cannot_be_written_stops_nothing_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: what cron mails is the output of this night."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    log = tmp_path / "state" / "ddptrain" / "schedules" / "petnames.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/dev/full")
+    done = run_script(tmp_path, r"echo 'not enough \disk space'; exit 4")
+    assert done.returncode == 4
+    assert done.stdout.startswith(f"exit code 4; the end of {log}:\n---")
+    assert done.stdout.endswith("\nnot enough \\disk space\nexit code 4\n")
+    assert "petnames.log: No space left on device" in done.stderr
 
 
 def test_deadline_is_no_failure_that_cron_mails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
