@@ -29,7 +29,7 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.entrypoint import as_json, bind, load_function
 from ddptrain.rank.failure import exceptions
 from ddptrain.rank.failure.stacks import report_thread_failures
-from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback
+from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback, users_frames, users_hook
 from ddptrain.rank.profiling.profiled_steps import note_unused
 from ddptrain.rank.server import process_control
 from ddptrain.rank.trackers import RankTrackers
@@ -312,11 +312,22 @@ class RankLifecycle:
     def _report_failure(self, error: BaseException) -> None:
         exceptions.add_search_path(error)
         trace = user_traceback(error)
-        _print_to_log(trace if self.spec.code.full_traceback else shortened(trace))
+        hook = users_hook()
+        if hook is None:
+            self._print_traceback(trace)
         failure, recorded = exceptions.failure(error, self.phase), self._read_error_file()
         if recorded is not None and one_line(recorded.message) not in failure.message:
             failure = dataclasses.replace(recorded, lost_peer=failure.lost_peer, timed_out=failure.timed_out)
         self._fail(failure)
+        if hook is not None:  # called after the report, because it may take long
+            try:
+                hook(type(error), error, users_frames(error.__traceback__))
+            except BaseException as failed:  # any user's code
+                _print_to_log(f"Error in sys.excepthook:\n{user_traceback(failed)}\nOriginal exception was:\n")
+                self._print_traceback(trace)
+
+    def _print_traceback(self, trace: str) -> None:
+        _print_to_log(trace if self.spec.code.full_traceback else shortened(trace))
 
     def _report_handled(self) -> None:
         """Report the exception that the user's code is still handling; it may be the reason why other ranks have

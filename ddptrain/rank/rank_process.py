@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import io
 import os
@@ -63,15 +64,18 @@ def _redirect_output(log_fd: int) -> None:
     for fd in (1, 2):
         os.dup2(log_fd, fd, inheritable=True)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # open until the process ends
-    sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)
+    sys.stdout, sys.stderr = _unbuffered(1, "<stdout>"), _unbuffered(2, "<stderr>")
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     faulthandler.enable(file=2)
 
 
-def _unbuffered(fd: int) -> io.TextIOWrapper:
+def _unbuffered(fd: int, name: str) -> io.TextIOWrapper:
     """Return a text stream without a buffer, because SIGKILL would lose its content."""
     raw = io.FileIO(fd, "w", closefd=False)
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+    raw.name = name
+    stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+    stream.mode = "w"  # type: ignore[misc]  # Python's own streams have it
+    return stream
 
 
 def _enter_environment(spec: RankSpec) -> None:
@@ -98,9 +102,18 @@ def _run_exit_handlers() -> None:
         atexit._run_exitfuncs()  # noqa: SLF001
     except BaseException:
         traceback.print_exc()
+    _flush_files()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def _flush_files() -> None:
+    """Write the buffers of open files, as the interpreter does at exit: the user's code may have left files open."""
+    for each in gc.get_objects():
+        if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with contextlib.suppress(OSError, ValueError):
+                each.flush()
 
 
 def main() -> None:

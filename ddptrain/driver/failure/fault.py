@@ -142,7 +142,7 @@ def describe_thread(ended: events.ThreadFailure) -> str:
 
 def _one_line(kind: str, message: str) -> str:
     """Return an exception as Python names it in the last line of a traceback: without a colon if it has no message."""
-    first_line = one_line(message)
+    first_line, kind = one_line(message), one_line(kind)
     return f"{kind}: {first_line}" if first_line else kind
 
 

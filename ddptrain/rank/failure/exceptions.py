@@ -6,6 +6,7 @@ extracted, so that the user sees the original message and frames.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import re
@@ -39,7 +40,8 @@ def failure(error: BaseException, phase: str) -> events.Failure:
     if (spawned := _FROM_SPAWN.match(text)) is not None:
         return _event(*_from_spawn(spawned), trace, phase)
     note = _first_member(error) or _ended_loader_workers(error) or _earlier(error, phase)
-    failed = _event(type(error).__qualname__, _with_note(message_of(error), note), trace, phase)
+    message = message_of(error) if note or message_of(error).strip() else _raising_line(error)
+    failed = _event(type(error).__qualname__, _with_note(message, note), trace, phase)
     return dataclasses.replace(
         failed,
         lost_peer=lost_peer(error),
@@ -70,6 +72,12 @@ def handled_error() -> Exception | None:
 def _text(error: BaseException) -> str:
     """Return the exception's only argument if it is text (str() of a KeyError would add quotes), else its str()."""
     return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
+
+
+def _raising_line(error: BaseException) -> str:
+    """Return the line that raised an exception without a message, such as a failed assertion."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def _first_member(error: BaseException) -> str:
@@ -135,7 +143,16 @@ def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
 
 def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
     """Return the event for a sys.exit() that is not a success, with the current time."""
-    return _event("SystemExit", f"sys.exit({stop.code!r})", user_traceback(stop), phase, exit_code=exit_code(stop))
+    message = _with_note(f"sys.exit({stop.code!r})", _wrong_argument(stop) or _earlier(stop, phase))
+    failed = _event("SystemExit", message, user_traceback(stop), phase, exit_code=exit_code(stop))
+    return dataclasses.replace(failed, lost_peer=lost_peer(stop), timed_out=timed_out(stop))
+
+
+def _wrong_argument(stop: SystemExit) -> str:
+    """Return the message that argparse has printed before it called sys.exit(2); "" for other exits."""
+    frames = [frame for frame, _ in traceback.walk_tb(stop.__traceback__)]
+    errors = [frame for frame in frames if frame.f_code is argparse.ArgumentParser.error.__code__]
+    return clipped(one_line(str(errors[-1].f_locals["message"])), 300) if errors else ""
 
 
 def _event(kind: str, message: str, trace: str, phase: str, *, exit_code: int | None = None) -> events.Failure:

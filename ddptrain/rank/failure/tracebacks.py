@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from ddptrain.config.wording import counted
 
@@ -26,6 +29,21 @@ def user_traceback(error: BaseException) -> str:
     kept = [frame for frame in lines.stack if frame.filename not in {*_LAUNCHER, dispatch}]
     lines.stack[:] = kept or list(lines.stack)
     return "".join(lines.format())
+
+
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame that is not of the launcher."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHER:
+        trace = trace.tb_next
+    return trace
+
+
+def users_hook() -> Callable[..., object] | None:
+    """Return the sys.excepthook that the user's code has set, below those of init_process_group; None for Python's."""
+    hook: Callable[..., object] = sys.excepthook
+    while hook.__module__ == "torch.distributed.distributed_c10d":  # it prints "[rank0]: " before each line
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook", sys.__excepthook__)
+    return None if hook is sys.__excepthook__ else hook
 
 
 def shortened(trace: str) -> str:

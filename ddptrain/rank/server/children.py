@@ -65,8 +65,9 @@ def _become_child(main: Callable[[], int], close: set[int]) -> NoReturn:
         process_control.die_with_parent()
         signal.set_wakeup_fd(-1)
         gc.enable()
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in every Python program
         for fd in close:
             os.close(fd)
         code = main()

@@ -5,6 +5,7 @@ tests/unit/tracking/wandb/test_internals.py fails if a new version of wandb has 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -48,13 +49,19 @@ def when_answered(handle: Any, answered: Callable[[str], None]) -> None:
 def remove_exit_handler() -> None:
     """Start wandb's service process, and remove the exit handler that wandb registers for it.
 
-    The handler would wait for an unreachable server, and report a run that is just being opened as finished.
+    The handler would wait for an unreachable server, and report a run that is just being opened as finished. wandb's
+    sys.exit and sys.excepthook, which only give this handler an exit code, are replaced by the earlier ones.
     """
     from wandb.sdk import wandb_setup
+    from wandb.sdk.lib.exit_hooks import ExitHooks
 
     with suppress(Exception):  # an untested version of wandb: then only the exit of a broken run takes longer
         connection: Any = wandb_setup.singleton().ensure_service()
         connection._cleanup()  # noqa: SLF001  # there is no public function
+    hooks: Any = getattr(sys.excepthook, "__self__", None)
+    if isinstance(hooks, ExitHooks):
+        sys.exit = hooks._orig_exit  # noqa: SLF001
+        sys.excepthook = hooks._orig_excepthook or sys.__excepthook__  # noqa: SLF001
 
 
 def parse_record(data: bytes) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
 
 import pytest
@@ -77,6 +79,57 @@ def test_exception_is_a_failure_with_its_phase(make: Callable[..., Bench]) -> No
     assert isinstance(event, events.Failure)
     assert (event.type, event.phase, event.exit_code) == ("ValueError", "train", None)
     assert bench.rank._state() == "failed"
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_exception_hook_of_the_user_prints_the_exception(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], groups: int
+) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(trace)]
+        print(f"{kind.__name__} {error} {names} {len(bench.path.read_bytes().splitlines())}")
+
+    bench = make()
+    monkeypatch.setattr(sys, "excepthook", hook)
+    for _ in range(groups):
+        monkeypatch.setattr(sys, "excepthook", hook_of_torch(sys.excepthook))
+    bench.run(fail)
+    assert tuple(capsys.readouterr()) == ("ValueError boom ['fail'] 2\n", "")  # the failure is already reported
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_exception_is_printed_without_a_hook_of_the_user(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], groups: int
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(groups):
+        monkeypatch.setattr(sys, "excepthook", hook_of_torch(sys.excepthook))
+    make().run(fail)
+    assert capsys.readouterr().err.count("ValueError: boom") == 1
+
+
+def test_exception_hook_that_fails_costs_no_traceback(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda: None)
+    assert [type(event) for event in make().run(fail)] == [events.Failure]
+    printed = capsys.readouterr().err
+    assert "takes 0 positional arguments but 3 were given" in printed and "ValueError: boom" in printed
+
+
+def fail() -> None:
+    raise ValueError("boom")
+
+
+def hook_of_torch(old_hook: Callable[..., object]) -> Callable[..., object]:
+    """The hook that init_process_group sets."""
+
+    def hook(*error: object) -> None:
+        print("[rank0]: ", end="", file=sys.stderr)
+        old_hook(*error)
+
+    hook.__module__ = "torch.distributed.distributed_c10d"
+    return hook
 
 
 @pytest.mark.parametrize(

@@ -221,10 +221,10 @@ def test_cold_rank_ends_with_its_code_or_70(
 
 def test_output_is_not_buffered_and_escapes_what_is_no_text(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as file:
-        stream = rank_process._unbuffered(file.fileno())
+        stream = rank_process._unbuffered(file.fileno(), "<stdout>")
         print("a\udcff", file=stream)
         assert (tmp_path / "log").read_bytes() == b"a\\udcff\n"
-        assert stream.encoding == "utf-8"
+        assert (stream.encoding, stream.name, stream.mode) == ("utf-8", "<stdout>", "w")
         stream.close()
         os.fstat(file.fileno())
 
@@ -242,7 +242,7 @@ def test_output_goes_to_the_log_and_nothing_comes_in(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "close", lambda fd: done.append(("close", fd)))
     monkeypatch.setattr(os, "dup2", lambda *given, **more: done.append(("dup2", *given, more)))
     monkeypatch.setattr(faulthandler, "enable", lambda **more: done.append(("faults", more)))
-    monkeypatch.setattr(rank_process, "_unbuffered", lambda fd: ("stream", fd))
+    monkeypatch.setattr(rank_process, "_unbuffered", lambda *given: ("stream", *given))
     monkeypatch.setattr("builtins.open", lambda fd, **more: ("opened", fd, more))
     rank_process._redirect_output(7)
     streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
@@ -255,8 +255,21 @@ def test_output_goes_to_the_log_and_nothing_comes_in(monkeypatch: pytest.MonkeyP
         ("dup2", 7, 2, {"inheritable": True}),
         ("faults", {"file": 2}),
     ]
-    out, err = ("stream", 1), ("stream", 2)
+    out, err = ("stream", 1, "<stdout>"), ("stream", 2, "<stderr>")
     assert streams == (("opened", 0, {"closefd": False}), out, err, out, err)  # type: ignore[comparison-overlap]
+
+
+def test_files_that_the_users_code_has_left_open_are_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, binary = (tmp_path / "text").open("w"), (tmp_path / "binary").open("wb")
+    closed = (tmp_path / "closed").open("w")
+    closed.close()
+    monkeypatch.setattr(threading, "_shutdown", lambda: text.write("a"))
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: binary.write(b"b"))
+    with text, binary:
+        rank_process._run_exit_handlers()
+        assert ((tmp_path / "text").read_text(), (tmp_path / "binary").read_bytes()) == ("a", b"b")
 
 
 @pytest.mark.parametrize("fails", [False, True])

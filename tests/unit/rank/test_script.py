@@ -24,6 +24,7 @@ TELL = """
 import json, os, sys
 main = sys.modules["__main__"]
 told = {"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "package": __package__}
+told["builtins"] = str(__builtins__)
 print(json.dumps({**told, "spec": __spec__ and __spec__.name, "main": main.__dict__ is globals()}))
 """
 

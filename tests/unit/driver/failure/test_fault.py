@@ -62,6 +62,11 @@ def test_line_is_one_line_with_the_type_and_the_phase() -> None:
     assert failure_fault.from_failure(2, failure).line == "ValueError: boom (before the process group was up)"
 
 
+def test_type_whose_name_has_several_lines_is_one_line() -> None:
+    failure = events.Failure(1, "Bad\nname", "boom", "", phase="train")
+    assert failure_fault.from_failure(2, failure).line == "Bad: boom"
+
+
 def test_exception_without_a_message_is_its_type_alone() -> None:
     failure = events.Failure(1, "AssertionError", "", "", phase="train")
     assert failure_fault.from_failure(2, failure).line == "AssertionError"

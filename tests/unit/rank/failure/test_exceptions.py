@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from types import SimpleNamespace
@@ -130,6 +132,62 @@ def test_exit_with_a_code_is_a_failure_with_this_code(code: object, expected: in
     assert failed.traceback.startswith("SystemExit: ")
 
 
+def exit_of(code: Callable[[], object]) -> SystemExit:
+    with pytest.raises(SystemExit) as stop:
+        code()
+    return stop.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "sys.exit(2) (the following arguments are required: --lr)"),
+        (["--lr", "x"], "sys.exit(2) (argument --lr: invalid float value: 'x')"),
+        (["--lr", "1", "--lrr"], "sys.exit(2) (unrecognized arguments: --lrr)"),
+    ],
+)
+def test_exit_of_argparse_names_the_wrong_argument(arguments: list[str], message: str) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, required=True)
+    assert exceptions.bad_exit(exit_of(lambda: parser.parse_args(arguments)), "train").message == message
+
+
+@pytest.mark.parametrize(
+    ("handled", "code", "message", "lost"),
+    [
+        (KeyError("label"), 1, "sys.exit(1) (after KeyError: 'label')", False),
+        (ValueError("no data"), "failed: no data", "sys.exit('failed: no data')", False),
+        (
+            RuntimeError("Connection closed by peer"),
+            1,
+            "sys.exit(1) (after RuntimeError: Connection closed by peer)",
+            True,
+        ),
+    ],
+)
+def test_exit_that_follows_from_an_exception_names_it(
+    handled: Exception, code: object, message: str, lost: bool
+) -> None:
+    def leave() -> None:
+        try:
+            raise handled
+        except Exception:
+            sys.exit(code)  # type: ignore[arg-type]
+
+    failed = exceptions.bad_exit(exit_of(leave), "train")
+    assert (failed.message, failed.lost_peer, failed.timed_out) == (message, lost, False)
+    handled.args = ("Timed out waiting 9ms",)
+    assert exceptions.bad_exit(exit_of(leave), "train").timed_out is lost
+
+
+@pytest.mark.parametrize("error", [AssertionError(), AssertionError(" "), MemoryError(), KeyboardInterrupt()])
+def test_exception_without_a_message_names_its_line(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        raise error  # the line
+    line = error.__traceback__.tb_lineno if error.__traceback__ else 0
+    assert exceptions.failure(error, "train").message == f"raise error  # the line (test_exceptions.py:{line})"
+
+
 def test_import_error_that_names_the_interpreter_gets_no_note() -> None:
     for error in (ModuleNotFoundError(f"no module 'x' for {sys.executable}"), ImportError("no name")):
         exceptions.add_search_path(error)
@@ -182,7 +240,7 @@ class Iterator:
             "DataLoader worker (pid(s) 77) exited unexpectedly (DataLoader worker process 0: killed by SIGKILL)",
         ),
         (RuntimeError("size mismatch"), (-9, None), "size mismatch"),
-        (EOFError(), (), ""),
+        (EOFError("no input"), (), "no input"),
     ],
 )
 def test_end_of_a_dataloader_worker_is_named(error: Exception, statuses: tuple[int | None, ...], message: str) -> None:

@@ -161,7 +161,8 @@ def test_child_of_a_fork_has_no_handlers_and_descriptors_of_the_server(
     with pytest.raises(Left) as left:
         children._fork(main, {5})
     assert left.value.args == (3,)
-    handlers = [("signal", number, signal.SIG_DFL) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)]
+    handlers: list[Any] = [("signal", number, signal.SIG_DFL) for number in (signal.SIGCHLD, signal.SIGTERM)]
+    handlers.append(("signal", signal.SIGINT, signal.default_int_handler))  # as in every Python program
     begin = [("group", 0, 0), ("die with parent",), ("wake-up", -1), ("gc",)]
     assert process == [*begin, *handlers, ("close", 5), ("main",)]
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +19,14 @@ import wandb
 from packaging.requirements import Requirement
 from packaging.version import Version
 from wandb.proto import wandb_internal_pb2
+from wandb.sdk.lib.exit_hooks import ExitHooks
 from wandb.sdk.lib.service.service_connection import ServiceConnection
 from wandb.sdk.mailbox.mailbox_handle import MailboxHandle
 from wandb.sdk.wandb_setup import _WandbSetup
 
 import ddptrain
 from ddptrain.tracking.protocol import Facts
+from ddptrain.tracking.wandb import internals
 from ddptrain.tracking.wandb.rank_run import RankRun
 from ddptrain.tracking.wandb.wandb_run import settings_for
 
@@ -65,6 +69,11 @@ PARTS: dict[str, tuple[Any, str, str]] = {
     "an answer has an error": (fields("LogArtifactResponse"), r"\berror_message\b", UPLOADS),
     "the service is started": (_WandbSetup, r"def ensure_service\(self\)", EXIT),
     "its exit handler can be taken back": (ServiceConnection.teardown, r"self\._cleanup\(\)", EXIT),
+    "its hooks can be taken back": (
+        ExitHooks.hook,
+        r"self\._orig_exit = sys\.exit\n.*\n +self\._orig_excepthook = ",
+        EXIT,
+    ),
     "a record is of one kind": (fields("Record"), r"artifact.+exit.+history.+\brun\b", LOG),
     "a run has a name": (fields("RunRecord"), r"display_name.+run_group.+run_id", LOG),
     "an exit has a code": (fields("RunExitRecord"), r"exit_code", LOG),
@@ -112,6 +121,21 @@ def test_private_parts_are_used_in_one_file_only() -> None:
         if "wandb" in (text := path.read_text(encoding="utf-8")) and PRIVATE.search(text)
     }
     assert users == {INTERNALS}
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_exit_and_exception_hook_stay_those_of_the_script(monkeypatch: pytest.MonkeyPatch, users: bool) -> None:
+    def ensure_service() -> SimpleNamespace:
+        ExitHooks().hook()
+        return SimpleNamespace(_cleanup=lambda: None)
+
+    service = SimpleNamespace(ensure_service=ensure_service)
+    monkeypatch.setattr("wandb.sdk.wandb_setup.singleton", lambda: service)
+    monkeypatch.setattr(sys, "excepthook", (lambda *error: None) if users else sys.__excepthook__)
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    before = (sys.exit, sys.excepthook)
+    internals.remove_exit_handler()
+    assert (sys.exit, sys.excepthook) == before
 
 
 def test_changed_part_is_found() -> None:
