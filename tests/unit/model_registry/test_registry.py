@@ -126,11 +126,17 @@ def test_change_after_years_of_retraining_costs_no_more_than_the_first(
     """Not every entry of the history is read, and not every version that was ever deleted is in each entry."""
     monkeypatch.setattr(registry_module, "_MOST_REMOVED", 3)
     for number in range(890, 900):
-        registry.change("names", lambda state, number=number: Edit("created", number, {}, ()))
-        registry.change("names", lambda state, number=number: Edit("removed", number, {}, ()))
-    read: list[tuple[object, ...]] = []
+        for action in ("created", "removed"):
+            edit = Edit(action, number, {}, ())
+            registry.change("names", lambda _, edit=edit: edit)  # type: ignore[misc]
+    read: list[int] = []
     change = registry._change
-    monkeypatch.setattr(registry, "_change", lambda *of: read.append(of) or change(*of))
+
+    def recorded(model: str, number: int) -> Change:
+        read.append(number)
+        return change(model, number)
+
+    monkeypatch.setattr(registry, "_change", recorded)
     assert add(registry, run, "run-1") == 900
     assert len(read) < 6
     assert registry.state("names").removed == (897, 898, 899)
