@@ -28,6 +28,10 @@ class Axis:
     values: Sequence[str] = ()
     importance: float | None = None
 
+    def place(self, value: float | str | None) -> float | str | None:
+        """Return a value for the plot: one of `values`, or a number."""
+        return value if value is None or self.scale != "choice" else _text(value)
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -128,7 +132,7 @@ def _axis(name: str, space: Mapping[str, Any], importance: float | None) -> Axis
     if kind == "choice":
         values = [_text(_param(value)) for value in _list(space.get("values"))[:_MOST_TRIALS]]
         return Axis(name[:_CHARACTERS], "choice", values, importance)
-    return Axis(name[:_CHARACTERS], "log" if kind == "log" else "linear", (), importance)
+    return Axis(name[:_CHARACTERS], "log" if kind in ("log", "log_int") else "linear", (), importance)
 
 
 def _trial(raw: Mapping[str, Any], names: Sequence[str]) -> Trial:
@@ -136,7 +140,7 @@ def _trial(raw: Mapping[str, Any], names: Sequence[str]) -> Trial:
     return Trial(
         number=_whole(raw.get("number")) or 0,
         state=_text(raw.get("state")),
-        params=[_param(params.get(name)) for name in names],
+        params=[_param(params[name]) if name in params else None for name in names],
         value=finite_number(raw.get("value")),
         spread=finite_number(raw.get("spread")),
         step=_whole(raw.get("step")),
@@ -146,16 +150,14 @@ def _trial(raw: Mapping[str, Any], names: Sequence[str]) -> Trial:
     )
 
 
-def _param(value: Any) -> float | str | None:
+def _param(value: Any) -> float | str:
     number = finite_number(value)
-    if number is not None:
-        return number
-    return None if value is None else _text(value if isinstance(value, str) else json.dumps(value))
+    return number if number is not None else _text(value if isinstance(value, str) else json.dumps(value))
 
 
 def _text(value: Any, most: int = _CHARACTERS) -> str:
     if is_number(value):
-        return f"{value:g}"
+        return f"{value:.12g}"
     return value[:most] if isinstance(value, str) else ""
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.load import load_config
+from ddptrain.config.load import load_config, load_mapping
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
 from ddptrain.sweep import study
-from ddptrain.sweep.folder import LocalSweep, LocalSweeps
+from ddptrain.sweep.folder import LocalSweep, LocalSweeps, check_same
 from ddptrain.sweep.output import trial_line
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
@@ -216,6 +216,24 @@ def test_a_resume_with_another_space_names_both(sweeper: Sweeper) -> None:
         "  sweep.search: was random, is tpe",
         '  sweep.space.params.lr: was {"uniform": [0.0, 1.0]}, is [1, 2]',
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"prepare": {"accumulate": 2}}, "prepare.accumulate: was 1, is 2"),
+        ({"cluster": {"ranks": 2}}, "sweep.ranks: was 1, is 2"),
+    ],
+)
+def test_a_resume_with_trials_that_train_in_another_way_is_refused(
+    tmp_path: Path, change: dict[str, Any], difference: str
+) -> None:
+    config = {"workload": "stub:train", "sweep": {"space": {"params.lr": [1]}, "trials": 1}}
+    before = load_mapping(config, tmp_path)
+    (tmp_path / "config.yaml").write_text(before.yaml_text)
+    check_same(tmp_path, before)
+    with pytest.raises(UsageError, match=difference):
+        check_same(tmp_path, load_mapping({**config, **change}, tmp_path))
 
 
 def test_a_resume_with_another_space_is_refused(sweeper: Sweeper) -> None:
