@@ -106,6 +106,7 @@ def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
     states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
     ended = ", ".join(states) or "no trial has begun"
     lines = [f"sweep {sweep.sweep_id} {sweep.status} after {text_tables.duration(sweep.duration_s)}: {ended}"]
+    lines += [f"  reason {text_tables.clean_line(sweep.message)}"] if sweep.message else []
     lines += _table(sweep).splitlines()
     if sweep.importance:
         shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]
@@ -125,7 +126,7 @@ def _table(sweep: SweepRecord) -> str:
         return ""
     fields = list(sweep.space)
     spread = ["SPREAD"] if sweep.seeds > 1 else []
-    header = ["  TRIAL", "STATE", sweep.metric, *spread, "STEP", "TIME", *(name.partition(".")[2] for name in fields)]
+    header = ["  TRIAL", "STATE", sweep.metric, *spread, "LAST STEP", "TIME", *(name.partition(".")[2] for name in fields)]
     rows = [header]
     for trial in shown[:_MOST_ROWS]:
         cells = [f"  {trial.number}", str(trial.state), text_tables.number(trial.value)]

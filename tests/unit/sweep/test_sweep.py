@@ -16,7 +16,7 @@ from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
 from ddptrain.sweep import study
 from ddptrain.sweep.folder import LocalSweep, LocalSweeps, check_same
-from ddptrain.sweep.output import trial_line
+from ddptrain.sweep.output import summary_lines, trial_line
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
 from tests.unit.sweep.conftest import StubRun, Sweeper
@@ -79,6 +79,14 @@ def test_trials_that_are_worse_are_ended_early(sweeper: Sweeper) -> None:
     assert [str(each.state) for each in record.trials] == ["complete", "pruned", "pruned"]
     assert record.trials[1].step == 1 and record.trials[1].value == 3.0
     assert load_run(sweeper.folder / "s" / "s-0001").status == "preempted"
+
+
+def test_a_sweep_without_a_complete_trial_says_so(sweeper: Sweeper, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeper.workload = lambda params, run: "no such file"
+    assert sweeper.run(sweeper.config(trials=1)) == ExitCode.TRAINING_FAILED
+    assert "\n  reason no trial is complete\n" in capsys.readouterr().out
+    record = read_sweep(sweeper.folder / "s")
+    assert "  reason no trial is complete" in summary_lines(record, "there")
 
 
 def test_the_third_equal_failure_ends_the_sweep(sweeper: Sweeper, capsys: pytest.CaptureFixture[str]) -> None:
