@@ -11,9 +11,10 @@ from typing import Any
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.metrics import finite_number, is_number
+from ddptrain.results.ownership import run_lock
 from ddptrain.results.secure_files import read_bytes
 
-SWEEP_JSON = "sweep.json"
+SWEEP_JSON, _LOCK = "sweep.json", "sweep.lock"
 _MOST_TRIALS = 2000
 _MOST_PARAMS = 20
 _CHARACTERS = 100
@@ -93,7 +94,8 @@ def read_sweep(folder: Path) -> Sweep:
 
     Raises UsageError if sweep.json cannot be read.
     """
-    path = folder / SWEEP_JSON
+    path, lock = folder / SWEEP_JSON, folder / _LOCK  # no lock is in a copy of a sweep in a store
+    is_free = lock.is_file() and run_lock.look(lock) is run_lock.LockState.FREE  # before the driver's last record
     try:
         raw = json.loads(read_bytes(path))
     except OSError as error:
@@ -104,6 +106,7 @@ def read_sweep(folder: Path) -> Sweep:
         ) from error
     if not isinstance(raw, dict):
         raise UsageError(f"cannot read {path}: it is not a JSON object; the folder is not that of a sweep, or damaged")
+    is_killed = is_free and raw.get("status") == "running"
     found = [trial for trial in _list(raw.get("trials")) if isinstance(trial, dict)]
     names = list(_mapping(raw.get("space")))[:_MOST_PARAMS]
     importance = _mapping(raw.get("importance"))
@@ -111,7 +114,7 @@ def read_sweep(folder: Path) -> Sweep:
     return Sweep(
         folder=folder,
         name=_text(raw.get("sweep_id")) or folder.name,
-        status=_text(raw.get("status")),
+        status="interrupted" if is_killed else _text(raw.get("status")),
         message=_text(raw.get("message"), 1000),
         metric=_text(raw.get("metric")),
         mode=_text(raw.get("mode")),
@@ -122,7 +125,7 @@ def read_sweep(folder: Path) -> Sweep:
         planned=_whole(raw.get("planned")),
         best=_whole(raw.get("best")),
         axes=axes,
-        trials=[_trial(trial, names) for trial in found[:_MOST_TRIALS]],
+        trials=[_trial(trial, names, is_killed=is_killed) for trial in found[:_MOST_TRIALS]],
         hidden=max(0, len(found) - _MOST_TRIALS),
     )
 
@@ -135,11 +138,11 @@ def _axis(name: str, space: Mapping[str, Any], importance: float | None) -> Axis
     return Axis(name[:_CHARACTERS], "log" if kind in ("log", "log_int") else "linear", (), importance)
 
 
-def _trial(raw: Mapping[str, Any], names: Sequence[str]) -> Trial:
+def _trial(raw: Mapping[str, Any], names: Sequence[str], *, is_killed: bool) -> Trial:
     params = _mapping(raw.get("params"))
     return Trial(
         number=_whole(raw.get("number")) or 0,
-        state=_text(raw.get("state")),
+        state="interrupted" if is_killed and raw.get("state") == "running" else _text(raw.get("state")),
         params=[_param(params[name]) if name in params else None for name in names],
         value=finite_number(raw.get("value")),
         spread=finite_number(raw.get("spread")),
