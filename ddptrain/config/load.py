@@ -255,6 +255,8 @@ def _override(root: Node, number: int, option: str) -> list[Located]:
     key, equals, text = option.partition("=")
     place = Place(number, 0, 0, _option_text(key, option))
     path = tuple(key.split("."))
+    if all(path[2:]) and len(path) > 2 and path[:2] == ("sweep", "space"):  # whose keys are such as params.lr
+        path = (*path[:2], ".".join(path[2:]))
     if not equals or not all(path):
         return [_malformed(place, "", "expected key=value", "as in --set params.epochs=3")]
     if len(path) > MAX_DEPTH:

@@ -147,16 +147,18 @@ def check_same(folder: Path, resolved: ResolvedConfig) -> None:
 def _compared(config: object) -> dict[str, Any]:
     data = config if isinstance(config, Mapping) else {}
     flat: dict[str, Any] = {"workload": data.get("workload")}
-    for section in ("sweep", "params"):
+    for section in ("sweep", "params", "prepare"):
         fields = data.get(section)
         for name, value in fields.items() if isinstance(fields, Mapping) else ():
-            if section == "params" or name not in _MAY_DIFFER:
+            if section != "sweep" or name not in _MAY_DIFFER:
                 is_space = section == "sweep" and name == "space" and isinstance(value, Mapping)
                 flat |= (
                     {f"sweep.space.{field}": of for field, of in value.items()}
                     if is_space
                     else {f"{section}.{name}": value}
                 )
+    if flat.get("sweep.ranks") is None and isinstance(cluster := data.get("cluster"), Mapping):  # as ranks_of does
+        flat["sweep.ranks"] = cluster.get("ranks") if isinstance(cluster.get("ranks"), int) else 1
     return flat
 
 

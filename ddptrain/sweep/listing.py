@@ -9,7 +9,7 @@ from typing import Any
 from ddptrain.results.lookup import parse_time
 from ddptrain.sweep.folder import LocalSweeps, open_sweeps
 from ddptrain.sweep.output import best_words, sweep_data
-from ddptrain.sweep.records import SweepRecord
+from ddptrain.sweep.records import SweepRecord, TrialState
 from ddptrain.sweep.stop import SweepTarget, find_target
 from ddptrain.text_tables import clean_line, duration
 
@@ -22,7 +22,6 @@ class ListedSweep:
 
     record: SweepRecord
     where: str
-    status: str
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON data."""
@@ -30,7 +29,6 @@ class ListedSweep:
         return {
             **sweep_data(record, self.where),
             "name": record.name,
-            "status": self.status,
             "metric": record.metric,
             "started_at": record.started_at,
             "trials": len(record.trials),
@@ -46,7 +44,7 @@ def list_sweeps(runs_dir: str, known_runs: Container[str] = ()) -> list[ListedSw
     place = runs_dir.rstrip("/")
     records = sweeps.list() if isinstance(sweeps, LocalSweeps) else sweeps.list(known_runs)
     return [
-        ListedSweep(record, f"{place}/{sweep_id}", _status(record, find_target(place, sweep_id)))
+        ListedSweep(_seen(record, find_target(place, sweep_id)), f"{place}/{sweep_id}")
         for sweep_id, record in records.items()
     ]
 
@@ -60,14 +58,17 @@ def find_listed(runs_dir: str, name: str) -> ListedSweep | None:
     if target is None:
         return None
     where = name.rstrip("/") if "/" in name else f"{runs_dir.rstrip('/')}/{name}"
-    record = target.read()
-    return ListedSweep(record, where, _status(record, target))
+    return ListedSweep(_seen(target.read(), target), where)
 
 
-def _status(record: SweepRecord, target: SweepTarget | None) -> str:
-    if record.status != "running":
-        return record.status
-    return "running" if target is not None and target.holder() is not None else "interrupted"
+def _seen(record: SweepRecord, target: SweepTarget | None) -> SweepRecord:
+    """Set the status, and that of running trials, to interrupted if the driver is gone."""
+    if record.status == "running" and (target is None or target.holder() is None):
+        record.status = "interrupted"
+        for trial in record.trials:
+            if trial.state is TrialState.RUNNING:
+                trial.state = TrialState.INTERRUPTED
+    return record
 
 
 def sweep_table(sweeps: Iterable[ListedSweep]) -> list[tuple[str, ...]]:
@@ -79,7 +80,7 @@ def _row(sweep: ListedSweep) -> tuple[str, ...]:
     record, started = sweep.record, parse_time(sweep.record.started_at)
     return (
         record.sweep_id,
-        sweep.status,
+        record.status,
         f"{started:%Y-%m-%d %H:%M:%S}" if started else "-",
         duration(record.duration_s),
         f"{record.ended} of {record.planned}" if record.planned else str(record.ended),

@@ -106,6 +106,7 @@ def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
     states = [f"{count} {state}" for state in TrialState if (count := sum(t.state is state for t in sweep.trials))]
     ended = ", ".join(states) or "no trial has begun"
     lines = [f"sweep {sweep.sweep_id} {sweep.status} after {text_tables.duration(sweep.duration_s)}: {ended}"]
+    lines += [f"  reason {text_tables.clean_line(sweep.message)}"] if sweep.message else []
     lines += _table(sweep).splitlines()
     if sweep.importance:
         shares = [f"{name.partition('.')[2]} {share:.0%}" for name, share in sweep.importance.items()]
@@ -119,13 +120,20 @@ def summary_lines(sweep: SweepRecord, where: str) -> list[str]:
 def _table(sweep: SweepRecord) -> str:
     sign = 1 if sweep.mode == "min" else -1
     order = {state: number for number, state in enumerate(TrialState)}
-    shown = [trial for trial in sweep.trials if trial.state is not TrialState.RUNNING]
-    shown.sort(key=lambda t: (order[t.state], t.value is None, sign * (t.value or 0.0), t.number))
+    shown = sorted(sweep.trials, key=lambda t: (order[t.state], t.value is None, sign * (t.value or 0.0), t.number))
     if not shown:
         return ""
     fields = list(sweep.space)
     spread = ["SPREAD"] if sweep.seeds > 1 else []
-    header = ["  TRIAL", "STATE", sweep.metric, *spread, "STEP", "TIME", *(name.partition(".")[2] for name in fields)]
+    header = [
+        "  TRIAL",
+        "STATE",
+        sweep.metric,
+        *spread,
+        "LAST STEP",
+        "TIME",
+        *(name.partition(".")[2] for name in fields),
+    ]
     rows = [header]
     for trial in shown[:_MOST_ROWS]:
         cells = [f"  {trial.number}", str(trial.state), text_tables.number(trial.value)]

@@ -158,7 +158,8 @@ class Study:
             if len(complete) < _IMPORTANCE_TRIALS or len({trial.value for trial in complete}) < 2 or not varied:
                 return None
             importance = _importance_module()
-            evaluator = importance.PedAnovaImportanceEvaluator()
+            # Of the better half: of the best tenth, its default, 20 trials have two.
+            evaluator = importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
             try:
                 found = importance.get_param_importances(self._study, evaluator=evaluator, params=varied)
             except (ValueError, RuntimeError, ArithmeticError) as error:  # too few trials for this evaluator

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ddptrain.config.function_signature import default_params
 from ddptrain.config.resolved import ResolvedConfig, dump_yaml, resolve
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.sweeping import SweepConfig
@@ -40,14 +42,22 @@ def trial_config(
     for name, value in point.items():
         _set(data, name, value)
     if repeat:
-        data["params"]["seed"] = resolved.recorded["params"].get("seed", 0) + repeat
+        data["params"]["seed"] = _first_seed(resolved) + repeat
     return resolve(RunConfig.model_validate(data), resolved.path)
+
+
+def _first_seed(resolved: ResolvedConfig) -> int:
+    """Return params.seed, or its default in the workload's source; 0 for none."""
+    defaults = default_params(resolved.config.workload_name, [*resolved.import_folders, *sys.path])
+    return {**defaults, **resolved.recorded["params"]}.get("seed") or 0
 
 
 def _set(data: dict[str, Any], name: str, value: Any) -> None:
     section, _, key = name.partition(".")
     if section == "args":
-        data["workload"]["args"] = [*data["workload"]["args"], f"--{key}", str(value)]
+        # After --NAME, argparse takes a value such as -x or -1e-05 as an option.
+        option = [f"--{key}={value}"] if str(value).startswith("-") else [f"--{key}", str(value)]
+        data["workload"]["args"] = [*data["workload"]["args"], *option]
     elif section == "params":
         *path, last = key.split(".")
         params = data["params"] = dict(data["params"])

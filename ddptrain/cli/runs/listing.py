@@ -74,11 +74,10 @@ def show_sweep(runs_dir: str, name: str, *, as_json: bool) -> bool:
 
     if (found := listing.find_listed(runs_dir, name)) is None:
         return False
-    record = dataclasses.replace(found.record, status=found.status)
     if as_json:
-        print_json({**dataclasses.asdict(record), "sweep_dir": found.where})
+        print_json({**dataclasses.asdict(found.record), "sweep_dir": found.where})
     else:
-        write(summary_lines(record, found.where))
+        write(summary_lines(found.record, found.where))
     return True
 
 

@@ -140,11 +140,9 @@ def _labels(cards: Sequence[RunCard]) -> list[str]:
 
 
 def _differing(cards: Sequence[RunCard]) -> list[str]:
-    values: dict[str, set[str]] = {}
-    for card in cards:
-        for setting in card.settings:
-            values.setdefault(setting.key, set()).add(setting.value)
-    keys = [key for key, found in values.items() if len(found) > 1]
+    found = [{setting.key: setting.value for setting in card.settings} for card in cards if card.settings]
+    names = dict.fromkeys(key for settings in found for key in settings)
+    keys = [key for key in names if len({settings.get(key) for settings in found}) > 1]
     return sorted(keys, key=lambda key: not key.startswith("params."))[:_MOST_COLUMNS]
 
 
@@ -178,7 +176,12 @@ def _sweep_data(sweep: Sweep | None) -> dict[str, Any] | None:
             for axis in sweep.axes
         ],
         "trials": [
-            {"number": trial.number, "state": trial.state, "params": list(trial.params), "value": trial.value}
+            {
+                "number": trial.number,
+                "state": trial.state,
+                "params": [axis.place(value) for axis, value in zip(sweep.axes, trial.params, strict=True)],
+                "value": trial.value,
+            }
             for trial in sweep.trials
         ],
     }

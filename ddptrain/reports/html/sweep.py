@@ -11,9 +11,10 @@ from typing import Any
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.metrics import finite_number, is_number
+from ddptrain.results.ownership import run_lock
 from ddptrain.results.secure_files import read_bytes
 
-SWEEP_JSON = "sweep.json"
+SWEEP_JSON, _LOCK = "sweep.json", "sweep.lock"
 _MOST_TRIALS = 2000
 _MOST_PARAMS = 20
 _CHARACTERS = 100
@@ -27,6 +28,10 @@ class Axis:
     scale: str
     values: Sequence[str] = ()
     importance: float | None = None
+
+    def place(self, value: float | str | None) -> float | str | None:
+        """Return a value for the plot: one of `values`, or a number."""
+        return value if value is None or self.scale != "choice" else _text(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,8 @@ def read_sweep(folder: Path) -> Sweep:
 
     Raises UsageError if sweep.json cannot be read.
     """
-    path = folder / SWEEP_JSON
+    path, lock = folder / SWEEP_JSON, folder / _LOCK  # no lock is in a copy of a sweep in a store
+    is_free = lock.is_file() and run_lock.look(lock) is run_lock.LockState.FREE  # before the driver's last record
     try:
         raw = json.loads(read_bytes(path))
     except OSError as error:
@@ -100,6 +106,7 @@ def read_sweep(folder: Path) -> Sweep:
         ) from error
     if not isinstance(raw, dict):
         raise UsageError(f"cannot read {path}: it is not a JSON object; the folder is not that of a sweep, or damaged")
+    is_killed = is_free and raw.get("status") == "running"
     found = [trial for trial in _list(raw.get("trials")) if isinstance(trial, dict)]
     names = list(_mapping(raw.get("space")))[:_MOST_PARAMS]
     importance = _mapping(raw.get("importance"))
@@ -107,7 +114,7 @@ def read_sweep(folder: Path) -> Sweep:
     return Sweep(
         folder=folder,
         name=_text(raw.get("sweep_id")) or folder.name,
-        status=_text(raw.get("status")),
+        status="interrupted" if is_killed else _text(raw.get("status")),
         message=_text(raw.get("message"), 1000),
         metric=_text(raw.get("metric")),
         mode=_text(raw.get("mode")),
@@ -118,7 +125,7 @@ def read_sweep(folder: Path) -> Sweep:
         planned=_whole(raw.get("planned")),
         best=_whole(raw.get("best")),
         axes=axes,
-        trials=[_trial(trial, names) for trial in found[:_MOST_TRIALS]],
+        trials=[_trial(trial, names, is_killed=is_killed) for trial in found[:_MOST_TRIALS]],
         hidden=max(0, len(found) - _MOST_TRIALS),
     )
 
@@ -128,15 +135,15 @@ def _axis(name: str, space: Mapping[str, Any], importance: float | None) -> Axis
     if kind == "choice":
         values = [_text(_param(value)) for value in _list(space.get("values"))[:_MOST_TRIALS]]
         return Axis(name[:_CHARACTERS], "choice", values, importance)
-    return Axis(name[:_CHARACTERS], "log" if kind == "log" else "linear", (), importance)
+    return Axis(name[:_CHARACTERS], "log" if kind in ("log", "log_int") else "linear", (), importance)
 
 
-def _trial(raw: Mapping[str, Any], names: Sequence[str]) -> Trial:
+def _trial(raw: Mapping[str, Any], names: Sequence[str], *, is_killed: bool) -> Trial:
     params = _mapping(raw.get("params"))
     return Trial(
         number=_whole(raw.get("number")) or 0,
-        state=_text(raw.get("state")),
-        params=[_param(params.get(name)) for name in names],
+        state="interrupted" if is_killed and raw.get("state") == "running" else _text(raw.get("state")),
+        params=[_param(params[name]) if name in params else None for name in names],
         value=finite_number(raw.get("value")),
         spread=finite_number(raw.get("spread")),
         step=_whole(raw.get("step")),
@@ -146,16 +153,14 @@ def _trial(raw: Mapping[str, Any], names: Sequence[str]) -> Trial:
     )
 
 
-def _param(value: Any) -> float | str | None:
+def _param(value: Any) -> float | str:
     number = finite_number(value)
-    if number is not None:
-        return number
-    return None if value is None else _text(value if isinstance(value, str) else json.dumps(value))
+    return number if number is not None else _text(value if isinstance(value, str) else json.dumps(value))
 
 
 def _text(value: Any, most: int = _CHARACTERS) -> str:
     if is_number(value):
-        return f"{value:g}"
+        return f"{value:.12g}"
     return value[:most] if isinstance(value, str) else ""
 
 

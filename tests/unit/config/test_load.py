@@ -158,6 +158,13 @@ def test_an_unknown_key_inside_a_mapping_with_free_names_lists_the_known_ones(re
     ]
 
 
+def test_an_option_sets_a_field_of_the_search_space(load: Load) -> None:
+    text = "workload: toy\nsweep: {trials: 2, space: {params.lr: [1, 2]}}\n"
+    sweep = load(text, "sweep.space.params.lr=[3]", "sweep.space.params.context=[full]").sweep
+    assert sweep is not None and sweep.space["params.lr"] == [3]
+    assert sweep.space["params.context"] == ["full"]
+
+
 def test_known_keys_are_listed_once_for_the_file_of_another_tool(refuse: Refuse) -> None:
     found = refuse("workload: toy\ngadget: adam\nlogger: true\nclustr: 1\nzzz: 1\n")
     assert found[0].startswith("c.yaml:2: gadget: unknown key (known are: checkpoint, cluster, code, ")

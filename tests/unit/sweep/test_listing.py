@@ -9,7 +9,8 @@ import pytest
 
 from ddptrain.results.ownership import run_lock
 from ddptrain.sweep.folder import LOCK
-from ddptrain.sweep.listing import list_sweeps, sweep_table
+from ddptrain.sweep.listing import find_listed, list_sweeps, sweep_table
+from ddptrain.sweep.output import summary_lines
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
 
 TRIALS = [
@@ -39,9 +40,20 @@ def test_each_sweep_is_a_line_the_newest_first(tmp_path: Path) -> None:
 def test_a_sweep_runs_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
     folder = save(tmp_path, "mine", "2026-03-01T10:00:00Z", trials=TRIALS)
     held = run_lock.take(folder / LOCK)
-    assert [each.status for each in list_sweeps(str(tmp_path))] == ["running"]
+    assert [each.record.status for each in list_sweeps(str(tmp_path))] == ["running"]
     os.close(held)
-    assert [each.status for each in list_sweeps(str(tmp_path))] == ["interrupted"]
+    assert [each.record.status for each in list_sweeps(str(tmp_path))] == ["interrupted"]
+
+
+def test_trials_of_a_killed_driver_are_interrupted(tmp_path: Path) -> None:
+    folder = save(tmp_path, "mine", "2026-03-01T10:00:00Z", trials=TRIALS)
+    held = run_lock.take(folder / LOCK)
+    running = find_listed(str(tmp_path), "mine")
+    assert running is not None and running.record.trials[2].state is TrialState.RUNNING
+    assert "  2      running   1         -          -" in summary_lines(running.record, "there")
+    os.close(held)
+    killed = find_listed(str(tmp_path), "mine")
+    assert killed is not None and killed.record.trials[2].state is TrialState.INTERRUPTED
 
 
 def test_json_has_the_best_trial_and_counts(tmp_path: Path) -> None:

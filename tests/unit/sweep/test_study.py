@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,22 @@ def test_importance_names_the_field_that_matters(tmp_path: Path) -> None:
     shares = study.importance()
     assert shares is not None and next(iter(shares)) == "params.a"
     assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_importance_of_few_trials_names_the_field_that_matters(tmp_path: Path) -> None:
+    space = {"params.lr": [1e-5, 1e-4, 0.1], "params.beta": {"uniform": [0, 1], "step": 0.25}, "params.x": ["a", "b"]}
+    first = []
+    for seed in range(20):
+        study = Study(tmp_path / str(seed), section(space=space, search="random", seed=seed))
+        for _ in range(20):
+            trial = study.ask()
+            trial.state = TrialState.COMPLETE
+            trial.value = abs(math.log10(trial.params["params.lr"])) + 0.02 * trial.params["params.beta"]
+            study.tell(trial)
+        shares = study.importance()
+        assert shares is not None
+        first.append(next(iter(shares)))
+    assert first.count("params.lr") >= 15
 
 
 @pytest.mark.parametrize("name", ["tpe", "random", "nsgaii", "qmc", "TPESampler"])

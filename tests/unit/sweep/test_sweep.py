@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ddptrain.config.load import load_config
+from ddptrain.config.load import load_config, load_mapping
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
 from ddptrain.sweep import study
-from ddptrain.sweep.folder import LocalSweep, LocalSweeps
-from ddptrain.sweep.output import trial_line
+from ddptrain.sweep.folder import LocalSweep, LocalSweeps, check_same
+from ddptrain.sweep.output import summary_lines, trial_line
 from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
 from tests.unit.sweep.conftest import StubRun, Sweeper
@@ -79,6 +79,14 @@ def test_trials_that_are_worse_are_ended_early(sweeper: Sweeper) -> None:
     assert [str(each.state) for each in record.trials] == ["complete", "pruned", "pruned"]
     assert record.trials[1].step == 1 and record.trials[1].value == 3.0
     assert load_run(sweeper.folder / "s" / "s-0001").status == "preempted"
+
+
+def test_a_sweep_without_a_complete_trial_says_so(sweeper: Sweeper, capsys: pytest.CaptureFixture[str]) -> None:
+    sweeper.workload = lambda params, run: "no such file"
+    assert sweeper.run(sweeper.config(trials=1)) == ExitCode.TRAINING_FAILED
+    assert "\n  reason no trial is complete\n" in capsys.readouterr().out
+    record = read_sweep(sweeper.folder / "s")
+    assert "  reason no trial is complete" in summary_lines(record, "there")
 
 
 def test_the_third_equal_failure_ends_the_sweep(sweeper: Sweeper, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +224,24 @@ def test_a_resume_with_another_space_names_both(sweeper: Sweeper) -> None:
         "  sweep.search: was random, is tpe",
         '  sweep.space.params.lr: was {"uniform": [0.0, 1.0]}, is [1, 2]',
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"prepare": {"accumulate": 2}}, "prepare.accumulate: was 1, is 2"),
+        ({"cluster": {"ranks": 2}}, "sweep.ranks: was 1, is 2"),
+    ],
+)
+def test_a_resume_with_trials_that_train_in_another_way_is_refused(
+    tmp_path: Path, change: dict[str, Any], difference: str
+) -> None:
+    config = {"workload": "stub:train", "sweep": {"space": {"params.lr": [1]}, "trials": 1}}
+    before = load_mapping(config, tmp_path)
+    (tmp_path / "config.yaml").write_text(before.yaml_text)
+    check_same(tmp_path, before)
+    with pytest.raises(UsageError, match=difference):
+        check_same(tmp_path, load_mapping({**config, **change}, tmp_path))
 
 
 def test_a_resume_with_another_space_is_refused(sweeper: Sweeper) -> None:

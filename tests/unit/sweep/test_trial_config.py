@@ -37,6 +37,26 @@ def test_a_script_gets_arguments(tmp_path: Path) -> None:
     assert script is not None and script.args == ["--epochs", "3", "--lr", "0.1"]
 
 
+def test_values_that_begin_with_a_minus_are_not_taken_as_options(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    config = resolved(tmp_path, {"args.shift": [-1e-05]}, workload={"script": "train.py"})
+    script = trial_config(config, {"args.shift": -1e-05}, 0, str(tmp_path), "s").config.script
+    assert script is not None and script.args == ["--shift=-1e-05"]  # argparse takes -1e-05 alone as an option
+
+
+@pytest.mark.parametrize(("default", "third"), [("5", 7), ("None", 2)])
+def test_repeats_count_from_the_default_seed(tmp_path: Path, default: str, third: int) -> None:
+    (tmp_path / "own.py").write_text(f"def train(ctx, lr=0.1, seed={default}): ...\n")
+    config = resolved(tmp_path, {"params.lr": [1]}, workload="own:train")
+    assert trial_config(config, {}, 0, str(tmp_path), "s").config.params == {}
+    assert trial_config(config, {}, 2, str(tmp_path), "s").config.params == {"seed": third}
+
+
+def test_repeats_of_no_seed_count_from_zero(tmp_path: Path) -> None:
+    config = resolved(tmp_path, {"params.lr": [1]}, params={"seed": None})
+    assert trial_config(config, {}, 2, str(tmp_path), "s").config.params == {"seed": 2}
+
+
 def test_the_best_configuration_has_the_sweeps_own_folders_and_no_secrets(tmp_path: Path) -> None:
     config = resolved(tmp_path, {"params.lr": [1]}, env={"API_TOKEN": "hunter22hunter22"}, results={"dir": "there"})
     trial = trial_config(config, {"params.lr": 1}, 0, str(tmp_path / "s"), "s")

@@ -27,7 +27,7 @@ class ParallelPlot {
     const isChoice = axis.scale === "choice" || values.some((value) => typeof value !== "number");
     if (isChoice) {
       const names = [...new Set([...(axis.values || []), ...values.map(String)])];
-      return { ...axis, names, place: (value) => (names.length > 1 ? names.indexOf(this.named(value)) / (names.length - 1) : 0.5) };
+      return { ...axis, names, place: (value) => (names.length > 1 ? names.indexOf(String(value)) / (names.length - 1) : 0.5) };
     }
     const isLog = axis.scale === "log" && values.every((value) => value > 0);
     const own = isLog ? values.map(Math.log10) : values;
@@ -35,10 +35,6 @@ class ParallelPlot {
     const high = own.reduce((a, b) => Math.max(a, b), -Infinity);
     const span = high - low || 1;
     return { ...axis, isLog, low, span, place: (value) => (high > low ? ((isLog ? Math.log10(value) : value) - low) / span : 0.5) };
-  }
-
-  named(value) {
-    return typeof value === "number" ? formatted(value).replace(/,/g, "") : String(value);
   }
 
   draw() {

@@ -85,6 +85,31 @@ def test_table_of_trials_has_no_empty_columns(
     assert len(titles) == len(re.findall(r"<td|<th scope=.row", table))
 
 
+def test_values_of_lists_are_places_on_their_axis(tmp_path: Path) -> None:
+    values = [1e-05, 0.00010000001, 100_000_001, None, [1, 2]]
+    trials = [{"number": at, "state": "complete", "params": {"params.a": value}} for at, value in enumerate(values)]
+    space = {"params.a": {"kind": "choice", "values": values}, "params.b": {"kind": "log_int", "low": 1, "high": 9}}
+    (tmp_path / "sweep.json").write_text(json.dumps({"metric": "loss", "trials": trials, "space": space}))
+    page = html_page(Subjects([], read_sweep(tmp_path))).decode()
+    (data,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
+    sweep = json.loads(data)["sweep"]
+    assert sweep["axes"][0]["values"] == ["1e-05", "0.00010000001", "100000001", "null", "[1, 2]"]
+    assert [trial["params"][0] for trial in sweep["trials"]] == sweep["axes"][0]["values"]
+    assert sweep["axes"][1]["scale"] == "log"
+    assert "null" in re.findall(r'<td class="number" data-value="[^"]*">([^<]*)</td>', page)
+
+
+def test_setting_that_only_one_run_has_is_a_difference(tmp_path: Path) -> None:
+    views = []
+    for name, text in (("a", ""), ("b", "  lr: 0.1\n")):
+        view = run(tmp_path / name)
+        (view.layout.root / "config.yaml").write_text(f"workload: mine:train\nparams:\n  epochs: 1\n{text}")
+        views.append(view)
+    page = html_page(Subjects(views)).decode()
+    (table,) = re.findall(r'<section id="runs".*?</section>', page, re.DOTALL)
+    assert "lr" in re.findall(r"<th scope=.col.[^>]*>([^<]*)</th>", table) and "epochs" not in table
+
+
 def test_tags_note_and_time_are_shown(tmp_path: Path) -> None:
     view = run(tmp_path)
     (view.layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "<b>best</b> so far"}')

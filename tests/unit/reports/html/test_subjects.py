@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.reports.html.subjects import find_subjects
 from ddptrain.reports.html.sweep import Axis, read_sweep
+from ddptrain.results.ownership import run_lock
 from ddptrain.results.run_record import RunRecord
 
 
@@ -91,6 +93,16 @@ def test_damaged_fields_of_a_sweep_are_left_out(tmp_path: Path) -> None:
     assert sweep.trials[0].run_ids == ["ok-1"]
     assert sweep.axes == [Axis("params.lr", "log"), Axis("params.kind", "choice", ["a", "2"])]
     assert (sweep.best, sweep.duration_s, sweep.trials[1].params) == (None, None, [None, None])
+
+
+def test_sweep_whose_driver_was_killed_is_not_running(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, [trial(0, 1.0, "running")], status="running")
+    assert read_sweep(folder).is_running  # a copy without the lock
+    held = run_lock.take(folder / "sweep.lock")
+    assert read_sweep(folder).is_running
+    os.close(held)
+    killed = read_sweep(folder)
+    assert (killed.status, killed.trials[0].state) == ("interrupted", "interrupted")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "[" * 100_000])
