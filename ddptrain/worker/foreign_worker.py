@@ -107,7 +107,7 @@ def offered_slots(worker: Worker) -> tuple[int, tuple[str, ...]]:
         return slots, host.gpus[:slots]
     with_gpu = int(resources.get(GPU_RESOURCE, 0))
     if SLOT_RESOURCE in resources:
-        slots = min(int(resources[SLOT_RESOURCE]), worker.state.nthreads)
+        slots = int(resources[SLOT_RESOURCE])
     else:
         slots, with_gpu = 1, max(with_gpu, int("CUDA_VISIBLE_DEVICES" in os.environ))
     return slots, visible_gpus(os.environ)[: min(slots, with_gpu)] if with_gpu else ()

@@ -247,6 +247,8 @@ class WorkerGroup:
         match future.status:
             case "error":
                 text = str(future.exception())
+            case "cancelled" if self.connected:  # Client.restart or Client.cancel of another program
+                text = "its Dask task was cancelled: has somebody restarted the cluster's workers?"
             case "cancelled":
                 text = f"the Dask scheduler is gone, or the network to it: {self._address}"
             case _:

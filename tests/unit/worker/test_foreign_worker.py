@@ -43,7 +43,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"slot": 2.0, "nthreads": 8}, (2, ())),
         (None, {"slot": 4.0, "GPU": 2.0, "nthreads": 8}, (4, ("0", "1"))),
         ("3,1", {"slot": 4.0, "GPU": 4.0, "nthreads": 8}, (4, ("3", "1"))),
-        (None, {"slot": 4.0, "nthreads": 2}, (2, ())),  # it has only two threads
+        (None, {"slot": 4.0, "nthreads": 2}, (4, ())),  # one task has all ranks, so threads do not matter
+        (None, {"slot": 4.0, "GPU": 4.0, "nthreads": 1}, (4, ("0", "1", "2", "3"))),  # each slot has a GPU
     ],
 )
 def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
