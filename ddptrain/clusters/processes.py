@@ -250,7 +250,7 @@ def main() -> int:
         answer = {"result": _called(sys.argv[1], json.load(sys.stdin))}
     except ClusterError as error:
         answer = {"error": str(error)}
-    print(json.dumps(answer))
+    print(f"\n{json.dumps(answer)}")  # a login script may have printed text that does not end its line
     return 0
 
 

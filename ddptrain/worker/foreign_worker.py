@@ -103,7 +103,7 @@ def offered_slots(worker: Worker) -> tuple[int, tuple[str, ...]]:
     resources = worker.state.total_resources
     host = own_host(worker)
     if host is not None:
-        slots = int(resources[SLOT_RESOURCE])
+        slots = min(int(resources[SLOT_RESOURCE]), worker.state.nthreads)
         return slots, host.gpus[:slots]
     with_gpu = int(resources.get(GPU_RESOURCE, 0))
     if SLOT_RESOURCE in resources:

@@ -259,7 +259,7 @@ class SharedRankServerClient(RankServerClient):
         try:
             control = _join(folder, env)
         except OSError as error:
-            raise RankServerLost(f"the rank server in {folder} can't be reached: {error}") from error
+            raise RankServerLost(f"the rank server in {folder} can't be started or reached: {error}") from error
         super().__init__(control, folder / socket_dir.LOG_FILE)
 
     def _on_end(self) -> None:

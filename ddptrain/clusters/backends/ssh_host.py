@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import tempfile
@@ -86,11 +87,12 @@ class Host:
         error_lines = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
         last = error_lines[-1] if error_lines else f"exit code {answer.returncode}"
         if answer.returncode == _SSH_FAILED:
-            return f"ssh can't connect: {last}"
+            login = shlex.join([*self.ssh, self.target])
+            return f"ssh can't connect: {last.rstrip('.')}; this must work without a question: {login}"
         if answer.returncode in _NOT_FOUND:
             return f"there is no {self.python} there ({last}): set cluster.ssh.python"
-        if "No module named" in last and "ddptrain" in last:
-            return f"ddptrain is missing there: {self.python} -m pip install ddptrain=={__version__}"
+        if missing := re.search(r"No module named '?(\w+)", last):
+            return f"{missing[1]} is missing there: {self.python} -m pip install ddptrain=={__version__}"
         if "nknown option" in answer.stderr or "invalid choice" in last:
             return f"{self.python} is too old there: ddptrain needs Python 3.11 or newer; set cluster.ssh.python"
         if answer.returncode == 0 or "llegal option" in last or "SyntaxError" in last:  # of a shell; of Python 2

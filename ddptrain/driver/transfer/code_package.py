@@ -233,10 +233,14 @@ def _excluded_folders(folder: Path, besides: Sequence[Path]) -> Iterator[str]:
 
 
 def _stays_inside(folder: Path, name: str) -> bool:
-    """Return whether a symbolic link leads to a place in the folder, both as it is written and when it is resolved."""
+    """Return whether a symbolic link leads to a place in the folder, both as it is written and when it is resolved.
+
+    A link that leads to itself leads nowhere.
+    """
     path = folder / name
     written = Path(os.path.normpath(path.parent / link_target(path)))
-    return written.is_relative_to(folder) and path.resolve().is_relative_to(folder.resolve())
+    real = os.path.realpath(path)  # Path.resolve raises RuntimeError for a loop in Python 3.11 and 3.12
+    return written.is_relative_to(folder) and Path(real).is_relative_to(folder.resolve()) and not os.path.islink(real)
 
 
 def _user_rules(folder: Path) -> list[str]:

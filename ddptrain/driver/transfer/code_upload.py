@@ -111,10 +111,14 @@ def _send(worker_group: WorkerGroup, worker: str, names: list[str], code: str, a
 def _run_on(
     worker_group: WorkerGroup, workers: list[str], function: Callable[..., Any], *arguments: object
 ) -> dict[str, Any]:
-    """Run a function on these workers; return the results by worker. Raises ClusterError."""
+    """Run a function on these workers; return the results by worker. Raises ClusterError, which names the worker."""
     try:
-        return dict(worker_group.client.run(function, *arguments, workers=workers))
+        answers = dict(worker_group.client.run(function, *arguments, workers=workers, on_error="return"))
     except ClusterError:
         raise
-    except Exception as error:  # whatever the function raises on the worker, or Dask if the worker has ended
-        raise ClusterError(f"could not upload the code to {', '.join(workers)}: {error}") from error
+    except Exception as error:  # Dask raises any type if the scheduler has ended
+        answers = {", ".join(workers): error}
+    for worker, answer in answers.items():
+        if isinstance(answer, Exception):
+            raise ClusterError(f"could not upload the code to {worker}: {answer}") from answer
+    return answers

@@ -154,10 +154,9 @@ class WorkerGroup:
             on_error="return",
         )
         for worker, host in hosts.items():
-            if isinstance(error := about[worker], ClusterError):
-                raise error
-            if isinstance(error, Exception):
-                raise ClusterError(f"the Dask worker {worker} of host {host} does not answer: {error}") from error
+            if isinstance(error := about[worker], Exception):
+                fault = "can't run ranks" if isinstance(error, ClusterError) else "does not answer"
+                raise ClusterError(f"the Dask worker {worker} of host {host} {fault}: {error}") from error
         return about
 
     def subscribe(self) -> None:
@@ -248,6 +247,8 @@ class WorkerGroup:
         match future.status:
             case "error":
                 text = str(future.exception())
+            case "cancelled" if self.connected:  # Client.restart or Client.cancel of another program
+                text = "its Dask task was cancelled: has somebody restarted the cluster's workers?"
             case "cancelled":
                 text = f"the Dask scheduler is gone, or the network to it: {self._address}"
             case _:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,16 @@ def fake_ssh(folder: Path, script: str) -> Host:
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo 'Permission denied (publickey).' >&2; exit 255", "gpu1: ssh can't connect: Permission denied"),
+        (
+            "echo 'Permission denied (publickey).' >&2; exit 255",
+            "gpu1: ssh can't connect: Permission denied (publickey); this must work without a question: /",
+        ),
         ("echo 'sh: python3: not found' >&2; exit 127", "gpu1: there is no python3 there"),
         ("echo 'No module named ddptrain' >&2; exit 1", "gpu1: ddptrain is missing there: python3 -m pip install"),
+        (
+            "echo \"ModuleNotFoundError: No module named 'psutil._ps'\" >&2; exit 1",
+            "gpu1: psutil is missing there: python3 -m pip install",
+        ),
         ("echo 'Unknown option: -P' >&2; echo usage >&2; exit 2", "gpu1: python3 is too old there"),
         ('echo \'{"error": "the disk is full"}\'', "gpu1: the disk is full"),
         ("exit 0", "gpu1: python3 is not Python 3.11 or newer there (exit code 0): set cluster.ssh.python"),
@@ -83,6 +91,11 @@ def test_what_is_wrong_with_a_host_is_one_line(tmp_path: Path, script: str, told
 def test_words_that_are_no_utf8_are_passed_over(tmp_path: Path) -> None:
     host = fake_ssh(tmp_path, "cat >/dev/null; printf 'gr\\374\\337\\n'; echo '{\"result\": 1}'; printf '\\374\\n' >&2")
     assert host.call("alive", daemons=[]) == 1
+
+
+def test_banner_of_a_login_script_that_does_not_end_its_line_is_passed_over(tmp_path: Path) -> None:
+    host = fake_ssh(tmp_path, f"printf 'Welcome! {{'; exec {sys.executable} -P -m ddptrain.clusters.processes alive")
+    assert host.call("alive", daemons=[]) == []
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,13 @@ def test_files_of_submodules_and_of_work_trees_inside_go_along(project: Path) ->
     assert "inside/more.py" in names(project)
 
 
+def test_links_that_lead_in_a_circle_are_left_out(project: Path) -> None:
+    (project / "loop").symlink_to("loop")
+    (project / "a").symlink_to("b")
+    (project / "b").symlink_to("a")
+    assert not {"loop", "a", "b"} & set(pack(project, []).names)
+
+
 def test_absolute_link_to_a_place_inside_is_right_wherever_the_folder_is(project: Path) -> None:
     (project / "data" / "alias.py").symlink_to(project / "train.py")
     (project / "texts").symlink_to(project / "data")

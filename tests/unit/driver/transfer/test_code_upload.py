@@ -31,7 +31,8 @@ class Cluster:
         self._cached: set[str] = set()
         self.archive = b""
 
-    def _run(self, function: Callable[..., Any], *arguments: Any, workers: list[str]) -> dict[str, Any]:
+    def _run(self, function: Callable[..., Any], *arguments: Any, workers: list[str], on_error: str) -> dict[str, Any]:
+        assert on_error == "return"
         name = function.__name__
         self.calls.append((name, workers))
         return {worker: self._answer(name, worker, arguments) for worker in workers}
@@ -113,6 +114,14 @@ def test_worker_that_fails_is_named(package: CodePackage) -> None:
         upload(cluster, {"w1": "a"}, package)
 
 
+def test_of_many_workers_the_one_that_fails_is_named(package: CodePackage) -> None:
+    cluster = Cluster({"w1": "a", "w2": "b"})
+    error = ClusterError("cannot unpack the uploaded code into /home/x: Read-only file system")
+    cluster.client.run = lambda function, *_, **__: {"w1": False, "w2": error}
+    with pytest.raises(ClusterError, match=r"could not upload the code to w2: cannot unpack .*: Read-only file system"):
+        upload(cluster, {"w1": "a", "w2": "b"}, package)
+
+
 def test_missing_modules_are_named_with_their_hosts_and_conditional_imports_are_not_checked(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(
@@ -133,7 +142,7 @@ def test_file_with_a_syntax_error_is_left_to_the_rank(tmp_path: Path) -> None:
     assert cluster.calls == [("missing_modules", ["w1"])]
 
 
-def test_lost_cluster_is_told_as_it_is(package: CodePackage) -> None:
+def test_lost_cluster_is_reported_as_it_is(package: CodePackage) -> None:
     cluster, lost = Cluster({"w1": "a"}), ClusterError("the scheduler is gone")
 
     def fail(*arguments: Any, **options: Any) -> Any:

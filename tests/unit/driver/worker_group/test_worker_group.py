@@ -182,16 +182,18 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: Work
 
 
 @pytest.mark.parametrize(
-    ("status", "text"),
+    ("status", "connection", "text"),
     [
-        ("error", "no rank server"),
-        ("cancelled", "the Dask scheduler is gone, or the network to it: tcp://s:1"),
-        ("finished", ""),
+        ("error", "running", "no rank server"),
+        ("cancelled", "connecting", "the Dask scheduler is gone, or the network to it: tcp://s:1"),
+        ("cancelled", "running", "its Dask task was cancelled: has somebody restarted the cluster's workers?"),
+        ("finished", "running", ""),
     ],
 )
 def test_end_of_a_task_is_a_message_if_it_failed(
-    worker_group: WorkerGroup, inbox: Inbox, status: str, text: str
+    worker_group: WorkerGroup, client: FakeClient, inbox: Inbox, status: str, connection: str, text: str
 ) -> None:
+    client.status = connection
     worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
     cast("Any", worker_group.futures[1]).end(status)
     assert (None if inbox.empty() else inbox.get_nowait()) == (TaskFailed(2, 1, text) if text else None)

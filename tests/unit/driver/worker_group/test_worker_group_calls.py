@@ -212,13 +212,14 @@ def test_scheduler_that_is_gone_is_named_with_its_address(group: WorkerGroup, cl
         group.reserve(SlotRequest(1, False, 5.0, 0.0), hooks())
 
 
-def test_error_of_a_worker_that_it_explains_itself_is_raised_as_it_is(group: WorkerGroup, client: Client) -> None:
+def test_error_that_a_worker_explains_itself_names_worker_and_host(group: WorkerGroup, client: Client) -> None:
     error = ClusterError("no room in /tmp")
     client.answer(slots.reserve, {"slots": [(B, "b", 0, False, True), (A, "a", 0, False, True)]})
     client.answer(driver_calls.describe_host, {A: ABOUT, B: error})
     with pytest.raises(ClusterError) as raised:
         group.reserve(SlotRequest(2, False, 5.0, 0.0), hooks())
-    assert raised.value is error and client.calls[-1][-1]["workers"] == [A, B]
+    assert str(raised.value) == f"the Dask worker {B} of host b can't run ranks: no room in /tmp"
+    assert raised.value.__cause__ is error and client.calls[-1][-1]["workers"] == [A, B]
 
 
 # --- messages ---
