@@ -46,7 +46,7 @@ class ModelConfig:
         """The architecture in a checkpoint. Raises UsageError if it is not one of a pet-name model over SYMBOLS."""
         try:
             config = cls(**stored)
-            PetnamesParams(**{name: value for name, value in config.plain().items() if name != "symbols"})
+            PetnamesParams.model_validate({name: value for name, value in config.plain().items() if name != "symbols"})
         except (TypeError, ValidationError) as error:
             first = error.errors()[0] if isinstance(error, ValidationError) else None
             why = f"{first['loc'][0]}: {first['msg']}" if first else error

@@ -116,7 +116,7 @@ def test_link_of_another_user_in_a_shared_folder_is_not_followed(web: Web, tmp_p
 def test_file_of_another_user_in_a_shared_folder_does_not_become_the_download(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download.secrets, "token_hex", lambda n: "1a2b3c4d")
+    monkeypatch.setattr("ddptrain.storage.download.secrets.token_hex", lambda n: "1a2b3c4d")
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     with (tmp_path / ".w.pth.1a2b3c4d.tmp").open("wb") as planted:
         path = fetched(f"{web.url}/w.pth", tmp_path / "w.pth")
