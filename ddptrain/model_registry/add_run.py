@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ddptrain.config.resolved import dump_yaml
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import temp_folder
 from ddptrain.model_registry.records import VersionRecord
@@ -19,6 +20,8 @@ from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import BEST, LATEST, RunLayout
 from ddptrain.results.lookup import RunView, find_checkpoint
+from ddptrain.results.secure_files import read_bytes
+from ddptrain.results.select.recorded_config import is_own_record, of_the_model, parsed_config
 from ddptrain.storage.remote_folder import is_plain
 
 LISTING = "manifest.json"  # of images, in inputs/: with it the same images are held out in each evaluation
@@ -93,9 +96,21 @@ def add_output(
 
 
 def _existing(layout: RunLayout, *others: Path) -> dict[str, Path | bytes]:
-    """Return the records of the run, and other files of it, by their paths in the run directory."""
+    """Return the records of the run, and other files of it, by their paths in the run directory.
+
+    The version is a folder of this user: of another user's configuration it gets the part that evaluate may use.
+    """
+    root = layout.root.resolve()
     paths = [path for path in (layout.run_json, layout.config_yaml, *others) if path.is_file()]
-    return {path.relative_to(layout.root).as_posix(): path for path in paths}
+    found: dict[str, Path | bytes] = {
+        path.relative_to(layout.root).as_posix(): path
+        for path in paths
+        if path.resolve() == root / path.relative_to(layout.root)
+    }
+    name = layout.config_yaml.name
+    if name in found and not is_own_record(layout.config_yaml):
+        found[name] = dump_yaml(of_the_model(parsed_config(read_bytes(layout.config_yaml)))).encode()
+    return found
 
 
 def _record(registry: ModelRegistry, model: str, view: RunView, retrained: Retrained) -> VersionRecord:

@@ -17,12 +17,14 @@ import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any, Self, cast
 
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import RegistryDamaged, decoded
+from ddptrain.results.layout import valid_run_id
 from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Versioned
@@ -135,7 +137,14 @@ class RetrainRecord:
     @classmethod
     def from_json(cls, data: bytes, name: str) -> Self:
         """Read the file; fields of newer versions are ignored. Raises RegistryDamaged."""
-        return cast(Self, decoded(cls, data, name))
+        record = cast(Self, decoded(cls, data, name))
+        times = (record.started_at, record.ended_at or record.started_at)
+        is_valid = all(map(_is_time, times)) and record.stage in list(Stage) and record.number >= 0
+        if not is_valid or (record.run_id and not valid_run_id(record.run_id)):
+            raise RegistryDamaged(
+                f"{name} is damaged: its times, stage, number or run_id are not those of a retraining"
+            )
+        return record
 
 
 class RetrainRecords:
@@ -185,7 +194,10 @@ class RetrainRecords:
                 self._written[number] = versioned
         if data is None:
             raise RegistryDamaged(f"{where} is missing")
-        return RetrainRecord.from_json(data, where)
+        record = RetrainRecord.from_json(data, where)
+        if record.number != number:  # update() would replace another one
+            raise RegistryDamaged(f"{where} is damaged: it is of retraining {record.number}")
+        return record
 
     def update(self, record: RetrainRecord) -> None:
         """Rewrite a retraining of this process. Raises WriteConflict if another process has changed it."""
@@ -219,7 +231,7 @@ class RetrainRecords:
     def late_told(self) -> str:
         """Return when users were last notified that the model is late, "" for never. A later success ends this."""
         told_at = (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
-        return told_at if told_at <= utc_now() else ""  # later than now: the clock was wrong
+        return told_at if _is_time(told_at) and told_at <= utc_now() else ""  # later than now: the clock was wrong
 
     def record_late(self) -> None:
         """Record that users were notified just now that the model is late."""
@@ -228,7 +240,11 @@ class RetrainRecords:
     def skips(self) -> list[dict[str, Any]]:
         """Return the newest starts without a record of their own, oldest first: time, reason, slot, host and pid."""
         contents = self._skipped.read_all(sorted(self._skipped.files())[-_KEPT_SKIPS:])
-        return [json.loads(data) for data in contents.values()]
+        skips: list[dict[str, Any]] = []
+        for data in contents.values():
+            with suppress(ValueError, RecursionError, TypeError):
+                skips.append(dict(json.loads(data)))
+        return skips
 
     def remove_older(self, versions: Collection[int]) -> None:
         """Delete the oldest listings and records. The records of `versions`, and unfinished ones, stay."""
@@ -243,6 +259,13 @@ class RetrainRecords:
                     own = PurePosixPath(name).stem
                     for path in [name, *(path for path in files if path.startswith(f"{own}/"))]:
                         self._folder.remove(path)
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
 
 
 def _name(number: int) -> str:

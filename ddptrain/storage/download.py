@@ -7,6 +7,7 @@ import glob
 import http.client
 import os
 import re
+import secrets
 import string
 import time
 import urllib.error
@@ -81,7 +82,7 @@ def fetch_file(
 @contextmanager
 def _locked(lock: Path, progress: Progress) -> Iterator[None]:
     """Hold a lock file for the block; a process that waits reports progress, so that it does not count as hung."""
-    descriptor = file_ops.open_regular(lock, file_ops.CREATE, 0o644)
+    descriptor = file_ops.open_regular(lock, file_ops.CREATE)  # others must not hold it, for which reading is enough
     try:
         while not file_ops.try_lock(descriptor):
             progress(0, None)
@@ -93,7 +94,7 @@ def _locked(lock: Path, progress: Progress) -> Iterator[None]:
 
 def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progress, digest: str) -> None:
     """Write a temporary file, check its hash, and rename it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     deadline = time.monotonic() + _DEADLINE_S
     try:
         for attempt in range(1, _TRIES + 1):
@@ -105,6 +106,7 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
                     error.close()  # it is an answer, with a connection
                 if attempt == _TRIES or _is_final(error):
                     raise
+                beside.unlink(missing_ok=True)
                 _log.info("download failed, trying again", url=url, attempt=attempt, error=error)
                 time.sleep(attempt * _PAUSE_S)
         if not digest_found.startswith(digest):
@@ -128,7 +130,7 @@ def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progres
     """Write the URL's content into a file; return its SHA-256 in hex."""
     digest, done = file_ops.sha256(), 0
     is_http = urlsplit(url).scheme.lower() in ("http", "https")
-    with os.fdopen(file_ops.open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), "wb") as file:
+    with os.fdopen(file_ops.open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
         for chunk, total in _http_chunks(url) if is_http else _store_chunks(url, options):
             digest.update(chunk)
             file.write(chunk)

@@ -46,14 +46,14 @@ def load_checkpoint(folder: Path, workload: str, build: Callable[[Any], Model]) 
     """Return the model of a checkpoint's folder, in evaluation mode on the CPU. No pickle is executed.
 
     `build` makes a model from the saved `model_config`, which is not trusted: it raises ValueError or a similar error
-    for an invalid one. Raises UsageError if the checkpoint is not readable.
+    for an invalid one. The model may be on the device meta. Raises UsageError if the checkpoint is not readable.
     """
     _require_intact(folder)
     try:
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         weights = read_weights(folder)
         model = build(state["extra"]["model_config"])
-        model.load_state_dict(with_module_versions(model, weights))
+        model.load_state_dict(with_module_versions(model, weights), assign=True)
     except UsageError:
         raise
     except Exception as error:  # damaged files raise arbitrary errors

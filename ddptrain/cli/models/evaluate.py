@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,6 +77,7 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
     """Return the configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
     from ddptrain.config.load import load_data, load_mapping
     from ddptrain.file_ops import read_regular
+    from ddptrain.results.select.recorded_config import is_own_record, of_the_model
 
     path = folder / "config.yaml"
     try:
@@ -87,11 +87,11 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
     if not isinstance(recorded, dict):
         raise UsageError(f"{path} is not a configuration of a run")
     kept, secret = _without_secrets(recorded)
-    if not _is_own(path):
-        kept = _of_the_model(kept)
+    if not is_own_record(path):
+        kept = of_the_model(kept)
         say(
-            f"evaluate: {path} is of a store or another user: its cluster, env and options of stores are not used; "
-            "give your own with --cluster and --set"
+            f"evaluate: {path} is of a store or another user: its cluster, env, evaluate and options of stores are not "
+            "used; give your own with --cluster and --set"
         )
     if secret:
         say(
@@ -99,28 +99,6 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
             "environment or with --set"
         )
     return checked(partial(load_mapping, kept, Path.cwd(), source=str(path)), overrides, options)
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether this user has written a file of a run: it is no copy of a run or version in a store either."""
-    from platformdirs import user_cache_path
-
-    from ddptrain.results.secure_files import is_own_folder
-
-    copies = user_cache_path("ddptrain", appauthor=False)
-    is_own = is_own_folder(path.parent) and path.lstat().st_uid == path.parent.stat().st_uid
-    return is_own and not path.absolute().is_relative_to(copies)
-
-
-def _of_the_model(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of another user's configuration that names no program, variable, host or folder of files."""
-    kept = {key: recorded[key] for key in ("workload", "name", "evaluate", "prepare", "dist") if key in recorded}
-    params, cluster = recorded.get("params"), recorded.get("cluster")
-    if isinstance(params, Mapping):
-        kept["params"] = {key: value for key, value in params.items() if not str(key).endswith("_options")}
-    if isinstance(cluster, Mapping) and "ranks" in cluster:
-        kept["cluster"] = {"ranks": cluster["ranks"]}
-    return kept
 
 
 def _without_secrets(data: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:

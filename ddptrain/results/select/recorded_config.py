@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ddptrain.results.lookup import RunView
-from ddptrain.results.secure_files import read_bytes
+from ddptrain.results.secure_files import is_own_folder, read_bytes
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml: ten times as fast, missing on some platforms
 
@@ -36,3 +37,26 @@ def parsed_config(text: str | bytes) -> Mapping[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
+
+
+def is_own_record(path: Path) -> bool:
+    """Return whether this user has written a file of a run: it is no copy of a run or version in a store either."""
+    from platformdirs import user_cache_path
+
+    copies = user_cache_path("ddptrain", appauthor=False)
+    is_own = is_own_folder(path.parent) and path.lstat().st_uid == path.parent.stat().st_uid
+    return is_own and not path.absolute().is_relative_to(copies)
+
+
+def of_the_model(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of another user's configuration that names no program, variable, host or folder of files.
+
+    `evaluate` is a program: RUNS.RUN.MODULE:FUNCTION would be a file in the directory of the other user's run.
+    """
+    kept = {key: recorded[key] for key in ("workload", "name", "prepare", "dist") if key in recorded}
+    params, cluster = recorded.get("params"), recorded.get("cluster")
+    if isinstance(params, Mapping):
+        kept["params"] = {key: value for key, value in params.items() if not str(key).endswith("_options")}
+    if isinstance(cluster, Mapping) and "ranks" in cluster:
+        kept["cluster"] = {"ranks": cluster["ranks"]}
+    return kept

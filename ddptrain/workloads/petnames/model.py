@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -45,8 +46,11 @@ class ModelConfig:
         """The architecture in a checkpoint. Raises UsageError if it is not one of a pet-name model over SYMBOLS."""
         try:
             config = cls(**stored)
-        except TypeError as error:
-            message = f"the checkpoint does not contain a pet-name model: {error}; was it made by this version?"
+            PetnamesParams.model_validate({name: value for name, value in config.plain().items() if name != "symbols"})
+        except (TypeError, ValidationError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            why = f"{first['loc'][0]}: {first['msg']}" if first else error
+            message = f"the checkpoint does not contain a pet-name model: {why}; was it made by this version?"
             raise UsageError(message) from None
         if config.symbols != SYMBOLS:
             raise UsageError(f"the checkpoint's model is over the symbols {config.symbols!r}, expected {SYMBOLS!r}")
@@ -77,8 +81,12 @@ class CharacterModel(nn.Module):
 
     @classmethod
     def restored(cls, stored: Any) -> CharacterModel:
-        """Return the model of the architecture in a checkpoint. Raises UsageError as ModelConfig.restored does."""
-        return cls(ModelConfig.restored(stored))
+        """Return the model of the architecture in a checkpoint, without memory for weights: it may not be what it says.
+
+        Raises UsageError as ModelConfig.restored does.
+        """
+        with torch.device("meta"):
+            return cls(ModelConfig.restored(stored))
 
     def forward(self, symbols: Tensor) -> Tensor:
         """Return logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows.

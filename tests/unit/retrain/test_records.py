@@ -125,3 +125,37 @@ def test_old_records_go_but_those_of_versions_and_unfinished_ones_stay(
     records.remove_older({2, 5})
     assert sorted(path.name for path in folder.iterdir()) == [f"00000{number}.json" for number in (2, 3, 4, 5, 6)]
     assert records.create(rejected).number == 7
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"started_at": "yesterday"},
+        {"started_at": "2026-03-01T03:00:00"},
+        {"ended_at": "soon"},
+        {"stage": "evil"},
+        {"run_id": "../../of-another-user"},
+        {"run_id": "/tmp/evil"},
+        {"number": -1},
+    ],
+    ids=str,
+)
+def test_record_with_values_that_no_retraining_writes_is_damaged(change: dict[str, object]) -> None:
+    data = replace(RECORD, **{"number": 1, **change}).to_json()  # type: ignore[arg-type]
+    with pytest.raises(RegistryDamaged, match="the record is damaged"):
+        RetrainRecord.from_json(data, "the record")
+
+
+def test_skips_that_are_no_objects_are_left_out(records: RetrainRecords, tmp_path: Path) -> None:
+    records.add_skip("it runs", "")
+    folder = tmp_path / "models" / "names" / "skipped"
+    (folder / "2026-01.json").write_text("[" * 100_000)
+    (folder / "2026-02.json").write_text('["no object"]')
+    assert [each["reason"] for each in records.skips()] == ["it runs"]
+
+
+def test_late_mark_that_is_no_time_counts_as_none(records: RetrainRecords, tmp_path: Path) -> None:
+    records.record_late()
+    assert records.late_told()
+    (tmp_path / "models/names/retrainings/late").write_text("2000 is no time")
+    assert records.late_told() == ""

@@ -14,6 +14,7 @@ from ddptrain.sweep.folder import open_sweeps
 from ddptrain.sweep.records import SweepRecord
 from ddptrain.sweep.stop import find_target, stop_sweep
 from ddptrain.sweep.stored import StoredSweep, StoredSweeps
+from ddptrain.sweep.sweep import last_source
 
 
 @pytest.fixture
@@ -116,3 +117,11 @@ def test_a_start_that_was_killed_before_its_first_trial_leaves_nothing_in_the_wa
     with sweeps.create("mine", "s") as sweep:
         write(sweep, b"new\n")
     assert pieces(store) == {f"{0:015d}.log": b"new\n"}
+
+
+def test_a_store_does_not_choose_the_configuration_that_is_run(store: Path, sweeps: StoredSweeps) -> None:
+    with sweeps.create("mine", "s") as sweep:
+        SweepRecord("s", "mine", "/tmp/of-another-user.yaml", "2026-01-01T00:00:00Z").save(sweep.folder)
+        write(sweep, b"{}\n")
+    with pytest.raises(UsageError, match="name the configuration: ddptrain sweep CONFIG --resume"):
+        last_source(f"file://{store}", "s")

@@ -79,6 +79,17 @@ def test_a_checkpoint_of_something_else_is_refused(stored: object) -> None:
         ModelConfig.restored(stored)
 
 
+@pytest.mark.parametrize("change", [{"layers": 10**9}, {"hidden_size": 10**9}, {"context": "all"}, {"window": "8"}])
+def test_a_checkpoint_of_a_model_that_cannot_be_trained_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(change))):
+        ModelConfig.restored({**small_model().config.plain(), **change})
+
+
+def test_a_model_takes_no_memory_before_its_weights_fit() -> None:
+    largest = {**small_model().config.plain(), "layers": 32, "hidden_size": 8192}
+    assert all(each.is_meta for each in CharacterModel.restored(largest).parameters())
+
+
 def test_a_model_over_other_symbols_is_refused() -> None:
     with pytest.raises(UsageError, match="over the symbols 'abc'"):
         ModelConfig.restored({**small_model().config.plain(), "symbols": "abc"})

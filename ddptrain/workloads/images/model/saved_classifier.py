@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -19,6 +19,7 @@ _MOST_OUTPUTS = 100_000
 
 Names = Annotated[list[str], Field(min_length=1, max_length=_MOST_OUTPUTS)]
 Size = Annotated[int, Field(ge=1, le=4096)]
+Option = Literal["image_size", "input_size", "aux_logits", "init_weights", "transform_input"]  # not those of its depth
 ThreeNumbers = Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
@@ -32,7 +33,7 @@ class SavedConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     architecture: str
-    options: dict[str, bool | Size | list[Size]] = Field(default_factory=dict, max_length=20)
+    options: dict[Option, bool | Size | Annotated[list[Size], Field(max_length=2)]] = Field(default_factory=dict)
     n_outputs: int = Field(ge=1, le=_MOST_OUTPUTS)
     image_size: int = Field(ge=8, le=2048)
     mean: ThreeNumbers

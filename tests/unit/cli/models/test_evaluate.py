@@ -9,7 +9,7 @@ import pytest
 from ddptrain.cli.models import evaluate as command
 from ddptrain.config.load import load_mapping
 from ddptrain.errors import ConfigError, UsageError
-from ddptrain.results import secure_files
+from ddptrain.results.select import recorded_config
 from ddptrain.retrain.evaluation import Evaluation
 
 FOUND = Evaluation(
@@ -66,11 +66,23 @@ def test_programs_hosts_and_variables_of_another_users_run_are_not_used(
     (tmp_path / "config.yaml").write_text(EVIL)
     own = command._configuration(tmp_path, [], {}).config
     assert (own.cluster.backend, capsys.readouterr().err) == ("ssh", "")
-    monkeypatch.setattr(secure_files, "is_own_folder", lambda folder: False)
+    monkeypatch.setattr(recorded_config, "is_own_folder", lambda folder: False)
     found = command._configuration(tmp_path, ["env.MODE=fast"], {}).config
     assert (found.cluster.backend, found.cluster.ranks, found.cluster.ssh) == ("local", 2, None)
     assert (found.env, found.code.folder, found.params["hidden_size"]) == ({"MODE": "fast"}, None, 8)
-    assert "its cluster, env and options of stores are not used" in capsys.readouterr().err
+    assert "its cluster, env, evaluate and options of stores are not used" in capsys.readouterr().err
+
+
+def test_function_of_another_users_run_is_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("def train(ctx): ...\ndef score(ctx, checkpoint): ...\n")
+    (tmp_path / "runs" / "evil").mkdir(parents=True)
+    (tmp_path / "runs" / "evil" / "code.py").write_text("def score(ctx, checkpoint): ...\n")
+    (tmp_path / "config.yaml").write_text("workload: own:train\nevaluate: runs.evil.code:score\n")
+    assert command._configuration(tmp_path, [], {}).config.evaluate == "runs.evil.code:score"
+    monkeypatch.setattr(recorded_config, "is_own_folder", lambda folder: False)
+    assert command._configuration(tmp_path, [], {}).config.evaluate is None
+    assert command._configuration(tmp_path, ["evaluate=own:score"], {}).config.evaluate == "own:score"
 
 
 def test_copy_of_a_run_in_a_store_is_not_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +95,7 @@ def test_copy_of_a_run_in_a_store_is_not_the_users_own(tmp_path: Path, monkeypat
 
 def test_options_of_stores_of_another_users_run_are_not_used() -> None:
     source = {"source": "dask://x", "source_options": {"client": "tcp://evil:8786", "target_protocol": "file"}}
-    assert command._of_the_model({"params": source, "cluster": "x"}) == {"params": {"source": "dask://x"}}
+    assert recorded_config.of_the_model({"params": source, "cluster": "x"}) == {"params": {"source": "dask://x"}}
 
 
 def test_run_without_a_usable_configuration_is_an_error(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from ddptrain.cli.models.models import app, open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
 from ddptrain.results.layout import RunLayout
+from ddptrain.results.select import recorded_config
 
 MANIFEST = {
     "step": 5,
@@ -109,6 +110,26 @@ def test_a_model_without_alias_stands_for_its_champion_if_there_is_no_such_run(p
     assert open_trained("names-20261122-11", "runs", None)[1] == {"run_id": "names-20261122-110000-bbbb"}
     with pytest.raises(RunNotFound, match=r'no run "cats" in runs; .*; there is no model of that name either$'):
         open_trained("cats", "runs", None)
+
+
+def test_a_version_has_no_programs_and_no_files_that_another_user_chose(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_config, "is_own_folder", lambda folder: False)
+    run = place / "runs" / "names-20261122-100000-aaaa"
+    (run / "config.yaml").write_text("workload: own:train\nevaluate: evil:score\nenv: {LD_PRELOAD: /tmp/evil.so}\n")
+    (place / "private").mkdir()
+    (place / "private" / "manifest.json").write_text("{}")
+    (run / "inputs").symlink_to(place / "private")
+    models("promote", "names", run.name)
+    folder = place / "models/names/versions/1"
+    assert (folder / "config.yaml").read_text() == "workload: own:train\n"
+    assert not (folder / "inputs").exists()
+    (run / "config.yaml").unlink()
+    (run / "config.yaml").symlink_to(place / "private" / "manifest.json")
+    models("promote", "others", run.name)
+    assert not (place / "models/others/versions/1/config.yaml").exists()
+    assert (place / "models/others/versions/1/run.json").exists()
 
 
 def test_list_and_show_name_the_champion(place: Path) -> None:

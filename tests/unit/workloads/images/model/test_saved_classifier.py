@@ -72,6 +72,8 @@ def test_outputs_without_a_class_have_the_names_of_the_labels(tmp_path: Path) ->
         ({"classes": []}, "classes: List should have at least 1 item"),
         ({"options": {"image_size": 10**9}}, "options.image_size"),
         ({"options": {"weights": "DEFAULT"}}, "options.weights"),
+        ({"architecture": "vit_b_16", "options": {"num_layers": 4096}}, "options.num_layers"),
+        ({"architecture": "maxvit_t", "options": {"input_size": [64] * 1000}}, "options.input_size"),
         ({"hub": "evil/repo"}, "hub: Extra inputs are not permitted"),
     ],
 )
