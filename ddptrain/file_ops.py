@@ -17,6 +17,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -97,6 +98,16 @@ def why_not_private(folder: Path, status: os.stat_result) -> str:
         f"{folder} is a folder of user {status.st_uid} with mode {mode:04o}, but it must belong to user "
         f"{os.geteuid()} with mode 0700: remove it"
     )
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder and its missing parents, each with mode 0700; Path.mkdir leaves the parents to the umask.
+
+    Raises OSError. An existing folder is not changed.
+    """
+    missing = takewhile(lambda path: not path.is_dir(), [folder, *folder.parents])
+    for path in reversed(list(missing)):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 # --- Writing ---

@@ -20,7 +20,7 @@ from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.file_ops import is_at, try_lock
+from ddptrain.file_ops import is_at, make_private, try_lock
 from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
 
 _RECORD = "cluster.json"
@@ -127,7 +127,7 @@ def clusters_dir() -> Path:
 
     folder = user_state_path("ddptrain", appauthor=False) / "clusters"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder)
         folder.chmod(0o700)
     except OSError as error:
         raise ClusterError(

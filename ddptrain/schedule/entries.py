@@ -130,7 +130,7 @@ class Entries:
             os.close(descriptor)
 
     def _make_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file_ops.make_private(self.folder)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.file_ops import write_atomic
+from ddptrain.file_ops import make_private, write_atomic
 from ddptrain.log import Log
 from ddptrain.results.run_record import utc_now
 from ddptrain.schedule.entries import Entries, Entry
@@ -136,7 +136,7 @@ def _prepare_env_file(job: Job) -> list[str]:
     if not os.path.lexists(job.env_file):
         lines = [f"# Secret variables of {job.title}", *(f"# {name}=" for name in missing), ""]
         try:
-            job.env_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(job.env_file.parent)
             write_atomic(job.env_file, "\n".join(lines).encode(), mode=0o600)
         except OSError as error:
             raise UsageError(f"cannot write {job.env_file}: {error.strerror}") from error

@@ -17,7 +17,7 @@ from pathlib import Path
 import platformdirs
 
 from ddptrain.errors import ClusterError
-from ddptrain.file_ops import publish, try_lock, wait_for_lock
+from ddptrain.file_ops import make_private, publish, try_lock, wait_for_lock, why_not_private
 from ddptrain.protocol.code_digest import change_digest, content_hash
 
 LIMIT_BYTES = 2_000_000_000
@@ -36,7 +36,11 @@ class CodeCache:
         self.limit_bytes = limit_bytes
 
     def use(self, run_id: str, code: str) -> str:
-        """Return the folder with the content hash `code`, locked for the run; "" if it is missing or was modified."""
+        """Return the folder with the content hash `code`, locked for the run; "" if it is missing or was modified.
+
+        Raises ClusterError if the cache is not private.
+        """
+        self._require_private()
         folder = self.folder / code
         if not _is_intact(folder):
             if folder.exists():  # modified although it is read-only
@@ -55,7 +59,8 @@ class CodeCache:
         """
         incoming = self.folder / f"{_INCOMING}{secrets.token_hex(8)}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self.folder)
+            self._require_private()
             incoming.mkdir(mode=0o700)
             with tarfile.open(archive, mode="r:gz") as file:
                 file.extractall(incoming, filter="data")
@@ -75,6 +80,12 @@ class CodeCache:
         if not (folder := self.use(run_id, code)):
             raise ClusterError(f"{self.folder / code} is where the uploaded code must be written: delete it")
         return folder
+
+    def _require_private(self) -> None:
+        """Raise ClusterError if another user can write to the cache: their code would run."""
+        with contextlib.suppress(FileNotFoundError):
+            if problem := why_not_private(self.folder, self.folder.lstat()):
+                raise ClusterError(problem)
 
     def _hold(self, run_id: str, code: str) -> None:
         with _lock:

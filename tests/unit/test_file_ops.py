@@ -194,3 +194,18 @@ def test_temp_folder_is_made_where_there_are_no_locks(tmp_path: Path, monkeypatc
     assert {folder for folder, _ in made} == set(tmp_path.iterdir())
     for _, lock in made:
         os.close(lock)
+
+
+def test_private_folder_has_private_parents_whatever_the_umask(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir(mode=0o755)
+    before = os.umask(0)
+    try:
+        file_ops.make_private(tmp_path / "mine" / "state" / "ddptrain")
+        file_ops.make_private(tmp_path / "mine" / "state" / "ddptrain")
+    finally:
+        os.umask(before)
+    folders = (tmp_path / "mine", tmp_path / "mine" / "state", tmp_path / "mine" / "state" / "ddptrain")
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o755, 0o700, 0o700]
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        file_ops.make_private(tmp_path / "file" / "below")

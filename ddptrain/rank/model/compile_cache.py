@@ -22,7 +22,16 @@ import platformdirs
 import torch
 
 from ddptrain import log
-from ddptrain.file_ops import CREATE, open_regular, publish, sha256, try_lock, wait_for_lock, why_not_private
+from ddptrain.file_ops import (
+    CREATE,
+    make_private,
+    open_regular,
+    publish,
+    sha256,
+    try_lock,
+    wait_for_lock,
+    why_not_private,
+)
 from ddptrain.protocol.rank_spec import Code, RankSpec
 
 LIMIT_BYTES = 2_000_000_000
@@ -44,7 +53,7 @@ class CompileCache:
     def __init__(self, key: str, folder: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         """Raise OSError if the folder cannot be created, or if another user could write to it."""
         root = folder or platformdirs.user_cache_path("ddptrain") / "compile"
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(root)
         require_private(root)
         prune(root, limit_bytes)
         self.folder = root / key

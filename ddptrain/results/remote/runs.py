@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.file_ops import publish, sha256
+from ddptrain.file_ops import make_private, publish, sha256
 from ddptrain.results.annotations.annotations import FILE as ANNOTATIONS
 from ddptrain.results.annotations.annotations import Annotations
 from ddptrain.results.annotations.edit import Change, edit_folder, edit_stored
@@ -330,7 +330,7 @@ def _write_changed(path: Path, data: bytes) -> None:
 def _private(folder: Path) -> Path:
     """Return the folder, created for this user only if it is missing."""
     with results_errors(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
     return folder
 
 

@@ -83,13 +83,24 @@ def test_modified_code_is_not_used_again(cache: CodeCache, tmp_path: Path) -> No
 
 def test_folder_in_the_way_is_named(cache: CodeCache, tmp_path: Path) -> None:
     of = package(tmp_path / "project", "print(1)")
-    cache.folder.mkdir()
+    cache.folder.mkdir(mode=0o700)
     (cache.folder / of.hash).mkdir()
     with (cache.folder / f"{of.hash}.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         (cache.folder / of.hash / "file").touch()
         with pytest.raises(ClusterError, match="is where the uploaded code must be written: delete it"):
             unpacked(cache, tmp_path, "one", "print(1)")
+
+
+def test_cache_that_another_user_can_write_to_is_not_used(cache: CodeCache, tmp_path: Path) -> None:
+    """They could write a folder with the record of a verified one."""
+    of = package(tmp_path / "project", "print(1)")
+    unpacked(cache, tmp_path, "one", "print(1)")
+    cache.folder.chmod(0o770)
+    with pytest.raises(ClusterError, match=r"must belong to user .* with mode 0700"):
+        cache.use("two", of.hash)
+    with pytest.raises(ClusterError, match="with mode 0700"):
+        unpacked(cache, tmp_path, "two", "print(2)")
 
 
 def test_cache_is_private_and_leftovers_of_a_killed_worker_are_deleted(cache: CodeCache, tmp_path: Path) -> None:
