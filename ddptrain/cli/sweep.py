@@ -42,7 +42,8 @@ def sweep(
         options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
     if config is None and not resume:
         raise UsageError("name the configuration: ddptrain sweep CONFIG, or continue a sweep: ddptrain sweep --resume")
-    from ddptrain.sweep.sweep import SweepOptions, last_source, run_sweep
+    from ddptrain.sweep.folder import last_source
+    from ddptrain.sweep.sweep import SweepOptions, run_sweep
 
     if config is None:
         config = last_source(runs_dir or "runs", sweep_id)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -377,3 +377,23 @@ _CHECKS = {  # checks of the fields of each dataclass; created once, because a r
 def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the known fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
     return known_fields(_CHECKS[cls], fields)
+
+
+# --- Frames of a stack ---
+
+FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<function>.*)")
+_LIBRARY_FILE = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
+
+
+def users_frame(frames: Sequence[str]) -> str:
+    """Return the innermost frame of the user's code, or else of any code, as "train.py:41 in load"; "" if none.
+
+    The innermost frame is the first one.
+    """
+    matches = [match for frame in frames if (match := FRAME.fullmatch(frame)) is not None]
+    of_user = [match for match in matches if not _LIBRARY_FILE.search(match["file"])]
+    chosen = next(iter(of_user or matches), None)
+    if chosen is None:
+        return ""
+    name = chosen["file"].rpartition("/")[2]
+    return f"{name}:{chosen['line']} in {chosen['function']}"

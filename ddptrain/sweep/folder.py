@@ -22,6 +22,7 @@ from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import is_own_folder, read_bytes, require_own_folder
+from ddptrain.storage.remote_folder import is_url
 from ddptrain.sweep.metric import saved_values, values_of_run
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, choose_sweep, newest_first, read_sweep
 from ddptrain.sweep.stored import StoredSweeps
@@ -175,3 +176,11 @@ def _shown(value: object) -> str:
         options = {name: option for name, option in value.items() if option is not None}
         return shorten(json.dumps(options)) if options else ", ".join(value)
     return shorten(json.dumps(value)) if isinstance(value, list) else describe_value(value)
+
+
+def last_source(runs_dir: str, sweep_id: str | None) -> str:
+    """Return the configuration file of the sweep to resume, for a command that names none. Raises UsageError."""
+    if is_url(runs_dir):  # whoever can write to the store could name a file of theirs, whose code would run
+        raise UsageError(f"name the configuration: ddptrain sweep CONFIG --resume; that in {runs_dir} is not trusted")
+    sweeps = open_sweeps(runs_dir)
+    return sweeps.read(sweeps.find(None, sweep_id)).source

@@ -20,12 +20,11 @@ from ddptrain.driver.cluster_session import Session, SharedCluster, SharedRun, c
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.display import Display, open_display
 from ddptrain.driver.tracking.setup import check_trackers
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
 from ddptrain.log import Log
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.run_record import RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
-from ddptrain.storage.remote_folder import is_url
 from ddptrain.sweep import folder as folders
 from ddptrain.sweep import output
 from ddptrain.sweep.capacity import Capacity, local_slots
@@ -94,14 +93,6 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         write_file(home.folder / folders.CONFIG, resolved.yaml_text.encode())
         with driver_log(home.folder / folders.LOG, home.sweep_id, resolved.secrets):
             return Sweep(resolved, resolved.config.sweep, options, home, inbox, signals).run()
-
-
-def last_source(runs_dir: str, sweep_id: str | None) -> str:
-    """Return the configuration file of the sweep to resume, for a command that names none. Raises UsageError."""
-    if is_url(runs_dir):  # whoever can write to the store could name a file of theirs, whose code would run
-        raise UsageError(f"name the configuration: ddptrain sweep CONFIG --resume; that in {runs_dir} is not trusted")
-    sweeps = folders.open_sweeps(runs_dir)
-    return sweeps.read(sweeps.find(None, sweep_id)).source
 
 
 class Sweep:

@@ -18,8 +18,8 @@ import psutil
 
 from ddptrain.file_ops import hash_file, open_append
 from ddptrain.protocol import error_file, events
+from ddptrain.protocol.events import users_frame
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
-from ddptrain.protocol.stack_frames import users_frame
 from ddptrain.worker.process_activity import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
 from ddptrain.worker.spool import RankSpool

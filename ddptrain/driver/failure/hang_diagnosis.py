@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks
 from ddptrain.driver.failure.root_cause import returned_early
 from ddptrain.protocol import events
+from ddptrain.protocol.events import FRAME, users_frame
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
-from ddptrain.protocol.stack_frames import FRAME, users_frame
 
 # Frames in which a rank waits for other ranks, or for its device, which waits for other ranks.
 _WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")

@@ -10,11 +10,10 @@ import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.errors import ResultsError
-from ddptrain.sweep.folder import open_sweeps
+from ddptrain.sweep.folder import last_source, open_sweeps
 from ddptrain.sweep.records import SweepRecord
 from ddptrain.sweep.stop import find_target, stop_sweep
 from ddptrain.sweep.stored import StoredSweep, StoredSweeps
-from ddptrain.sweep.sweep import last_source
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from ddptrain.driver.failure import hang_diagnosis
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
 from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge, waits_in
 from ddptrain.protocol import events
-from ddptrain.protocol.stack_frames import users_frame
+from ddptrain.protocol.events import users_frame
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
