@@ -51,8 +51,8 @@ schema: $(INSTALLED) ## write the schema of the configuration, its page, the com
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
 	$(PYTEST) $(UNIT) tests/unit tests/end_to_end $(ARGS)
 
-test-integration: $(INSTALLED) ## run the tests with real servers, clusters and faults; options go into ARGS
-	$(PYTEST) $(INTEGRATION) $(AGAIN) tests/integration $(ARGS)
+test-integration: $(INSTALLED) ## run the contract tests, and those with real servers, clusters and faults; options go into ARGS
+	$(PYTEST) $(INTEGRATION) $(AGAIN) tests/contract tests/integration $(ARGS)
 
 test-all: test test-integration ## run all tests
 

@@ -1,0 +1,111 @@
+"""The installed command as a user starts it: a new process, real ranks, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import Cli, Finished, Running
+
+# The program that pip installs, beside the interpreter of the tests.
+INSTALLED = (str(Path(sys.executable).with_name("ddptrain")),)
+
+
+@dataclass(slots=True)
+class Project:
+    """A folder with a user's files; its runs are in `runs/`, the state of its clusters below it.
+
+    `project("train", "work.yaml")` runs the command to its end, `project.start(...)` returns while it runs.
+    """
+
+    folder: Path
+    cli: Cli
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file; the text is dedented."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    def function(self, code: str, **config: Any) -> str:
+        """Write work.py with `code`, which defines `train(ctx, ...)`, and a configuration for it; returns its name."""
+        self.write("work.py", code)
+        self.write("work.yaml", json.dumps({"name": "work", "workload": "work:train", **config}))
+        return "work.yaml"
+
+    def start(self, *args: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Running:
+        """Start the command, in a session of its own, with an empty stdin."""
+        return self.cli.start(*args, env=env, cwd=cwd, program=INSTALLED)
+
+    def __call__(
+        self,
+        *args: str | Path,
+        rc: int | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout_s: float = 100.0,
+    ) -> Finished:
+        """Run the command to its end; fails the test, with its output, if it does not exit with `rc`."""
+        done = self.start(*args, env=env, cwd=cwd).finish(timeout_s)
+        if rc is not None and done.rc != rc:
+            pytest.fail(f"{' '.join(map(str, args))}: exit code {done.rc}, not {rc}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def record(self, run: str = "latest") -> dict[str, Any]:
+        """What `results show --json` says of a run."""
+        found: dict[str, Any] = json.loads(self("results", "show", run, "--json", rc=0).stdout)
+        return found
+
+    def run_directories(self) -> list[Path]:
+        """The directories of all runs, the oldest first."""
+        return sorted(path.parent for path in self.folder.glob("runs/*/run.json"))
+
+
+def events(stdout: str) -> list[dict[str, Any]]:
+    """What `--output json` printed."""
+    return [json.loads(line) for line in stdout.splitlines()]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """A JSON lines file, such as events.jsonl or metrics.jsonl of a run."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    cli = Cli(tmp_path)
+    yield Project(tmp_path, cli)
+    for running in cli.started:
+        if running.popen.poll() is None:
+            running.kill_group()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a cluster with four CPU slots for tests that are not about their cluster: `--cluster ADDRESS`."""
+    folder = tmp_path_factory.mktemp("cluster")
+    cli = Cli(folder)
+    # No cluster outlives the tests, even if their process is killed.
+    options = ("--name", "contract", "--ranks", "4", "--gpus", "0", "--idle-timeout", "600", "--json")
+    up = cli("cluster", "up", *options, program=INSTALLED)
+    assert up.rc == 0, up.stderr
+    yield json.loads(up.stdout)["address"]
+    down = cli("cluster", "down", "contract", "--now", program=INSTALLED)
+    assert down.rc == 0, down.stderr
+
+
+def pids_of(mark: str) -> list[int]:
+    """The processes whose command line contains `mark`."""
+    listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    found = (line.split(None, 1) for line in listed.splitlines())
+    return [int(pid) for pid, command in found if mark in command and int(pid) != os.getpid()]
