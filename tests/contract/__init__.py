@@ -1,1 +1,1 @@
-"""The installed command, real processes, the run directory, `--json` and exit codes; nothing of ddptrain is imported."""
+"""The installed command, real processes, the run directory, exit codes; nothing of ddptrain is imported."""

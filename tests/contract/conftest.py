@@ -16,8 +16,8 @@ import pytest
 
 from tests.command import Cli, Finished, Running
 
-# The program that pip installs, beside the interpreter of the tests.
-INSTALLED = (str(Path(sys.executable).with_name("ddptrain")),)
+# The program that pip installs, beside the interpreter of the tests. Another version can be named.
+INSTALLED = (os.environ.get("DDPTRAIN_COMMAND", str(Path(sys.executable).with_name("ddptrain"))),)
 
 
 @dataclass(slots=True)
