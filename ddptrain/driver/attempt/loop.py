@@ -180,6 +180,8 @@ class Attempt:
         match action:
             case actions.RecordFault(fault):
                 recorder.fault(fault)
+            case actions.ShowCause(fault):
+                recorder.show_cause(fault)
             case actions.RecordTraining():
                 recorder.training(tuple(rank.record() for rank in self.state.ranks))
             case actions.RecordRankEnd(rank, ok, stopped):

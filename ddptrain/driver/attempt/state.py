@@ -79,12 +79,16 @@ class AttemptState(NamedTuple):
         deadlines = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
         return min((until for until in deadlines if until is not None), default=None)
 
+    def cause(self) -> Fault | None:
+        """Return the root cause of the faults so far; None without a fault."""
+        if not self.faults:
+            return None
+        finished = [rank.spec.rank for rank in self.ranks if rank.finished]
+        return self.inquiry.explained(find_root_cause(self.faults, finished))
+
     def end(self) -> AttemptEnd:
         """Return the result of the attempt. Must be called only when it is over."""
-        finished = [rank.spec.rank for rank in self.ranks if rank.finished]
-        fault = find_root_cause(self.faults, finished) if self.faults else None
-        explained = self.inquiry.explained(fault) if fault is not None else None
-        return AttemptEnd(self.ranks, explained, self.signum, self.notice, self.loss, self.leaving, self.moving)
+        return AttemptEnd(self.ranks, self.cause(), self.signum, self.notice, self.loss, self.leaving, self.moving)
 
 
 def new_state(

@@ -346,6 +346,8 @@ class Transition(SlowRankDraft):
                 self._stop(grace_periods.PREEMPT_STOP_S)
         if self._is_due(self.state.spare_until):
             self.change(spare_until=None)
+            if (cause := self.state.cause()) is not None:
+                self.do(actions.ShowCause(cause))
             self._stop(self.grace_s)
         if self._is_due(self.state.stop_until):
             for rank in range(len(self.state.ranks)):

@@ -43,7 +43,7 @@ for step in range(100):
     ours=Show(
         run("ddptrain run --ranks 2 --set failure.hang_timeout_s=8 train.py"),
         must=(
-            r"rank 1 hung: no progress for 8 s, it is in train\.py:\d+ in fetch_labels",
+            r"rank 1 on \S+ hung: no progress for 8 s, it is in train\.py:\d+ in fetch_labels",
             "while rank 0 waits for it in all_reduce",
             r"exit code 5",
         ),
