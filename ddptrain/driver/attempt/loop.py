@@ -180,8 +180,6 @@ class Attempt:
         match action:
             case actions.RecordFault(fault):
                 recorder.fault(fault)
-            case actions.ShowCause(fault):
-                recorder.show_cause(fault)
             case actions.RecordTraining():
                 recorder.training(tuple(rank.record() for rank in self.state.ranks))
             case actions.RecordRankEnd(rank, ok, stopped):
@@ -194,10 +192,17 @@ class Attempt:
                 recorder.brought_home(rank, what, path)
             case actions.Warn(text):
                 recorder.warn(text)
+            case _:
+                self._show(action)
+
+    def _show(self, action: Action) -> None:
+        match action:
+            case actions.ShowCause(fault):
+                self.recorder.show_cause(fault)
             case actions.Announce(text):
-                recorder.notice(text)
+                self.recorder.notice(text)
             case actions.ShowStatus(text):
-                recorder.status(text)
+                self.recorder.status(text)
 
     def _read(self, rank: int, read: Callable[[LogMirror], None], *, ended: RankExit | None = None) -> None:
         error = ""
