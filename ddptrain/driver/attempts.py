@@ -130,10 +130,11 @@ class AttemptSeries:
         number = len(context.writer.record.attempts) + 1
         set_context(attempt=number)
         self.tracking.go_on_from(self.checkpoint, context.writer.go_on_from(self.checkpoint, self.policy))
-        specs = [
-            (spec, place, context.writer.layout.log(place.rank))
-            for spec, place in zip(self.specs.build(number, places, self.checkpoint), places, strict=True)
-        ]
+        with context.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
+            built = self.specs.build(number, places, self.checkpoint)
+        built = context.worker_group.sealed(built, places)
+        logs = [context.writer.layout.log(place.rank) for place in places]
+        specs = list(zip(built, places, logs, strict=True))
         self.recorder.event(
             "run_started",
             run_id=context.writer.run_id,
@@ -165,7 +166,8 @@ class AttemptSeries:
     def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
         *others, last = self.context.writer.record.attempts
         ranks = tuple(rank.record() for rank in end.ranks)
-        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks)
+        failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure and not end.moves else None
+        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks, failure=failure)
         self.context.writer.update(attempts=(*others, ended))
 
 

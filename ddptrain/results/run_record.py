@@ -69,7 +69,8 @@ class RankRecord(_Part):
 class AttemptRecord(_Part):
     """One attempt of a run; `outcome` is None while it is running, else, for example, succeeded or failed.
 
-    It continued from the checkpoint of step `resumed_from`, at `resumed_epoch`; both are None if it began at the start.
+    failure: the root cause, without its traceback. It continued from the checkpoint of step `resumed_from`, at
+    `resumed_epoch`; both are None if it began at the start.
     """
 
     attempt: int = 1
@@ -80,6 +81,7 @@ class AttemptRecord(_Part):
     ranks: tuple[RankRecord, ...] = ()
     resumed_from: int | None = None
     resumed_epoch: float | None = None
+    failure: FailureRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,16 @@ class FailureRecord(_Part):
     def line(self) -> str:
         """Type, and the first line of the message."""
         return ": ".join(filter(None, (self.type, one_line(self.message))))
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the user or the cluster has stopped the run, so that nothing has failed."""
+        return self.kind in ("interrupted", "preempted")
+
+    @property
+    def located_line(self) -> str:
+        """The line after the rank and the host, such as "rank 1 on vm: ValueError: no"."""
+        return self.line if self.rank is None else f"rank {self.rank} on {self.host}: {self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +242,12 @@ class RunRecord(_Part):
     checkpoints: tuple[str, ...] = ()
     tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tracker: its url, id, ...
     result: Any = None  # what rank 0's function returned: JSON
+
+    @property
+    def failed_attempts(self) -> list[tuple[str, str]]:
+        """The root causes of the attempts that were followed by another one, by "attempt 1" and so on."""
+        failed = [(attempt.attempt, attempt.failure) for attempt in self.attempts[:-1]]
+        return [(f"attempt {number}", failure.located_line) for number, failure in failed if failure is not None]
 
     @property
     def numbers(self) -> dict[str, float]:

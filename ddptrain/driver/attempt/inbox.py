@@ -99,12 +99,20 @@ class Tick:
     """Time has passed.
 
     connected: whether the scheduler can be reached. worker_fault: why a worker process that the driver itself started
-    has ended; None if none has. all_read: the inbox is empty.
+    has ended; None if none has. read_until: all messages that had arrived at this time (monotonic seconds) have been
+    read; None if that is not known.
     """
 
     connected: bool = True
     worker_fault: str | None = None
-    all_read: bool = True
+    read_until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMark:
+    """The loop puts it into an inbox that is never empty: all earlier messages have been read when it is read."""
+
+    put_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,15 @@ class OutputRead:
 
 
 InboxMessage = (
-    Notice | TaskFailed | WorkerLost | SignalReceived | ArtifactStored | ArtifactFailed | ArtifactRetried | ResultsLost
+    Notice
+    | TaskFailed
+    | WorkerLost
+    | SignalReceived
+    | ArtifactStored
+    | ArtifactFailed
+    | ArtifactRetried
+    | ResultsLost
+    | ReadMark
 )
 Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | SpareSlots
 Inbox = queue.SimpleQueue[InboxMessage]

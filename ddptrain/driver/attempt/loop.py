@@ -65,6 +65,8 @@ class Attempt:
             watched, watchdog, start_timeout_s, lost_after_s, _now(), steps, replaces=slow.action == "replace"
         )
         self._ticked_at = 0.0
+        self._why_lost_until = 0.0
+        self._marked = False  # a ReadMark is in the inbox
         self._tick_s = min(len(watched) * _TICK_S_PER_RANK, _MAX_TICK_S)
 
     def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
@@ -94,7 +96,13 @@ class Attempt:
             message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return
+        if isinstance(message, inbox.ReadMark):
+            self._marked = False
+            self._look(message.put_at)
+            return
         if isinstance(message, inbox.WorkerLost):
+            if self.worker_group.has(message.address):
+                return  # it was lost before this attempt, and is back
             message = dataclasses.replace(message, reason=self._why_lost(message.address))
         self.handle(message)
 
@@ -102,13 +110,19 @@ class Attempt:
         """Handle a Tick if one is due: at once if a deadline has passed, else at intervals, preferably with an empty
         inbox.
         """
-        now, due, all_read = time.monotonic(), self.state.due(), self.inbox.empty()
-        tick_at = self._ticked_at + max(_MIN_TICK_S if all_read else _TICK_S, self._tick_s)
+        now, due, is_empty = time.monotonic(), self.state.due(), self.inbox.empty()
+        tick_at = self._ticked_at + max(_MIN_TICK_S if is_empty else _TICK_S, self._tick_s)
         if now < tick_at and (due is None or now < due):
             return
         self._ticked_at = now
         self.recorder.flush()
-        self.handle(inbox.Tick(self.worker_group.connected, self.worker_fault(), all_read))
+        if not is_empty and not self._marked:  # silence must be judged even if the inbox is never empty
+            self._marked = True
+            self.inbox.put(inbox.ReadMark(now))
+        self._look(now if is_empty else None)
+
+    def _look(self, read_until: float | None) -> None:
+        self.handle(inbox.Tick(self.worker_group.connected, self.worker_fault(), read_until))
 
     def handle(self, message: Message) -> None:
         """Pass a message to the state machine, and execute the actions."""
@@ -129,9 +143,12 @@ class Attempt:
             _log.info("asking all ranks for their stacks", signs_of_life=inquiry.signs)
 
     def _why_lost(self, address: str) -> str:
-        """Return why the driver's own worker process has ended; "" for other workers, or if it still runs."""
-        deadline = time.monotonic() + _WHY_LOST_S
-        while (fault := self.worker_fault()) is None and time.monotonic() < deadline:
+        """Return why the driver's own worker process has ended; "" for other workers, or if it still runs.
+
+        Waits only once, because many workers of another cluster may be lost together.
+        """
+        self._why_lost_until = self._why_lost_until or time.monotonic() + _WHY_LOST_S
+        while (fault := self.worker_fault()) is None and time.monotonic() < self._why_lost_until:
             if all(rank.worker != address for rank in self.state.ranks):
                 break
             time.sleep(0.01)

@@ -292,21 +292,21 @@ class Transition(SlowRankDraft):
         if suspended_s:
             shifted = (activity.shifted(suspended_s, self.now) for activity in self.state.activities)
             self.change(activities=tuple(shifted))
-        if tick.all_read:
-            for watched, loss in heartbeat.lost_ranks(self.state.ranks, self.state.activities, self.now):
+        if tick.read_until is not None:
+            for watched, loss in heartbeat.lost_ranks(self.state.ranks, self.state.activities, tick.read_until):
                 if loss.kind is FaultKind.WORKER_LOST:
                     self._on_worker_lost(watched.worker, loss.text)
                 else:
                     self._give_up(watched.spec.rank, loss)
-            self._suspect()
+            self._suspect(tick.read_until)
         self._check_deadlines()
 
-    def _suspect(self) -> None:
-        """Begin an inquiry if the ranks may hang."""
+    def _suspect(self, read_until: float) -> None:
+        """Begin an inquiry if the ranks may hang, to judge by what had arrived at `read_until`."""
         state = self.state
         if state.stopping or state.faults or not state.inquiry.may_begin(self.now):
             return
-        hang = state.watchdog.overdue(state.ranks, state.activities, self.now)
+        hang = state.watchdog.overdue(state.ranks, state.activities, read_until)
         if hang is not None:
             self.do(actions.ShowStatus(f"no event or line for {hang.limit_s:g} s: asking the ranks where they are"))
             self._begin_inquiry(hang)

@@ -91,13 +91,7 @@ class Display(RunDisplay):
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
         """Follow the logs of `world_size` ranks, from `offsets` (in bytes, by rank) on."""
-        known, is_large = self._tails, world_size > _FEW_LOGS
-        self._tails = {
-            rank: known.get(rank)
-            or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0), keep_open=not is_large)
-            for rank in range(world_size)
-        }
-        self._send(output_api.WorldSize(world_size))
+        self._send(output_api.WorldSize(world_size, offsets or {}))
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """Show that the rank's process runs."""
@@ -266,10 +260,27 @@ class Display(RunDisplay):
         if isinstance(message, output_api.DriverNotice | output_api.Closing | output_api.WorldSize):
             self._show((self._grouper or self._tracebacks).flush())
         if isinstance(message, output_api.WorldSize):
+            self._follow_logs(message)
             is_group = self._groups_ranks and message.world_size >= MIN_RANKS
             self._grouper = LineGrouper(message.world_size) if is_group else None
             self._tracebacks = TracebackFilter()
         self._renderer.handle(message)
+
+    def _follow_logs(self, message: output_api.WorldSize) -> None:
+        """Follow the logs of these ranks; show the rest of the others."""
+        before, is_large = self._tails, message.world_size > _FEW_LOGS
+        self._tails = {
+            rank: before.get(rank)
+            or LogTail(self._logs_dir / f"rank-{rank}.log", message.offsets.get(rank, 0), keep_open=not is_large)
+            for rank in range(message.world_size)
+        }
+        for rank in before.keys() - self._tails.keys():
+            tail = before[rank]
+            tail.end = tail.size()
+            while lines := tail.read():
+                self._show_lines(rank, lines)
+            self._finish_log(rank, tail)
+            tail.close()
 
     def _show(self, groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> None:
         for ranks, lines in groups:

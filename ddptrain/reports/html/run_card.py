@@ -138,8 +138,9 @@ class RunCard:
     @property
     def sections(self) -> list[tuple[str, str]]:
         """The sections that it has: anchors and titles."""
+        failure = self.view.record.failure
         every = (
-            ("failure", "Failure", self.view.record.failure),
+            ("failure", "Stopped" if failure and failure.is_ordered else "Failure", failure),
             ("curves", "Curves", self.curves),
             ("metrics", "Metrics", self.metrics),
             ("timeline", "Timeline", self.timeline),

@@ -123,7 +123,8 @@ def sections(view: RunView) -> list[Section]:
     all_sections = [
         (view.run_id, about),
         ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
-        ("failure", _failure(record.failure)),
+        ("stopped" if record.failure and record.failure.is_ordered else "failure", _failure(record.failure)),
+        ("failed attempts", record.failed_attempts),
         ("slow ranks", [(slow.found_at, slow.description) for slow in record.slow_ranks]),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),
         ("use of hosts and GPUs", use_lines(read_system(view.layout.system_jsonl))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from ddptrain.driver.attempt import inbox as messages
 from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.attempt.loop import Attempt
 from ddptrain.driver.display.display import Display, open_display
+from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.recorder import Recorder
@@ -37,6 +39,7 @@ class StubGroup:
     def __init__(self, inbox: Inbox, scratch: Path) -> None:
         self.inbox, self.scratch = inbox, scratch
         self.submitted: list[int] = []
+        self.lost: set[str] = set()
 
     def submit(self, specs: Sequence[RankSpec], _: object) -> None:
         for spec in specs:
@@ -46,8 +49,14 @@ class StubGroup:
             for notice in train(spec, rank_spool(self.scratch, spec.run_id, spec.attempt, spec.rank)):
                 self.inbox.put(notice)
 
-    def has(self, _: str) -> bool:
-        return True
+    def has(self, worker: str) -> bool:
+        return worker not in self.lost
+
+    def forget(self, worker: str) -> None:
+        self.lost.add(worker)
+
+    def stop(self, specs: Sequence[RankSpec], grace_s: float) -> None:
+        """Nothing runs."""
 
     def fetch(self, *_: object) -> bytes:
         raise AssertionError("the ranks share the driver's file system")
@@ -82,7 +91,7 @@ def display(writer: RunWriter) -> Iterator[Display]:
         yield opened
 
 
-def attempt_of(count: int, writer: RunWriter, display: Display, folder: Path) -> Attempt:
+def attempt_of(count: int, writer: RunWriter, display: Display, folder: Path, lost_after_s: float = 60.0) -> Attempt:
     inbox = Inbox()
     ranks = []
     for rank in range(count):
@@ -91,7 +100,7 @@ def attempt_of(count: int, writer: RunWriter, display: Display, folder: Path) ->
             rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, True
         )
         ranks.append((make_spec(rank=rank, world_size=count), place, writer.layout.log(rank)))
-    parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, 60.0
+    parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, lost_after_s
     group = StubGroup(inbox, folder)
     return Attempt(cast(Any, group), ranks, cast(Any, None), *parts, SlowPolicy("warn", 1.5))
 
@@ -144,3 +153,47 @@ def test_only_the_last_of_numbers_in_a_row_changes_the_state(
     attempt.recorder.flush()
     assert handled == [messages.RankEvent(1, event) for event in batch[1:]]
     assert [row["step"] for row in json_lines(writer.layout.metrics_jsonl)] == [0, 1, 2]
+
+
+def test_loss_of_a_worker_that_is_back_does_not_end_the_next_attempt(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
+    attempt.inbox.put(messages.WorkerLost("tcp://h0"))  # lost in the pause before this attempt
+    assert attempt.run().finished
+
+
+def test_many_workers_that_are_lost_together_do_not_block_the_loop(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    attempt = attempt_of(_RANKS, writer, display, tmp_path / "scratch")
+    group = cast(StubGroup, attempt.worker_group)
+    group.submit = lambda specs, _: None  # type: ignore[method-assign]
+    nodes = range(_RANKS // _SLOTS)
+    for node in nodes:
+        group.forget(f"tcp://h{node}")
+    for node in [*nodes] * 8:  # as many messages as a cluster with 64 hosts sends
+        attempt.inbox.put(messages.WorkerLost(f"tcp://h{node}"))
+    began = time.monotonic()
+    end = attempt.run()
+    assert end.fault is not None and end.fault.kind is FaultKind.WORKER_LOST
+    assert time.monotonic() - began < 3.0  # with 0.1 s for each message: over 6 s
+
+
+def test_silence_is_judged_while_the_inbox_is_never_empty(
+    tmp_path: Path, writer: RunWriter, display: Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch", lost_after_s=0.5)
+    group = cast(StubGroup, attempt.worker_group)
+    group.submit = lambda specs, _: None  # type: ignore[method-assign]
+    handle = attempt.handle
+
+    def busy(message: messages.Message) -> None:
+        handle(message)
+        if not attempt.state.over:
+            attempt.inbox.put(worker_notices.Alive(1, 1, None))  # rank 1's worker sends more than can be read
+
+    monkeypatch.setattr(attempt, "handle", busy)
+    attempt.inbox.put(worker_notices.Alive(1, 0, None))
+    end = attempt.run()
+    assert end.fault is not None and (end.fault.rank, end.fault.kind) == (0, FaultKind.WORKER_LOST)
