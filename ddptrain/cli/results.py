@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.examples import Command
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_json, print_result, write
@@ -152,7 +153,12 @@ def plot(
 def sync(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            autocompletion=complete.runs,
+            help="A run's id, the start of one, latest, a directory, or a URL.",
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.models.models import TrainedRunsDir
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_result, say
@@ -21,7 +22,12 @@ _STORE_EVERY_S = 2.0
 
 def stop(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, a URL, or a sweep.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            autocompletion=complete.runs,
+            help="A run's id, the start of one, latest, a directory, a URL, or a sweep.",
+        ),
     ],
     now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
     runs_dir: TrainedRunsDir = "runs",

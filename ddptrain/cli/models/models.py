@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.errors import RunNotFound, UsageError
@@ -36,9 +37,21 @@ ModelsDir = Annotated[
     ),
 ]
 Reason = Annotated[str, typer.Option("--reason", help="A text for the history.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=complete.models,
+        help="A model's name.",
+    ),
+]
 Reference = Annotated[
-    str, typer.Argument(metavar="MODEL[@ALIAS|@VERSION]", help="A version of a model; without @ its champion.")
+    str,
+    typer.Argument(
+        metavar="MODEL[@ALIAS|@VERSION]",
+        autocompletion=complete.models,
+        help="A version of a model; without @ its champion.",
+    ),
 ]
 Mirrors = Annotated[
     list[str],
@@ -58,6 +71,7 @@ RunOrModel = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
+        autocompletion=complete.runs_or_models,
         help="A run's id, the start of one, latest, a directory or URL; or a model, as NAME@champion.",
     ),
 ]
@@ -200,7 +214,14 @@ def rollback(
 @app.command()
 def alias(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="MODEL@ALIAS", help="The alias, as petnames@staging.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL@ALIAS",
+            autocompletion=complete.models,
+            help="The alias, as petnames@staging.",
+        ),
+    ],
     version: Annotated[int | None, typer.Argument(metavar="VERSION", min=1, help="The version's number.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
     reason: Reason = "",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption, VerboseOption, parsed
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.errors import ExitCode, UsageError
@@ -41,7 +42,12 @@ Grace = Annotated[str, typer.Option(metavar="TIME", help="How late a success may
 
 @app.command(short_help="Make what cron, systemd or another scheduler needs.")
 def add(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file with a section retrain.")],
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG", autocompletion=complete.configurations, help="A YAML file with a section retrain."
+        ),
+    ],
     at: At,
     as_: Annotated[
         TargetName | None, typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]")
