@@ -280,13 +280,13 @@ def export(
     ctx: typer.Context,
     model: Reference,
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder for the exported model.")],
-    form: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="safetensors, torch-export or onnx.")
-    ] = "safetensors",
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a version into a new folder, for use without ddptrain. All its files are compared with their hashes."""
+    """Write the weights of a version into a new folder, for use without ddptrain.
+
+    All its files are compared with their hashes.
+    """
     from ddptrain.model_registry.model_reader import open_version
 
     registry = _registry(ctx, models_dir)
@@ -297,8 +297,8 @@ def export(
 
     source = {"model": record.model, "version": record.version, "run_id": record.run_id, "step": record.step}
     target = Path(folder).expanduser().absolute()
-    files = export_model(run_dir, record.workload, target, form, source)
-    data = {**source, "format": form, "folder": str(target), "files": files}
+    files = export_model(run_dir, record.workload, target, source)
+    data = {**source, "folder": str(target), "files": files}
     text = f"{record.model}: version {record.version} exported to {target}: {', '.join(files)}"
     print_result(data, [text], as_json=json)
 
