@@ -5,14 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
+import subprocess
+import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.command import PATIENCE_S
-from tests.contract.conftest import Project
+from tests.contract.conftest import INSTALLED, Project
+from tests.integration.s3server import S3Server, s3_server
 
 # Imported by every Python program that has it on PYTHONPATH: the clock of this host is two minutes ahead of the others.
 CLOCK_AHEAD = """
@@ -67,3 +72,58 @@ def opened(pid: int, path: Path) -> bool:
         except OSError:  # it was closed meanwhile
             continue
     return str(path) in found
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server with the bucket `bucket`, which writes each request into its log."""
+    monkeypatch.setenv("RCLONE_LOG_LEVEL", "DEBUG")
+    with s3_server(tmp_path) as server:
+        (server.buckets / "bucket").mkdir()
+        yield server
+
+
+def test_list_of_a_store_reads_only_records_that_have_changed(project: Project, s3: S3Server) -> None:
+    log = project.folder / "rclone-signed.log"
+    env = {**s3.environment, "XDG_CACHE_HOME": str(project.folder / "cache")}
+
+    def put(number: int, status: str) -> None:
+        record = {"run_id": f"r-{number}", "status": status, "started_at": f"2026-01-01T00:00:{number:02d}Z"}
+        project.write(f"buckets/bucket/runs/r-{number}/run.json", json.dumps(record))
+
+    def listed() -> tuple[dict[str, str], int]:
+        before = log.stat().st_size
+        done = project("results", "list", "--json", "--runs-dir", "s3://bucket/runs", rc=0, env=env)
+        requests = re.findall(rb"serve s3: (?:GET OBJECT|LIST BUCKET|HEAD OBJECT)", log.read_bytes()[before:])
+        return {run["run_id"]: run["status"] for run in json.loads(done.stdout)}, len(requests)
+
+    for number in range(20):
+        put(number, "succeeded")
+    statuses, _ = listed()
+    assert statuses == {f"r-{number}": "succeeded" for number in range(20)}
+    again, n_requests = listed()
+    assert again == statuses and n_requests < 10
+    put(7, "failed")
+    assert listed()[0] == statuses | {"r-7": "failed"}
+
+
+def test_checkpoints_of_a_run_in_a_store_are_its_folders(project: Project, shared_cluster: str, s3: S3Server) -> None:
+    code = """
+    import torch
+    def train(ctx):
+        for step in (1, 2):
+            ctx.checkpoint(model=torch.nn.Linear(2, 1), step=step)
+    """
+    config = project.function(textwrap.dedent(code))
+    project("train", config, "--cluster", shared_cluster, "--ranks", "1", rc=0)
+    (run_dir,) = project.run_directories()
+    shutil.copytree(run_dir, s3.buckets / "bucket" / "runs" / run_dir.name)
+    program = "import ddptrain; print(*ddptrain.Run.find('latest', 's3://bucket/runs').checkpoints, sep='\\n')"
+    env = {**os.environ, **s3.environment, "XDG_CACHE_HOME": str(project.folder / "cache")}
+    python = Path(INSTALLED[0]).with_name("python")
+    done = subprocess.run(
+        [python, "-c", program], env=env, cwd=project.folder, capture_output=True, text=True, check=True
+    )
+    folders = [Path(line) for line in done.stdout.splitlines()]
+    assert [folder.name for folder in folders] == ["step-2", "step-1"]
+    assert all((folder / "model.safetensors").is_file() for folder in folders)

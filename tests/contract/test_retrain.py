@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from tests.command import PATIENCE_S
 from tests.contract.conftest import Project, events
 
 FUNCTION = """
+import os, time
 import torch
 
-def train(ctx, loss: float = 1.0):
+def train(ctx, loss: float = 1.0, wait_for: str = ""):
     ctx.checkpoint(model=torch.nn.Linear(2, 1), step=1, metrics={"val/loss": loss})
+    print("waiting", flush=True)
+    while wait_for and not os.path.exists(wait_for) and not ctx.preempted:
+        time.sleep(0.02)
 """
 
 
@@ -49,3 +55,22 @@ def test_named_data_that_have_not_changed_are_not_trained_again(project: Project
     project.write("data/b.csv", "2")
     third = project("retrain", config, "--output", "json", rc=0)
     assert (last(third.stdout)["status"], last(third.stdout)["version"]) == ("promoted", 2)
+
+
+def test_each_start_that_replaces_gets_the_model(project: Project, shared_cluster: str) -> None:
+    """Two starts wait for the owner: the one that gets the model second has to ask the first one."""
+    config = nightly(project, shared_cluster, params={"wait_for": "go"}, retrain={"overlap": "replace", "wait": "90s"})
+    owner = project.start("retrain", config)
+    owner.wait_for("waiting")
+    waiting = [project.start("retrain", config) for _ in range(2)]
+    assert owner.finish().rc == 75
+    deadline = time.monotonic() + PATIENCE_S
+    while all(start.popen.poll() is None for start in waiting):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    first, second = sorted(waiting, key=lambda start: start.popen.poll() is None)
+    ended = first.finish()
+    assert ended.rc == 75, ended.stderr
+    assert f"handed over to process {second.popen.pid} on" in ended.stdout
+    project.write("go", "")
+    assert second.finish().rc == 0
