@@ -127,3 +127,36 @@ def test_checkpoints_of_a_run_in_a_store_are_its_folders(project: Project, share
     folders = [Path(line) for line in done.stdout.splitlines()]
     assert [folder.name for folder in folders] == ["step-2", "step-1"]
     assert all((folder / "model.safetensors").is_file() for folder in folders)
+
+
+# As CLOCK_AHEAD: the file system does not answer the first read of the newest checkpoint.
+DISK_FAILS_ONCE = """
+import errno, hashlib, os
+real, failed = hashlib.file_digest, []
+def file_digest(file, *args, **options):
+    if "step-2/" in os.readlink(f"/proc/self/fd/{file.fileno()}") and not failed:
+        failed.append(True)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return real(file, *args, **options)
+hashlib.file_digest = file_digest
+"""
+
+
+def test_checkpoint_that_cannot_be_read_once_is_read_again(project: Project, shared_cluster: str) -> None:
+    code = """
+    import torch
+    def train(ctx):
+        model = torch.nn.Linear(2, 1)
+        resumed = ctx.resume(model=model)
+        for step in (1, 2) if resumed is None else ():
+            ctx.checkpoint(model=model, step=step)
+        assert resumed is not None, "the first attempt ends here"
+        print("resumed step", resumed.step, flush=True)
+    """
+    project.write("broken/sitecustomize.py", DISK_FAILS_ONCE)
+    config = project.function(textwrap.dedent(code))
+    project("train", config, "--cluster", shared_cluster, "--ranks", "1", rc=1)
+    env = {"PYTHONPATH": str(project.folder / "broken")}
+    done = project("train", config, "--cluster", shared_cluster, "--ranks", "1", "--resume", "latest", rc=0, env=env)
+    assert "resumed step 2" in done.stdout + done.stderr
+    assert "Input/output error" in done.stderr
