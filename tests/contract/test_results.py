@@ -160,3 +160,56 @@ def test_checkpoint_that_cannot_be_read_once_is_read_again(project: Project, sha
     done = project("train", config, "--cluster", shared_cluster, "--ranks", "1", "--resume", "latest", rc=0, env=env)
     assert "resumed step 2" in done.stdout + done.stderr
     assert "Input/output error" in done.stderr
+
+
+def put_run(project: Project, run_id: str, **fields: object) -> Path:
+    """Write the directory of a run that has ended."""
+    record = {"run_id": run_id, "name": "work", "status": "succeeded", "started_at": "2026-01-01T00:00:00Z", **fields}
+    return project.write(f"runs/{run_id}/run.json", json.dumps(record)).parent
+
+
+def listed(project: Project, *options: str) -> list[str]:
+    done = project("results", "list", "--json", *options, rc=0)
+    return [run["run_id"] for run in json.loads(done.stdout)]
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("status == failed", ["b"]),
+        ("status != failed", ["a"]),
+        ("status in [failed, preempted]", ["b"]),
+        ("name == work and not status == 'failed'", ["a"]),
+    ],
+)
+def test_text_in_a_condition_needs_no_quotes(project: Project, condition: str, expected: list[str]) -> None:
+    put_run(project, "a")
+    put_run(project, "b", status="failed")
+    assert listed(project, "--where", condition) == expected
+    assert not project("results", "list", "--where", condition, rc=0).stderr
+
+
+def test_table_has_the_first_20_runs_and_json_all(project: Project) -> None:
+    for number in range(23):
+        put_run(project, f"r-{number:02d}", started_at=f"2026-01-01T00:00:{number:02d}Z")
+    table = project("results", rc=0)
+    assert "r-22" in table.stdout and "r-03" in table.stdout and "r-02" not in table.stdout
+    assert "3 more runs; --limit 23 shows all of them" in table.stderr
+    assert len(project("results", "list", "--limit", "22", rc=0).stdout.splitlines()) == 23  # with the header
+    assert len(listed(project)) == 23
+
+
+def test_runs_are_deleted_by_name(project: Project) -> None:
+    folders = [put_run(project, name) for name in ("one", "two", "three")]
+    assert project("results", "rm", "one", "thre-e", rc=2).stdout == ""
+    assert all(folder.is_dir() for folder in folders), "a name is wrong, so nothing is deleted"
+    done = project("results", "rm", "one", "tw", "--json", rc=0)
+    assert [each["run_id"] for each in json.loads(done.stdout)["removed"]] == ["one", "two"]
+    assert sorted(path.name for path in (project.folder / "runs").iterdir()) == ["three"]
+
+
+def test_running_run_is_not_deleted(project: Project) -> None:
+    run_of_another_host(project, 0.0)
+    refused = project("results", "rm", "far", rc=6)
+    assert "far is running" in refused.stderr
+    assert (project.folder / "runs/far/run.json").is_file()
