@@ -309,6 +309,20 @@ def consolidate(
     print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=json)
 
 
+def remove(ctx: typer.Context, runs: RunNames, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
+    """Delete runs with their checkpoints, logs and files. A run that is running, or may be, is refused."""
+    from ddptrain.results.prune.prune import remove_run
+    from ddptrain.results.show.render import size
+
+    found = []  # all of them, before the first is deleted: a name may be wrong
+    for run in dict.fromkeys(runs):
+        folder, name = place_of(ctx, runs_dir, run)
+        found.append((folder, folder.find(name)))
+    removed = [{"run_id": view.run_id, "size_bytes": remove_run(folder, view)} for folder, view in found]
+    lines = [f"run {each['run_id']} deleted, {size(each['size_bytes'])} freed" for each in removed]
+    print_result({"removed": removed}, lines, as_json=json)
+
+
 def _wait_for_reader() -> Callable[[float], None]:
     """Return a function that waits, and raises BrokenPipeError if the reader of the output has closed it."""
     import errno
@@ -343,4 +357,5 @@ app.command("note", short_help="Write a note on a run.")(note)
 app.command("export", short_help="Write the metrics of runs for other tools.")(export)
 app.command("sync", short_help="Send what was recorded offline to Weights & Biases.")(sync)
 app.command("consolidate", short_help="Write a sharded checkpoint as one safetensors checkpoint.")(consolidate)
+app.command("rm", short_help="Delete runs.")(remove)
 app.command("prune", short_help="Delete old runs.")(prune)
