@@ -345,6 +345,17 @@ class RunConfig(Strict):
         return self
 
     @model_validator(mode="after")
+    def _unchanged_data_are_seen(self) -> Self:
+        asked = self.retrain is not None and self.retrain.if_unchanged == "skip"
+        if asked and not is_built_in(self.workload) and not self.data.sources:
+            raise wrong_field(
+                "retrain.if_unchanged",
+                "is skip, but data.sources is empty, so ddptrain cannot see whether the data have changed",
+                "name what the workload reads in data.sources, as [data/], or write if_unchanged: train",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _profiled_ranks_exist(self) -> Self:
         profiled = (self.profile.ranks if self.profile else None) or ()
         ranks = self.cluster.ranks
