@@ -175,5 +175,5 @@ class AttemptSeries:
 def starting_point(checkpoint: VerifiedCheckpoint | None, *, is_script: bool) -> str:
     """Return the start of the next attempt as text. The driver does not see state that a script has saved itself."""
     if checkpoint is not None:
-        return f"from {checkpoint.description}"
+        return f"with the checkpoint of {checkpoint.description}"
     return "the script starts again" if is_script else "from the start: there is no checkpoint yet"

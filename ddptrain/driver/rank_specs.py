@@ -55,11 +55,13 @@ class RankSpecs:
     def build(self, attempt: int, places: Sequence[RankPlace], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
         """Return the specs in the order of `places`. A signal may interrupt it, so it imports nothing."""
         folders = [""] * len(places)
+        resume_step = 0
         if checkpoint is not None:
+            resume_step = checkpoint.step
             folders = self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
         inputs = self.inputs.place(self.worker_group, places)
         placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
-        template = self._template(attempt, places, placements[0])
+        template = self._template(attempt, places, placements[0], resume_step)
         specs = [
             self._spec(template, place, placement, folder, prepared)
             for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
@@ -70,7 +72,7 @@ class RankSpecs:
             specs = self._with_code(specs, places)
         return specs
 
-    def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement) -> RankSpec:
+    def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement, resume_step: int) -> RankSpec:
         """Return a spec with the fields that are equal for all ranks."""
         config = self.resolved.config
         return RankSpec(
@@ -79,7 +81,7 @@ class RankSpecs:
             rank=0,
             placement=placement,
             group=process_group(config, places),
-            checkpointing=checkpointing(config),
+            checkpointing=dataclasses.replace(checkpointing(config), resume_step=resume_step),
             code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,14 @@ from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from tests.unit.driver.attempt.ranks import running
 from tests.unit.notes import Notes
 
-SAVED: Any = SimpleNamespace(description="checkpoint step-3", step=3)
+SAVED: Any = SimpleNamespace(description="step 3", step=3)
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "is_script", "words"),
     [
-        (SAVED, False, "from checkpoint step-3"),
-        (SAVED, True, "from checkpoint step-3"),
+        (SAVED, False, "with the checkpoint of step 3"),
+        (SAVED, True, "with the checkpoint of step 3"),
         (None, False, "from the start: there is no checkpoint yet"),
         (None, True, "the script starts again"),
     ],
@@ -64,7 +65,7 @@ class Bench:
             writer=self.writer,
             worker_group=self.group,
             cluster=note("cluster"),
-            signals=note("signals"),
+            signals=note("signals", interrupting=nullcontext),
             reserve=lambda: "places",
             resolved=SimpleNamespace(config=SimpleNamespace(script=None)),
         )
@@ -119,11 +120,12 @@ def test_failure_is_followed_by_another_attempt_from_the_newest_checkpoint(monke
     bench.newest = SAVED
     assert bench.series.run().status == RunStatus.SUCCEEDED
     assert bench.series.checkpoint is SAVED and len(bench.places) == 2
-    told = "starting the ranks again in 4 s, from checkpoint step-3 (restart 1 of 1)"
+    told = "starting the ranks again in 4 s, with the checkpoint of step 3 (restart 1 of 1)"
     assert bench.notes[1:-1] == [
         ("recorder.attempt_over", cause),
         ("group.end_attempt",),
         ("writer.update", {"waiting": True}),
+        ("signals.interrupting",),
         ("recorder.warn", told),
         ("signals.pause", 4.0),
         ("cluster.replace_workers", {"leaving": True}),
