@@ -81,8 +81,8 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
             Cause(
                 "a metric is nan or inf, and failure.nan is stop",
-                "lower the learning rate, clip gradients, or use bf16 or fp32; --resume RUN continues from the last finite "
-                "checkpoint",
+                "lower the learning rate, clip gradients, or use bf16 or fp32; --resume RUN continues from the last "
+                "finite checkpoint",
                 r"failure\.nan is stop",
             ),
             Cause(
