@@ -60,11 +60,12 @@ def train(ctx: RankContext, **params: Any) -> None:
 
     for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
         began, before = time.perf_counter(), trainer.samples
-        loss = trainer.train_epoch(epoch)
+        own_loss = trainer.train_epoch(epoch)
         rate = (trainer.samples - before) / (time.perf_counter() - began)
+        loss = ctx.mean(own_loss, trainer.n_targets)
         logged = {"train/loss": loss, "samples": trainer.samples, "samples_per_s": rate}
         ctx.log(logged, step=trainer.step, epoch=epoch)
-        metrics = {"train/loss": ctx.mean(loss, trainer.n_targets)}
+        metrics = {"train/loss": loss}
         if held_out is not None:
             with ctx.timed("evaluation"):
                 metrics["val/loss"] = mean_nll(model, held_out, ctx.rank, ctx.world_size, trainer.report)
