@@ -80,6 +80,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "SIGKILL",
             ),
             Cause(
+                "a metric is nan or inf, and failure.nan is stop",
+                "lower the learning rate, clip gradients, or use bf16 or fp32; --resume RUN continues from the last "
+                "finite checkpoint",
+                r"failure\.nan is stop",
+            ),
+            Cause(
                 "No module named ... on a host",
                 "install it there; ddptrain copies your project, not its packages",
                 "No module named",

@@ -191,6 +191,12 @@ class FailureConfig(Strict):
     slow_factor: Annotated[float, Field(gt=1)] = Field(
         default=1.5, description="A rank is slow if its own time in a step is this many times the median of all ranks."
     )
+    nan: Literal["warn", "stop", "ignore"] = Field(
+        default="warn",
+        description="What happens at the first NaN or infinite value that a rank logs or gives to ctx.checkpoint: warn "
+        "shows it, stop ends the run with exit code 1, ignore does nothing. Built-in workloads stop unless this is "
+        "given.",
+    )
     backoff_s: Seconds = Field(
         default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."
     )
@@ -323,6 +329,16 @@ class RunConfig(Strict):
                 mode = more.get("mode", "min")
                 if "gate" not in retrain and metric and mode in ("min", "max"):  # errors name the fields of checkpoint
                     return {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _built_in_workloads_stop_at_nan(cls, data: Any) -> Any:
+        match data:
+            case {"workload": str(workload)} if is_built_in(workload):
+                failure = data.get("failure", {})
+                if isinstance(failure, dict):
+                    return {**data, "failure": {"nan": "stop", **failure}}
         return data
 
     @model_validator(mode="after")
