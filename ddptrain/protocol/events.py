@@ -159,7 +159,8 @@ class Stacks(Event):
     answered itself, else as its worker sees it: "stopped" (SIGSTOP), "uninterruptible" (in the kernel) or "busy" (in
     compiled code that stops Python). calls: how often it has called each ctx method that all ranks must call. waits,
     waits_step: the method in which it waits for other ranks, and the step. handles: the exception whose `except` or
-    `finally` block it executes.
+    `finally` block it executes. pending: the oldest collective operation that has begun and not ended, "" if none or
+    not known; the main thread may wait for it outside of torch.distributed, as in `loss.item()`.
     """
 
     main: tuple[str, ...]
@@ -169,6 +170,7 @@ class Stacks(Event):
     waits: str = ""
     waits_step: int | None = None
     handles: str = ""
+    pending: str = ""
 
 
 @dataclass(frozen=True, slots=True)

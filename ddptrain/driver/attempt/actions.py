@@ -142,6 +142,13 @@ class ShowStatus(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class ShowSilence(Action):
+    """Show on a live display for how long a rank has not reported; "": all report."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RecordSystem(Action):
     """Record a sample of the system metrics."""
 

@@ -158,6 +158,8 @@ class Attempt:
                 self.handle(inbox.SpareSlots(ranks, are_free))
             case actions.RecordSystem(sample):
                 self.recorder.system(sample)
+            case actions.ShowSilence(text):
+                self.recorder.display.silence(text)
             case _:
                 self._record(action)
 
@@ -216,7 +218,7 @@ class Attempt:
         for kind, group in itertools.groupby(self.mirrors[rank].take_events(), type):
             if kind in _NUMBERS:
                 numbers = list(group)
-                self.handle(inbox.RankEvent(rank, numbers[-1]))
+                self.handle(inbox.RankEvent(rank, numbers[-1], len(numbers)))
                 self.recorder.rank_numbers(rank, numbers)
                 continue
             for event in group:
