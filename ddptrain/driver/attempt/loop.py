@@ -158,8 +158,6 @@ class Attempt:
                 self.handle(inbox.SpareSlots(ranks, are_free))
             case actions.RecordSystem(sample):
                 self.recorder.system(sample)
-            case actions.ShowSilence(text):
-                self.recorder.display.silence(text)
             case _:
                 self._record(action)
 
@@ -196,8 +194,8 @@ class Attempt:
                 recorder.warn(text)
             case actions.Announce(text):
                 recorder.notice(text)
-            case actions.ShowStatus(text):
-                recorder.status(text)
+            case actions.ShowStatus(text, silence):
+                (recorder.display.silence if silence else recorder.status)(text)
 
     def _read(self, rank: int, read: Callable[[LogMirror], None], *, ended: RankExit | None = None) -> None:
         error = ""

@@ -307,7 +307,7 @@ class Transition(SlowRankDraft):
         quiet = "" if state.stopping else state.watchdog.silence(state.ranks, state.activities, self.now)
         if quiet != state.quiet:
             self.change(quiet=quiet)
-            self.do(actions.ShowSilence(quiet))
+            self.do(actions.ShowStatus(quiet, silence=True))
         if state.stopping or state.faults or not state.inquiry.may_begin(self.now):
             return
         hang = state.watchdog.overdue(state.ranks, state.activities, self.now)
