@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks
 from ddptrain.driver.failure.root_cause import returned_early
 from ddptrain.protocol import events
-from ddptrain.protocol.events import FRAME, users_frame
+from ddptrain.protocol.events import FRAME, users_frame, waits_in
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
-# Frames in which a rank waits for other ranks, or for its device, which waits for other ranks.
-_WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
-_BACKWARD = "_engine_run_backward"
-_SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
-_WRAPPERS = frozenset({"wrapper", "wait"})
 # What a process that exits waits for, by the frame of Python that joins them; atexit functions have neither frame.
 _EXIT_WAITS = {
     "threading.py _shutdown": "a non-daemon thread that it has started",
@@ -77,27 +71,6 @@ class RankReport:
         where = users_frame(self.stacks.main)
         busy = ", in compiled code that does not let Python run" if self.stacks.state == "busy" else ""
         return f"it is in {where}{busy}" if where else busy.lstrip(", ")
-
-
-def waits_in(frames: Sequence[str]) -> str:
-    """Return the operation of torch.distributed that a stack (innermost frame first) is in; "" for any other place.
-
-    The innermost frames must be those of torch, because DDP also calls the model.
-    """
-    names: list[str] = []
-    for frame in frames:
-        match = FRAME.fullmatch(frame)
-        if match is None:
-            break
-        if not names and match["function"] == _BACKWARD:
-            return "backward"
-        if not names and _SYNCHRONIZE.search(f"{match['file']} {match['function']}"):
-            return "synchronize"
-        if not _WAITS.search(match["file"]):
-            break
-        names.append(match["function"])
-    public = [name for name in names if not name.startswith("_") and name not in _WRAPPERS]
-    return (public or names or [""])[0].lstrip("_")
 
 
 def _exit_wait(frames: Sequence[str]) -> str:
@@ -167,7 +140,8 @@ def _first(alive: list[RankReport]) -> RankReport:
             report.started,
             not (behind and stacks is not None and stacks.sequence == least and not report.timed_out),
             bool(report.operation),
-            stacks is not None,
+            stacks is not None or report.timed_out,
+            report.timed_out,
         )
 
     return min(alive, key=lambda report: (signs(report), -report.idle_s))

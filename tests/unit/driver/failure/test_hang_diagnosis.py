@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
-from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge, waits_in
+from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge
 from ddptrain.protocol import events
-from ddptrain.protocol.events import users_frame
+from ddptrain.protocol.events import users_frame, waits_in
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
@@ -119,6 +119,14 @@ def test_rank_that_has_waited_in_vain_is_not_the_missing_one() -> None:
 
 
 PENDING = events.Stacks(1, LOADING, 7, pending="all_reduce")
+
+
+def test_rank_that_waited_in_vain_is_not_missing_although_the_others_wait_as_well() -> None:
+    ended = RankReport(0, 99.0, timed_out=True)
+    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7), report(2, ALL_REDUCE, 6)], None, 5).rank == 2
+    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7)], None, 5).rank == 1
+
+
 STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING, BACKWARD)}
 
 
