@@ -193,8 +193,8 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",
-        "ddptrain: rank 1 hung: no progress for 600 s, it is in train.py:13 in load while rank 0 waits for it "
-        "in all_reduce (...; stacks: artifacts/stacks/)",
+        "ddptrain: rank 1 hung: no progress for 41 s, it is in train.py:13 in load while rank 0 waits for it "
+        "in all_reduce (stacks: artifacts/stacks/)",
         (
             Cause(
                 "the rank is in a line of your code: a lock, a download, an endless loop", "give requests a time limit"
@@ -219,9 +219,9 @@ EXPLANATIONS: dict[int, Explanation] = {
         ),
         "The rank that is named is the one that is missing. The stacks of all ranks are in artifacts/stacks/ "
         "of the run.\n"
-        "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
-        "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again "
-        "from the last checkpoint.",
+        "By default the limit is 120 s. Once a rank has reported 20 times, it is 10 times the longest pause so far, "
+        "at least 40 s and at most 600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the "
+        "ranks start again from the last checkpoint.",
     ),
     ExitCode.LOCKED: Explanation(
         "the run is running in another process, or another host has taken it over",

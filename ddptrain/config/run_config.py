@@ -174,9 +174,9 @@ class FailureConfig(Strict):
     )
     hang_timeout_s: Annotated[Seconds, Field(gt=0)] | Literal["auto"] | None = Field(
         default="auto",
-        description="Seconds without any progress of a rank after which a run has hung; null never. auto: 10 times the "
-        "longest pause between two reports of a rank so far, at least 40 s, at most 600 s. A rank that uses its CPU or "
-        "GPU without an event or a printed line is given six times as long (auto: one hour).",
+        description="Seconds without any progress of a rank after which a run has hung; null never. auto: 120 s; once "
+        "a rank has reported 20 times, 10 times its longest pause so far, at least 40 s, at most 600 s. A rank that "
+        "uses its CPU or GPU without an event or a printed line is given six times as long (auto: one hour).",
     )
     lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
         default=LOST_AFTER_S,
