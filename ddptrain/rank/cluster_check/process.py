@@ -75,13 +75,10 @@ class Probe:
         """Return the reasons why the GPU has reduced its clocks, as text; "" without a GPU or a reason."""
         if not self.plan.gpu:
             return ""
-        import pynvml
+        from ddptrain.nvml import throttle_reasons_of
 
-        from ddptrain.nvml import throttle_reasons
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self.device).uuid}")
-        return ", ".join(throttle_reasons(handle))
+        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return ", ".join(throttle_reasons_of(names[self.device.index or 0]))
 
     def _inside(self, store: Store) -> None:
         if self.local_size > 1:

@@ -273,10 +273,8 @@ def test_ranks_that_measure_only_pairs_wait_for_the_slowest_of_them(bench: Bench
 def test_gpu_is_set_copied_to_and_asked_why_it_is_slow(bench: Bench) -> None:
     done: list[Any] = []
     device = torch.device("cuda", 1)
-    bench.monkeypatch.setattr("pynvml.nvmlInit", lambda: done.append("init"))
-    bench.monkeypatch.setattr("pynvml.nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
-    bench.monkeypatch.setattr("ddptrain.nvml.throttle_reasons", lambda handle: ["hot", f"power of {handle}"])
-    bench.monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(uuid=f"u-{of.index}"))
+    bench.monkeypatch.setattr("ddptrain.nvml.throttle_reasons_of", lambda name: ["hot", f"power of {name}"])
+    bench.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,MIG-u-1")
     bench.monkeypatch.setattr(torch.cuda, "set_device", done.append)
 
     def copy_gb_s(of: torch.device, seconds: float) -> float:
@@ -293,11 +291,11 @@ def test_gpu_is_set_copied_to_and_asked_why_it_is_slow(bench: Bench) -> None:
     gpu._alone()
     assert bench.told() == [(name, status, -1) for name in ("gemm", "copy") for status in ("begun", "done")]
     gemm, copy = bench.lines[1::2]
-    assert gemm.text == "hot, power of GPU-u-1" and gemm.values["gflops"] == 2.0
-    assert copy.text == "" and copy.values["gb_s"] == 30.0 and done == ["init"]
+    assert gemm.text == "hot, power of MIG-u-1" and gemm.values["gflops"] == 2.0
+    assert copy.text == "" and copy.values["gb_s"] == 30.0 and done == []
     bench.monkeypatch.setattr(process, "TCPStore", lambda *given, **options: 1 / 0)
     bench.monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     bench.monkeypatch.setenv("MASTER_PORT", "4000")
     with pytest.raises(ZeroDivisionError):
         gpu.run()
-    assert done[1] == device
+    assert done[0] == device
