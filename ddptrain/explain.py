@@ -161,6 +161,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "worker .*(lost|gone|memory|restarted)",
             ),
             Cause(
+                "the GPUs can't be listed",
+                "the message has NVML's reason: the driver, or a container without the driver capability utility; "
+                "cluster.gpus: 0 trains on the CPU",
+                "GPUs of .* can't be listed",
+            ),
+            Cause(
                 "disk full, quota, limit on the size of files (ulimit -f)",
                 "free some space: ddptrain results prune --keep 20; the last complete checkpoint is intact",
                 "No space left|[Dd]isk (quota|space)|disk of .* is full|[Ff]ile too large|limit on the size",
@@ -183,7 +189,7 @@ EXPLANATIONS: dict[int, Explanation] = {
             Cause("a certificate is wrong or missing", "set cluster.tls", "certificate|TLS"),
             Cause("the cluster is of another host", "run the command on the host that is named", "runs on "),
         ),
-        "ddptrain doctor checks this machine, ddptrain cluster check all hosts of a cluster.",
+        "ddptrain doctor checks this machine, ddptrain doctor --cluster NAME all hosts of a cluster.",
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",

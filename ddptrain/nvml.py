@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 
 from ddptrain.protocol import system_metrics
-from ddptrain.protocol.cluster_check import GpuFacts
+from ddptrain.protocol.host_facts import GpuFacts
 
 _MB = 10**6
 
@@ -30,19 +30,8 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
         pynvml.nvmlShutdown()
 
 
-def throttle_reasons_of(name: str) -> tuple[str, ...]:
-    """Return the reasons why the hardware reduces the clocks of the GPU now, except a power limit, which is normal.
-
-    `name` is an entry of CUDA_VISIBLE_DEVICES: an index, or the UUID of a GPU or of a MIG instance.
-    """
-    pynvml.nvmlInit()
-    by_index = name.isdigit()
-    return _throttle_reasons(
-        pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
-    )
-
-
-def _throttle_reasons(handle: Any) -> tuple[str, ...]:
+def throttle_reasons(handle: Any) -> tuple[str, ...]:
+    """Return the reasons why the hardware reduces the clocks of the GPU now, except a power limit, which is normal."""
     bits = _if_known(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     return tuple(system_metrics.throttle_reasons(bits & ~pynvml.nvmlClocksEventReasonSwPowerCap))
 
@@ -63,12 +52,8 @@ def _facts(index: int, handle: Any) -> GpuFacts:
             pynvml.NVML_VOLATILE_ECC,
         ),
         remap_pending=bool(remapped[2] or remapped[3]) if remapped is not None else None,
-        throttled=_throttle_reasons(handle),
+        throttled=throttle_reasons(handle),
         temperature_c=_if_known(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-        pcie_gen=_if_known(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        pcie_width=_if_known(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        pcie_width_max=_if_known(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        nvlinks=sum(_if_known(pynvml.nvmlDeviceGetNvLinkState, handle, link) == 1 for link in range(18)),
     )
 
 
