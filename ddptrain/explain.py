@@ -167,6 +167,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "worker .*(lost|gone|memory|restarted)",
             ),
             Cause(
+                "the GPUs can't be listed",
+                "the message has NVML's reason: the driver, or a container without the driver capability utility; "
+                "cluster.gpus: 0 trains on the CPU",
+                "GPUs of .* can't be listed",
+            ),
+            Cause(
                 "disk full, quota, limit on the size of files (ulimit -f)",
                 "free some space: ddptrain results prune --keep 20; the last complete checkpoint is intact",
                 "No space left|[Dd]isk (quota|space)|disk of .* is full|[Ff]ile too large|limit on the size",
