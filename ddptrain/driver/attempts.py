@@ -58,10 +58,10 @@ class AttemptSeries:
         self.context = context
         self.config = context.resolved.config
         activity = "training" if context.evaluation is None else "evaluating"
-        self.recorder = Recorder(context.writer, context.display, self.config.checkpoint.metric, activity)
+        settings, nan = self.config.checkpoint, self.config.failure.nan
+        self.recorder = Recorder(context.writer, context.display, settings.metric, activity, nan)
         self.checkpoint = checkpoint
-        settings = self.config.checkpoint
-        self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
+        self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode, ignore_nan=nan == "ignore")
         self.tracking = TrackingSetup(context.resolved, context.writer, os.environ, self.recorder.notice)
         self.specs = RankSpecs(
             context.resolved,

@@ -288,7 +288,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         It may be called after every step. A checkpoint is due if `last` is True, if `epoch` (from 1) is a whole number
         and a multiple of `checkpoint.every_epochs`, at or after each multiple of `every_steps`, and when `every_s`
         seconds have passed; without an epoch and without these two settings, every call saves. `more` are objects with
-        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors): those of rank 0 are saved.
+        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors): those of rank 0 are saved. Of each of
+        `metrics` the mean over the ranks that give it is saved.
         `rank_state` is such data that is saved for each rank. The call returns when everything is copied; a thread
         writes the files.
 
@@ -330,8 +331,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         text = (
             f"step {step} follows step {saved}, from which ctx.resume has loaded the state: begin at resumed.step + 1"
             if self._has_resumed
-            else f"the code begins at step {step}, although the run has a checkpoint of step {saved}: it has not called "
-            "ctx.resume, so that this work is done again. Add this before the first step: resumed = "
+            else f"the code begins at step {step}, although the run has a checkpoint of step {saved}: it has not "
+            "called ctx.resume, so that this work is done again. Add this before the first step: resumed = "
             "ctx.resume(model=model, optimizer=optimizer), and begin at resumed.step + 1 unless it is None"
         )
         self._note(text, "warning")
@@ -360,22 +361,23 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         extra: Mapping[str, Any],
     ) -> None:
         epoch = optional("epoch", epoch)
-        rank_data = plain_bytes({"random": random_state.capture(self.device), "rank_state": rank_state})
+        metrics = numbers(raw_metrics)
+        own = {"random": random_state.capture(self.device), "rank_state": rank_state, "metrics": metrics}
+        rank_data = plain_bytes(own)
         self._save_count += 1
         self._calls.has_saved = True
         gradients = self._gradients.state({"model": model, **extra})
         if self.rank != 0 and not is_sharded(model):
             self._store.set(state_key(self._save_count, self.rank), rank_data)
             return
-        metrics = numbers(raw_metrics)
         self._writer.wait()  # the previous checkpoint must be written before its memory is used again
-        state: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": metrics, "extra": dict(extra)}
+        state: dict[str, Any] = {"step": step, "epoch": epoch, "extra": dict(extra)}
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         if gradients is not None:
             state["gradients"] = gradients
         copied = self._buffers.take(model, optimizer, state if self.rank == 0 else {})
         folder = self._files.new_staging("checkpoint")
-        self._writer.start(PendingCheckpoint(self._save_count, step, epoch, metrics, folder, copied, rank_data))
+        self._writer.start(PendingCheckpoint(self._save_count, step, epoch, folder, copied, rank_data))
         self._schedule.saved()
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # a minute
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """A checkpoint whose files have the sizes and hashes of its manifest."""
+    """A checkpoint whose files have the sizes and hashes of its manifest.
+
+    A metric that is not finite is NaN, whatever it was. finite: see retention.are_finite.
+    """
 
     folder: Path
     step: int
@@ -31,6 +35,7 @@ class VerifiedCheckpoint:
     world_size: int
     metrics: dict[str, float]
     files: tuple[str, ...]
+    finite: bool = True
 
     @property
     def description(self) -> str:
@@ -57,21 +62,43 @@ def read_manifest(folder: Path) -> VerifiedCheckpoint:
         step=manifest["step"],
         epoch=manifest["epoch"],
         world_size=manifest["world_size"],
-        metrics=finite_metrics(manifest),
+        metrics=metrics_in(manifest),
         files=(*(file["name"] for file in manifest["files"]), MANIFEST),
+        finite=manifest.get("finite") is not False,
     )
 
 
 def newest_verified(layout: RunLayout, warn: Callable[[str], None]) -> VerifiedCheckpoint | None:
-    """Return the newest checkpoint that matches its manifest, or None; `warn` is called for each damaged one.
+    """Return the newest checkpoint that matches its manifest, or None; `warn` is called for each one that is skipped.
 
-    Raises ResultsError if the file system fails for a minute: an older checkpoint would lose work that may be intact.
+    One that is not finite is returned only if there is no other one. Raises ResultsError if the file system fails for a
+    minute: an older checkpoint would lose work that may be intact.
     """
+    not_finite = []
     for folder in checkpoint_folders(layout):
         try:
-            return _verify_patiently(folder, warn)
+            if read_manifest(folder).finite:
+                checkpoint = _verify_patiently(folder, warn)
+                break
+            not_finite.append(folder)
         except CheckpointDamaged as error:
             warn(f"checkpoint {folder.name} is skipped: {error}")
+    else:
+        return _first_verified(not_finite, warn)
+    for folder in not_finite:
+        warn(f"checkpoint {folder.name} is skipped: its metrics or weights are NaN or infinite")
+    return checkpoint
+
+
+def _first_verified(folders: Sequence[Path], warn: Callable[[str], None]) -> VerifiedCheckpoint | None:
+    for folder in folders:
+        try:
+            checkpoint = _verify_patiently(folder, warn)
+        except CheckpointDamaged as error:
+            warn(f"checkpoint {folder.name} is skipped: {error}")
+        else:
+            warn(f"the metrics or weights of checkpoint {folder.name} are NaN or infinite, and there is no other one")
+            return checkpoint
     return None
 
 
@@ -100,9 +127,13 @@ def parse_manifest(data: bytes) -> dict[str, Any] | None:
     return manifest if isinstance(manifest, dict) and _is_complete(manifest) else None
 
 
-def finite_metrics(manifest: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a parsed manifest that are finite numbers."""
-    return {name: value for name, value in manifest["metrics"].items() if finite_number(value) is not None}
+def metrics_in(manifest: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a parsed manifest; a value that was not finite is null there, and NaN here."""
+    return {
+        name: math.nan if value is None else value
+        for name, value in manifest["metrics"].items()
+        if value is None or finite_number(value) is not None
+    }
 
 
 def is_plain_name(name: object) -> bool:
