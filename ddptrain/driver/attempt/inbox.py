@@ -6,6 +6,7 @@ The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead, SpareSlots
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddptrain.driver.failure.fault import Loss
@@ -117,6 +118,15 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputFetched:
+    """Missing bytes of a rank's files were fetched from its host, in a thread; `read` completes what needed them."""
+
+    attempt: int
+    rank: int
+    read: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class ReadMark:
     """The loop puts it into an inbox that is never empty: all earlier messages have been read when it is read."""
 
@@ -155,6 +165,7 @@ InboxMessage = (
     | ArtifactRetried
     | ResultsLost
     | ReadMark
+    | OutputFetched
 )
 Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | SpareSlots | NotFinite
 Inbox = queue.SimpleQueue[InboxMessage]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +24,10 @@ from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.transfer.log_mirror import LogMirror
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.worker.spool import RankSpool, rank_spool
@@ -91,13 +96,15 @@ def display(writer: RunWriter) -> Iterator[Display]:
         yield opened
 
 
-def attempt_of(count: int, writer: RunWriter, display: Display, folder: Path, lost_after_s: float = 60.0) -> Attempt:
+def attempt_of(
+    count: int, writer: RunWriter, display: Display, folder: Path, lost_after_s: float = 60.0, *, shared: bool = True
+) -> Attempt:
     inbox = Inbox()
     ranks = []
     for rank in range(count):
         node, slot = divmod(rank, _SLOTS)
         place = RankPlace(
-            rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, True
+            rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, shared
         )
         ranks.append((make_spec(rank=rank, world_size=count), place, writer.layout.log(rank)))
     parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, lost_after_s
@@ -197,3 +204,49 @@ def test_silence_is_judged_while_the_inbox_is_never_empty(
     attempt.inbox.put(worker_notices.Alive(1, 0, None))
     end = attempt.run()
     assert end.fault is not None and (end.fault.rank, end.fault.kind) == (0, FaultKind.WORKER_LOST)
+
+
+class FarGroup(StubGroup):
+    """Its ranks are on other hosts: bytes come in notices, and some must be fetched, which takes until a command."""
+
+    def __init__(self, inbox: Inbox, scratch: Path) -> None:
+        super().__init__(inbox, scratch)
+        self.released = threading.Event()
+        self.in_time: list[bool] = []
+        self.told: list[Command] = []
+
+    def submit(self, specs: Sequence[RankSpec], _: object) -> None:
+        for spec in specs:
+            if spec.rank == 0:
+                self.inbox.put(worker_notices.StoreOpened(spec.attempt, 0, 4711))
+            at = spec.attempt, spec.rank
+            written = b"".join(map(events.encode, [events.Started(1, 100 + spec.rank, "h"), events.Entered(2)]))
+            self.inbox.put(worker_notices.OutputBytes(*at, "events", 0, written))
+            if spec.rank == 1:
+                self.inbox.put(worker_notices.Growth(*at, 4, len(written)))  # four bytes of the log are missing
+                self.inbox.put(messages.SignalReceived(signal.SIGTERM))
+
+    def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
+        self.in_time.append(self.released.wait(20.0))
+        return b"line"[offset : offset + size_bytes]
+
+    def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
+        self.told.append(command)
+        self.released.set()
+        for spec in specs:
+            self.inbox.put(worker_notices.RankExit(spec.attempt, spec.rank, 100, 1, 100, 4 * spec.rank, 0))
+
+
+def test_command_to_save_does_not_wait_for_bytes_of_a_host_that_is_cut_off(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch", shared=False)
+    group = FarGroup(attempt.inbox, tmp_path / "scratch")
+    attempt.worker_group = cast(Any, group)
+    attempt.mirrors = [
+        LogMirror(mirror.spool, mirror.home_log, shared=False, fetch=partial(group.fetch, "far"))
+        for mirror in attempt.mirrors
+    ]
+    attempt.run()
+    assert group.told == [Command.PREEMPT] and group.in_time == [True]
+    assert writer.layout.log(1).read_bytes() == b"line"  # and its exit is handled after its last bytes

@@ -16,7 +16,7 @@ from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
 from ddptrain.driver.failure.slow_ranks import SlowPolicy, SlowRank
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
+from ddptrain.protocol.worker_notices import RankExit, SystemSample
 from tests import fake_time
 from tests.unit.driver.attempt.ranks import running
 from tests.unit.notes import Notes, noted
@@ -53,6 +53,7 @@ class Bench:
             "mirrors": [self._mirror(0), self._mirror(1)],
             "state": SimpleNamespace(ranks=ranks),
             "handle": self.handled.append,
+            "_fetching": {},
         }
         for name, part in parts.items():
             setattr(self.attempt, name, part)
@@ -63,6 +64,7 @@ class Bench:
             self.notes,
             f"mirror{rank}",
             log_grew=lambda size: self.grew,
+            lacks=lambda stream, size: False,
             take_events=lambda: iter(()),
             spool=found,
             refused=0,
@@ -142,17 +144,6 @@ def test_ends_and_the_training_are_recorded_with_the_ranks(bench: Bench) -> None
 # --- output ---
 
 
-@pytest.mark.parametrize("grew", [True, False])
-def test_output_is_read_as_far_as_it_is_told(bench: Bench, grew: bool) -> None:
-    bench.grew = grew
-    done(bench, actions.ReadOutput(1, 100, 50))
-    shown = [("display.log_grew", 1)] if grew else []
-    read = [("mirror1.advance", 100, 50), ("mirror1.take_events",)]
-    assert bench.notes == [("mirror1.log_grew", 100), *shown, *read] and bench.handled == []
-    done(bench, actions.ReadOutput(1, 100, 50, ENDED))
-    assert bench.handled == [inbox.OutputRead(1, ended=ENDED, error="")]
-
-
 @pytest.mark.parametrize(
     ("error", "has", "ended", "handled"),
     [
@@ -172,12 +163,6 @@ def test_output_that_cant_be_read_is_an_error_while_the_worker_is_there(
     bench.attempt.mirrors[1]._returns["advance"] = advance  # type: ignore[attr-defined]
     done(bench, actions.ReadOutput(1, 100, 50, ended))
     assert bench.handled == handled and ("mirror1.take_events",) in bench.notes
-
-
-def test_output_that_was_sent_is_received(bench: Bench) -> None:
-    output = OutputBytes(1, 1, "log", 7, b"data")
-    done(bench, actions.ReceiveOutput(output))
-    assert bench.notes == [("mirror1.receive", "log", 7, b"data"), ("mirror1.take_events",)]
 
 
 def test_rest_of_the_output_of_a_lost_rank_is_read_where_it_is_shared(bench: Bench) -> None:
