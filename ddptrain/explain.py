@@ -80,6 +80,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "SIGKILL",
             ),
             Cause(
+                "a metric is nan or inf, and failure.nan is stop",
+                "lower the learning rate, clip gradients, or use bf16 or fp32; --resume RUN continues from the last "
+                "finite checkpoint",
+                r"failure\.nan is stop",
+            ),
+            Cause(
                 "No module named ... on a host",
                 "install it there; ddptrain copies your project, not its packages",
                 "No module named",
@@ -159,6 +165,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "a worker was lost: out of memory, restarted, cut off",
                 "the message names the host; failure.max_losses: 3 continues on others",
                 "worker .*(lost|gone|memory|restarted)",
+            ),
+            Cause(
+                "the GPUs can't be listed",
+                "the message has NVML's reason: the driver, or a container without the driver capability utility; "
+                "cluster.gpus: 0 trains on the CPU",
+                "GPUs of .* can't be listed",
             ),
             Cause(
                 "disk full, quota, limit on the size of files (ulimit -f)",

@@ -88,7 +88,8 @@ class CheckpointPart:
 class CheckpointSaved(Event):
     """A complete checkpoint waits in `staging` (a folder name below the rank's staging folder).
 
-    parts: the complete files of the other ranks, for a sharded model.
+    metrics: the mean of each over the ranks that gave it. parts: the complete files of the other ranks, for a sharded
+    model. finite: whether all weights are finite numbers.
     """
 
     step: int
@@ -97,6 +98,7 @@ class CheckpointSaved(Event):
     epoch: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     parts: tuple[CheckpointPart, ...] = ()
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

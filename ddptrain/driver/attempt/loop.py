@@ -218,10 +218,17 @@ class Attempt:
                 numbers = list(group)
                 self.handle(inbox.RankEvent(rank, numbers[-1], len(numbers)))
                 self.recorder.rank_numbers(rank, numbers)
+                for each in numbers:
+                    self._check_finite(rank, each)
                 continue
             for event in group:
                 self.handle(inbox.RankEvent(rank, event))
                 self.recorder.rank_event(rank, event)
+                self._check_finite(rank, event)
+
+    def _check_finite(self, rank: int, event: events.Event) -> None:
+        if reason := self.recorder.not_finite(rank, event):
+            self.handle(inbox.NotFinite(rank, reason))
 
     def _submit(self, ranks: Sequence[int], port: int) -> None:
         specs = [spec.with_port(port) if port else spec for spec in self._specs(ranks)]

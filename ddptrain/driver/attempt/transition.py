@@ -66,11 +66,16 @@ class Transition(SlowRankDraft):
             case inbox.SpareSlots():
                 self.on_spare_slots(message)
             case _:
-                self._on_transfer(message)
+                self._on_results(message)
 
-    def _on_transfer(self, message: Message) -> None:
-        """Handle a message about the transfer of a checkpoint or file to the run directory."""
+    def _on_results(self, message: Message) -> None:
+        """Handle a message about a metric, or the transfer of a checkpoint or file to the run directory."""
         match message:
+            case inbox.NotFinite(rank, reason):
+                fault = Fault(rank, FaultKind.NAN, self.time_ns, reason)
+                self.change_rank(rank, fault=fault)
+                self._add_fault(fault)
+                self._stop(self.grace_s)  # the rank itself goes on
             case inbox.ArtifactRetried(_, what, error, failure):
                 self.do(actions.Warn(f"{what} could not be saved ({failure}): {error}"))
             case inbox.ResultsLost(lost):

@@ -25,6 +25,7 @@ class FaultKind(StrEnum):
     INFRASTRUCTURE = "infrastructure"  # the rank could not be started, or a part of ddptrain failed
     RESULTS = "results"  # the run directory or the spool cannot be written
     HANG = "hang"  # no progress in time
+    NAN = "nan"  # a value is NaN or infinite, and failure.nan is stop
     TRACKER = "tracker"  # a tracker failed, and tracking.strict is true
 
 
