@@ -174,9 +174,9 @@ class FailureConfig(Strict):
     )
     hang_timeout_s: Annotated[Seconds, Field(gt=0)] | Literal["auto"] | None = Field(
         default="auto",
-        description="Seconds without any progress of a rank after which a run has hung; null never. auto: 10 times the "
-        "longest pause between two reports of a rank so far, at least 40 s, at most 600 s. A rank that uses its CPU or "
-        "GPU without an event or a printed line is given six times as long (auto: one hour).",
+        description="Seconds without any progress of a rank after which a run has hung; null never. auto: 120 s; once "
+        "a rank has reported 20 times, 10 times its longest pause so far, at least 40 s, at most 600 s. A rank that "
+        "uses its CPU or GPU without an event or a printed line is given six times as long (auto: one hour).",
     )
     lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
         default=LOST_AFTER_S,
@@ -358,6 +358,17 @@ class RunConfig(Strict):
             raise wrong_field("evaluate", "is given, but the workload is a script", hint)
         if is_built_in(self.workload):
             raise wrong_field("evaluate", f"is given, but {self.workload} has its own evaluation", "leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _unchanged_data_are_seen(self) -> Self:
+        asked = self.retrain is not None and self.retrain.if_unchanged == "skip"
+        if asked and not is_built_in(self.workload) and not self.data.sources:
+            raise wrong_field(
+                "retrain.if_unchanged",
+                "is skip, but data.sources is empty, so ddptrain cannot see whether the data have changed",
+                "name what the workload reads in data.sources, as [data/], or write if_unchanged: train",
+            )
         return self
 
     @model_validator(mode="after")

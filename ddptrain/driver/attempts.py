@@ -117,7 +117,8 @@ class AttemptSeries:
     def _prepare_another(self, again: Restart, *, leaving: bool) -> None:
         self.context.worker_group.end_attempt()
         self.context.writer.update(waiting=True)
-        self.checkpoint = newest_verified(self.context.writer.layout, self.recorder.warn)
+        with self.context.signals.interrupting():
+            self.checkpoint = newest_verified(self.context.writer.layout, self.recorder.warn)
         start = starting_point(self.checkpoint, is_script=self.context.resolved.config.script is not None)
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
         self.context.signals.pause(again.pause_s)

@@ -179,14 +179,14 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._tracked.model(model)
         self._collective_calls.enter("prepare")
         with self._collective_calls.waiting("prepare"):
-            prepared = prepare_model(model, self.device, settings, self._compile_backend, **ddp)
+            prepared = prepare_model(model, self.device, settings, self._use_compile_cache, **ddp)
         self._gradients.attach(prepared)
         return prepared
 
-    def _compile_backend(self) -> Any:
-        from ddptrain.rank.model.compile_cache import inductor_backend
+    def _use_compile_cache(self) -> None:
+        from ddptrain.rank.model.compile_cache import use_compile_cache
 
-        return inductor_backend(self._spec, self.device, self._note)
+        use_compile_cache(self._spec, self._note)
 
     def loader(
         self,

@@ -117,10 +117,11 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """An event that a rank wrote into its events file."""
+    """An event that a rank wrote into its events file; metrics and progress: the last one of `count`."""
 
     rank: int
     event: Event
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,8 +194,8 @@ class Attempt:
                 recorder.warn(text)
             case actions.Announce(text):
                 recorder.notice(text)
-            case actions.ShowStatus(text):
-                recorder.status(text)
+            case actions.ShowStatus(text, silence):
+                (recorder.display.silence if silence else recorder.status)(text)
 
     def _read(self, rank: int, read: Callable[[LogMirror], None], *, ended: RankExit | None = None) -> None:
         error = ""
@@ -216,7 +216,7 @@ class Attempt:
         for kind, group in itertools.groupby(self.mirrors[rank].take_events(), type):
             if kind in _NUMBERS:
                 numbers = list(group)
-                self.handle(inbox.RankEvent(rank, numbers[-1]))
+                self.handle(inbox.RankEvent(rank, numbers[-1], len(numbers)))
                 self.recorder.rank_numbers(rank, numbers)
                 for each in numbers:
                     self._check_finite(rank, each)

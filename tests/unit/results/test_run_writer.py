@@ -176,9 +176,7 @@ def elsewhere(writer: RunWriter) -> None:
     writer.layout.run_json.write_text(record.to_json())
 
 
-def test_a_run_of_another_host_is_not_taken_up_while_its_heart_beats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_another_host_is_not_taken_up_while_its_heart_beats(tmp_path: Path) -> None:
     with make(tmp_path, "mine") as writer:
         writer.finish(RunStatus.FAILED, 1)
     elsewhere(writer)
@@ -186,7 +184,6 @@ def test_a_run_of_another_host_is_not_taken_up_while_its_heart_beats(
     with pytest.raises(RunLocked, match="running on another host: process 1 on another-host still writes to it"):
         RunWriter.reopen(writer.layout.root, "")
     os.utime(writer.layout.heartbeat_file, (1, 1))
-    monkeypatch.setattr("ddptrain.results.ownership.claim.WATCH_S", 0.3)
     with RunWriter.reopen(writer.layout.root, "") as again:
         assert again.record.driver == DriverRecord.of_this_process()
         with pytest.raises(RunLocked, match="taken over"):
@@ -211,7 +208,6 @@ def test_of_two_hosts_that_take_up_a_run_at_the_same_moment_one_gets_it(
     elsewhere(writer)
     driver_heartbeat.Heartbeat(writer.layout.heartbeat_file)
     os.utime(writer.layout.heartbeat_file, (1, 1))
-    monkeypatch.setattr("ddptrain.results.ownership.claim.WATCH_S", 0.0)
     other: list[driver_heartbeat.Heartbeat] = []
 
     def another_host_is_later(seconds: float) -> None:  # while this one waits to see that; it does not see our lock
