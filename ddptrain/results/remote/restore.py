@@ -44,14 +44,13 @@ def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -
         return
 
 
-def download_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]) -> None:
-    """Download those of these checkpoints that exist and match their manifests. Raises ResultsError, StoreError."""
+def download_checkpoints(run: RemoteFolder, folder: Path) -> None:
+    """Download all checkpoints that match their manifests. Raises ResultsError, StoreError."""
     for step, manifest in _manifests(run, run.files(CHECKPOINTS)).items():
-        if step in steps:
-            try:
-                _fetch(run, folder, step, manifest)
-            except CheckpointDamaged:
-                shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
+        try:
+            _fetch(run, folder, step, manifest)
+        except CheckpointDamaged:
+            shutil.rmtree(folder / CHECKPOINTS / step_name(step), ignore_errors=True)
 
 
 def download_model(run: RemoteFolder, folder: Path, paths: Iterable[str], which: str = BEST) -> None:
