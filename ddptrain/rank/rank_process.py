@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -120,6 +121,7 @@ def main() -> None:
     """Run a rank after a cold start. Arguments: the descriptors of the spec, the log, the events and the commands."""
     spec_fd, log_fd, events_fd, commands_fd = (int(fd) for fd in sys.argv[1:5])
     process_control.die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the rank server may ignore it
     code = 70
     try:
         code = run_rank(read_spec(spec_fd), log_fd, events_fd, commands_fd, cold=True)

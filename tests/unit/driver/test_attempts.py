@@ -244,13 +244,13 @@ def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPa
         ("recorder.event", "run_started", started),
         ("writer.next_attempt", SAVED, 2),
         ("writer.update", {"world_size": 2, "attempts": (*bench.record.attempts, record), "waiting": False}),
-        ("transfer.close", 600.0),
+        ("transfer.close", 60.0),
     ]
     bench.notes.clear()
     seen["fails"], series.checkpoint = True, None
     with pytest.raises(RuntimeError, match="no"):
         series._attempt(places)
-    assert bench.notes[-2:] == [("transfer.stop_retrying",), ("transfer.close", 600.0)]
+    assert bench.notes[-2:] == [("transfer.stop_retrying",), ("transfer.close", 60.0)]
     assert bench.calls("recorder.event") == [("recorder.event", "run_started", {**started, "resumed_from": None})]
 
 
