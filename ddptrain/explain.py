@@ -183,7 +183,7 @@ EXPLANATIONS: dict[int, Explanation] = {
             Cause("a certificate is wrong or missing", "set cluster.tls", "certificate|TLS"),
             Cause("the cluster is of another host", "run the command on the host that is named", "runs on "),
         ),
-        "ddptrain doctor checks this machine, ddptrain cluster check all hosts of a cluster.",
+        "ddptrain doctor checks this machine, ddptrain doctor --cluster NAME all hosts of a cluster.",
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",

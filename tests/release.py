@@ -21,7 +21,6 @@ from pathlib import Path
 import yaml
 
 import ddptrain
-from tests.release_compact import compact_wheel
 from tests.release_environments import environment_problems
 from tests.release_wheel import archive_problems
 
@@ -109,7 +108,6 @@ def _built_problems(version: str, folder: Path, *, complete: bool) -> list[str]:
         stdout=subprocess.DEVNULL,
     )
     wheel, sdist = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
-    compact_wheel(wheel)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     with zipfile.ZipFile(wheel) as archive:
         problems = wheel_problems(archive.namelist(), wheel.name, version)

@@ -31,7 +31,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cluster up": ("cluster up --ranks 4", "cluster up --backend ssh --name lab --host a --host b"),
     "cluster list": ("cluster list",),
     "cluster status": ("cluster status lab",),
-    "cluster check": ("cluster check lab",),
     "cluster logs": ("cluster logs lab --lines 50",),
     "cluster scale": ("cluster scale lab 8",),
     "cluster down": ("cluster down lab",),

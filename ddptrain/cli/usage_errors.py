@@ -31,6 +31,7 @@ _OTHER_NAMES = {  # what users of other tools type
     "tune": "ddptrain sweep",
     "check": "ddptrain doctor",
 }
+_REMOVED = {"cluster check": "ddptrain doctor --cluster NAME"}  # commands of earlier versions
 
 
 class RootGroup(TyperGroup):
@@ -107,7 +108,7 @@ def _field(option: str) -> str:
 
 def _command_hint(name: str, ctx: Any) -> str:
     commands = ctx.command.list_commands(ctx)
-    found = _OTHER_NAMES.get(name, "") if ctx.parent is None else ""
+    found = _OTHER_NAMES.get(name, "") if ctx.parent is None else _REMOVED.get(f"{ctx.info_name} {name}", "")
     if name.endswith((".yaml", ".yml")):
         verb = "train" if "train" in commands else "add" if "add" in commands else ""
         found = f"{ctx.command_path} {verb} {shorten(name)}" if verb else ""

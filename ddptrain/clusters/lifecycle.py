@@ -30,7 +30,7 @@ _EXPOSED = (
 _log = Log(__name__)
 _SURE_S = 10.0  # a cluster that does not answer for that long has failed, and is cleaned up
 _END_S = 60.0  # another command may need that long to clean up a failed start
-_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s", "check", "exclude_bad"})
+_NOT_OF_THE_CLUSTER = frozenset({"name", "start_timeout_s", "wait_s"})
 
 
 def default_name(config: ClusterConfig) -> str:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.gpus import default_slots
-from ddptrain.protocol.cluster_check import HostFacts
+from ddptrain.protocol.host_facts import HostFacts
 from ddptrain.protocol.typed_json import decode_json_data
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.remote_folder import RemoteFolder, is_url
