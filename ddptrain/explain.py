@@ -264,7 +264,7 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.PREEMPTED: Explanation(
         "preempted, and a checkpoint is saved",
-        "run nightly preempted (exit code 75): ended by ddptrain stop; continue with --resume nightly",
+        "run nightly stopped (saved) (exit code 75): ended by ddptrain stop; continue with --resume nightly",
         (
             Cause(
                 "someone sent SIGTERM: Slurm, Kubernetes, a spot instance, ddptrain stop",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, limit_error
-from ddptrain.results.run_record import FailureRecord, RunStatus
+from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, RunStatus
 from ddptrain.text_tables import duration
 
 if TYPE_CHECKING:
@@ -146,10 +146,9 @@ def name_stop_command(end: RunEnd) -> RunEnd:
     failure = end.failure
     if failure is None or failure.message not in (was_sent(signal.SIGINT), was_sent(signal.SIGTERM)):
         return end
-    by_command = "ended by ddptrain stop"
     said = f"interrupted by {failure.type}" if failure.kind == "interrupted" else failure.message
-    cause = end.cause.replace(said, by_command, 1)
-    return replace(end, cause=cause, failure=replace(failure, message=by_command))
+    cause = end.cause.replace(said, ENDED_BY_STOP, 1)
+    return replace(end, cause=cause, failure=replace(failure, message=ENDED_BY_STOP))
 
 
 def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) -> RunEnd:
