@@ -46,7 +46,7 @@ def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
     if end.notice is not None and writer.record.checkpoints:
         return _preempted(end.notice, writer, end)
     if end.saved_itself:
-        return _saved_itself(end.notice)
+        return _saved_itself(end)
     if end.signum is not None:
         return _interrupted(end.signum, writer, end)
     return _gone(end.notice or "the ranks ended before their work was done")
@@ -73,14 +73,14 @@ def _to_continue(writer: RunWriter, end: AttemptEnd | None) -> str:
     return f"{saved}, continue with --resume {writer.run_id}"
 
 
-def _saved_itself(notice: str | None) -> RunEnd:
-    said = (
-        f"{notice}; the script ended by itself"
-        if notice
-        else "the script ended with exit code 75: it has saved its state"
-    )
-    failure = FailureRecord(kind="preempted", message=notice or "the script ended with exit code 75")
-    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{said}, run it again to continue", failure)
+def _saved_itself(end: AttemptEnd) -> RunEnd:
+    """Return the end of a run whose ranks ended by themselves: exit code 75 says that they have saved, 0 does not."""
+    notice = end.notice or "the script ended with exit code 75"
+    by_zero = any(rank.ended is not None and rank.ended.status == 0 for rank in end.ranks)
+    what = "the script ended by itself" if by_zero else "it has saved its state"
+    failure = FailureRecord(kind="preempted", message=notice)
+    cause = f"{notice}; {what}: run it again to continue"
+    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
 
 
 def _gone(notice: str) -> RunEnd:

@@ -42,7 +42,7 @@ def parts(end: RunEnd) -> tuple[RunStatus, int, str]:
 
 
 FAULT = fault(1, "bad batch\nmore", type="ValueError", traceback="trace")
-SAVED = "the script ended with exit code 75: it has saved its state, run it again to continue"
+SAVED = "the script ended with exit code 75; it has saved its state: run it again to continue"
 NONE = "there is no checkpoint to continue from"
 
 
@@ -66,7 +66,7 @@ NONE = "there is no checkpoint to continue from"
             ended(ranks(preempted=True), notice="h1 leaves"),
             "preempted",
             75,
-            "h1 leaves; the script ended by itself, run it again to continue",
+            "h1 leaves; it has saved its state: run it again to continue",
             "preempted",
         ),
         (ended(ranks(preempted=True), signum=2), "cancelled", 130, f"interrupted by SIGINT; {NONE}", "interrupted"),
