@@ -80,6 +80,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "SIGKILL",
             ),
             Cause(
+                "a metric is nan or inf, and failure.nan is stop",
+                "lower the learning rate, clip gradients, or use bf16 or fp32; --resume RUN continues from the last "
+                "finite checkpoint",
+                r"failure\.nan is stop",
+            ),
+            Cause(
                 "No module named ... on a host",
                 "install it there; ddptrain copies your project, not its packages",
                 "No module named",
@@ -161,6 +167,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "worker .*(lost|gone|memory|restarted)",
             ),
             Cause(
+                "the GPUs can't be listed",
+                "the message has NVML's reason: the driver, or a container without the driver capability utility; "
+                "cluster.gpus: 0 trains on the CPU",
+                "GPUs of .* can't be listed",
+            ),
+            Cause(
                 "disk full, quota, limit on the size of files (ulimit -f)",
                 "free some space: ddptrain results prune --keep 20; the last complete checkpoint is intact",
                 "No space left|[Dd]isk (quota|space)|disk of .* is full|[Ff]ile too large|limit on the size",
@@ -187,8 +199,8 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",
-        "ddptrain: rank 1 hung: no progress for 600 s, it is in train.py:13 in load while rank 0 waits for it "
-        "in all_reduce (...; stacks: artifacts/stacks/)",
+        "ddptrain: rank 1 hung: no progress for 41 s, it is in train.py:13 in load while rank 0 waits for it "
+        "in all_reduce (stacks: artifacts/stacks/)",
         (
             Cause(
                 "the rank is in a line of your code: a lock, a download, an endless loop", "give requests a time limit"
@@ -213,9 +225,9 @@ EXPLANATIONS: dict[int, Explanation] = {
         ),
         "The rank that is named is the one that is missing. The stacks of all ranks are in artifacts/stacks/ "
         "of the run.\n"
-        "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
-        "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again "
-        "from the last checkpoint.",
+        "By default the limit is 120 s. Once a rank has reported 20 times, it is 10 times the longest pause so far, "
+        "at least 40 s and at most 600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the "
+        "ranks start again from the last checkpoint.",
     ),
     ExitCode.LOCKED: Explanation(
         "the run is running in another process, or another host has taken it over",

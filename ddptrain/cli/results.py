@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.examples import Command
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_json, print_result, write
@@ -152,7 +153,12 @@ def plot(
 def sync(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            autocompletion=complete.runs,
+            help="A run's id, the start of one, latest, a directory, or a URL.",
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
@@ -303,6 +309,20 @@ def consolidate(
     print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=json)
 
 
+def remove(ctx: typer.Context, runs: RunNames, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
+    """Delete runs with their checkpoints, logs and files. A run that is running, or may be, is refused."""
+    from ddptrain.results.prune.prune import remove_run
+    from ddptrain.results.show.render import size
+
+    found = []  # all of them, before the first is deleted: a name may be wrong
+    for run in dict.fromkeys(runs):
+        folder, name = place_of(ctx, runs_dir, run)
+        found.append((folder, folder.find(name)))
+    removed = [{"run_id": view.run_id, "size_bytes": remove_run(folder, view)} for folder, view in found]
+    lines = [f"run {each['run_id']} deleted, {size(each['size_bytes'])} freed" for each in removed]
+    print_result({"removed": removed}, lines, as_json=json)
+
+
 def _wait_for_reader() -> Callable[[float], None]:
     """Return a function that waits, and raises BrokenPipeError if the reader of the output has closed it."""
     import errno
@@ -337,4 +357,5 @@ app.command("note", short_help="Write a note on a run.")(note)
 app.command("export", short_help="Write the metrics of runs for other tools.")(export)
 app.command("sync", short_help="Send what was recorded offline to Weights & Biases.")(sync)
 app.command("consolidate", short_help="Write a sharded checkpoint as one safetensors checkpoint.")(consolidate)
+app.command("rm", short_help="Delete runs.")(remove)
 app.command("prune", short_help="Delete old runs.")(prune)

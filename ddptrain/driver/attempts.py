@@ -58,10 +58,10 @@ class AttemptSeries:
         self.context = context
         self.config = context.resolved.config
         activity = "training" if context.evaluation is None else "evaluating"
-        self.recorder = Recorder(context.writer, context.display, self.config.checkpoint.metric, activity)
+        settings, nan = self.config.checkpoint, self.config.failure.nan
+        self.recorder = Recorder(context.writer, context.display, settings.metric, activity, nan)
         self.checkpoint = checkpoint
-        settings = self.config.checkpoint
-        self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
+        self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode, ignore_nan=nan == "ignore")
         self.tracking = TrackingSetup(context.resolved, context.writer, os.environ, self.recorder.notice)
         self.specs = RankSpecs(
             context.resolved,
@@ -117,7 +117,8 @@ class AttemptSeries:
     def _prepare_another(self, again: Restart, *, leaving: bool) -> None:
         self.context.worker_group.end_attempt()
         self.context.writer.update(waiting=True)
-        self.checkpoint = newest_verified(self.context.writer.layout, self.recorder.warn)
+        with self.context.signals.interrupting():
+            self.checkpoint = newest_verified(self.context.writer.layout, self.recorder.warn)
         start = starting_point(self.checkpoint, is_script=self.context.resolved.config.script is not None)
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
         self.context.signals.pause(again.pause_s)

@@ -281,7 +281,8 @@ class _Run:
             return None
         from ddptrain.results.checkpoints.verification import newest_verified
 
-        checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
+        with self.signals.interrupting():
+            checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
         self.display.notice(f"resuming{f' from {checkpoint.description}' if checkpoint else from_start}")
         return checkpoint

@@ -108,14 +108,12 @@ class RankLifecycle:
         CommandHandler(*parts, self._state, self._complete_saves, self._report_handled).start()
 
     def _set_up_torch(self) -> torch.device:
-        import numpy as np
         import torch
         from torch.distributed import distributed_c10d as c10d
 
         from ddptrain.rank.data import dataloader_workers
 
         dataloader_workers.protect()
-        np.random.seed(None)  # otherwise all forks have the server's random state
         torch.set_num_threads(self.spec.host.cpu_threads)
         timeout = dt.timedelta(seconds=self.spec.group.timeout_s)
         if self.spec.host.gpu is None:

@@ -112,6 +112,23 @@ class SlowRankRecord(_Part):
         return f"{text}{times} the median of {_seconds(self.median_s)}; {reason}"
 
 
+@dataclass(frozen=True, slots=True)
+class NotFiniteRecord(_Part):
+    """The first value of an attempt that was NaN or infinite: `value` is nan, inf or -inf."""
+
+    rank: int = 0
+    metric: str = ""
+    value: str = ""
+    step: int | None = None
+    epoch: float | None = None
+
+    @property
+    def description(self) -> str:
+        """The record as a line, without its rank."""
+        epoch = "" if self.epoch is None else f" in epoch {self.epoch:g}"
+        return f"{self.metric} is {self.value}{epoch if self.step is None else f' at step {self.step}'}"
+
+
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
@@ -232,6 +249,7 @@ class RunRecord(_Part):
     attempts: tuple[AttemptRecord, ...] = ()
     failure: FailureRecord | None = None
     slow_ranks: tuple[SlowRankRecord, ...] = ()
+    not_finite: NotFiniteRecord | None = None  # of the last attempt
     git: GitRecord | None = None
     code: CodeRecord | None = None
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -170,16 +170,16 @@ class RunWriter:
             with suppress(CheckpointDamaged):
                 manifest = read_manifest(folder)
                 if checkpoint is not None and manifest.step <= checkpoint.step:
-                    checkpoints.append((manifest.step, manifest.metrics))
+                    checkpoints.append(manifest)
         self._checkpoints.restore(checkpoints, policy)
         with self._mutex:
             self.flush()
             attempts = (*self._record.attempts, self.next_attempt(checkpoint))
             series = read_series(self.layout.metrics_jsonl, attempts)
             if series or checkpoints:
-                self._latest = LatestMetrics.of(series, checkpoints)
+                self._latest = LatestMetrics.of(series, ((each.step, each.metrics) for each in checkpoints))
             self._latest.begin_attempt()
-            self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
+            self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best, not_finite=None)
         return series
 
     def save_git_diff(self) -> None:

@@ -223,8 +223,8 @@ class Attempt:
                 recorder.warn(text)
             case actions.Announce(text):
                 recorder.notice(text)
-            case actions.ShowStatus(text):
-                recorder.status(text)
+            case actions.ShowStatus(text, silence):
+                (recorder.display.silence if silence else recorder.status)(text)
 
     def _read(self, rank: int, read: Callable[[LogMirror], None], *, ended: RankExit | None = None) -> None:
         error = ""
@@ -245,12 +245,19 @@ class Attempt:
         for kind, group in itertools.groupby(self.mirrors[rank].take_events(), type):
             if kind in _NUMBERS:
                 numbers = list(group)
-                self.handle(inbox.RankEvent(rank, numbers[-1]))
+                self.handle(inbox.RankEvent(rank, numbers[-1], len(numbers)))
                 self.recorder.rank_numbers(rank, numbers)
+                for each in numbers:
+                    self._check_finite(rank, each)
                 continue
             for event in group:
                 self.handle(inbox.RankEvent(rank, event))
                 self.recorder.rank_event(rank, event)
+                self._check_finite(rank, event)
+
+    def _check_finite(self, rank: int, event: events.Event) -> None:
+        if reason := self.recorder.not_finite(rank, event):
+            self.handle(inbox.NotFinite(rank, reason))
 
     def _submit(self, ranks: Sequence[int], port: int) -> None:
         specs = [spec.with_port(port) if port else spec for spec in self._specs(ranks)]

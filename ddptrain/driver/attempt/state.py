@@ -67,6 +67,7 @@ class AttemptState(NamedTuple):
     moving: bool = False
     running: int = 0  # ranks that are not over
     outside: int = 0  # ranks that have not entered the workload
+    quiet: str = ""  # for how long a rank has not reported, as shown
 
     @property
     def over(self) -> bool:

@@ -60,8 +60,8 @@ class Transition(SlowRankDraft):
         match message:
             case Notice():
                 self._on_notice(message)
-            case inbox.RankEvent(rank, event):
-                self._on_event(rank, event)
+            case inbox.RankEvent(rank, event, count):
+                self._on_event(rank, event, count)
             case inbox.OutputRead():
                 self._on_output_read(message)
             case inbox.Tick():
@@ -77,11 +77,16 @@ class Transition(SlowRankDraft):
             case inbox.SpareSlots():
                 self.on_spare_slots(message)
             case _:
-                self._on_transfer(message)
+                self._on_results(message)
 
-    def _on_transfer(self, message: Message) -> None:
-        """Handle a message about the transfer of a checkpoint or file to the run directory."""
+    def _on_results(self, message: Message) -> None:
+        """Handle a message about a metric, or the transfer of a checkpoint or file to the run directory."""
         match message:
+            case inbox.NotFinite(rank, reason):
+                fault = Fault(rank, FaultKind.NAN, self.time_ns, reason)
+                self.change_rank(rank, fault=fault)
+                self._add_fault(fault)
+                self._stop(self.grace_s)  # the rank itself goes on
             case inbox.ArtifactRetried(_, what, error, failure):
                 self.do(actions.Warn(f"{what} could not be saved ({failure}): {error}"))
             case inbox.ResultsLost(lost):
@@ -148,8 +153,8 @@ class Transition(SlowRankDraft):
         if ranks:
             self.do(actions.SubmitRanks(ranks, port))
 
-    def _on_event(self, rank: int, event: events.Event) -> None:
-        self._apply_event(rank, event)
+    def _on_event(self, rank: int, event: events.Event, count: int) -> None:
+        self._apply_event(rank, event, count)
         match event:
             case events.Failure():
                 self._on_failure(rank, event)
@@ -179,10 +184,10 @@ class Transition(SlowRankDraft):
         self.change_rank(rank, fault=fault)
         self._add_fault(fault)
 
-    def _apply_event(self, rank: int, event: events.Event) -> None:
+    def _apply_event(self, rank: int, event: events.Event, count: int) -> None:
         """Update the activity, the inquiry and the state of the rank after an event."""
         state = self.state
-        self.put_activity(rank, state.watchdog.after_event(state.activities[rank], event, self.now))
+        self.put_activity(rank, state.watchdog.after_event(state.activities[rank], event, self.now, count))
         if (inquiry := state.inquiry.after(rank, event)) is not state.inquiry:
             self.change(inquiry=inquiry)
         if isinstance(event, events.StepTimes):
@@ -347,13 +352,19 @@ class Transition(SlowRankDraft):
         self._check_deadlines()
 
     def _suspect(self) -> None:
-        """Begin an inquiry if the ranks may hang."""
+        """Begin an inquiry if the ranks may hang. Show for how long they are silent."""
         state = self.state
+        quiet = "" if state.stopping else state.watchdog.silence(state.ranks, state.activities, self.now)
+        if quiet != state.quiet:
+            self.change(quiet=quiet)
+            self.do(actions.ShowStatus(quiet, silence=True))
         if state.stopping or state.faults or not state.inquiry.may_begin(self.now):
             return
         hang = state.watchdog.overdue(state.ranks, state.activities, self.now)
         if hang is not None:
-            self.do(actions.ShowStatus(f"no event or line for {hang.limit_s:g} s: asking the ranks where they are"))
+            if self.now - hang.silent_s >= state.inquiry.not_before:  # else an inquiry has just found a rank working
+                silent = f"no report or line for {hang.silent_s:.0f} s"
+                self.do(actions.ShowStatus(f"{silent}: asking the ranks where they are"))
             self._begin_inquiry(hang)
 
     def _begin_inquiry(self, hang: Hang | None = None, *, for_wait: bool = False) -> None:

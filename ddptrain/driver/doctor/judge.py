@@ -47,7 +47,7 @@ class Check:
 class TorchFacts:
     """The abilities of torch here. cuda: the version that it was built for, or "". gpus: how many it can use.
 
-    problems: what failed, by subject: torch (all of it), torchvision, gloo.
+    problems: what failed, by subject: torch (all of it), torchvision, GPUs (they can't be listed), gloo.
     """
 
     torch: str = ""
@@ -58,8 +58,11 @@ class TorchFacts:
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
-def judge_torch(facts: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
-    """Yield the checks of torch; `gpus` is the number of GPUs that the NVIDIA driver of version `driver` sees."""
+def judge_torch(facts: TorchFacts, gpus: int, driver: str, hidden: int = 0) -> Iterable[Check]:
+    """Yield the checks of torch. gpus: how many CUDA_VISIBLE_DEVICES leaves of those that the NVIDIA driver sees.
+
+    driver: its version. hidden: how many the variable hides.
+    """
     if failed := facts.problems.get("torch"):
         yield Check("torch", Result.BAD, f"torch does not work: {failed}", "install it again: pip install torch")
         return
@@ -70,7 +73,7 @@ def judge_torch(facts: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
         yield Check("torchvision", Result.BAD, f"{facts.torchvision or 'it'} does not work: {failed}", hint)
     else:
         yield Check("torchvision", Result.OK, facts.torchvision)
-    yield _gpus(facts, gpus, driver)
+    yield _gpus(facts, gpus, driver, f"; CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else "")
     if failed := facts.problems.get("gloo"):
         hint = "set GLOO_SOCKET_IFNAME to an interface that is up (ip addr)"
         yield Check("gloo", Result.BAD, f"an all-reduce with gloo failed: {failed}", hint)
@@ -80,17 +83,19 @@ def judge_torch(facts: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
         yield Check("nccl", Result.BAD, "torch is built without NCCL", "install a torch with CUDA")
 
 
-def _gpus(facts: TorchFacts, gpus: int, driver: str) -> Check:
+def _gpus(facts: TorchFacts, gpus: int, driver: str, hidden: str) -> Check:
+    if failed := facts.problems.get("GPUs"):
+        return Check("GPUs", Result.BAD, failed)
     if not gpus:
-        return Check("GPUs", Result.OK, "none: ranks train on the CPU")
+        return Check("GPUs", Result.OK, f"none: ranks train on the CPU{hidden}")
     if not facts.cuda:
         text = f"{gpus} are here, but torch {facts.torch} is built without CUDA"
         return Check("GPUs", Result.BAD, text, "install a torch with CUDA: https://pytorch.org/get-started")
     if facts.gpus < gpus:
         text = f"torch for CUDA {facts.cuda} can use {facts.gpus} of {gpus}, with the driver {driver or 'unknown'}"
-        hint = "check CUDA_VISIBLE_DEVICES; update the driver, or install a torch for an older CUDA"
+        hint = "update the driver, or install a torch for an older CUDA"
         return Check("GPUs", Result.BAD, text, hint)
-    return Check("GPUs", Result.OK, f"{facts.gpus}, with the driver {driver or 'unknown'}")
+    return Check("GPUs", Result.OK, f"{facts.gpus}, with the driver {driver or 'unknown'}{hidden}")
 
 
 def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:

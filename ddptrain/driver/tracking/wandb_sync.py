@@ -25,7 +25,6 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
-from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
@@ -124,7 +123,7 @@ def _sync_local(view: RunView, environ: Mapping[str, str], deadline: float) -> S
         return SyncResult(view.run_id)
     if not is_own_folder(view.layout.root):
         raise _Skipped("it belongs to another user")
-    view = load_run(view.layout.root.absolute(), watch_s=WATCH_S)  # absolute: wandb's command runs in another folder
+    view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
     _check_ended(view)
     env = _environment(view, environ)
     held = run_lock.take(_recorded_folder(view.layout) / _LOCK)

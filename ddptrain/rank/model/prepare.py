@@ -20,12 +20,12 @@ def prepare_model(
     model: nn.Module,
     device: torch.device,
     settings: Mapping[str, Any],
-    compile_backend: Callable[[], Any] = lambda: "inductor",
+    use_compile_cache: Callable[[], None] = lambda: None,
     **ddp: Any,
 ) -> nn.Module:
     """Move the model to the device, apply `settings` (see config), and wrap it in DDP or shard it.
 
-    `compile_backend` returns the backend of torch.compile. `ddp` are arguments of DistributedDataParallel, which does
+    `use_compile_cache` is called before torch.compile. `ddp` are arguments of DistributedDataParallel, which does
     not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
     unknown precision or strategy (see sharding.py), and for a model that is in DDP or has been prepared before.
     """
@@ -48,7 +48,8 @@ def prepare_model(
         # In place, so that the weights keep their names.
         model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
     if settings.get("compile"):
-        model.compile(backend=compile_backend())
+        use_compile_cache()
+        model.compile()
     _prepared.add(model)
     if sharded or not any(parameter.requires_grad for parameter in model.parameters()):
         return model

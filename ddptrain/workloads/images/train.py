@@ -138,7 +138,7 @@ class ImageTrainer:
     def train_epoch(self, epoch: int) -> None:
         """Take the remaining steps of an epoch.
 
-        Raises FloatingPointError if the loss is not finite, TooManyBadImages as params.max_bad_fraction says.
+        Raises TooManyBadImages as params.max_bad_fraction says.
         """
         part, settings = self._part, self._settings
         if not part.is_resumed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -271,34 +270,3 @@ def test_pause_and_count_are_those_of_the_decision(monkeypatch: pytest.MonkeyPat
     ]
     told = "starting the ranks again in 0.5 s, from the start: there is no checkpoint yet (loss 1 of 2)"
     assert bench.calls("recorder.warn") == [("recorder.warn", told)]
-
-
-@pytest.mark.parametrize(("evaluation", "activity"), [(None, "training"), ("plan", "evaluating")])
-def test_parts_of_a_series_get_the_configuration(
-    monkeypatch: pytest.MonkeyPatch, evaluation: Any, activity: str
-) -> None:
-    made: dict[str, tuple[Any, ...]] = {}
-
-    def make(name: str) -> Any:
-        return lambda *arguments: (made.update({name: arguments}), SimpleNamespace(notice=f"{name}.notice"))[1]
-
-    for name in ("Recorder", "CheckpointPolicy", "TrackingSetup", "RankSpecs"):
-        monkeypatch.setattr(attempts, name, make(name))
-    checkpoint = SimpleNamespace(keep=3, metric="acc", mode="max")
-    resolved = SimpleNamespace(config=SimpleNamespace(checkpoint=checkpoint))
-    context: Any = SimpleNamespace(
-        resolved=resolved,
-        writer="writer",
-        display=SimpleNamespace(status="status"),
-        worker_group="group",
-        inputs="inputs",
-        full_traceback=True,
-        evaluation=evaluation,
-    )
-    series = AttemptSeries(context, SAVED)
-    assert made["Recorder"] == ("writer", context.display, "acc", activity)
-    assert made["CheckpointPolicy"] == (3, "acc", "max")
-    assert made["TrackingSetup"] == (resolved, "writer", os.environ, "Recorder.notice")
-    given = (resolved, "writer", "group", "inputs", series.tracking, "status", True, evaluation)
-    assert made["RankSpecs"] == given and series.policy is not None
-    assert series.checkpoint is SAVED and series.context is context

@@ -146,7 +146,7 @@ def test_only_the_last_of_numbers_in_a_row_changes_the_state(
     monkeypatch.setattr(attempt.mirrors[1], "take_events", lambda: iter(batch))
     attempt._take_events(1)
     attempt.recorder.flush()
-    assert handled == [messages.RankEvent(1, event) for event in batch[1:]]
+    assert handled == [messages.RankEvent(1, batch[1], 2), *(messages.RankEvent(1, event) for event in batch[2:])]
     assert [row["step"] for row in json_lines(writer.layout.metrics_jsonl)] == [0, 1, 2]
 
 

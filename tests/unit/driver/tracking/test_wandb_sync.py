@@ -70,10 +70,7 @@ def test_run_of_another_host_that_shows_no_sign_of_life_is_not_taken_for_a_finis
 
 
 @pytest.mark.usefixtures("home")
-def test_run_of_another_host_whose_heart_has_stopped_is_sent(
-    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb_sync, "WATCH_S", 0.3)
+def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: RunLayout) -> None:
     Heartbeat(layout.heartbeat_file)
     os.utime(layout.heartbeat_file, (1, 1))
     with pytest.raises(UsageError, match="there is no API key"):

@@ -150,7 +150,7 @@ def test_worker_that_the_scheduler_does_not_know_is_checked_once_and_asked_what_
     assert (found.slot, found.hostname, found.shared) == (Slot(A, "a", 0, False, True), "name", False)
     assert checked == [[A], [B]]
     assert client.calls[1:3] == [
-        (driver_calls.describe_offer, {"workers": [A, B], "on_error": "ignore"}),
+        (driver_calls.describe_offer, {"workers": [A, B], "on_error": "return"}),
         (slots.learn, {A: (2, 1), B: (0, 0)}, {}),
     ]
     options = {"lost_after_s": 7.0, "workers": [A], "on_error": "return"}
