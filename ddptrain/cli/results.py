@@ -318,9 +318,9 @@ def remove(ctx: typer.Context, runs: RunNames, runs_dir: RunsDir = None, json: J
     for run in dict.fromkeys(runs):
         folder, name = place_of(ctx, runs_dir, run)
         found.append((folder, folder.find(name)))
-    removed = [{"run_id": view.run_id, "size_bytes": remove_run(folder, view)} for folder, view in found]
-    lines = [f"run {each['run_id']} deleted, {size(each['size_bytes'])} freed" for each in removed]
-    print_result({"removed": removed}, lines, as_json=json)
+    removed = [(view.run_id, remove_run(folder, view)) for folder, view in found]
+    lines = [f"run {run_id} deleted, {size(n_bytes)} freed" for run_id, n_bytes in removed]
+    print_result({"removed": [{"run_id": run_id, "size_bytes": n} for run_id, n in removed]}, lines, as_json=json)
 
 
 def _wait_for_reader() -> Callable[[float], None]:

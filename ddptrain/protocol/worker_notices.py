@@ -91,8 +91,9 @@ class RankExit(Notice):
 
     log_size, events_size: bytes that the rank wrote in total. timed_out: the process was aborted because a collective
     operation did not end. lost_peer: it was aborted because another rank has ended. reason: "", or of a SIGKILL why
-    the kernel sent it, a text that begins with "out of memory" or "likely out of memory"; of a crash (SIGSEGV, SIGABRT and others) the C++ exception and the user's
-    frame, if they are known; of an exit code why the rank could not report its failure.
+    the kernel sent it, a text that begins with "out of memory" or "likely out of memory"; of a crash (SIGSEGV, SIGABRT
+    and others) the C++ exception and the user's frame, if they are known; of an exit code why the rank could not report
+    its failure.
     """
 
     kind: ClassVar[str] = "exit"
