@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ class Bench:
             writer=self.writer,
             worker_group=self.group,
             cluster=note("cluster"),
-            signals=note("signals"),
+            signals=note("signals", interrupting=nullcontext),
             reserve=lambda: "places",
             resolved=SimpleNamespace(config=SimpleNamespace(script=None)),
         )
@@ -123,6 +124,7 @@ def test_failure_is_followed_by_another_attempt_from_the_newest_checkpoint(monke
         ("recorder.attempt_over", cause),
         ("group.end_attempt",),
         ("writer.update", {"waiting": True}),
+        ("signals.interrupting",),
         ("recorder.warn", told),
         ("signals.pause", 4.0),
         ("cluster.replace_workers", {"leaving": True}),
