@@ -55,6 +55,11 @@ class Frame:
     code: str
 
 
+def end_title(failure: FailureRecord | None) -> str:
+    """Return the title of the section about a failure; the end of a run that was asked to end is none."""
+    return "End" if failure is not None and failure.is_order else "Failure"
+
+
 def user_frames(failure: FailureRecord | None) -> list[Frame]:
     """Return the last 20 frames of a traceback that are neither in the standard library nor in installed packages."""
     lines = shown_traceback(failure).splitlines()
@@ -138,7 +143,7 @@ class RunCard:
     def sections(self) -> list[tuple[str, str]]:
         """The sections that it has: anchors and titles."""
         every = (
-            ("failure", "Failure", self.view.record.failure),
+            ("failure", end_title(self.view.record.failure), self.view.record.failure),
             ("curves", "Curves", self.curves),
             ("metrics", "Metrics", self.metrics),
             ("timeline", "Timeline", self.timeline),
