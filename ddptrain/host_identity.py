@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import ipaddress
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from ddptrain.file_ops import text_or_empty
 
@@ -32,6 +34,11 @@ class HostId:
     machine: str = ""
     boot: str = ""
     pids: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> HostId:
+        """Return the host of a record, which another version of ddptrain may have written."""
+        return cls(**known_fields(cls, data))
 
 
 UNKNOWN_HOST = HostId()  # of a record that does not contain its host
@@ -55,6 +62,11 @@ def this_host() -> HostId:
         boot=text_or_empty(_BOOT_ID).strip(),
         pids=_link(_PID_NAMESPACE),
     )
+
+
+def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of `data` that are fields of the dataclass `kind`; another version may have written others."""
+    return {field.name: data[field.name] for field in fields(kind) if field.name in data}
 
 
 def file_view() -> str:

@@ -28,7 +28,7 @@ from ddptrain import __version__
 from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append
-from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
+from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, known_fields, relation, this_host, where_to_run
 
 FOLDER = "{folder}"
 _POLL_S = 0.02
@@ -67,9 +67,10 @@ class DaemonId:
     folder: str
     host: HostId = UNKNOWN_HOST
 
-    def __post_init__(self) -> None:
-        if isinstance(self.host, Mapping):  # from JSON
-            object.__setattr__(self, "host", HostId(**self.host))
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> DaemonId:
+        """Return the process of a record, which another version of ddptrain may have written."""
+        return cls(**known_fields(cls, data) | {"host": HostId.of(data.get("host", {}))})
 
 
 def start(order: DaemonOrder) -> DaemonId:
@@ -141,7 +142,7 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
 def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
     """Stop the processes with that label, `known` or not, and remove their folder. Raises ClusterError."""
     folder = _labelled(label)
-    noted = [DaemonId(**json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
+    noted = [DaemonId.of(json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
     found = {*known, *noted}
     for daemon in found:
         alive(daemon)  # raises for a process of another host, before its folder is removed
@@ -235,8 +236,8 @@ def _called(command: str, given: Mapping[str, Any]) -> Any:
     """Call the function of that name; returns its result as plain data."""
     calls: dict[str, Callable[[], Any]] = {
         "start": lambda: dataclasses.asdict(start(DaemonOrder(**given))),
-        "end": lambda: end(given["label"], [DaemonId(**each) for each in given["daemons"]], given["timeout_s"]),
-        "alive": lambda: [alive(DaemonId(**each)) for each in given["daemons"]],
+        "end": lambda: end(given["label"], [DaemonId.of(each) for each in given["daemons"]], given["timeout_s"]),
+        "alive": lambda: [alive(DaemonId.of(each)) for each in given["daemons"]],
         "read": lambda: read(given["folder"], given["name"], given["timeout_s"]),
         "describe": lambda: describe(given["names"]),
         "tail": lambda: tail(given["folder"], given["name"], given["lines"]),

@@ -184,6 +184,8 @@ def _probe(deployments: Sequence[Deployment], timeout_s: float) -> list[View]:
 
 
 async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
+    if deployment.problem:
+        return View(deployment, State.GONE, deployment.problem, certain=False)
     if where := deployment.elsewhere:
         return View(deployment, State.ELSEWHERE, f"it runs on {where}", certain=False)
     ended = deployment.ended
