@@ -17,6 +17,7 @@ from typing import Any
 
 from ddptrain.file_ops import text_or_empty
 
+_PROC = Path("/proc")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -76,6 +77,19 @@ def file_view() -> str:
         return ""
     root = os.stat("/")
     return f"{boot} {mounts} {root.st_dev}:{root.st_ino} {os.geteuid()}"
+
+
+def process_start(pid: int) -> float:
+    """Return when a process started, by a monotonic clock (Linux: seconds since boot); 0 if it does not exist."""
+    if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
+        words = text_or_empty(_PROC / str(pid) / "stat").rpartition(")")[2].split()
+        return int(words[19]) / os.sysconf("SC_CLK_TCK") if words else 0.0
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def boot_id() -> str:

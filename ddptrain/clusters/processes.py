@@ -28,13 +28,21 @@ from ddptrain import __version__
 from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append
-from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, known_fields, relation, this_host, where_to_run
+from ddptrain.host_identity import (
+    UNKNOWN_HOST,
+    HostId,
+    Relation,
+    known_fields,
+    process_start,
+    relation,
+    this_host,
+    where_to_run,
+)
 
 FOLDER = "{folder}"
 _POLL_S = 0.02
 _KILLED_S = 20.0  # the kernel may need that long after SIGKILL on a very busy host
 _TAIL_BYTES = 256 * 1024
-_PROC = Path("/proc")
 _ID = ".id"  # a file with the DaemonId, beside the log
 
 
@@ -97,7 +105,7 @@ def start(order: DaemonOrder) -> DaemonId:
             f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
         ) from error
     process.returncode = 0  # this object must not wait for the process
-    daemon = DaemonId(order.name, process.pid, _created(process.pid), str(folder), this_host())
+    daemon = DaemonId(order.name, process.pid, process_start(process.pid), str(folder), this_host())
     if order.label:  # for `end`, in case the caller never gets the answer
         write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
     return daemon
@@ -115,7 +123,7 @@ def alive(daemon: DaemonId) -> bool:
         os.waitpid(daemon.pid, os.WNOHANG)
     try:
         is_zombie = psutil.Process(daemon.pid).status() == psutil.STATUS_ZOMBIE
-        return not is_zombie and 0 < daemon.created == _created(daemon.pid)
+        return not is_zombie and 0 < daemon.created == process_start(daemon.pid)
     except psutil.NoSuchProcess:
         return False
 
@@ -219,17 +227,6 @@ def _labelled(label: str) -> Path:
     from platformdirs import user_state_path
 
     return user_state_path("ddptrain", appauthor=False) / "hosts" / label
-
-
-def _created(pid: int) -> float:
-    """Return when a process started, by a monotonic clock (Linux: seconds since boot); 0 if it does not exist."""
-    try:
-        if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
-            words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            return int(words[19]) / os.sysconf("SC_CLK_TCK")
-        return float(psutil.Process(pid).create_time())
-    except (OSError, psutil.NoSuchProcess):
-        return 0.0
 
 
 def _called(command: str, given: Mapping[str, Any]) -> Any:

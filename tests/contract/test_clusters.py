@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import socket
+import subprocess
 from pathlib import Path
 
 from tests.contract.conftest import Project
@@ -55,3 +58,23 @@ def test_record_that_can_not_be_read_is_called_so_and_hides_no_other_cluster(pro
         assert f"rm -r {broken.parent}" in failed.stderr
     project("cluster", "down", "whole", rc=0)
     assert not whole.exists()
+
+
+def test_stop_sends_no_signal_to_a_process_that_only_has_the_number_of_a_sweeps_driver(
+    project: Project, shared_cluster: str
+) -> None:
+    sweep = {"space": {"params.x": [1, 2]}, "trials": 1, "metric": "loss"}
+    config = project.function("def train(ctx, x=1):\n    ctx.log({'loss': 1.0}, step=1)\n", sweep=sweep)
+    project("sweep", config, "--cluster", shared_cluster, "--ranks", "1", rc=0)
+    (record,) = project.folder.glob("runs/*/sweep.json")
+    with subprocess.Popen(["sleep", "600"]) as bystander, record.with_name("sweep.lock").open("w") as lock:
+        try:
+            # What a driver in a container of this name leaves, whose processes have numbers of their own.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(f"process {bystander.pid} on {socket.gethostname()}\n")
+            lock.flush()
+            refused = project("stop", record.parent.name, rc=2)
+            assert "another machine or container" in refused.stderr
+            assert bystander.poll() is None
+        finally:
+            bystander.kill()
