@@ -37,7 +37,7 @@ def test_silence_is_not_idle_but_after_an_hour_the_scheduler_has_failed(monkeypa
     watch = Watch(
         monkeypatch, [(0.1, False), (600.0, None), (0.1, False), (6.0, False), (0.1, False), *[(600.0, None)] * 8]
     )
-    over = []
+    over: list[bool] = []
     while not over or not over[-1]:
         over.append(watch.is_over())
     assert over == [False, False, False, False, True]
