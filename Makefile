@@ -15,7 +15,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench bench-pains docs docs-test recordings wheel release release-check clean
+.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench docs docs-test recordings wheel release release-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
@@ -42,10 +42,9 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-schema: $(INSTALLED) ## write the schema of the configuration, its page, the commands for shell completion and the man page anew
+schema: $(INSTALLED) ## write the schema of the configuration, its page and the man page anew
 	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
 	$(BIN)/python -m tests.docs.reference
-	$(BIN)/python -m tests.docs.command_table
 	$(BIN)/python -m tests.docs.man_page
 
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
@@ -70,9 +69,6 @@ mutants: $(INSTALLED) ## make small wrong changes that tests must catch; options
 bench: $(INSTALLED) ## measure against torchrun; options go into ARGS
 	$(BIN)/python -m tests.bench $(ARGS)
 
-bench-pains: $(INSTALLED) ## show well-known problems with torchrun and with ddptrain, 20 minutes; options go into ARGS
-	$(BIN)/python -m tests.pains $(ARGS)
-
 docs: $(INSTALLED) ## build the docs site into site/; a dead link or a missing page fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
@@ -82,9 +78,8 @@ docs-test: $(INSTALLED) ## run the console blocks of README and tutorial pages, 
 recordings: $(INSTALLED) ## record docs/images/restart.svg anew: a rank is killed, and the run continues
 	$(BIN)/python -m tests.docs.recording
 
-wheel: $(INSTALLED) ## build the source archive and the compact wheel into dist/
+wheel: $(INSTALLED) ## build the source archive and the wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
-	$(BIN)/python -m tests.release_compact dist/*.whl
 
 release: $(INSTALLED) ## a dry run of a release: all checks, in empty environments of each Python; TAG=v0.2.0 names it
 	$(BIN)/python -m tests.release --tag $(TAG)

@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 
 from ddptrain.protocol import system_metrics
-from ddptrain.protocol.cluster_check import GpuFacts
+from ddptrain.protocol.host_facts import GpuFacts
 
 _MB = 10**6
 
@@ -54,10 +54,6 @@ def _facts(index: int, handle: Any) -> GpuFacts:
         remap_pending=bool(remapped[2] or remapped[3]) if remapped is not None else None,
         throttled=throttle_reasons(handle),
         temperature_c=_if_known(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
-        pcie_gen=_if_known(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        pcie_width=_if_known(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        pcie_width_max=_if_known(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        nvlinks=sum(_if_known(pynvml.nvmlDeviceGetNvLinkState, handle, link) == 1 for link in range(18)),
     )
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import yaml
 
 import ddptrain
-from tests.release_compact import compact_wheel
 from tests.release_environments import environment_problems
 from tests.release_wheel import archive_problems
 
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parents[1]
 _SECTION = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\S+))?$", re.MULTILINE)
 NEEDED_FILES = (
     "ddptrain/__init__.py",
-    "ddptrain/completion/commands.json",
     "ddptrain/configs/petnames.yaml",
     "ddptrain/py.typed",
 )
@@ -109,7 +107,6 @@ def _built_problems(version: str, folder: Path, *, complete: bool) -> list[str]:
         stdout=subprocess.DEVNULL,
     )
     wheel, sdist = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
-    compact_wheel(wheel)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     with zipfile.ZipFile(wheel) as archive:
         problems = wheel_problems(archive.namelist(), wheel.name, version)

@@ -15,7 +15,7 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-MOST_BYTES = 1_000_000  # see release_compact.py
+MOST_BYTES = 2_000_000
 _HEADERS = ("Name", "Version", "Summary", "License-Expression", "Requires-Python", "Description-Content-Type")
 # Scripts and styles of other authors carry such a line, which minifiers keep.
 _FOREIGN = re.compile(rb"/\*!|@license|@preserve|\(c\)\s|Copyright", re.IGNORECASE)

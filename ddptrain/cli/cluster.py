@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import JsonOption, VerboseOption, checked, field_options
+from ddptrain.cli import complete
+from ddptrain.cli.options import JsonOption, VerboseOption, checked
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import DdptrainError, ExitCode, UsageError
@@ -24,7 +23,14 @@ app = typer.Typer(
     name="cluster", help="Start a cluster that stays up; look at it, scale it, end it.", no_args_is_help=True
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster's name.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        autocompletion=complete.clusters,
+        help="A cluster's name.",
+    ),
+]
 _AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 
 
@@ -32,7 +38,11 @@ _AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 def up(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="YAML file whose cluster section is used, or an example's name."),
+        typer.Argument(
+            metavar="CONFIG",
+            autocompletion=complete.configurations,
+            help="YAML file whose cluster section is used, or an example's name.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Its name (cluster.name); by default the backend's.")] = None,
     backend: Annotated[
@@ -124,56 +134,6 @@ def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False)
         raise typer.Exit(ExitCode.CLUSTER)
 
 
-@app.command(short_help="Check the hosts of a cluster: what they have, how fast they are.")
-def check(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="A cluster's name, or its scheduler's address; by default this machine."),
-    ] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Measure longer (up to a minute) and larger data.")] = False,
-    exclude_bad: Annotated[
-        bool,
-        typer.Option(
-            "--exclude-bad", help="Leave bad hosts out: measure the others together; exit 0 if they are fine."
-        ),
-    ] = False,
-    env: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of the measuring ranks; repeatable."),
-    ] = None,
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
-) -> None:
-    """Check the hosts of a cluster, with all slots that are free now: facts, GPUs, disk, clock, and network.
-
-    Exit code 4 if something is bad.
-    """
-    from ddptrain.config.load import load_cluster
-
-    options = field_options(None, name, None)
-    config = checked(lambda overrides: load_cluster(None, overrides), [], options)
-    variables = _variables(env or [])
-    # Both import Dask: before signals may interrupt.
-    from ddptrain.driver.cluster_check import report as text
-    from ddptrain.driver.cluster_check.command import check_cluster
-    from ddptrain.driver.control.signals import signals_to
-
-    depth = "deep" if deep else "quick"
-    with signals_to(SimpleQueue()) as signals:
-        report = check_cluster(config, depth, variables, _tell, signals, exclude_bad=exclude_bad)
-    print_result(text.as_dict(report), text.lines(report, all_pairs=deep), as_json=json)
-    if not report.usable:
-        raise typer.Exit(ExitCode.CLUSTER)
-
-
-def _variables(given: Sequence[str]) -> dict[str, str]:
-    """Return the variables of `--env NAME=VALUE`. Raises UsageError."""
-    for text in given:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", text, re.DOTALL):
-            raise UsageError(f"--env {text}: write it as NAME=VALUE")
-    return {text.partition("=")[0]: text.partition("=")[2] for text in given}
-
-
 @app.command(short_help="Print the last lines of its processes.")
 def logs(
     name: Name,
@@ -210,7 +170,14 @@ def scale(
 
 @app.command()
 def down(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A cluster's name.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=complete.clusters,
+            help="A cluster's name.",
+        ),
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="End it even if runs use it; these runs fail.")] = False,
     json: JsonOption = False,

@@ -62,6 +62,11 @@ _PATTERNS = {
 }
 MAX_PROBLEMS = 50
 _UNSHOWN = Problem("", "", "")
+# Fields of earlier versions, and what replaces them.
+_REMOVED = {
+    "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
+    "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
+}
 # Follow-up errors of a field that has an error of its own.
 _CONSEQUENCES = {"default_factory_not_called"}
 
@@ -192,6 +197,8 @@ def _expected(details: ErrorDetails) -> str:
 
 
 def _unknown_hint(path: PathKey, schema: Schema) -> str:
+    if replaced := _REMOVED.get(dotted(path)):
+        return replaced
     name, parent = str(path[-1]), path[:-1]
     siblings = schema.siblings(parent)
     match = nearest(name, siblings)

@@ -19,6 +19,7 @@ from ddptrain.driver.transfer.code_upload import check_imports, upload_code
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import move_path
 from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
@@ -164,11 +165,24 @@ def _gpus_of_host(of_host: Sequence[RankPlace]) -> tuple[str, ...]:
 
 
 def process_group(config: RunConfig, places: Sequence[RankPlace]) -> ProcessGroup:
-    """Return the backend (nccl if every rank has a GPU, unless the configuration names one), time limit and address."""
+    """Return backend, time limit and address. Backend auto is nccl if the ranks have GPUs, else gloo.
+
+    MIG instances use gloo, because NCCL refuses two instances of one GPU.
+
+    Raises:
+        ClusterError: the backend is auto, and some ranks have a GPU, others not.
+    """
     backend = str(config.dist.backend)
     if backend == "auto":
-        on_gpus = config.cluster.gpus != 0 and all(place.slot.gpu for place in places)
-        backend = "nccl" if on_gpus else "gloo"
+        on_gpus = config.cluster.gpus != 0 and any(place.slot.gpu for place in places)
+        without = [place.host for place in places if not place.slot.gpu] if on_gpus else []
+        if without:
+            raise ClusterError(
+                f"only {len(places) - len(without)} of {len(places)} ranks would have a GPU (none on "
+                f"{', '.join(dict.fromkeys(without))}): use only slots with a GPU (cluster.gpus: "
+                f"{len(places) - len(without)}), train on the CPU (cluster.gpus: 0), or mix them (dist.backend: gloo)"
+            )
+        backend = "nccl" if on_gpus and not any(place.gpu.startswith("MIG-") for place in places) else "gloo"
     return ProcessGroup(backend, config.dist.timeout_s or DIST_TIMEOUTS_S[backend], places[0].slot.host)
 
 

@@ -8,7 +8,7 @@ import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.resolve import Target
-    from ddptrain.driver.cluster_check.before_run import CheckedSlots
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.worker_group.rank_place import RankPlace
     from ddptrain.driver.worker_group.reservation import WaitHooks
@@ -243,7 +242,6 @@ class _Run:
             self._show_start()
             # These import Dask. A signal may interrupt the block below, and must not interrupt an import.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
-            from ddptrain.driver.cluster_check.before_run import CheckedSlots
             from ddptrain.driver.connect import open_session
             from ddptrain.driver.worker_group.worker_group import WorkerGroup
 
@@ -263,8 +261,6 @@ class _Run:
                 worker_group.subscribe()
                 self.inputs.wait(self.display.notice)
             hooks = self._wait_hooks(client, session.target)
-            recorder = Recorder(self.writer, self.display)
-            checked = CheckedSlots(self.config, worker_group, recorder, self.signals.check)
             context = RunContext(
                 self.resolved,
                 self.writer,
@@ -272,7 +268,7 @@ class _Run:
                 self.signals,
                 self.cluster,
                 worker_group,
-                lambda: self._reserved(worker_group, hooks, checked),
+                lambda: self._reserved(worker_group, hooks),
                 self.inputs,
                 self.options.full_traceback,
                 self.options.evaluation,
@@ -285,18 +281,18 @@ class _Run:
             return None
         from ddptrain.results.checkpoints.verification import newest_verified
 
-        checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
+        with self.signals.interrupting():
+            checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
         self.display.notice(f"resuming{f' from {checkpoint.description}' if checkpoint else from_start}")
         return checkpoint
 
-    def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks, checked: CheckedSlots) -> list[RankPlace]:
+    def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks) -> list[RankPlace]:
         from ddptrain.driver.worker_group.reservation import request_for
 
         request = request_for(self.config, self.machine.ranks if self.machine is not None else None)
-        at_once = replace(request, gather_s=0.0)
         with self.signals.interrupting():
-            places = checked.reserve(lambda gather: worker_group.reserve(request if gather else at_once, hooks))
+            places = worker_group.reserve(request, hooks)
         self.display.expect(len(places), self.log_sizes)
         if self.machine is None:
             self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
@@ -356,7 +352,8 @@ class _Run:
         duration_s = float(last_event["duration_s"])
         display = self.display
         if run_end.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
-            display.notice(f"run {self.writer.run_id} {run_end.status}: {run_end.cause}", level="error")
+            level = "error" if run_end.status == RunStatus.FAILED else "warning"
+            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.cause}", level=level)
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         plan = self.options.evaluation
         lines = run_summary.summary_lines if plan is None else run_summary.evaluation_lines

@@ -15,14 +15,17 @@ from enum import StrEnum
 class Command(StrEnum):
     """The commands to a rank."""
 
-    PREEMPT = "preempt"  # finish the step, save, and end
+    PREEMPT = "preempt"  # finish the step, save, and end; a script that does not save in ctx.checkpoint gets SIGTERM
+    INTERRUPT = "interrupt"  # the same, but a script gets SIGINT
+    HANG_UP = "hang-up"  # the same with SIGHUP
+    QUIT = "quit"  # the same with SIGQUIT
     MOVE = "move"  # save with the next checkpoint, whenever that is, and end: the ranks start again in other slots
     STACKS = "stacks"  # report the stacks of all threads
     STOP = "stop"  # end: the worker group is being stopped; SIGTERM follows
     NOTICED = "noticed"  # from this process's own handler of SIGTERM; not accepted from the pipe
 
 
-_FROM_DRIVER = frozenset({Command.PREEMPT, Command.MOVE, Command.STACKS, Command.STOP})
+_FROM_DRIVER = frozenset(Command) - {Command.NOTICED}
 _MAX_LINE_BYTES = 4_096
 
 

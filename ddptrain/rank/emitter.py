@@ -8,7 +8,7 @@ import time
 
 from ddptrain.protocol import events
 
-PROGRESS_INTERVAL_NS = 100_000_000  # ten events per second are enough for a display
+PROGRESS_INTERVAL_S = 0.1  # ten events per second are enough for a display
 
 
 class Emitter:
@@ -22,7 +22,7 @@ class Emitter:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_line_incomplete = False
-        self._progress_at_ns = 0
+        self._progress_at = -PROGRESS_INTERVAL_S
         self._done: float | None = None
 
     def emit(self, event: events.Event) -> None:
@@ -50,9 +50,9 @@ class Emitter:
 
     def progress(self, done: float, total: float | None, unit: str) -> None:
         """Append a Progress event, at most ten per second. The last one (done == total) is always appended, once."""
-        now = time.time_ns()
+        now = time.monotonic()
         is_last = done == total != self._done
-        if now - self._progress_at_ns < PROGRESS_INTERVAL_NS and not is_last:
+        if now - self._progress_at < PROGRESS_INTERVAL_S and not is_last:
             return
-        self._progress_at_ns, self._done = now, done
-        self.emit(events.Progress(now, done=done, total=total, unit=unit))
+        self._progress_at, self._done = now, done
+        self.emit(events.Progress(time.time_ns(), done=done, total=total, unit=unit))

@@ -185,6 +185,10 @@ class RankLifecycle:
     def _call(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
         self._wait_for_all_ranks()
         context = self._get_context(device)
+        if self.spec.rank == 0 and self.spec.placement.world_size > 1:
+            from ddptrain.rank.steps.gradient_exchange import warn_without_exchange
+
+            warn_without_exchange(self.emitter)
         self.tracked.begin()
         self._run_user_code(lambda: self._report_result(function(context)))
 

@@ -14,29 +14,21 @@ import resource
 import shutil
 import socket
 import sys
-import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
 from ddptrain.errors import one_line
-from ddptrain.file_ops import text_or_empty
 from ddptrain.gpus import usable_cores
 from ddptrain.nvml import read_gpus
-from ddptrain.protocol.cluster_check import Fabric, GpuFacts, HostFacts, Interface, network_variables
+from ddptrain.protocol.host_facts import GpuFacts, HostFacts, Interface
 
 _MB = 10**6
 _PACKAGES = ("ddptrain", "torch", "distributed")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-_WRITE_S = 0.25
-_WRITE_BYTES = 128 * _MB
-_CHUNK_BYTES = 4 * _MB
 _SHM = Path("/dev/shm")  # noqa: S108  # the subject of the check; nothing is written there
-_RDMA = Path("/sys/class/infiniband")
-_ROUTES = Path("/proc/net/route")
-_ROUTE_UP = 0x1
+_NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
 
 
 def main() -> None:
@@ -63,14 +55,11 @@ def host_facts(scratch: Path, interface: str) -> HostFacts:
         scratch=str(scratch),
         scratch_mb=scratch_mb,
         scratch_free_mb=scratch_free_mb,
-        scratch_write_mb_s=_write_speed(scratch, problems),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         interface=interface,
         interfaces=tuple(_interfaces()),
-        routes=tuple(routes_of(_ROUTES.read_text())) if _ROUTES.exists() else (),
-        fabrics=tuple(fabrics_of(_RDMA)),
         gpus=gpus,
-        network_env=network_variables(os.environ),
+        network_env={name: value for name, value in os.environ.items() if name.startswith(_NETWORK_VARIABLES)},
         problems=tuple(problems),
     )
 
@@ -108,52 +97,9 @@ def _space(folder: Path, problems: list[str]) -> tuple[int, int]:
     return usage.total // _MB, usage.free // _MB
 
 
-def _write_speed(folder: Path, problems: list[str]) -> float | None:
-    """Write a file with fsync for about 0.25 s. Return the speed in MB/s; None if no file can be written."""
-    chunk = os.urandom(_CHUNK_BYTES)
-    try:
-        limit = min(shutil.disk_usage(folder).free // 10, _WRITE_BYTES)  # the disk must not become full
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            began, written = time.monotonic(), 0
-            while written == 0 or (time.monotonic() - began < _WRITE_S and written < limit):
-                written += file.write(chunk)
-            os.fsync(file.fileno())
-            return round(written / _MB / max(time.monotonic() - began, 1e-6), 1)
-    except OSError as error:
-        problems.append(f"no file can be written in {folder}: {error.strerror}")
-        return None
-
-
 def _interfaces() -> Iterable[Interface]:
-    stats = psutil.net_if_stats()
-    for name, addresses in psutil.net_if_addrs().items():
-        ips = tuple(each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6))
-        if name in stats:
-            state = stats[name]
-            yield Interface(name, ips, max(0, int(state.speed)), int(state.mtu), bool(state.isup))
-
-
-def routes_of(table: str) -> Iterable[str]:
-    """Return the IPv4 routes of /proc/net/route, as `10.0.0.0/16 eth0`, or `default eth0`."""
-    for row in table.splitlines()[1:]:
-        fields = row.split()
-        if len(fields) < 8 or not int(fields[3], 16) & _ROUTE_UP:
-            continue
-        # The numbers are in the byte order of the host.
-        address = socket.inet_ntoa(int(fields[1], 16).to_bytes(4, sys.byteorder))
-        bits = int(fields[7], 16).bit_count()
-        yield f"{f'{address}/{bits}' if bits else 'default'} {fields[0]}"
-
-
-def fabrics_of(folder: Path) -> Iterable[Fabric]:
-    """Return the ports of the RDMA devices in /sys/class/infiniband."""
-    for port in sorted(folder.glob("*/ports/*")):
-        device = port.parent.parent.name
-        layer = text_or_empty(port / "link_layer").strip()
-        kind = "EFA" if device.startswith("efa") else "RoCE" if layer == "Ethernet" else layer or "unknown"
-        rate = text_or_empty(port / "rate").strip().partition(" ")[0]  # "200 Gb/sec (4X HDR)"
-        gbit_s = float(rate) if rate.replace(".", "", 1).isdigit() else 0.0
-        yield Fabric(device, kind, "ACTIVE" in text_or_empty(port / "state"), gbit_s)
+    for name, state in psutil.net_if_stats().items():
+        yield Interface(name, max(0, int(state.speed)), bool(state.isup))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[s
         "DDPTRAIN_RUN_ID": spec.run_id,
         "CUDA_VISIBLE_DEVICES": gpu if gpu is not None else "",
     }
+    if gpu is not None:
+        variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML counts; by default CUDA counts the fastest GPU first
     if spec.code.is_script:
         variables |= {  # all ranks have one role
             "GROUP_WORLD_SIZE": spec.placement.hosts,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from dask.system import cpu_count
 from distributed import Worker, get_worker
 
 from ddptrain import log
+from ddptrain.gpus import usable_cores
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.encryption import decrypt_specs
 from ddptrain.protocol.rank_spec import RankSpec
@@ -108,7 +108,7 @@ class _RanksTask:
         for spec in self.specs:  # first, because Dask may release the key at any time
             self.host.register(self.key, spec.key, spec.supervision.grace_s)
         port = self._store_port()
-        resources = HostResources(cpu_count(), offered_slots(self.worker)[0], self.host.interface)
+        resources = HostResources(usable_cores(), offered_slots(self.worker)[0], self.host.interface)
         for watch in self.watches:
             self._guarded(watch, lambda watch=watch: watch.start(port, resources, self.woken))  # type: ignore[misc]
         for spec in self.specs:

@@ -1,4 +1,4 @@
-"""Which GPUs are offered, with a command line stand-in for nvidia-smi."""
+"""Which signs of GPUs make an empty list an error, and how many cores a process may use."""
 
 from __future__ import annotations
 
@@ -8,44 +8,58 @@ from pathlib import Path
 import pytest
 
 from ddptrain import gpus
+from ddptrain.errors import ClusterError
 
 
-@pytest.fixture
-def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvidia-smi that lists two GPUs, and a driver that seems to be there."""
-    command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho 0\necho 1\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("os.path.exists", lambda path: True)
-    return command
+def touched(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
 
 
-@pytest.mark.usefixtures("smi")
+@pytest.mark.parametrize("names", [("dev/nvidia0", "dev/nvidiactl"), ("dev/dxg", "usr/lib/wsl/lib/libcuda.so.1")])
+def test_device_without_a_list_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("ctypes.CDLL", missing_library)
+    with pytest.raises(ClusterError, match=r"exists, but the GPUs of .* cluster.gpus to 0"):
+        gpus.visible_gpus({}, touched(tmp_path, *names))
+    assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+
+
+@pytest.mark.parametrize("names", [(), ("dev/nvidiactl", "dev/nvidia-uvm"), ("dev/dxg",)])
+def test_machine_without_a_gpu_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("ctypes.CDLL", missing_library)
+    assert gpus.visible_gpus({}, touched(tmp_path, *names)) == ()
+
+
+def missing_library(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
 @pytest.mark.parametrize(
     ("chosen", "offered"),
     [
-        (None, ("0", "1")),
+        (None, ("0", "1", "2")),
         ("1", ("1",)),
         ("1, 0", ("1", "0")),
         ("", ()),
         ("-1", ()),
-        ("GPU-ab,GPU-cd", ("GPU-ab", "GPU-cd")),
+        ("0,-1,1", ("0",)),
+        ("NoDevFiles", ()),
+        ("GPU-ab,MIG-cd", ("GPU-ab", "MIG-cd")),
     ],
 )
-def test_users_choice_wins_over_what_is_there(chosen: str | None, offered: tuple[str, ...]) -> None:
-    environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
-    assert gpus.visible_gpus(environ) == offered
-
-
-def test_broken_nvidia_smi_offers_nothing(smi: Path) -> None:
-    smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
-    assert gpus.visible_gpus({}) == ()
-
-
-def test_choice_without_a_driver_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert gpus.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == ()
+def test_users_choice_wins_over_what_is_there(
+    chosen: str | None, offered: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    for name, answer in {"nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 3}.items():
+        monkeypatch.setattr(f"pynvml.{name}", lambda answer=answer: answer)
+    assert gpus.visible_gpus({} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}) == offered
 
 
 @pytest.mark.parametrize(("cores", "slots"), [(1, 2), (2, 2), (5, 2), (16, 8)])
@@ -58,7 +72,33 @@ def test_machine_without_gpus_has_a_slot_for_every_two_cores(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system knows no CPU affinity")
-def test_cores_of_others_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 128)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 4, 5, 6})
-    assert gpus.usable_cores() == 4
+class TestCores:
+    @pytest.fixture(autouse=True)
+    def four_of_128(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.cpu_count", lambda: 128)
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 4, 5, 6})
+
+    @pytest.mark.parametrize(
+        ("groups", "limits", "cores"),
+        [
+            ("0::/", {}, 4),
+            ("0::/", {"cpu.max": "max 100000"}, 4),
+            ("0::/", {"cpu.max": "150000 100000"}, 2),
+            ("0::/a/b", {"a/cpu.max": "100000 100000", "a/b/cpu.max": "300000 100000"}, 1),
+            ("0::/a", {"a/cpu.max": "900000 100000"}, 4),
+            # Version 1: the mount in a container begins at its own group, whose path is that of the host.
+            ("4:cpu,cpuacct:/docker/x", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+            ("4:cpuacct:/", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+            ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ],
+    )
+    def test_affinity_and_quota_limit_the_cores(
+        self, tmp_path: Path, groups: str, limits: dict[str, str], cores: int
+    ) -> None:
+        for name, text in {
+            "proc/self/cgroup": groups,
+            **{f"sys/fs/cgroup/{name}": limits[name] for name in limits},
+        }.items():
+            touched(tmp_path, name)
+            (tmp_path / name).write_text(f"{text}\n")
+        assert gpus.usable_cores(tmp_path) == cores

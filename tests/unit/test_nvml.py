@@ -17,7 +17,7 @@ def unsupported(*_: Any) -> Any:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Two GPUs; the second is of a kind without ECC, NVLink and remapped rows."""
+    """Two GPUs; the second is of a kind without ECC and remapped rows."""
     answers: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
@@ -33,10 +33,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             pynvml.nvmlClocksEventReasonHwThermalSlowdown | pynvml.nvmlClocksEventReasonGpuIdle
         ),
         "nvmlDeviceGetTemperature": lambda *_: 40,
-        "nvmlDeviceGetCurrPcieLinkGeneration": lambda _: 5,
-        "nvmlDeviceGetCurrPcieLinkWidth": lambda _: 8,
-        "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
-        "nvmlDeviceGetNvLinkState": lambda index, link: int(link < 4) if index == 0 else unsupported(),
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
@@ -47,10 +43,9 @@ def test_gpus_are_described_and_unsupported_values_are_left_out(driver: dict[str
     (first, second), version = read_gpus()
     assert version == "580.65"
     assert (first.uuid, first.name, first.memory_mb, first.memory_used_mb) == ("GPU-0", "NVIDIA H100", 80_000, 1)
-    assert (first.ecc_errors, first.remap_pending, first.nvlinks) == (3, True, 4)
-    assert (second.ecc_errors, second.remap_pending, second.nvlinks) == (None, None, 0)
+    assert (first.ecc_errors, first.remap_pending) == (3, True)
+    assert (second.ecc_errors, second.remap_pending) == (None, None)
     assert first.throttled == ("hardware thermal slowdown",)
-    assert (first.pcie_width, first.pcie_width_max) == (8, 16)
 
 
 def test_host_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

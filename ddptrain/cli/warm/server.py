@@ -44,7 +44,6 @@ _MODULES = (
     "ddptrain.config.load",
     "ddptrain.config.workload_check",
     "ddptrain.driver.attempts",
-    "ddptrain.driver.cluster_check.before_run",
     "ddptrain.driver.connect",
     "ddptrain.driver.resume",
     "ddptrain.driver.run",

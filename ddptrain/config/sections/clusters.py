@@ -210,14 +210,6 @@ class ClusterConfig(Strict):
     idle_timeout_s: Seconds = Field(
         default=0.0, ge=0, description="Seconds without a run after which a cluster ends by itself; 0 is never."
     )
-    check: Literal["off", "quick", "deep"] = Field(
-        default="off",
-        description="Check the hosts before the run: versions, GPUs, disk, clock, network; quick takes some seconds, "
-        "deep up to a minute.",
-    )
-    exclude_bad: bool = Field(
-        default=False, description="Train without hosts that the check finds bad; by default the run ends with code 4."
-    )
     ssh: SshSettings | None = Field(default=None, description="For backend ssh.")
     slurm: SlurmSettings | None = Field(default=None, description="For backend slurm.")
     saturn: SaturnSettings | None = Field(default=None, description="For backend saturn.")

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ddptrain.driver.cluster_check.judge_facts import judge_facts
-from ddptrain.driver.cluster_check.readings import HostReading
-from ddptrain.protocol.cluster_check import HostFacts
+from ddptrain.protocol.host_facts import GpuFacts, HostFacts
 
+_SHM_MB = 100, 1_000  # bad, warning. Docker's default of 64 MB breaks DataLoader workers and NCCL
+_DISK_MB = 1_000, 10_000
+_FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process; gloo opens a connection to each other rank
+_FILES_WARNING = 1_024
+_GPU_MEMORY_USED = 0.05
+_TEMPERATURE_C = 90
+_ESSENTIAL = frozenset({"ddptrain", "torch", "python", "nccl"})
+_COMPARED_PARTS = {"python": 2, "distributed": 2}  # how many parts of the version must be equal
+_MIN_COMPARED = 3  # of two values, nobody knows which one is wrong
+_SLOW_BAD, _SLOW_WARNING = 0.5, 0.8  # of the median
 _CLOCK_BAD_S, _CLOCK_WARNING_S = 60.0, 3.0  # the Date of a server has whole seconds, and arrives with a delay
 
 
@@ -24,19 +34,20 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked. hint: what to do, or ""."""
+    """One thing that was checked. hint: what to do, or "". host: which host of a cluster it is about, or ""."""
 
     subject: str
     result: Result
     text: str
     hint: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
     """The abilities of torch here. cuda: the version that it was built for, or "". gpus: how many it can use.
 
-    problems: what failed, by subject: torch (all of it), torchvision, gloo.
+    problems: what failed, by subject: torch (all of it), torchvision, GPUs (they can't be listed), gloo.
     """
 
     torch: str = ""
@@ -47,8 +58,11 @@ class TorchFacts:
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
-def judge_torch(facts: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
-    """Yield the checks of torch; `gpus` is the number of GPUs that the NVIDIA driver of version `driver` sees."""
+def judge_torch(facts: TorchFacts, gpus: int, driver: str, hidden: int = 0) -> Iterable[Check]:
+    """Yield the checks of torch. gpus: how many CUDA_VISIBLE_DEVICES leaves of those that the NVIDIA driver sees.
+
+    driver: its version. hidden: how many the variable hides.
+    """
     if failed := facts.problems.get("torch"):
         yield Check("torch", Result.BAD, f"torch does not work: {failed}", "install it again: pip install torch")
         return
@@ -59,7 +73,7 @@ def judge_torch(facts: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
         yield Check("torchvision", Result.BAD, f"{facts.torchvision or 'it'} does not work: {failed}", hint)
     else:
         yield Check("torchvision", Result.OK, facts.torchvision)
-    yield _gpus(facts, gpus, driver)
+    yield _gpus(facts, gpus, driver, f"; CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else "")
     if failed := facts.problems.get("gloo"):
         hint = "set GLOO_SOCKET_IFNAME to an interface that is up (ip addr)"
         yield Check("gloo", Result.BAD, f"an all-reduce with gloo failed: {failed}", hint)
@@ -69,30 +83,111 @@ def judge_torch(facts: TorchFacts, gpus: int, driver: str) -> Iterable[Check]:
         yield Check("nccl", Result.BAD, "torch is built without NCCL", "install a torch with CUDA")
 
 
-def _gpus(facts: TorchFacts, gpus: int, driver: str) -> Check:
+def _gpus(facts: TorchFacts, gpus: int, driver: str, hidden: str) -> Check:
+    if failed := facts.problems.get("GPUs"):
+        return Check("GPUs", Result.BAD, failed)
     if not gpus:
-        return Check("GPUs", Result.OK, "none: ranks train on the CPU")
+        return Check("GPUs", Result.OK, f"none: ranks train on the CPU{hidden}")
     if not facts.cuda:
         text = f"{gpus} are here, but torch {facts.torch} is built without CUDA"
         return Check("GPUs", Result.BAD, text, "install a torch with CUDA: https://pytorch.org/get-started")
     if facts.gpus < gpus:
         text = f"torch for CUDA {facts.cuda} can use {facts.gpus} of {gpus}, with the driver {driver or 'unknown'}"
-        hint = "check CUDA_VISIBLE_DEVICES; update the driver, or install a torch for an older CUDA"
+        hint = "update the driver, or install a torch for an older CUDA"
         return Check("GPUs", Result.BAD, text, hint)
-    return Check("GPUs", Result.OK, f"{facts.gpus}, with the driver {driver or 'unknown'}")
+    return Check("GPUs", Result.OK, f"{facts.gpus}, with the driver {driver or 'unknown'}{hidden}")
 
 
 def judge_host(facts: HostFacts, ranks: int) -> Iterable[Check]:
-    """Return the checks of memory, disk, limits and GPUs: those of a cluster check, for `ranks` ranks."""
-    findings = judge_facts([HostReading(facts.hostname, (), facts)], ranks)
-    yield from (Check(each.subject, Result(each.level), each.text, each.hint) for each in findings)
-    subjects = {each.subject for each in findings}
-    if "memory" not in subjects:
-        yield Check("memory", Result.OK, f"{facts.memory_free_mb} MB of {facts.memory_mb} MB are available")
-    if "disk" not in subjects and "reading" not in subjects:
-        speed = f", {facts.scratch_write_mb_s:.0f} MB/s" if facts.scratch_write_mb_s is not None else ""
-        yield Check("disk", Result.OK, f"{facts.scratch_free_mb} MB are free in {facts.scratch}{speed}")
+    """Yield the checks of memory, /dev/shm, disk, limits, GPUs and interfaces, for `ranks` ranks."""
+    yield from (Check("reading", Result.BAD, problem) for problem in facts.problems)
+    yield _limited("memory", facts.memory_free_mb, f"of {facts.memory_mb} MB are available", 0, facts.memory_mb // 10)
+    if facts.shm_mb:
+        hint = "start containers with a larger one: docker run --shm-size 8g"
+        yield _limited("shm", facts.shm_free_mb, "are free in /dev/shm", *_SHM_MB, hint)
+    if facts.scratch_mb:
+        hint = "checkpoints and logs wait there: free some space"
+        yield _limited("disk", facts.scratch_free_mb, f"are free in {facts.scratch}", *_DISK_MB, hint)
+    needed = _FILES_BASE + _FILES_PER_RANK * ranks
+    if 0 <= facts.open_files < max(needed, _FILES_WARNING):
+        result = Result.BAD if facts.open_files < needed else Result.WARNING
+        text = f"a process may open {facts.open_files} files; {ranks} ranks need about {needed}"
+        yield Check("open files", result, text, "raise it where the worker starts: ulimit -n 65536")
+    for gpu in facts.gpus:
+        yield from _gpu_faults(gpu)
     yield from _interfaces(facts)
+
+
+def _limited(subject: str, free_mb: int, text: str, bad_mb: int, warning_mb: int, hint: str = "") -> Check:
+    result = Result.BAD if free_mb < bad_mb else Result.WARNING if free_mb < warning_mb else Result.OK
+    return Check(subject, result, f"{free_mb} MB {text}", hint if result != Result.OK else "")
+
+
+def _gpu_faults(gpu: GpuFacts) -> Iterable[Check]:
+    name = f"GPU {gpu.index} ({gpu.name})"
+    reset = "reset the GPU; replace it if that does not help"
+    if gpu.ecc_errors:
+        yield Check("ECC", Result.BAD, f"{name} has {gpu.ecc_errors} uncorrected memory errors", reset)
+    if gpu.remap_pending:
+        yield Check("ECC", Result.BAD, f"{name} waits for a reset to replace bad memory rows", reset)
+    if gpu.throttled:
+        text = f"{name} reduces its clocks: {', '.join(gpu.throttled)}"
+        yield Check("throttling", Result.BAD, text, "check cooling and power supply")
+    if gpu.temperature_c is not None and gpu.temperature_c >= _TEMPERATURE_C:
+        text = f"{name} has {gpu.temperature_c} degrees Celsius"
+        yield Check("temperature", Result.WARNING, text, "check the cooling")
+    if gpu.memory_used_mb > _GPU_MEMORY_USED * gpu.memory_mb:
+        text = f"{gpu.memory_used_mb} MB of {gpu.memory_mb} MB of {name} are in use by other processes"
+        yield Check("GPU memory", Result.WARNING, text, "nvidia-smi names these processes")
+
+
+def judge_differences(hosts: Sequence[HostFacts]) -> Iterable[Check]:
+    """Yield a check for each host whose versions, GPUs or cores differ from those of most hosts."""
+    names = list(dict.fromkeys(name for facts in hosts for name in facts.versions))
+    rows = [
+        (name, Result.BAD if name in _ESSENTIAL else Result.WARNING, [_version(name, facts) for facts in hosts])
+        for name in names
+    ]
+    rows.append(("GPUs", Result.BAD, [_listed(facts) for facts in hosts]))
+    rows.append(("cores", Result.WARNING, [str(facts.cores) for facts in hosts]))
+    for subject, result, values in rows:
+        usual, count = Counter(values).most_common(1)[0]
+        if 2 * count <= len(hosts):
+            text = ", ".join(f"{value} on {facts.hostname}" for facts, value in zip(hosts, values, strict=True))
+            yield Check(subject, result, f"differs: {text}", "make them equal on all hosts")
+            continue
+        for facts, value in zip(hosts, values, strict=True):
+            if value != usual:
+                hint = "make them equal on all hosts"
+                yield Check(subject, result, f"{value}; most hosts have {usual}", hint, facts.hostname)
+
+
+def _version(name: str, facts: HostFacts) -> str:
+    parts = _COMPARED_PARTS.get(name)
+    return ".".join(facts.versions.get(name, "none").split(".")[:parts])
+
+
+def _listed(facts: HostFacts) -> str:
+    """Return the GPUs as text, for example `8 x NVIDIA H100 80GB HBM3`."""
+    counts = Counter(gpu.name for gpu in facts.gpus)
+    return " and ".join(f"{count} x {name}" for name, count in counts.items()) or "no GPU"
+
+
+def judge_speed(hosts: Mapping[str, Sequence[float]], subject: str, unit: str) -> Iterable[Check]:
+    """Yield a check for each host with a value clearly below the median of all values; of fewer than three, none.
+
+    hosts: the values of each host's ranks.
+    """
+    values = [value for of_host in hosts.values() for value in of_host]
+    if len(values) < _MIN_COMPARED:
+        return
+    median = statistics.median(values)
+    for host, of_host in hosts.items():
+        slowest = min(of_host)
+        if slowest < _SLOW_WARNING * median:
+            result = Result.BAD if slowest < _SLOW_BAD * median else Result.WARNING
+            text = f"{slowest:.3g} {unit}, {100 * slowest / median:.0f} % of the median of {len(values)} ({median:.3g})"
+            yield Check(subject, result, text, "look for other processes on this host", host)
 
 
 def _interfaces(facts: HostFacts) -> Iterable[Check]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import email.utils
 import json
 import platform
@@ -20,9 +21,9 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
-from ddptrain.errors import DdptrainError, one_line
-from ddptrain.gpus import default_slots
-from ddptrain.protocol.cluster_check import HostFacts
+from ddptrain.errors import ClusterError, DdptrainError, one_line
+from ddptrain.gpus import default_slots, visible_gpus
+from ddptrain.protocol.host_facts import HostFacts
 from ddptrain.protocol.typed_json import decode_json_data
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.remote_folder import RemoteFolder, is_url
@@ -55,12 +56,18 @@ def check_machine(runs_dir: str, environ: Mapping[str, str]) -> list[Check]:
         checks = [Check("Python", Result.OK, f"{platform.python_version()}, {sys.executable}")]
         host, problem = _decoded(HostFacts, *facts.result())
         tried, failed = _decoded(TorchFacts, *torch.result())
-        gpus, driver = (len(host.gpus), host.versions.get("driver", "")) if host is not None else (0, "")
-        checks += judge_torch(tried or TorchFacts(problems={"torch": failed}), gpus, driver)
+        tried = tried or TorchFacts(problems={"torch": failed})
+        gpus: tuple[str, ...] = ()
+        try:
+            gpus = visible_gpus(environ)
+        except ClusterError as error:
+            tried = dataclasses.replace(tried, problems={**tried.problems, "GPUs": one_line(error)})
+        present, driver = (len(host.gpus), host.versions.get("driver", "")) if host is not None else (0, "")
+        checks += judge_torch(tried, len(gpus), driver, max(0, present - len(gpus)))
         if host is None:
             checks.append(Check("host", Result.BAD, f"its facts can't be read: {problem}"))
         else:
-            checks += judge_host(host, default_slots([str(gpu.index) for gpu in host.gpus]))
+            checks += judge_host(host, default_slots(gpus))
         checks += [check_ports(), *store.result()]
     checks += [_reached(answer) for answer in answers]
     known = next((answer for answer in answers if answer.clock_ahead_s is not None), None)

@@ -128,10 +128,17 @@ class WorkerGroup:
         return answer
 
     def _learn(self, workers: list[str]) -> None:
-        """Ask workers that ddptrain did not start how many slots they have, and report that to the scheduler."""
-        about = self.client.run(driver_calls.describe_offer, workers=workers, on_error="ignore")
+        """Ask workers that ddptrain did not start how many slots they have, and report that to the scheduler.
+
+        Raises ClusterError if a worker can't list its GPUs.
+        """
+        about = self.client.run(driver_calls.describe_offer, workers=workers, on_error="return")
         offers = dict.fromkeys(workers, (0, 0))  # a worker that does not answer offers nothing
-        offers |= {worker: (offer["slots"], offer["gpus"]) for worker, offer in about.items()}
+        for worker, offer in about.items():
+            if isinstance(offer, ClusterError):
+                raise ClusterError(f"the worker {worker} can't be used: {offer}")
+            if not isinstance(offer, Exception):
+                offers[worker] = offer["slots"], offer["gpus"]
         self.client.run_on_scheduler(slots.learn, offers)
 
     def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:
@@ -350,7 +357,7 @@ class WorkerGroup:
             self._news.remove(self.run_id)  # the run's own topic is removed as a whole with its slots
         self.end_attempt()
         with contextlib.suppress(Exception):  # as above
-            asked = self.client.run_on_scheduler(slots.release, self.run_id, asynchronous=True)
+            asked = self.client.run_on_scheduler(slots.release, self.run_id, client=self.client.id, asynchronous=True)
             dask_call.wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
 
     def end_attempt(self) -> None:

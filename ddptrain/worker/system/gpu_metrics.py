@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 Measure = Callable[[Any, Any], float]
@@ -45,34 +46,31 @@ class GpuReader:
 
         `name` is an entry of CUDA_VISIBLE_DEVICES: an index or a UUID.
         """
-        nvml = self._nvml or _nvml()
-        if nvml is None:
-            return {}
         try:
+            nvml = self._nvml or _nvml()
+        except Exception:  # no driver, or no nvidia-ml-py, whose exceptions then do not exist
+            return {}
+        values: dict[str, float] = {}
+        refused = self._refused.setdefault(name, set())
+        lasting = nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission
+        with suppress(nvml.NVMLError):
             by_index = name.isdigit()
             gpu = nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
-        except nvml.NVMLError:
-            return {}
-        refused = self._refused.setdefault(name, set())
-        values = {}
-        for metric in metrics:
-            if metric not in refused:
+            for metric in set(metrics) - refused:
                 try:
                     values[metric] = float(_MEASURES[metric](nvml, gpu))
-                except nvml.NVMLError:
-                    refused.add(metric)
+                except Exception as error:  # nvidia-ml-py has an error of another class for drivers that are too old
+                    if isinstance(error, lasting) or not isinstance(error, nvml.NVMLError):
+                        refused.add(metric)
         return values
 
 
 @functools.cache
 def _nvml() -> Any:
-    """Return the initialized NVML, which stays open until the process ends; None without an NVIDIA driver."""
+    """Return the initialized NVML, which stays open until the process ends. Raises NVMLError, ImportError."""
     import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
+    pynvml.nvmlInit()
     return pynvml
 
 

@@ -17,6 +17,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver import rank_specs
 from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
 from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, Supervision
 from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
@@ -69,9 +70,17 @@ def test_backend_follows_the_gpus_and_its_time_limit_the_backend(
     assert rank_specs.process_group(load(**settings).config, places("a", "b", gpus=gpus)) == expected
 
 
-def test_one_rank_without_gpu_makes_the_backend_gloo() -> None:
+def test_ranks_with_and_without_gpu_need_a_named_backend() -> None:
     mixed = [*places("a"), *places("b", gpus=False)]
-    assert rank_specs.process_group(load().config, mixed).backend == "gloo"
+    with pytest.raises(ClusterError, match="only 1 of 2 ranks would have a GPU"):
+        rank_specs.process_group(load().config, mixed)
+    assert rank_specs.process_group(load(dist={"backend": "gloo"}).config, mixed).backend == "gloo"
+    assert rank_specs.process_group(load(cluster={"gpus": 0}).config, mixed).backend == "gloo"
+
+
+def test_instances_of_one_gpu_use_gloo() -> None:
+    slices = [dataclasses.replace(place, gpu=f"MIG-{place.rank}") for place in places("a", "a")]
+    assert rank_specs.process_group(load().config, slices).backend == "gloo"
 
 
 def test_checkpoint_settings_and_failure_policy_are_those_of_the_configuration() -> None:

@@ -54,12 +54,6 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
     assert foreign_worker.offered_slots(worker(**known)) == offered
 
 
-def test_machine_without_gpus_offers_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert foreign_worker.offered_slots(worker()) == (1, ())
-
-
 def test_variables_of_the_nanny_come_from_its_configuration() -> None:
     with dask.config.set({"distributed.nanny.pre-spawn-environ": {"A": 1}, "distributed.nanny.environ": {"B": "2"}}):
         assert foreign_worker._nanny_environ(worker(nanny="tcp://127.0.0.1:1")) == {

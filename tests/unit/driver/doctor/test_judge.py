@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from ddptrain.driver.doctor import judge
-from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
-from ddptrain.protocol.cluster_check import Interface
+from ddptrain.driver.doctor.judge import (
+    Check,
+    Result,
+    TorchFacts,
+    judge_clock,
+    judge_differences,
+    judge_host,
+    judge_speed,
+    judge_torch,
+)
+from ddptrain.protocol.host_facts import GpuFacts, HostFacts, Interface
 from ddptrain.rank import torch_probe
-from tests.unit.driver.cluster_check.hosts import facts
 
 CUDA = TorchFacts("2.9", "12.8", "0.24", gpus=2, nccl=True)
-FACTS = facts(
+FACTS = HostFacts(
     hostname="vm",
+    versions={"python": "3.11.7", "torch": "2.9.0"},
     cores=2,
+    memory_mb=64_000,
+    memory_free_mb=60_000,
+    shm_mb=32_000,
+    shm_free_mb=32_000,
     scratch="/data",
     scratch_mb=90_000,
     scratch_free_mb=50_000,
-    scratch_write_mb_s=300.0,
-    interfaces=(Interface("eth0", ("10.0.0.1",), 1000, 1500, True), Interface("ib0", (), 0, 1500, False)),
+    open_files=65_536,
+    interface="eth0",
+    interfaces=(Interface("eth0", 1000, True), Interface("ib0", 0, False)),
 )
+GPU = GpuFacts(0, "GPU-1", "NVIDIA H100", 80_000, 100, ecc_errors=0)
 
 
 def bad(checks: list[Check]) -> list[tuple[str, str]]:
@@ -61,29 +76,40 @@ def test_torch_must_fit_the_gpus(found: TorchFacts, gpus: int, expected: list[tu
     assert bad(list(judge_torch(found, gpus, "470.1"))) == expected
 
 
-def test_healthy_host_has_no_bad_check() -> None:
-    assert list(judge_host(FACTS, 2)) == [
-        Check("memory", Result.OK, "60000 MB of 64000 MB are available"),
-        Check("disk", Result.OK, "50000 MB are free in /data, 300 MB/s"),
-    ]
+@pytest.mark.parametrize(
+    ("changes", "subject", "result"),
+    [
+        ({}, None, Result.OK),
+        ({"memory_free_mb": 10}, "memory", Result.WARNING),
+        ({"shm_free_mb": 64}, "shm", Result.BAD),
+        ({"scratch_free_mb": 500}, "disk", Result.BAD),
+        ({"scratch_free_mb": 5_000}, "disk", Result.WARNING),
+        ({"open_files": 256}, "open files", Result.BAD),
+        ({"problems": ("/data can't be read",)}, "reading", Result.BAD),
+        ({"gpus": (dataclasses.replace(GPU, ecc_errors=3),)}, "ECC", Result.BAD),
+        ({"gpus": (dataclasses.replace(GPU, throttled=("thermal",)),)}, "throttling", Result.BAD),
+        ({"gpus": (dataclasses.replace(GPU, memory_used_mb=40_000),)}, "GPU memory", Result.WARNING),
+    ],
+)
+def test_fault_of_a_host_is_found(changes: dict[str, Any], subject: str | None, result: Result) -> None:
+    checks = judge_host(dataclasses.replace(FACTS, **changes), 2)
+    found = [(check.subject, check.result) for check in checks if check.result is not Result.OK]
+    assert found == ([(subject, result)] if subject else [])
 
 
-def test_speed_of_a_disk_may_be_unknown() -> None:
-    checks = list(judge_host(dataclasses.replace(FACTS, scratch_write_mb_s=None), 2))
-    assert checks[1] == Check("disk", Result.OK, "50000 MB are free in /data")
+def test_host_that_differs_from_most_is_named() -> None:
+    other = dataclasses.replace(FACTS, hostname="b", versions={"python": "3.11.9", "torch": "2.8.0"})
+    (check,) = judge_differences([FACTS, other, dataclasses.replace(FACTS, hostname="c")])
+    assert (check.subject, check.result, check.host) == ("torch", Result.BAD, "b")
+    (check,) = judge_differences([FACTS, other])
+    assert (check.subject, check.host) == ("torch", "")  # of two, nobody knows which one is wrong
 
 
-def test_full_disk_is_bad() -> None:
-    full = dataclasses.replace(FACTS, scratch_free_mb=500)
-    assert bad(list(judge_host(full, 2))) == [("disk", "500 MB of 90000 MB are free in /data")]
-
-
-def test_fault_of_memory_or_disk_stands_alone() -> None:
-    checks = list(judge_host(dataclasses.replace(FACTS, memory_free_mb=10, problems=("no file can be written",)), 2))
-    assert [(check.subject, check.result) for check in checks] == [
-        ("reading", Result.BAD),
-        ("memory", Result.WARNING),
-    ]
+@pytest.mark.parametrize(("slowest", "result"), [(10.0, Result.BAD), (70.0, Result.WARNING), (95.0, None)])
+def test_host_far_below_the_median_is_named(slowest: float, result: Result | None) -> None:
+    found = [(check.host, check.result) for check in judge_speed({"a": [100.0, 99.0], "b": [slowest]}, "speed", "x")]
+    assert found == ([("b", result)] if result else [])
+    assert list(judge_speed({"a": [100.0], "b": [slowest]}, "speed", "x")) == []
 
 
 @pytest.mark.parametrize(
@@ -91,18 +117,18 @@ def test_fault_of_memory_or_disk_stands_alone() -> None:
     [("eth0", False), ("=eth0", False), ("et", False), ("^lo", False), ("ib0", True), ("=et", True)],
 )
 def test_interfaces_of_variables_must_be_up(value: str, is_bad: bool) -> None:
-    checks = list(judge_host(FACTS.with_env({"NCCL_SOCKET_IFNAME": value}), 2))
+    checks = list(judge_host(dataclasses.replace(FACTS, network_env={"NCCL_SOCKET_IFNAME": value}), 2))
     assert bool(bad(checks)) == is_bad
     found = Check("network", Result.OK, f"NCCL_SOCKET_IFNAME is {value}")
-    assert is_bad or checks[2:] == [found]
+    assert is_bad or checks[3:] == [found]
 
 
 def test_interfaces_that_are_missing_are_named_and_those_that_could_be_used() -> None:
-    checks = list(judge_host(FACTS.with_env({"GLOO_SOCKET_IFNAME": "ib0, eth0,=eth"}), 2))
+    checks = list(judge_host(dataclasses.replace(FACTS, network_env={"GLOO_SOCKET_IFNAME": "ib0, eth0,=eth"}), 2))
     text = "GLOO_SOCKET_IFNAME is ib0, eth0,=eth, but no interface ib0, =eth is up"
-    assert checks[2:] == [Check("network", Result.BAD, text, "use one of eth0, or unset it")]
+    assert checks[3:] == [Check("network", Result.BAD, text, "use one of eth0, or unset it")]
     down = dataclasses.replace(FACTS, interfaces=())
-    (check,) = list(judge_host(down.with_env({"GLOO_SOCKET_IFNAME": "ib0"}), 2))[2:]
+    (check,) = list(judge_host(dataclasses.replace(down, network_env={"GLOO_SOCKET_IFNAME": "ib0"}), 2))[3:]
     assert check.hint == "use one of none, or unset it"
 
 
@@ -124,15 +150,16 @@ def test_clock_is_compared_with_a_server(offset_s: float | None, result: Result,
 @pytest.mark.parametrize(
     ("found", "gpus", "driver", "expected"),
     [
-        (CUDA, 2, "470.1", Check("GPUs", Result.OK, "2, with the driver 470.1")),
-        (CUDA, 2, "", Check("GPUs", Result.OK, "2, with the driver unknown")),
-        (CUDA, 0, "470.1", Check("GPUs", Result.OK, "none: ranks train on the CPU")),
+        (CUDA, 2, "470.1", "2, with the driver 470.1"),
+        (CUDA, 2, "", "2, with the driver unknown"),
+        (CUDA, 0, "470.1", "none: ranks train on the CPU"),
     ],
 )
 def test_gpus_that_torch_can_use_are_told_with_the_driver(
-    found: TorchFacts, gpus: int, driver: str, expected: Check
+    found: TorchFacts, gpus: int, driver: str, expected: str
 ) -> None:
-    assert judge._gpus(found, gpus, driver) == expected
+    (check,) = (check for check in judge_torch(found, gpus, driver) if check.subject == "GPUs")
+    assert check == Check("GPUs", Result.OK, expected)
 
 
 def test_this_torch_reduces_with_gloo() -> None:

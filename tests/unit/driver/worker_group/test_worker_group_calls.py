@@ -150,7 +150,7 @@ def test_worker_that_the_scheduler_does_not_know_is_checked_once_and_asked_what_
     assert (found.slot, found.hostname, found.shared) == (Slot(A, "a", 0, False, True), "name", False)
     assert checked == [[A], [B]]
     assert client.calls[1:3] == [
-        (driver_calls.describe_offer, {"workers": [A, B], "on_error": "ignore"}),
+        (driver_calls.describe_offer, {"workers": [A, B], "on_error": "return"}),
         (slots.learn, {A: (2, 1), B: (0, 0)}, {}),
     ]
     options = {"lost_after_s": 7.0, "workers": [A], "on_error": "return"}
@@ -475,7 +475,7 @@ def test_close_releases_tasks_and_slots_whatever_fails_on_the_way(
     with group:
         pass
     assert news == [("news.remove", "r-1")]
-    release = (slots.release, "r-1", {"asynchronous": True})
+    release = (slots.release, "r-1", {"client": "client-1", "asynchronous": True})
     assert client.calls == [("cancel", [], True), release] and waits.seen == [("question", 3.0, 0)]
 
     def fail(*_: object, **__: object) -> None:

@@ -1,1 +1,0 @@
-"""The program of the ranks that measure a cluster."""

@@ -1,1 +1,0 @@
-"""Problems with signals, terminals and launchers that end."""

@@ -1,1 +1,0 @@
-"""Problems with ranks that fail, hang or are lost."""

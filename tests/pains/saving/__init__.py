@@ -1,1 +1,0 @@
-"""Problems with checkpoints, resumes and disks."""

@@ -1,1 +1,0 @@
-"""Problems with what ranks share: ports, output, data, trackers."""
