@@ -42,10 +42,9 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-schema: $(INSTALLED) ## write the schema of the configuration, its page, the commands for shell completion and the man page anew
+schema: $(INSTALLED) ## write the schema of the configuration, its page and the man page anew
 	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
 	$(BIN)/python -m tests.docs.reference
-	$(BIN)/python -m tests.docs.command_table
 	$(BIN)/python -m tests.docs.man_page
 
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS

@@ -11,11 +11,6 @@ def main() -> int:
     leave_working_directory()
     _open_closed_streams()
     # Only now are modules imported: the working directory may contain a json.py or a pydantic.py.
-    if "_DDPTRAIN_COMPLETE" in os.environ:
-        from ddptrain.completion import shells
-
-        if shells.is_asked(os.environ):
-            return shells.answer(os.environ)
     from ddptrain.cli.warm import client
 
     if (code := client.run(sys.argv[1:], os.environ)) is not None:

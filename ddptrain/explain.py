@@ -41,11 +41,11 @@ class Explanation:
 
 _INTERRUPTED = Explanation(
     "interrupted",
-    "ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",
+    "ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM; checkpoint step-20 is saved",
     (
         Cause(
-            "Ctrl-C, stop --now, or a second SIGTERM did not wait",
-            "use ddptrain stop, which waits for failure.grace_s",
+            "Ctrl-C, or a second signal, which does not wait for a checkpoint",
+            "start it again with --resume RUN; to save, send one signal and wait for failure.grace_s",
             "SIGINT",
         ),
         Cause(
@@ -54,10 +54,10 @@ _INTERRUPTED = Explanation(
             "SIGTERM|ddptrain stop",
         ),
         Cause("the function does not call ctx.checkpoint", "call it on all ranks", "SIGTERM|ddptrain stop"),
-        Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 75"),
+        Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 0 or 75"),
     ),
-    "130 after Ctrl-C, which stops at once; 143 after SIGTERM, if the run ended without saving.\n"
-    "If there is an older checkpoint, --resume RUN continues from it. Every process of the run has ended.",
+    "130 after Ctrl-C, also if the run has saved; 143 after SIGTERM, if there is no checkpoint.\n"
+    "If there is a checkpoint, --resume RUN continues from it. Every process of the run has ended.",
 )
 
 EXPLANATIONS: dict[int, Explanation] = {
@@ -78,6 +78,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "counted it",
                 "use smaller batches, fewer loader workers, fewer ranks on the host",
                 "SIGKILL",
+            ),
+            Cause(
+                "a metric is nan or inf, and failure.nan is stop",
+                "lower the learning rate, clip gradients, or use bf16 or fp32; --resume RUN continues from the last "
+                "finite checkpoint",
+                r"failure\.nan is stop",
             ),
             Cause(
                 "No module named ... on a host",
@@ -193,8 +199,8 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",
-        "ddptrain: rank 1 hung: no progress for 600 s, it is in train.py:13 in load while rank 0 waits for it "
-        "in all_reduce (...; stacks: artifacts/stacks/)",
+        "ddptrain: rank 1 hung: no progress for 41 s, it is in train.py:13 in load while rank 0 waits for it "
+        "in all_reduce (stacks: artifacts/stacks/)",
         (
             Cause(
                 "the rank is in a line of your code: a lock, a download, an endless loop", "give requests a time limit"
@@ -219,9 +225,9 @@ EXPLANATIONS: dict[int, Explanation] = {
         ),
         "The rank that is named is the one that is missing. The stacks of all ranks are in artifacts/stacks/ "
         "of the run.\n"
-        "By default the limit follows the run: 10 times the longest pause so far, at least 40 s and at most "
-        "600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the ranks start again "
-        "from the last checkpoint.",
+        "By default the limit is 120 s. Once a rank has reported 20 times, it is 10 times the longest pause so far, "
+        "at least 40 s and at most 600 s. failure.hang_timeout_s: null turns it off. With failure.max_restarts: 2 the "
+        "ranks start again from the last checkpoint.",
     ),
     ExitCode.LOCKED: Explanation(
         "the run is running in another process, or another host has taken it over",
@@ -270,7 +276,7 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.PREEMPTED: Explanation(
         "preempted, and a checkpoint is saved",
-        "run nightly preempted (exit code 75): ended by ddptrain stop; continue with --resume nightly",
+        "run nightly stopped (saved) (exit code 75): ended by ddptrain stop; continue with --resume nightly",
         (
             Cause(
                 "someone sent SIGTERM: Slurm, Kubernetes, a spot instance, ddptrain stop",

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -67,6 +68,33 @@ def text_or_empty(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def state_of_new_file(folder: Path) -> os.stat_result | None:
+    """Create a file, delete it, and return the state that it had; None where this user cannot create one.
+
+    The file system may set its owner and its times: a server has a clock of its own.
+    """
+    probe = folder / f".probe.{secrets.token_hex(4)}.tmp"
+    try:
+        descriptor = open_regular(probe, CREATE | os.O_EXCL)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            probe.unlink()
+
+
+def time_in(folder: Path) -> float:
+    """Return the time of a folder's file system in seconds since 1970, with which to compare the times of its files.
+
+    It is the time of this host where this user cannot create a file.
+    """
+    state = state_of_new_file(folder)
+    return time.time() if state is None else state.st_mtime
 
 
 def entries(folder: Path) -> list[Path]:

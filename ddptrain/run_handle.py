@@ -139,15 +139,13 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The folders of the run's checkpoints, the newest first."""
-        from ddptrain.results.layout import MANIFEST, step_of
+        """The folders of the run's checkpoints, the newest first. Those of a run in an object store are downloaded."""
+        from ddptrain.results.layout import MANIFEST, checkpoint_folders
+        from ddptrain.results.run_store import NeededFiles
 
-        folder = self.dir / "checkpoints"
-        folders = list(folder.iterdir()) if folder.is_dir() else []
-        steps = {
-            path: step for path in folders if (step := step_of(path.name)) is not None and (path / MANIFEST).is_file()
-        }
-        return sorted(steps, key=lambda path: -steps[path])
+        view = self._view(NeededFiles.CHECKPOINTS)
+        folders = [path for path in checkpoint_folders(view.layout) if (path / MANIFEST).is_file()]
+        return [path for path in folders if not self._is_stored or path.name in view.record.checkpoints]
 
     @property
     def best(self) -> Path | None:

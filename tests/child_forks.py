@@ -18,6 +18,7 @@ import ctypes
 import fcntl
 import importlib
 import inspect
+import io
 import json
 import multiprocessing.process
 import multiprocessing.spawn
@@ -250,7 +251,7 @@ class Forks(ABC):
         )
         if not plain:
             return None
-        code = arguments.pop(0) if module == "-c" else ""
+        code = arguments.pop(0) if module in ("-c", _RANK_SERVER) else ""
         return {
             "module": module,
             "args": arguments,
@@ -298,6 +299,8 @@ def _split(words: Sequence[str]) -> tuple[frozenset[str], str, list[str]]:
         del rest[:size]
     if words[:1] == [sys.executable] and rest[:1] == ["-m"] and len(rest) > 1:
         return frozenset(options), rest[1], rest[2:]
+    if words[:1] == [sys.executable] and rest[:2] == ["-u", "-c"] and f"from {_RANK_SERVER} import" in rest[2]:
+        return frozenset({"-P"}), _RANK_SERVER, rest[2:]
     if words[:1] == [sys.executable] and rest[:1] == ["-c"] and len(rest) > 1:
         return frozenset(options), "-c", rest[1:]
     if words[:1] == [sys.executable] and os.path.basename("".join(words[1:2])) in _SCRIPTS:
@@ -391,6 +394,7 @@ class ChildForks(Forks):
         be_child(order, fds)
         if order["module"] == _RANK_SERVER:
             self._hidden.restore()
+            sys.stdin, sys.stdout, sys.stderr = open(0), _unbuffered(1), _unbuffered(2)  # noqa: SIM115
             for name in order["env"].get(RANK_IMPORTS, "").split():
                 importlib.import_module(name)
         if order["module"] in _STARTING or "spawn" in order:
@@ -399,6 +403,13 @@ class ChildForks(Forks):
             tracker, pipe = order["spawn"]
             run_to_end(lambda: multiprocessing.spawn.spawn_main(pipe, tracker_fd=tracker))
         run_program(order)
+
+
+def _unbuffered(fd: int) -> io.TextIOWrapper:
+    """A stream of `python -u`."""
+    raw = io.FileIO(fd, "w", closefd=False)
+    raw.name = {1: "<stdout>", 2: "<stderr>"}[fd]
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def be_child(order: Mapping[str, Any], fds: Sequence[int]) -> None:

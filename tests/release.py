@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[1]
 _SECTION = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\S+))?$", re.MULTILINE)
 NEEDED_FILES = (
     "ddptrain/__init__.py",
-    "ddptrain/completion/commands.json",
     "ddptrain/configs/petnames.yaml",
     "ddptrain/py.typed",
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption, VerboseOption, checked
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.config.wording import nearest, shorten
@@ -22,7 +23,14 @@ app = typer.Typer(
     name="cluster", help="Start a cluster that stays up; look at it, scale it, end it.", no_args_is_help=True
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A cluster's name.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        autocompletion=complete.clusters,
+        help="A cluster's name.",
+    ),
+]
 _AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 
 
@@ -30,7 +38,11 @@ _AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 def up(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CONFIG", help="YAML file whose cluster section is used, or an example's name."),
+        typer.Argument(
+            metavar="CONFIG",
+            autocompletion=complete.configurations,
+            help="YAML file whose cluster section is used, or an example's name.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Its name (cluster.name); by default the backend's.")] = None,
     backend: Annotated[
@@ -163,7 +175,14 @@ def scale(
 
 @app.command()
 def down(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A cluster's name.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=complete.clusters,
+            help="A cluster's name.",
+        ),
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="End it even if runs use it; these runs fail.")] = False,
     json: JsonOption = False,

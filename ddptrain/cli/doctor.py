@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption, checked, field_options
 from ddptrain.cli.printing import print_result, say
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 def doctor(
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Check all hosts of this cluster (a name or an address), and measure them."),
+        typer.Option(
+            metavar="NAME",
+            autocompletion=complete.clusters,
+            help="Check all hosts of this cluster (a name or an address), and measure them.",
+        ),
     ] = None,
     runs_dir: RunsDir = None,
     json: JsonOption = False,

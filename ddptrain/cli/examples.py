@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "results note": ('results note latest "larger batches"',),
     "results export": ("results export latest --output metrics",),
     "results consolidate": ("results consolidate latest --output model",),
+    "results rm": ("results rm pets-1 pets-2",),
     "results prune": ("results prune --keep 20 --dry-run", "results prune --older-than 30d"),
     "results report": ("results report latest --output report.html",),
     "results sync": ("results sync latest", "results sync --all"),

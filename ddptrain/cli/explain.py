@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_result
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
@@ -19,7 +20,12 @@ _HIGHEST_CODE = 255
 
 def explain(
     what: Annotated[
-        str, typer.Argument(metavar="CODE|RUN", help="An exit code, or a run: its id, the start of one, latest, a URL.")
+        str,
+        typer.Argument(
+            metavar="CODE|RUN",
+            autocompletion=complete.runs,
+            help="An exit code, or a run: its id, the start of one, latest, a URL.",
+        ),
     ] = "latest",
     every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
     runs_dir: RunsDir = None,

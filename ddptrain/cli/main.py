@@ -174,7 +174,9 @@ def _named_or_empty(info: CommandInfo, words: Container[str]) -> CommandInfo:
 def _call(argv: Sequence[str] | None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
-        command_tree(app, frozenset(words) & {*_names(app)})(args=words, prog_name=PROGRAM)
+        names = {*_names(app)}
+        called = names if "_DDPTRAIN_COMPLETE" in os.environ else names & {*words}  # TAB needs the options of each
+        command_tree(app, frozenset(called))(args=words, prog_name=PROGRAM)
     except SystemExit as leaving:
         return _exit_code(leaving)
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.errors import ConfigError, UsageError
 
 Loaded = TypeVar("Loaded")
@@ -28,7 +29,9 @@ RanksOption = Annotated[int | None, typer.Option(help="Training processes (clust
 ClusterOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME|ADDRESS|FILE", help="A cluster that is up: its name, its scheduler's address, or scheduler file."
+        metavar="NAME|ADDRESS|FILE",
+        autocompletion=complete.clusters,
+        help="A cluster that is up: its name, its scheduler's address, or scheduler file.",
     ),
 ]
 RunsDirOption = Annotated[
@@ -39,6 +42,7 @@ ResumeOption = Annotated[
     str | None,
     typer.Option(
         metavar="RUN|auto",
+        autocompletion=complete.runs,
         help="Continue a run; auto: the newest of this name that did not succeed, or the one of --run-id.",
     ),
 ]

@@ -12,9 +12,10 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.examples import Command
 from ddptrain.cli.options import JsonOption, VerboseOption
-from ddptrain.cli.printing import print_json, print_result, write
+from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Run, RunNames, RunsDir, folder_of, place_of, view_of
 from ddptrain.cli.runs.compare import chart_style, compare
 from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs, show_sweep
@@ -43,7 +44,6 @@ class ExportFormat(StrEnum):
     """The formats of `ddptrain results export`."""
 
     CSV = "csv"
-    PARQUET = "parquet"
     TENSORBOARD = "tensorboard"
     MLFLOW = "mlflow"
 
@@ -152,7 +152,12 @@ def plot(
 def sync(
     ctx: typer.Context,
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            autocompletion=complete.runs,
+            help="A run's id, the start of one, latest, a directory, or a URL.",
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
@@ -165,6 +170,7 @@ def sync(
     It skips runs that are running, and data that the server already has. The exit code is 4 if something could not be
     sent; the next call tries again.
     """
+    from ddptrain.clusters.signals import interruptible
     from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_runs
     from ddptrain.results.remote.runs import open_runs_dir
 
@@ -181,7 +187,8 @@ def sync(
         if not json and (not every or sent.sent or sent.problem or sent.skipped):
             write([sent.summary])
 
-    all_well = sync_runs(views, timeout, tell)
+    with interruptible():  # so that SIGTERM ends wandb's processes as well
+        all_well = sync_runs(views, timeout, tell, say)
     if json:
         print_json([asdict(sent) for sent in came] if every else asdict(came[0]))
     if not all_well:
@@ -251,7 +258,7 @@ def export(
 ) -> None:
     """Write the metrics of runs for other tools; files that exist are replaced.
 
-    csv and parquet: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
+    csv: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
     parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
     folder for MLflow, or on its server.
     """
@@ -268,7 +275,7 @@ def export(
     elif form is ExportFormat.TENSORBOARD:
         written = [str(path) for path in export_tensorboard(views, Path(output))]
     else:
-        written = [str(path) for path in export_tables(views, str(form), Path(output))]
+        written = [str(path) for path in export_tables(views, Path(output))]
     print_result({"format": str(form), "written": written}, written, as_json=json)
 
 
@@ -301,6 +308,20 @@ def consolidate(
     about = {"run_id": view.run_id, "step": done.step, "folder": str(done.folder), "files": list(done.files)}
     text = f"{view.run_id}: step {done.step} written to {done.folder}: {done.tensors:,} tensors, {size(done.n_bytes)}"
     print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=json)
+
+
+def remove(ctx: typer.Context, runs: RunNames, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
+    """Delete runs with their checkpoints, logs and files. A run that is running, or may be, is refused."""
+    from ddptrain.results.prune.prune import remove_run
+    from ddptrain.results.show.render import size
+
+    found = []  # all of them, before the first is deleted: a name may be wrong
+    for run in dict.fromkeys(runs):
+        folder, name = place_of(ctx, runs_dir, run)
+        found.append((folder, folder.find(name)))
+    removed = [(view.run_id, remove_run(folder, view)) for folder, view in found]
+    lines = [f"run {run_id} deleted, {size(n_bytes)} freed" for run_id, n_bytes in removed]
+    print_result({"removed": [{"run_id": run_id, "size_bytes": n} for run_id, n in removed]}, lines, as_json=json)
 
 
 def _wait_for_reader() -> Callable[[float], None]:
@@ -337,4 +358,5 @@ app.command("note", short_help="Write a note on a run.")(note)
 app.command("export", short_help="Write the metrics of runs for other tools.")(export)
 app.command("sync", short_help="Send what was recorded offline to Weights & Biases.")(sync)
 app.command("consolidate", short_help="Write a sharded checkpoint as one safetensors checkpoint.")(consolidate)
+app.command("rm", short_help="Delete runs.")(remove)
 app.command("prune", short_help="Delete old runs.")(prune)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.models.models import TrainedRunsDir
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_result, say
@@ -21,7 +22,12 @@ _STORE_EVERY_S = 2.0
 
 def stop(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, a URL, or a sweep.")
+        str,
+        typer.Argument(
+            metavar="RUN",
+            autocompletion=complete.runs,
+            help="A run's id, the start of one, latest, a directory, a URL, or a sweep.",
+        ),
     ],
     now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
     runs_dir: TrainedRunsDir = "runs",
@@ -71,7 +77,6 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
     from ddptrain.driver.control.stop import StopTarget, is_active
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.lookup import load_run
-    from ddptrain.results.ownership.driver_heartbeat import WATCH_S
     from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
     from ddptrain.results.run_record import RunStatus
 
@@ -82,7 +87,7 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
     if view.status == RunStatus.UNREADABLE:
         raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
     if view.layout.is_original or not isinstance(runs, StoreRuns):
-        return StopTarget(view.layout, lambda: load_run(view.layout.root, watch_s=WATCH_S))
+        return StopTarget(view.layout, lambda: load_run(view.layout.root))
     if is_active(view) and driver.host != socket.gethostname():
         raise UsageError(
             f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
@@ -98,8 +103,9 @@ def _words(view: RunView, *, was_active: bool) -> str:
     record = view.record
     code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
     why = f": {one_line(record.failure.message)}" if record.failure and record.failure.message else ""
-    saved = f"; continue with --resume {view.run_id}" if view.status == RunStatus.PREEMPTED else ""
-    how = f"{view.status}{code}{why}{saved}"
+    can_go_on = view.status in (RunStatus.PREEMPTED, RunStatus.CANCELLED) and record.checkpoints
+    saved = f"; continue with --resume {view.run_id}" if can_go_on else ""
+    how = f"{view.status_text}{code}{why}{saved}"
     return f"run {view.run_id} {how}" if was_active else f"run {view.run_id} is not running, it has ended: {how}"
 
 

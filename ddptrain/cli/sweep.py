@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli import options as opt
 from ddptrain.errors import UsageError
 
@@ -16,6 +17,7 @@ def sweep(
         str | None,
         typer.Argument(
             metavar="CONFIG",
+            autocompletion=complete.configurations,
             help="YAML file with a section sweep, or the name of a shipped example; --resume needs none.",
         ),
     ] = None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli import options as opt
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.errors import UsageError
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 def train(
     ctx: typer.Context,
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped example, as petnames.")
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            autocompletion=complete.configurations,
+            help="YAML file, or the name of a shipped example, as petnames.",
+        ),
     ],
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     ranks: opt.RanksOption = None,
@@ -83,8 +89,8 @@ def start(
 
         check_workload(resolved)
         check_tls(resolved)
-        check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
-        typer.echo(resolved.yaml_text, nl=False)
+        start = check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
+        write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()
         return
     from ddptrain.driver.run import train as launch

@@ -30,7 +30,15 @@ _OTHER_NAMES = {  # what users of other tools type
     "kill": "ddptrain stop",
     "tune": "ddptrain sweep",
     "check": "ddptrain doctor",
+    "ps": "ddptrain results list",
+    "rm": "ddptrain results rm",
+    "delete": "ddptrain results rm",
+    "version": "ddptrain --version",
+    "help": "ddptrain --help",
 }
+_OTHER_COMMANDS = {"ls": "list", "ps": "list", "delete": "rm", "remove": "rm"}  # of any group
+_CONFIG_OPTIONS = ("config", "config-file", "file", "c")
+_RANKS_OPTIONS = ("nproc", "nproc-per-node", "num-processes", "world-size", "np", "n")
 _REMOVED = {"cluster check": "ddptrain doctor --cluster NAME"}  # commands of earlier versions
 
 
@@ -86,7 +94,12 @@ def _what(error: Any, ctx: Any) -> str:
 
 def _option_hint(name: str, ctx: Any) -> str:
     known = [option for each in ctx.command.params for option in each.opts] if ctx is not None else []
-    match = nearest(name.lstrip("-"), [option[2:] for option in known if option.startswith("--")])
+    word = name.lstrip("-").replace("_", "-")
+    if word in _CONFIG_OPTIONS and ctx is not None and any(each.metavar == "CONFIG" for each in ctx.command.params):
+        return f" (the file needs no option: {ctx.command_path} FILE)"
+    if word in _RANKS_OPTIONS and "--ranks" in known:
+        return " (did you mean --ranks?)"
+    match = nearest(word, [option[2:] for option in known if option.startswith("--")])
     if match:
         return f" (did you mean --{match}?)"
     if ctx is not None and ctx.command.name == "init":
@@ -102,6 +115,8 @@ def _field(option: str) -> str:
     from ddptrain.config.validation_errors import Schema
 
     name = option.lstrip("-").replace("-", "_")
+    if "." in name:
+        return name
     found = (key for key in Schema(RunConfig, None).keys() if key.rpartition(".")[2] == name)  # noqa: SIM118
     return next(found, f"params.{name}")
 
@@ -114,6 +129,8 @@ def _command_hint(name: str, ctx: Any) -> str:
         found = f"{ctx.command_path} {verb} {shorten(name)}" if verb else ""
     elif name.endswith(".py") and "run" in commands:
         found = f"{ctx.command_path} run {shorten(name)}"
+    elif (other := _OTHER_COMMANDS.get(name, "")) in commands:
+        found = found or f"{ctx.command_path} {other}"
     match = found or nearest(name, commands)
     return f" (did you mean {match}?)" if match else ""
 

@@ -20,7 +20,6 @@ from ddptrain.config.types import (
     FilledText,
     Seconds,
     Strict,
-    SystemText,
     VariableName,
     Word,
     default_name,
@@ -174,9 +173,9 @@ class FailureConfig(Strict):
     )
     hang_timeout_s: Annotated[Seconds, Field(gt=0)] | Literal["auto"] | None = Field(
         default="auto",
-        description="Seconds without any progress of a rank after which a run has hung; null never. auto: 10 times the "
-        "longest pause between two reports of a rank so far, at least 40 s, at most 600 s. A rank that uses its CPU or "
-        "GPU without an event or a printed line is given six times as long (auto: one hour).",
+        description="Seconds without any progress of a rank after which a run has hung; null never. auto: 120 s; once "
+        "a rank has reported 20 times, 10 times its longest pause so far, at least 40 s, at most 600 s. A rank that "
+        "uses its CPU or GPU without an event or a printed line is given six times as long (auto: one hour).",
     )
     lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
         default=LOST_AFTER_S,
@@ -190,6 +189,12 @@ class FailureConfig(Strict):
     )
     slow_factor: Annotated[float, Field(gt=1)] = Field(
         default=1.5, description="A rank is slow if its own time in a step is this many times the median of all ranks."
+    )
+    nan: Literal["warn", "stop", "ignore"] = Field(
+        default="warn",
+        description="What happens at the first NaN or infinite value that a rank logs or gives to ctx.checkpoint: warn "
+        "shows it, stop ends the run with exit code 1, ignore does nothing. Built-in workloads stop unless this is "
+        "given.",
     )
     backoff_s: Seconds = Field(
         default=1.0, ge=0, description="Seconds before the first restart; twice as long before each further one."
@@ -271,7 +276,7 @@ class RunConfig(Strict):
         "workload.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="The workload's own parameters.")
-    env: dict[VariableName, SystemText] = Field(
+    env: dict[VariableName, Word] = Field(
         default_factory=dict, description="Environment variables of the ranks, as text.", repr=False
     )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")
@@ -325,6 +330,16 @@ class RunConfig(Strict):
                     return {**data, "retrain": {**retrain, "gate": {"metric": metric, "mode": mode}}}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _built_in_workloads_stop_at_nan(cls, data: Any) -> Any:
+        match data:
+            case {"workload": str(workload)} if is_built_in(workload):
+                failure = data.get("failure", {})
+                if isinstance(failure, dict):
+                    return {**data, "failure": {"nan": "stop", **failure}}
+        return data
+
     @model_validator(mode="after")
     def _params_are_a_functions(self) -> Self:
         if self.script is not None and self.params:
@@ -342,6 +357,17 @@ class RunConfig(Strict):
             raise wrong_field("evaluate", "is given, but the workload is a script", hint)
         if is_built_in(self.workload):
             raise wrong_field("evaluate", f"is given, but {self.workload} has its own evaluation", "leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _unchanged_data_are_seen(self) -> Self:
+        asked = self.retrain is not None and self.retrain.if_unchanged == "skip"
+        if asked and not is_built_in(self.workload) and not self.data.sources:
+            raise wrong_field(
+                "retrain.if_unchanged",
+                "is skip, but data.sources is empty, so ddptrain cannot see whether the data have changed",
+                "name what the workload reads in data.sources, as [data/], or write if_unchanged: train",
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest
 from ddptrain.results.run_record import utc_now
 from ddptrain.results.run_writer import RunWriter
 
-_STORE_DEADLINE_S = 600.0
+_CLOSE_SILENCE_S = 60.0  # after an error of the driver: for transfers that move nothing
 _log = Log(__name__)
 
 
@@ -58,10 +58,10 @@ class AttemptSeries:
         self.context = context
         self.config = context.resolved.config
         activity = "training" if context.evaluation is None else "evaluating"
-        self.recorder = Recorder(context.writer, context.display, self.config.checkpoint.metric, activity)
+        settings, nan = self.config.checkpoint, self.config.failure.nan
+        self.recorder = Recorder(context.writer, context.display, settings.metric, activity, nan)
         self.checkpoint = checkpoint
-        settings = self.config.checkpoint
-        self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode)
+        self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode, ignore_nan=nan == "ignore")
         self.tracking = TrackingSetup(context.resolved, context.writer, os.environ, self.recorder.notice)
         self.specs = RankSpecs(
             context.resolved,
@@ -117,7 +117,8 @@ class AttemptSeries:
     def _prepare_another(self, again: Restart, *, leaving: bool) -> None:
         self.context.worker_group.end_attempt()
         self.context.writer.update(waiting=True)
-        self.checkpoint = newest_verified(self.context.writer.layout, self.recorder.warn)
+        with self.context.signals.interrupting():
+            self.checkpoint = newest_verified(self.context.writer.layout, self.recorder.warn)
         start = starting_point(self.checkpoint, is_script=self.context.resolved.config.script is not None)
         self.recorder.warn(f"starting the ranks again in {again.pause_s:g} s, {start} ({again.count})")
         self.context.signals.pause(again.pause_s)
@@ -158,7 +159,7 @@ class AttemptSeries:
             transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise
         finally:
-            transfer.close(_STORE_DEADLINE_S)
+            transfer.close(_CLOSE_SILENCE_S)  # the attempt itself has waited, and has reported what is missing
 
     def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
         *others, last = self.context.writer.record.attempts

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
@@ -16,7 +17,14 @@ from ddptrain.driver.failure.slow_ranks import SlowRank
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import SystemSample
-from ddptrain.results.run_record import EnvironmentValue, RankRecord, SlowRankRecord, as_json_data, utc_now
+from ddptrain.results.run_record import (
+    EnvironmentValue,
+    NotFiniteRecord,
+    RankRecord,
+    SlowRankRecord,
+    as_json_data,
+    utc_now,
+)
 from ddptrain.results.run_writer import RunWriter
 
 _MOST_RETURNED = 1 << 16  # characters of a return value
@@ -33,12 +41,19 @@ class Recorder:
     """Has a method for each kind of fact, which writes the fact to all places where it belongs."""
 
     def __init__(
-        self, writer: RunWriter, display: RunDisplay, metric: str | None = None, activity: str = "training"
+        self,
+        writer: RunWriter,
+        display: RunDisplay,
+        metric: str | None = None,
+        activity: str = "training",
+        nan: Literal["warn", "stop", "ignore"] = "warn",
     ) -> None:
         """`metric` decides which checkpoint is best; None: no metric does.
 
-        `activity`: the status of a running attempt.
+        `activity`: the status of a running attempt. `nan`: see failure.nan.
         """
+        self._nan = nan
+        self._is_finite = True  # all values of this attempt so far
         self._activity = activity
         self.writer = writer
         self.display = display
@@ -126,6 +141,27 @@ class Recorder:
         if problem or self._metric in saved.metrics:
             self._metric = None
 
+    def not_finite(self, rank: int, event: events.Event) -> str:
+        """Record and show the first value of an attempt that is not finite. Return why the run must end, or ""."""
+        match event:
+            case events.Metrics(values=values, step=step, epoch=epoch):
+                pass
+            case events.CheckpointSaved(metrics=values, step=step, epoch=epoch):
+                pass
+            case _:
+                return ""
+        if not self._is_finite or self._nan == "ignore" or all(map(math.isfinite, values.values())):
+            return ""
+        self._is_finite = False
+        name, value = next((name, value) for name, value in values.items() if not math.isfinite(value))
+        found = NotFiniteRecord(rank, shorten(name), str(value), step, epoch)
+        self.writer.update(not_finite=found)
+        self.event("not_finite", **dataclasses.asdict(found))
+        if self._nan == "stop":
+            return f"{found.description} (failure.nan is stop)"
+        self.display.notice(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)", level="warning")
+        return ""
+
     def _rare_event(self, rank: int, event: events.Event) -> None:
         match event:
             case events.CheckpointFailed():
@@ -199,6 +235,7 @@ class Recorder:
         if cause is not None:
             self._show_once(cause)
         self._shown.clear()
+        self._is_finite = True
 
     def _show_once(self, fault: Fault) -> None:
         if fault.line not in self._shown:

@@ -281,7 +281,8 @@ class _Run:
             return None
         from ddptrain.results.checkpoints.verification import newest_verified
 
-        checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
+        with self.signals.interrupting():
+            checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
         self.display.notice(f"resuming{f' from {checkpoint.description}' if checkpoint else from_start}")
         return checkpoint
@@ -351,7 +352,8 @@ class _Run:
         duration_s = float(last_event["duration_s"])
         display = self.display
         if run_end.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
-            display.notice(f"run {self.writer.run_id} {run_end.status}: {run_end.cause}", level="error")
+            level = "error" if run_end.status == RunStatus.FAILED else "warning"
+            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.cause}", level=level)
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         plan = self.options.evaluation
         lines = run_summary.summary_lines if plan is None else run_summary.evaluation_lines

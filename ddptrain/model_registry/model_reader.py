@@ -202,8 +202,12 @@ def open_version(registry: ModelReader, record: VersionRecord) -> Path:
         try:
             incoming.mkdir(mode=0o700, parents=True)
             registry.fetch(record, incoming)
-            shutil.rmtree(copy, ignore_errors=True)
-            publish(incoming, copy)
+            try:
+                publish(incoming, copy)
+            except OSError:  # there is a copy: a damaged one, or that of another process, which reads it already
+                if not _is_complete(copy, record):
+                    shutil.rmtree(copy, ignore_errors=True)
+                    publish(incoming, copy)
         finally:
             shutil.rmtree(incoming, ignore_errors=True)
     return copy

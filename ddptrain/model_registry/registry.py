@@ -64,9 +64,8 @@ class ModelRegistry(ModelReader):
         Raises UsageError if a local file cannot be read.
         """
         check_model_name(model)
-        for existing in self.versions(model):
-            if (existing.run_id, existing.step) == (record.run_id, record.step):
-                return existing
+        if existing := self._same_training(model, record):
+            return existing[0]
         number = self._claim_number(model)
         folder = self._version_folder(model, number)
         files = []
@@ -76,8 +75,24 @@ class ModelRegistry(ModelReader):
         complete = replace(record, model=model, version=number, created_at=utc_now(), files=tuple(files))
         self.verify(complete)  # a file may have changed while it was copied
         folder.write(RECORD, complete.to_json())
-        self.change(model, lambda state: Edit("created", number, state.aliases, state.pinned))
+        earlier: list[VersionRecord] = []
+
+        def edit(state: ModelState) -> Edit | None:
+            if others := [each for each in self._same_training(model, record) if each.version != number]:
+                created = {change.version for change in self.history(model) if change.action == "created"}
+                earlier[:] = [each for each in others if each.version in created]
+            return None if earlier else Edit("created", number, state.aliases, state.pinned)
+
+        self.change(model, edit)
+        if earlier:  # another process has added it meanwhile
+            self._delete_files(model, number)
+            return earlier[0]
         return complete
+
+    def _same_training(self, model: str, record: VersionRecord) -> list[VersionRecord]:
+        """Return the versions of the same run and step."""
+        same = (record.run_id, record.step)
+        return [each for each in self.versions(model) if (each.run_id, each.step) == same]
 
     def promote(self, model: str, number: int, reason: str = "", expected: int | None = -1) -> Change | None:
         """Make a version the champion; the old champion becomes `previous`. Returns None if it is the champion already.

@@ -88,7 +88,8 @@ class CheckpointPart:
 class CheckpointSaved(Event):
     """A complete checkpoint waits in `staging` (a folder name below the rank's staging folder).
 
-    parts: the complete files of the other ranks, for a sharded model.
+    metrics: the mean of each over the ranks that gave it. parts: the complete files of the other ranks, for a sharded
+    model. finite: whether all weights are finite numbers.
     """
 
     step: int
@@ -97,6 +98,7 @@ class CheckpointSaved(Event):
     epoch: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     parts: tuple[CheckpointPart, ...] = ()
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,8 @@ class Stacks(Event):
     answered itself, else as its worker sees it: "stopped" (SIGSTOP), "uninterruptible" (in the kernel) or "busy" (in
     compiled code that stops Python). calls: how often it has called each ctx method that all ranks must call. waits,
     waits_step: the method in which it waits for other ranks, and the step. handles: the exception whose `except` or
-    `finally` block it executes.
+    `finally` block it executes. pending: the oldest collective operation that has begun and not ended, "" if none or
+    not known; the main thread may wait for it outside of torch.distributed, as in `loss.item()`.
     """
 
     main: tuple[str, ...]
@@ -169,6 +172,7 @@ class Stacks(Event):
     waits: str = ""
     waits_step: int | None = None
     handles: str = ""
+    pending: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +386,11 @@ def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
 # --- Frames of a stack ---
 
 FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+) (?P<function>.*)")
+# Frames in which a rank waits for other ranks, or for its device, which waits for other ranks.
+_WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
+_BACKWARD = "_engine_run_backward"
+_SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
+_WRAPPERS = frozenset({"wrapper", "wait"})
 _LIBRARY_FILE = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
 
 
@@ -397,3 +406,24 @@ def users_frame(frames: Sequence[str]) -> str:
         return ""
     name = chosen["file"].rpartition("/")[2]
     return f"{name}:{chosen['line']} in {chosen['function']}"
+
+
+def waits_in(frames: Sequence[str]) -> str:
+    """Return the operation of torch.distributed that a stack (innermost frame first) is in; "" for any other place.
+
+    The innermost frames must be those of torch, because DDP also calls the model.
+    """
+    names: list[str] = []
+    for frame in frames:
+        match = FRAME.fullmatch(frame)
+        if match is None:
+            break
+        if not names and match["function"] == _BACKWARD:
+            return "backward"
+        if not names and _SYNCHRONIZE.search(f"{match['file']} {match['function']}"):
+            return "synchronize"
+        if not _WAITS.search(match["file"]):
+            break
+        names.append(match["function"])
+    public = [name for name in names if not name.startswith("_") and name not in _WRAPPERS]
+    return (public or names or [""])[0].lstrip("_")

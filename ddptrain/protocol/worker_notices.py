@@ -89,10 +89,11 @@ class OutputBytes(Notice):
 class RankExit(Notice):
     """The rank's process ended: `status` is its exit code, or minus the signal that killed it.
 
-    log_size, events_size: bytes that the rank wrote in total. timed_out: NCCL's watchdog killed the process because a
-    collective operation did not end. reason: "", or of a SIGKILL why the kernel sent it, a text that begins with "out
-    of memory" or "likely out of memory"; of a crash (SIGSEGV, SIGABRT and others) the C++ exception and the user's
-    frame, if they are known; of an exit code why the rank could not report its failure.
+    log_size, events_size: bytes that the rank wrote in total. timed_out: the process was aborted because a collective
+    operation did not end. lost_peer: it was aborted because another rank has ended. reason: "", or of a SIGKILL why
+    the kernel sent it, a text that begins with "out of memory" or "likely out of memory"; of a crash (SIGSEGV, SIGABRT
+    and others) the C++ exception and the user's frame, if they are known; of an exit code why the rank could not report
+    its failure.
     """
 
     kind: ClassVar[str] = "exit"
@@ -103,6 +104,7 @@ class RankExit(Notice):
     events_size: int
     reason: str = ""
     timed_out: bool = False
+    lost_peer: bool = False
 
     @property
     def text(self) -> str:
@@ -276,6 +278,7 @@ _CHECKS: Mapping[str, Callable[[object], bool]] = {
     "ranks": _are_ranks,
     "message": _is_text,
     "timed_out": lambda value: isinstance(value, bool),
+    "lost_peer": lambda value: isinstance(value, bool),
 }
 _FIELDS = {
     kind: tuple((field.name, _CHECKS[field.name], field.default) for field in fields(cls))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
@@ -116,9 +116,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         rows: Iterable[Sequence[Any]],
         *,
         step: int | None = None,
-        format: Literal["csv", "parquet"] = "csv",  # noqa: A002  # the usual name
     ) -> None:
-        """Save a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv (or .parquet), and send it to trackers.
+        """Save a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv, and send it to trackers.
 
         Values are numbers, text, None, and images as in log_image. Images are saved as files, and the table has their
         paths.
@@ -126,10 +125,9 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Raises:
             TypeError, ValueError: a value has another type, a row has another length than `columns`, or `name` leads
                 out of the folder.
-            ImportError: the format is parquet, and pyarrow is not installed.
             OSError: the staging disk is full.
         """
-        self._media.table(name, columns, rows, optional_whole("step", step), format)
+        self._media.table(name, columns, rows, optional_whole("step", step))
 
     @cached_property
     def _media(self) -> MediaLog:
@@ -179,14 +177,14 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._tracked.model(model)
         self._collective_calls.enter("prepare")
         with self._collective_calls.waiting("prepare"):
-            prepared = prepare_model(model, self.device, settings, self._compile_backend, **ddp)
+            prepared = prepare_model(model, self.device, settings, self._use_compile_cache, **ddp)
         self._gradients.attach(prepared)
         return prepared
 
-    def _compile_backend(self) -> Any:
-        from ddptrain.rank.model.compile_cache import inductor_backend
+    def _use_compile_cache(self) -> None:
+        from ddptrain.rank.model.compile_cache import use_compile_cache
 
-        return inductor_backend(self._spec, self.device, self._note)
+        use_compile_cache(self._spec, self._note)
 
     def loader(
         self,
@@ -284,7 +282,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         It may be called after every step. A checkpoint is due if `last` is True, if `epoch` (from 1) is a whole number
         and a multiple of `checkpoint.every_epochs`, at or after each multiple of `every_steps`, and when `every_s`
         seconds have passed; without an epoch and without these two settings, every call saves. `more` are objects with
-        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors): those of rank 0 are saved.
+        state_dict(), or plain data (numbers, text, lists, dictionaries, tensors): those of rank 0 are saved. Of each of
+        `metrics` the mean over the ranks that give it is saved.
         `rank_state` is such data that is saved for each rank. The call returns when everything is copied; a thread
         writes the files.
 
@@ -336,22 +335,23 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         extra: Mapping[str, Any],
     ) -> None:
         epoch = optional("epoch", epoch)
-        rank_data = plain_bytes({"random": random_state.capture(self.device), "rank_state": rank_state})
+        metrics = numbers(raw_metrics)
+        own = {"random": random_state.capture(self.device), "rank_state": rank_state, "metrics": metrics}
+        rank_data = plain_bytes(own)
         self._save_count += 1
         self._calls.has_saved = True
         gradients = self._gradients.state({"model": model, **extra})
         if self.rank != 0 and not is_sharded(model):
             self._store.set(state_key(self._save_count, self.rank), rank_data)
             return
-        metrics = numbers(raw_metrics)
         self._writer.wait()  # the previous checkpoint must be written before its memory is used again
-        state: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": metrics, "extra": dict(extra)}
+        state: dict[str, Any] = {"step": step, "epoch": epoch, "extra": dict(extra)}
         state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
         if gradients is not None:
             state["gradients"] = gradients
         copied = self._buffers.take(model, optimizer, state if self.rank == 0 else {})
         folder = self._files.new_staging("checkpoint")
-        self._writer.start(PendingCheckpoint(self._save_count, step, epoch, metrics, folder, copied, rank_data))
+        self._writer.start(PendingCheckpoint(self._save_count, step, epoch, folder, copied, rank_data))
         self._schedule.saved()
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:

@@ -8,12 +8,16 @@ import faulthandler
 import gc
 import importlib
 import io
+import multiprocessing
 import os
 import random
+import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import types
 
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import CommandReader
@@ -23,10 +27,7 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_lifecycle import RankLifecycle
 from ddptrain.rank.server import process_control
 
-_COLD_START = (
-    "ranks start cold, some seconds slower: the environment sets variables that only a fresh program reads "
-    "(MALLOC_*, LD_*, PYTHON*, ...), or importing torch started threads"
-)
+_LASTING = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 def read_spec(fd: int) -> RankSpec:
@@ -35,47 +36,54 @@ def read_spec(fd: int) -> RankSpec:
         return RankSpec.from_json(file.read())
 
 
-def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, cold: bool = False) -> int:
+def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, why_cold: str = "") -> int:
     """Run the workload in this process. Return the exit code. Must be called once per process.
 
-    The driver's commands are read from `commands_fd`. `cold`: this is a fresh process, not a fork of the warm rank
-    server; the user gets a note with the reason.
+    The driver's commands are read from `commands_fd`. `why_cold`: why this is a new process, which the user is told;
+    "" if it is a fork of the warm rank server.
     """
     process_control.name_process(f"ddptrain-rank{spec.rank}", f"ddptrain rank {spec.rank} of {spec.run_id}")
     _redirect_output(log_fd)
-    emitter = Emitter(events_fd)
-    if cold and spec.rank == 0:
-        emitter.emit(events.Note(time.time_ns(), _COLD_START))
+    emitter = Emitter(events_fd, os.path.realpath(f"/proc/self/fd/{events_fd}"))
+    if why_cold and spec.rank == 0:
+        emitter.emit(events.Note(time.time_ns(), f"ranks start cold, some seconds slower: {why_cold}"))
     _enter_environment(spec)
+    if not why_cold:
+        _forget_server()
     rank = RankLifecycle(spec, emitter, CommandReader(commands_fd))
     try:
         code = rank.run()
         rank.tracked.bound_exit(code)
     finally:
-        _run_exit_handlers()
+        _end_program(spec)
     return code
 
 
 def _redirect_output(log_fd: int) -> None:
-    """Redirect stdout and stderr, also of C libraries and child processes, to the log, without buffering."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    """Redirect stdout and stderr, also of C libraries and child processes, to the log.
+
+    Python's own streams have no buffer (`python -u`), which SIGKILL would lose, and are those of a script.
+    """
     for fd in (1, 2):
         os.dup2(log_fd, fd, inheritable=True)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # open until the process ends
-    sys.stdout, sys.stderr = _unbuffered(1, "<stdout>"), _unbuffered(2, "<stderr>")
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     faulthandler.enable(file=2)
 
 
-def _unbuffered(fd: int, name: str) -> io.TextIOWrapper:
-    """Return a text stream without a buffer, because SIGKILL would lose its content."""
-    raw = io.FileIO(fd, "w", closefd=False)
-    raw.name = name
-    stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
-    stream.mode = "w"  # type: ignore[misc]  # Python's own streams have it
-    return stream
+def _forget_server() -> None:
+    """Give this fork its own random numbers and secrets; those of the server are equal in all ranks and runs.
+
+    The generators of GPUs are created and seeded later, in each rank.
+    """
+    import numpy as np
+    import torch
+
+    random.seed()
+    np.random.seed(None)
+    torch.default_generator.seed()
+    if (sympy_random := sys.modules.get("sympy.core.random")) is not None:
+        sympy_random.rng.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None  # TMPDIR may be another
 
 
 def _enter_environment(spec: RankSpec) -> None:
@@ -91,21 +99,50 @@ def _enter_environment(spec: RankSpec) -> None:
     sys.path[:] = [*kept, *entries] if spec.code.built_in else [*entries, *kept]
     importlib.invalidate_caches()
     sys.argv = [spec.code.workload]
-    random.seed()
     time.tzset()
 
 
-def _run_exit_handlers() -> None:
-    """Call exit handlers as the interpreter does, but no C++ destructors, which can abort a finished rank."""
+def _end_program(spec: RankSpec) -> None:
+    """Do what the interpreter does at exit, but call no C++ destructors, which can abort a finished rank."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins the user's threads, as Python does at exit
         atexit._run_exitfuncs()  # noqa: SLF001
     except BaseException:
         traceback.print_exc()
+    _release_objects(spec)
     _flush_files()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def _release_objects(spec: RankSpec) -> None:
+    """Release the objects of the user's modules. Some complete their files only then, as those of zip and Parquet."""
+    names = _names_of_users_modules(spec)
+    for name in names:
+        del sys.modules[name]
+    gc.collect()
+    # A signal handler may still refer to a module. Objects are released before what they may need: functions, modules.
+    frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]  # noqa: SLF001
+    running = {id(frame.f_globals) for frame in frames}  # of threads that do not end
+    for each in gc.get_objects():
+        if type(each) is dict and "__builtins__" in each and each.get("__name__") in names and id(each) not in running:
+            for name in [name for name, value in each.items() if not (name[:2] == "__" or isinstance(value, _LASTING))]:
+                each[name] = None
+    gc.collect()
+
+
+def _names_of_users_modules(spec: RankSpec) -> set[str]:
+    script = getattr(sys.modules.get("__main__"), "__file__", None) if spec.code.is_script else None
+    folders = [*spec.code.sys_path, spec.code.workdir, *([os.path.dirname(script)] if script else [])]
+    inside = tuple(path + os.sep for folder in folders for path in (folder, os.path.realpath(folder)))
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    names = {
+        name
+        for name, file in files.items()
+        if file.startswith(inside) and "site-packages" not in file and name.partition(".")[0] != "ddptrain"
+    }
+    return names | ({"__main__", "__mp_main__"} & files.keys() if spec.code.is_script else set())
 
 
 def _flush_files() -> None:
@@ -117,17 +154,17 @@ def _flush_files() -> None:
 
 
 def main() -> None:
-    """Run a rank after a cold start. Arguments: the descriptors of the spec, the log, the events and the commands."""
-    spec_fd, log_fd, events_fd, commands_fd = (int(fd) for fd in sys.argv[1:5])
-    process_control.die_with_parent()
+    """Run a rank after a cold start.
+
+    Arguments: the descriptors of the spec, the log, the events and the commands, the server's pid, the reason.
+    """
+    spec_fd, log_fd, events_fd, commands_fd, server = (int(word) for word in sys.argv[1:6])
+    process_control.die_with_parent(server)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the worker ignores it, and a new process inherits that
     code = 70
     try:
-        code = run_rank(read_spec(spec_fd), log_fd, events_fd, commands_fd, cold=True)
+        code = run_rank(read_spec(spec_fd), log_fd, events_fd, commands_fd, why_cold=sys.argv[6])
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

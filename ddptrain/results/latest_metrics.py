@@ -12,7 +12,7 @@ from ddptrain.results.metrics import AllSeries
 
 @dataclass(slots=True)
 class _Latest:
-    """One metric at its newest step. by_rank: logged values; saved: the value that ctx.checkpoint got."""
+    """One metric at its newest step. by_rank: logged values; saved: the value of a checkpoint."""
 
     step: int | None
     by_rank: dict[int, float] = field(default_factory=dict)
@@ -21,17 +21,16 @@ class _Latest:
 
     @property
     def value(self) -> float:
-        if self.saved is not None:
-            return self.saved
-        return sum(self.by_rank.values()) / len(self.by_rank)
+        if self.by_rank:
+            return sum(self.by_rank.values()) / len(self.by_rank)
+        return math.nan if self.saved is None else self.saved
 
 
 class LatestMetrics:
     """Defines `last_metrics`: the value of each metric at its newest step.
 
-    If ctx.checkpoint got a value for the step, that value counts: the workload has computed it over all ranks, for
-    example as the mean of an epoch. Otherwise the mean over the ranks that logged the metric at this step counts. A
-    value logged without a step is newer than all earlier values of its rank.
+    It is the mean over the ranks that logged the metric at this step, as in the curves; if none did, the value of the
+    checkpoint of this step. A value logged without a step is newer than all earlier values of its rank.
     """
 
     def __init__(self) -> None:
@@ -78,6 +77,4 @@ class LatestMetrics:
         latest = self._latest.get(name)
         if latest is None or latest.is_old or (step is not None and (latest.step is None or step > latest.step)):
             latest = self._latest[name] = _Latest(step)
-        elif step is None and latest.saved is not None:
-            latest.saved = None
         return None if step is not None and latest.step is not None and step < latest.step else latest

@@ -54,6 +54,11 @@ class RunView:
         return RunStatus.WAITING if self.is_running and self.record.waiting else self.status
 
     @property
+    def status_text(self) -> str:
+        """The status for people; see RunRecord."""
+        return self.record.status_text if self.status == self.shown_status else self.shown_status
+
+    @property
     def is_running(self) -> bool:
         """Whether its driver is working."""
         return self.record.status == RunStatus.RUNNING
@@ -225,10 +230,10 @@ def _age(view: RunView) -> tuple[datetime, str]:
     return started or datetime.fromtimestamp(liveness.changed_at(view.layout), UTC), view.run_id
 
 
-def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunView:
+def load_run(path: Path, *, is_ours: bool = False) -> RunView:
     """Return the run in `path` with its present status. If run.json can't be read, `problem` of the result says why.
 
-    is_ours, watch_s: for commands that act on the status; see liveness.look.
+    is_ours: for commands that act on the status; see liveness.look.
     """
     layout = RunLayout(path)
     try:
@@ -236,7 +241,7 @@ def load_run(path: Path, *, is_ours: bool = False, watch_s: float = 0.0) -> RunV
         if record.status == RunStatus.RUNNING and (origin := origin_of(path)) and origin.alive is not None:
             return RunView(layout, record if origin.alive else _abandoned(layout, record))
         if record.status == RunStatus.RUNNING:
-            alive = liveness.look(layout, record.driver, is_ours=is_ours, watch_s=watch_s)
+            alive = liveness.look(layout, record.driver, is_ours=is_ours)
             if alive is not Liveness.RUNNING:
                 record = _read(layout)  # the run may have ended meanwhile
                 if record.status == RunStatus.RUNNING:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,6 +23,9 @@ from ddptrain.errors import one_line
 from ddptrain.host_identity import boot_id
 
 SCHEMA = 1
+
+
+ENDED_BY_STOP = "ended by ddptrain stop"
 
 
 class RunStatus(StrEnum):
@@ -109,6 +112,23 @@ class SlowRankRecord(_Part):
         return f"{text}{times} the median of {_seconds(self.median_s)}; {reason}"
 
 
+@dataclass(frozen=True, slots=True)
+class NotFiniteRecord(_Part):
+    """The first value of an attempt that was NaN or infinite: `value` is nan, inf or -inf."""
+
+    rank: int = 0
+    metric: str = ""
+    value: str = ""
+    step: int | None = None
+    epoch: float | None = None
+
+    @property
+    def description(self) -> str:
+        """The record as a line, without its rank."""
+        epoch = "" if self.epoch is None else f" in epoch {self.epoch:g}"
+        return f"{self.metric} is {self.value}{epoch if self.step is None else f' at step {self.step}'}"
+
+
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
@@ -124,6 +144,17 @@ class FailureRecord(_Part):
     message: str = ""
     traceback: str = ""
     log: str = ""
+
+    @property
+    def is_order(self) -> bool:
+        """Whether nothing has failed: somebody has asked the run to end."""
+        return self.kind in ("preempted", "interrupted")
+
+    @property
+    def is_users_order(self) -> bool:
+        """Whether a user has asked the run to end, by `ddptrain stop`, Ctrl-C, or by closing the terminal."""
+        by_signal = self.kind == "interrupted" and self.type != "SIGTERM"
+        return by_signal or (self.is_order and self.message == ENDED_BY_STOP)
 
     @property
     def summary(self) -> str:
@@ -218,6 +249,7 @@ class RunRecord(_Part):
     attempts: tuple[AttemptRecord, ...] = ()
     failure: FailureRecord | None = None
     slow_ranks: tuple[SlowRankRecord, ...] = ()
+    not_finite: NotFiniteRecord | None = None  # of the last attempt
     git: GitRecord | None = None
     code: CodeRecord | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -230,6 +262,11 @@ class RunRecord(_Part):
     checkpoints: tuple[str, ...] = ()
     tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tracker: its url, id, ...
     result: Any = None  # what rank 0's function returned: JSON
+
+    @property
+    def status_text(self) -> str:
+        """The status for people."""
+        return status_text(self.status, self.failure, self.checkpoints)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -257,6 +294,13 @@ class RunRecord(_Part):
         if not record.run_id or not isinstance(raw.get("status"), str):
             raise RecordError("run_id or status is missing")
         return record
+
+
+def status_text(status: str, failure: FailureRecord | None, checkpoints: Sequence[str]) -> str:
+    """Return a status for people: "stopped (saved)" if a user has ended the run, and it has a checkpoint."""
+    if failure is None or not failure.is_users_order:
+        return str(status)
+    return "stopped (saved)" if checkpoints else "stopped"
 
 
 def as_json_data(value: object) -> object:

@@ -25,6 +25,7 @@ class NeededFiles(Enum):
     EVENTS = "events"
     COMPARISON = "comparison"  # metrics.jsonl, config.yaml, events.jsonl, and the JSON files of inputs/
     REPORT = "report"  # metrics, events, logs, config.yaml, git.diff, and the images and tables of artifacts/
+    CHECKPOINTS = "checkpoints"
     MODEL = "model"  # the best checkpoint, config.yaml, and the JSON files of artifacts/ and inputs/
 
 

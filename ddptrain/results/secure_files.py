@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -136,17 +135,8 @@ def _is_our_id(uid: int, folder: Path) -> bool:
 
 def _id_given_in(folder: Path) -> int | None:
     """Return the owner of files that this user creates there: NFS with root_squash and FAT change it."""
-    probe = folder / f".owner.{secrets.token_hex(4)}.tmp"
-    try:
-        descriptor = file_ops.open_regular(probe, file_ops.CREATE | os.O_EXCL)
-    except OSError:
-        return None
-    try:
-        return os.fstat(descriptor).st_uid
-    finally:
-        os.close(descriptor)
-        with suppress(OSError):
-            probe.unlink()
+    state = file_ops.state_of_new_file(folder)
+    return None if state is None else state.st_uid
 
 
 def _user(uid: int) -> str:

@@ -144,10 +144,11 @@ class ModelOwner:
                 busy = f"model {self.model} is being retrained by {self._holder() or 'another process'}"
             if overlap == "skip":
                 raise RunLocked(busy)
+            # Each new owner deletes the request, so that of a second waiting start as well: it asks again.
+            if overlap == "replace" and self._folder.read(_REQUEST) is None:
+                self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             if not is_reported:
                 is_reported = True
-                if overlap == "replace":
-                    self._folder.write(_REQUEST, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
                 tell(f"{busy}; {'asked it to save and end' if overlap == 'replace' else 'waiting for its end'}")
             if time.monotonic() >= deadline:
                 raise RunLocked(f"{busy} and did not end within {wait_s:g} s")

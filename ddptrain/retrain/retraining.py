@@ -50,13 +50,13 @@ from ddptrain.retrain.start import End, RetrainOptions, Start
 _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
 _PROGRESS_EVERY_S = 30.0
-_SIGHUP_CODE = 129
+_SIGHUP_CODE, _SIGQUIT_CODE = 129, 131
 _ENDED: Mapping[str, str] = {
     RetrainStatus.RUNNING: "was killed",
     RetrainStatus.FAILED: "had failed",
     RetrainStatus.DEADLINE: "had reached its deadline",
 }
-_SIGNALLED = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED, _SIGHUP_CODE})
+_SIGNALLED = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED, _SIGHUP_CODE, _SIGQUIT_CODE})
 
 
 def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
@@ -242,6 +242,7 @@ def check_data(start: Start) -> End | None:
         listing = list_data(start.resolved, before)
     changes = difference(before, listing) if before is not None else []
     has_sources = names_data(start.resolved)
+    is_seen = has_sources or is_built_in(start.resolved.config.workload)
     limit = start.resolved.config.data.max_shrink
     if problem := plan.data_problem(before, listing, limit, has_sources=has_sources):
         if not start.options.force:
@@ -250,7 +251,7 @@ def check_data(start: Start) -> End | None:
     text = _describe(start, listing, changes, known=before is not None, has_sources=has_sources)
     start.out.stage(Stage.CHECK_DATA, text, difference=changes, files=len(listing.files), size_bytes=listing.size_bytes)
     data = listing.digest
-    if not start.options.force and (start.record is None or not start.record.run_id):
+    if is_seen and not start.options.force and (start.record is None or not start.record.run_id):
         moment = datetime.now(UTC)
         if same := plan.unchanged(start.earlier, champion, start.digest, data, start.settings, moment):
             return _unchanged(start, data, listing, same)
@@ -279,7 +280,7 @@ def _listing_before(start: Start, champion: int | None) -> DataListing | None:
 def _describe(start: Start, listing: DataListing, changes: Sequence[str], *, known: bool, has_sources: bool) -> str:
     if not has_sources:
         built_in = is_built_in(start.resolved.config.workload)
-        return "built-in data" if built_in else "data.sources is empty, so changes of the data are not detected"
+        return "built-in data" if built_in else "data.sources is empty, so changes of the data cannot be seen"
     size = f"{counted(len(listing.files), listing.noun)}, {listing.size_bytes:,} bytes"
     if not known:
         return f"{size}; there is no earlier listing to compare with"

@@ -23,9 +23,8 @@ from ddptrain.schedule.due_times import Schedule, parse_schedule
 class Entry:
     """A schedule: an installed one, or, without model, target and added_at, one that is only to be checked.
 
-    config, workdir, files: absolute paths. target: systemd, cron, kubernetes, github or gitlab. added_at: ISO 8601 in
-    UTC. namespace: of Kubernetes. system: whether it is a unit of the system. models_dir: the registry, if it is not
-    the one of the configuration.
+    config, workdir, files: absolute paths. target: systemd or cron. added_at: ISO 8601 in UTC. system: whether it is
+    a unit of the system. models_dir: the registry, if it is not the one of the configuration.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Entry:
     added_at: str
     jitter_s: int = 0
     files: tuple[str, ...] = ()
-    namespace: str = ""
     system: bool = False
     models_dir: str = ""
 

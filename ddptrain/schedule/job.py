@@ -39,9 +39,9 @@ class Job:
     """A scheduled retraining. All paths are absolute.
 
     command: the program and its arguments. environment: the variables that it needs, without secrets.
-    secrets: the names of the variables with secrets that it reads from `env_file`, or from the secrets of a service.
+    secrets: the names of the variables with secrets that it reads from `env_file`.
     jitter_s: the start is delayed by a random time of at most so many seconds. stop_s: the time it has from SIGTERM
-    to its end. config_text: the content of the configuration. hidden: whether the configuration contains secrets.
+    to its end.
     """
 
     name: str
@@ -56,10 +56,6 @@ class Job:
     secrets: tuple[str, ...] = ()
     jitter_s: int = 0
     stop_s: int = _TIME_TO_STOP_S
-    deadline_s: float | None = None
-    gpus: int = 0
-    config_text: str = field(default="", repr=False)
-    hidden: bool = False
 
     @property
     def title(self) -> str:
@@ -104,7 +100,6 @@ def make_job(
     urls = [*config.notify.urls, config.notify.heartbeat or ""]
     named = {url.removeprefix(FROM_ENV) for url in urls if url.startswith(FROM_ENV)} | (kept.keys() - plain.keys())
     others = {key for key in _SECRETS if environ.get(key)}
-    on_gpus = config.cluster.gpus if config.cluster.is_embedded else 0
     return Job(
         name=checked_name(name or settings.model),
         model=settings.model,
@@ -118,10 +113,6 @@ def make_job(
         secrets=tuple(sorted(named | others)),
         jitter_s=round(jitter_s),
         stop_s=round(config.failure.grace_s) + _TIME_TO_STOP_S,
-        deadline_s=settings.deadline,
-        gpus=on_gpus if isinstance(on_gpus, int) else 0,
-        config_text=path.read_text(encoding="utf-8-sig"),
-        hidden=bool(resolved.secrets),
     )
 
 

@@ -3,50 +3,59 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import TensorDataset
 
 from ddptrain import RankContext
 
 
 def train(ctx: RankContext, epochs: int = 20, batch_size: int = 64, lr: float = 0.01, hidden: int = 64) -> None:
     """Train the model. Runs in each rank: one process per GPU (or on the CPU). The process group is initialized."""
-    torch.manual_seed(0)  # the same model on every rank
+    torch.manual_seed(0)
     layers = [nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1)]
-    model = DistributedDataParallel(nn.Sequential(*layers).to(ctx.device))
+    model = ctx.prepare(nn.Sequential(*layers))  # on this rank's device, in DistributedDataParallel
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
 
-    data = TensorDataset(*spirals(4096))
-    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)  # each rank has its own share
-    loader = DataLoader(data, batch_size, sampler=sampler)
+    points, labels = spirals(5120)
+    training = ctx.loader(TensorDataset(points[:4096], labels[:4096]), batch_size=batch_size)  # this rank's share
+    validation = ctx.loader(TensorDataset(points[4096:], labels[4096:]), batch_size=256, shuffle=False)
 
     resumed = ctx.resume(model=model, optimizer=optimizer)  # None without a checkpoint
-    first, step = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
-    for epoch in range(first + 1, epochs + 1):
-        sampler.set_epoch(epoch)
-        total, correct, samples = 0.0, 0, 0
-        for batch in loader:
-            points, labels = (tensor.to(ctx.device) for tensor in batch)
+    step = resumed.step if resumed else 0
+    for epoch in ctx.epochs(epochs):  # those that are left
+        losses = []
+        model.train()
+        for x, y in training:
             optimizer.zero_grad()
-            scores = model(points).squeeze(1)
-            loss = nn.functional.binary_cross_entropy_with_logits(scores, labels)
+            loss = binary_cross_entropy_with_logits(model(x.to(ctx.device)).squeeze(1), y.to(ctx.device))
             loss.backward()
             optimizer.step()
+            losses.append(loss.detach())
             step += 1
-            total += loss.item() * len(labels)
-            correct += int(((scores > 0) == (labels > 0.5)).sum())
-            samples += len(labels)
-            ctx.progress((epoch - 1) * len(loader) + samples / batch_size, epochs * len(loader), unit="steps")
-        metrics = {"loss": total / samples, "accuracy": correct / samples}
+            ctx.progress(step, epochs * len(training), unit="steps")
+        # All ranks must call ctx.mean and ctx.checkpoint; `checkpoint:` in train.yaml says how often it saves.
+        metrics = {"train/loss": ctx.mean(torch.stack(losses)), **validate(ctx, model, validation)}
         ctx.log(metrics, step=step, epoch=epoch)
-        # All ranks must call this method; `checkpoint:` in train.yaml says how often it saves.
         ctx.checkpoint(model=model, optimizer=optimizer, step=step, epoch=epoch, metrics=metrics, last=epoch == epochs)
 
 
-def spirals(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def validate(ctx: RankContext, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Return the loss and the accuracy of the model: means over the validation data of all ranks."""
+    model.eval()
+    losses, hits = [], []
+    with torch.no_grad():
+        for x, y in batches:
+            scores, labels = model(x.to(ctx.device)).squeeze(1), y.to(ctx.device)
+            losses.append(binary_cross_entropy_with_logits(scores, labels, reduction="none"))
+            hits.append(((scores > 0) == (labels > 0.5)).float())
+    return {"val/loss": ctx.mean(torch.cat(losses)), "val/accuracy": ctx.mean(torch.cat(hits))}
+
+
+def spirals(count: int) -> tuple[Tensor, Tensor]:
     """Return random points on two spirals [count, 2], and the label (0 or 1) of each point's spiral [count]."""
     generator = torch.Generator().manual_seed(0)
     turn = torch.rand(count, generator=generator).sqrt() * 3 * math.pi

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ddptrain.results.checkpoints.verification import read_manifest
-from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout, checkpoint_folders
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import read_series
@@ -102,7 +102,7 @@ def saved_values(layout: RunLayout, metric: str) -> dict[float, float]:
     """Return the values of a metric in the checkpoints of a run directory, by step."""
     saved: dict[float, float] = {}
     for folder in checkpoint_folders(layout):
-        with suppress(CheckpointDamaged):
+        with suppress(ResultsError):
             manifest = read_manifest(folder)
             if metric in manifest.metrics:
                 saved[float(manifest.step)] = manifest.metrics[metric]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.log import Log
-from ddptrain.results.checkpoints.verification import finite_metrics, parse_manifest
+from ddptrain.results.checkpoints.verification import metrics_in, parse_manifest
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import MANIFEST, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView
@@ -60,7 +60,7 @@ class StoredSweep:
         run = self._trials.store.below(view.run_id)
         paths = [path for path in run.files(CHECKPOINTS) if path.endswith(f"/{MANIFEST}") and is_plain(path)]
         manifests = filter(None, map(parse_manifest, run.read_all(paths).values()))
-        saved = {float(each["step"]): found.get(metric) for each in manifests if (found := finite_metrics(each))}
+        saved = {float(each["step"]): found.get(metric) for each in manifests if (found := metrics_in(each))}
         return values_of_run(view, metric, {step: value for step, value in saved.items() if value is not None})
 
     def cut_journal(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import socket_dir
+from ddptrain.protocol.exec_env import python_command
 from ddptrain.protocol.worker_notices import describe_status
 
 _LAST_REPORTS_S = 1.0  # time to read the last reports after the server has ended
@@ -317,7 +318,7 @@ def _is_served(connection: socket.socket) -> bool:
 
 def _start_server(arguments: list[str], env: Mapping[str, str], link_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "ddptrain.rank.server.server", *arguments],
+        [*python_command("ddptrain.rank.server.server"), *arguments],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=log_fd,

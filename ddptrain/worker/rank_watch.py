@@ -145,18 +145,19 @@ class RankWatch:
 
     def _exit(self, report: dict[str, Any]) -> RankExit:
         """Return the exit that the rank server has reported, with its reason if it is known."""
-        reason, timed_out = "", False
+        reason, timed_out, lost_peer = "", False, False
         if report["status"] == -signal.SIGKILL and self._memory is not None:
             reason = self._memory.explain_kill()
         elif report["status"] in _CRASHES:
             place = stack_reports.crash_place(self.spool)
-            reason = ", ".join(filter(None, (stack_reports.cpp_exception(self.spool), place)))
-            timed_out = stack_reports.timed_out(self.spool)
+            reason = ", ".join(filter(None, (stack_reports.why_aborted(self.spool), place)))
+            if report["status"] == -signal.SIGABRT:
+                timed_out, lost_peer = stack_reports.waited_for_peer(self.spool)
         elif report["status"] > 0:
             reason = self.spool.why_unwritable()
         sizes = self.spool.sizes()
         process = report["pid"], report["status"], report["time_ns"]
-        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, reason, timed_out=timed_out)
+        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, reason, timed_out, lost_peer)
 
     def _send_growth(self) -> bool:
         """Report the sizes of the log and the events file. Return whether they have grown."""

@@ -18,7 +18,8 @@ import psutil
 
 from ddptrain.file_ops import hash_file, open_append
 from ddptrain.protocol import error_file, events
-from ddptrain.protocol.events import users_frame
+from ddptrain.protocol.events import users_frame, waits_in
+from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.worker.process_activity import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
@@ -42,7 +43,9 @@ _EXPLANATIONS = {
 }
 _DUMPED_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CPP_EXCEPTION = re.compile(rb"terminate called after throwing an instance of '([^'\n]*)'\n  what\(\):  ([^\n]*)")
-_NCCL_TIMED_OUT = b"Watchdog caught collective operation timeout"
+_NCCL_TIMED_OUT = "Watchdog caught collective operation timeout"
+# Why a thread of NCCL's process group calls abort() itself, with torch's backend nccl2.
+_NCCL_ABORTED = re.compile(rb"Aborting process on rank \d+ due to ([^\n]*)")
 
 
 def report_if_silent(spool: RankSpool, pid: int, attempt: int, rank: int) -> None:
@@ -110,15 +113,30 @@ def report_error_file(spool: RankSpool, status: int) -> None:
         _emit(spool, dataclasses.replace(failure, exit_code=status if status > 0 else None))
 
 
-def timed_out(spool: RankSpool) -> bool:
-    """Whether NCCL's watchdog has aborted the rank because of a collective time-out, according to the rank's log."""
-    return _NCCL_TIMED_OUT in _log_tail(spool)
+def why_aborted(spool: RankSpool) -> str:
+    """Type and first line of the C++ exception that has aborted the rank, or NCCL's reason; "" if its log has none."""
+    tail = _log_tail(spool)
+    exceptions = [b": ".join(found) for found in _CPP_EXCEPTION.findall(tail)] or _NCCL_ABORTED.findall(tail)
+    return exceptions[-1].decode("utf-8", "replace")[:_LONGEST_REASON] if exceptions else ""
 
 
-def cpp_exception(spool: RankSpool) -> str:
-    """Type and first line of the C++ exception that has aborted the rank, according to its log; "" if there is none."""
-    exceptions = _CPP_EXCEPTION.findall(_log_tail(spool))
-    return b": ".join(exceptions[-1]).decode("utf-8", "replace")[:_LONGEST_REASON] if exceptions else ""
+def waited_for_peer(spool: RankSpool) -> tuple[bool, bool]:
+    """Whether SIGABRT ended the rank because a collective operation timed out, or because it lost another rank.
+
+    Its log says why, or its messages are unknown and a thread that is not Python's has called abort() while the main
+    thread was in a collective operation, as NCCL's threads do. Then it is a time-out if there was no C++ exception; but
+    in a backward pass and a synchronization, the abort may also be that of a kernel.
+    """
+    why, tail = why_aborted(spool), _log_tail(spool).decode("utf-8", "replace")
+    of_torch = why.startswith(("c10::", "gloo::"))
+    if why.startswith("timeout - ") or _NCCL_TIMED_OUT in tail or (of_torch and is_time_out(why)):
+        return True, False
+    if why.startswith("error - ") or (of_torch and is_lost_peer(why)):
+        return False, True
+    _, is_crash, dump = tail.rpartition("Fatal Python error: ")
+    operation = waits_in(_main_frames(dump)) if is_crash and "\nCurrent thread " not in dump else ""
+    late = bool(operation) and not why and operation not in ("backward", "synchronize")
+    return late, bool(operation) and not late
 
 
 def crash_place(spool: RankSpool) -> str:

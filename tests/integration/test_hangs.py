@@ -118,7 +118,7 @@ def test_missing_rank_is_named_with_what_befell_its_thread_and_not_the_one_that_
     assert_hung(
         ended,
         record,
-        "no progress for 3 s, it is in hanging.py:24 in load_batch while rank 0 waits for it in all_reduce",
+        "it is in hanging.py:24 in load_batch while rank 0 waits for it in all_reduce",
         "its thread producer has ended with ValueError: no such shard",
     )
     assert "in produce" in record["failure"]["traceback"]
@@ -235,14 +235,12 @@ def test_silent_validation_of_five_times_the_limit_is_no_hang(
     assert not (tmp_path / "runs" / "quiet" / "artifacts" / "stacks").exists()
 
 
-def test_rank_that_spins_is_named_at_the_limit_with_the_signals_that_were_checked(
-    quiet: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_rank_that_spins_is_named_at_six_times_the_limit(quiet: Callable[..., Finished], tmp_path: Path) -> None:
     ended = quiet("spin", 1.5)
     assert ended.rc == 5, ended.stderr
     failure = json.loads((tmp_path / "runs" / "quiet" / "run.json").read_text())["failure"]
     assert (failure["rank"], failure["kind"]) == (1, "hang")
-    for words in ("in spin while rank 0 waits for it in barrier", "last CPU use 0 s ago", "6 x hang_timeout_s"):
+    for words in ("in spin while rank 0 waits for it in barrier", "although it uses the CPU"):
         assert words in failure["message"], failure["message"]
     assert "in spin" in stacks(tmp_path)[1]
 

@@ -78,7 +78,6 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     extra = {"ddptrain/py.typed", "ddptrain/workloads/petnames/names.txt"}
     extra |= {"ddptrain/starter/gitignore", "ddptrain/starter/train.yaml", "ddptrain/starter/script.yaml"}
-    extra |= {"ddptrain/completion/commands.json"}
     extra |= {f"ddptrain-{ddptrain.__version__}.data/data/share/man/man1/ddptrain.1"}
     scripts, templates = ("chart.js", "curves.js", "page.js", "sweep.js", "report.css"), "model page parts runs sweep"
     extra |= {f"ddptrain/reports/html/static/{name}" for name in scripts}

@@ -1,4 +1,4 @@
-"""Schedules with the real programs: systemd, Debian's cron, the published schemas, and a server that gets alarms."""
+"""Schedules with the real programs: systemd, Debian's cron, and a server that gets alarms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import psutil
 import pytest
-import yaml
 
 from ddptrain.schedule.due_times import host_zone, parse_schedule
 from ddptrain.schedule.entries import Entries
@@ -107,39 +104,6 @@ def test_systemd_finds_the_same_next_time(analyze: str, at: str) -> None:
     found = re.findall(r"(?:Next elapse|\(in UTC\)): \w+ (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) UTC", done.stdout)
     assert len(found) == len(events), done.stdout
     assert min(datetime.fromisoformat(f"{each}+00:00") for each in found) == schedule.next(now)
-
-
-# --- Published schemas ---
-
-
-@pytest.mark.parametrize("options", [[], ["--namespace", "ml", "--claim", "pets", "--jitter", "5m"]])
-def test_cron_job_has_the_schema_of_kubernetes(homes: Path, run_cli: Cli, options: list[str]) -> None:
-    folder = write(run_cli, "kubernetes", "*/20 1-5/2 * 2,8 *", "--image", "registry.example.org/pets:1", *options)
-    documents = list(yaml.safe_load_all((folder / "ddptrain-petnames.yaml").read_text()))
-    assert [document["kind"] for document in documents] == ["ConfigMap", "CronJob"]
-    for document in documents:
-        kubernetes_validate.validate(document, "1.35", strict=True)
-    documents[1]["spec"]["concurrencyPolcy"] = "Forbid"
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(documents[1], "1.35", strict=True)
-
-
-def check_schema(schema: str, file: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("target", "schema", "wrong"),
-    [("github", "github-workflows", "runs-on"), ("gitlab", "gitlab-ci", "script")],
-)
-def test_workflow_has_its_published_schema(homes: Path, run_cli: Cli, target: str, schema: str, wrong: str) -> None:
-    for number, options in enumerate([[], ["--runner", "gpu", "--jitter", "5m", "--timezone", "Europe/Berlin"]]):
-        [file] = write(run_cli, target, "Mon 03:00", *options, "--name", f"pets{number}").glob(f"*pets{number}.yml")
-        done = check_schema(schema, file)
-        assert done.returncode == 0, done.stdout + done.stderr
-    file.write_text(file.read_text().replace(f"{wrong}:", f"{wrong}_:"))
-    assert check_schema(schema, file).returncode == 1
 
 
 # --- cron ---

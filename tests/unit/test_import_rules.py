@@ -22,7 +22,6 @@ ALLOWED: dict[str, set[str]] = {
     HALL: set(),
     "protocol": set(),
     "config": set(),
-    "completion": set(),
     "storage": set(),
     "model_registry": {"results", "storage"},
     "tracking": set(),
@@ -58,7 +57,6 @@ DOORS = {
     ("__init__.py", "ddptrain.rank.saved_checkpoint"),  # ddptrain.SavedCheckpoint
     ("__main__.py", "ddptrain.cli.main"),
     ("__main__.py", "ddptrain.cli.warm.client"),
-    ("__main__.py", "ddptrain.completion.shells"),  # the TAB key is answered without the rest of the command
     ("api.py", "ddptrain.model_registry"),  # ddptrain.load_model
     ("api.py", "ddptrain.workloads.saved_model"),
     ("api.py", "ddptrain.results"),  # a table of the run in notebooks
@@ -72,7 +70,6 @@ LAZY_DOORS = {("cli", "workloads")}
 TORCH_FREE = (
     "cli",
     "clusters",
-    "completion",
     "config",
     "driver",
     "model_registry",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
 from ddptrain.cli.options import (
     ClusterOption,
@@ -34,7 +35,11 @@ def evaluate(
     run: RunOrModel,
     against: Annotated[
         str | None,
-        typer.Option(metavar="RUN|MODEL", help="Score this one as well, on the same data: a run, or a model."),
+        typer.Option(
+            metavar="RUN|MODEL",
+            autocompletion=complete.runs_or_models,
+            help="Score this one as well, on the same data: a run, or a model.",
+        ),
     ] = None,
     data: Annotated[
         str | None,

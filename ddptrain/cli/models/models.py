@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.errors import RunNotFound, UsageError
@@ -36,9 +37,21 @@ ModelsDir = Annotated[
     ),
 ]
 Reason = Annotated[str, typer.Option("--reason", help="A text for the history.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=complete.models,
+        help="A model's name.",
+    ),
+]
 Reference = Annotated[
-    str, typer.Argument(metavar="MODEL[@ALIAS|@VERSION]", help="A version of a model; without @ its champion.")
+    str,
+    typer.Argument(
+        metavar="MODEL[@ALIAS|@VERSION]",
+        autocompletion=complete.models,
+        help="A version of a model; without @ its champion.",
+    ),
 ]
 Mirrors = Annotated[
     list[str],
@@ -58,6 +71,7 @@ RunOrModel = Annotated[
     str,
     typer.Argument(
         metavar="RUN|MODEL",
+        autocompletion=complete.runs_or_models,
         help="A run's id, the start of one, latest, a directory or URL; or a model, as NAME@champion.",
     ),
 ]
@@ -200,7 +214,14 @@ def rollback(
 @app.command()
 def alias(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="MODEL@ALIAS", help="The alias, as petnames@staging.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL@ALIAS",
+            autocompletion=complete.models,
+            help="The alias, as petnames@staging.",
+        ),
+    ],
     version: Annotated[int | None, typer.Argument(metavar="VERSION", min=1, help="The version's number.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
     reason: Reason = "",
@@ -259,13 +280,13 @@ def export(
     ctx: typer.Context,
     model: Reference,
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder for the exported model.")],
-    form: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="safetensors, torch-export or onnx.")
-    ] = "safetensors",
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a version into a new folder, for use without ddptrain. All its files are compared with their hashes."""
+    """Write the weights of a version into a new folder.
+
+    They work without ddptrain. All files of the version are compared with their hashes.
+    """
     from ddptrain.model_registry.model_reader import open_version
 
     registry = _registry(ctx, models_dir)
@@ -276,8 +297,8 @@ def export(
 
     source = {"model": record.model, "version": record.version, "run_id": record.run_id, "step": record.step}
     target = Path(folder).expanduser().absolute()
-    files = export_model(run_dir, record.workload, target, form, source)
-    data = {**source, "format": form, "folder": str(target), "files": files}
+    files = export_model(run_dir, record.workload, target, source)
+    data = {**source, "folder": str(target), "files": files}
     text = f"{record.model}: version {record.version} exported to {target}: {', '.join(files)}"
     print_result(data, [text], as_json=json)
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli import complete
+
 if TYPE_CHECKING:
     from ddptrain.results.lookup import RunView
     from ddptrain.results.remote.runs import RunsDir as Runs
@@ -23,9 +25,21 @@ RunsDir = Annotated[
     ),
 ]
 RunNames = Annotated[
-    list[str], typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")
+    list[str],
+    typer.Argument(
+        metavar="RUN",
+        autocompletion=complete.runs,
+        help="A run's id, the start of one, latest, a directory, or a URL.",
+    ),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the start of one, latest, a directory, or a URL.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        autocompletion=complete.runs,
+        help="A run's id, the start of one, latest, a directory, or a URL.",
+    ),
+]
 
 
 def folder_of(ctx: typer.Context, runs_dir: str | None) -> str:

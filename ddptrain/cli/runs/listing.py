@@ -17,6 +17,7 @@ from ddptrain.text_tables import plain_table
 if TYPE_CHECKING:
     from ddptrain.results.select.table import Selection
 
+_SHOWN = 20
 _FIELDS = (
     "run, name, workload, status, started, ended, duration, age, ranks, attempts, exit_code, tags, note, "
     "failure, commit"
@@ -41,7 +42,14 @@ def list_runs(
             metavar="FIELDS", help=f"Show these: {_FIELDS}, params.NAME, a metric's last value, best(METRIC)."
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The highest number of runs to show.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help=f"The highest number of runs to show.  [default: {_SHOWN}; with --json all]",
+        ),
+    ] = None,
     runs_dir: RunsDir = None,
     json: JsonOption = False,
 ) -> None:
@@ -95,7 +103,8 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
 
     need = NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING
     views = open_runs_dir(runs_dir).list(need)
-    runs = selection.apply(views)[:limit]
+    found = selection.apply(views)
+    runs = found[: limit or (None if as_json else _SHOWN)]
     for message in selection.unknown_fields(views):
         say(f"ddptrain: {message}")
     if as_json:
@@ -115,6 +124,8 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
         table = run_table(runs, selection.extra_columns)
     if runs:
         _print_table(table)
+    if len(found) > len(runs):
+        say(f"ddptrain: {len(found) - len(runs)} more runs; --limit {len(found)} shows all of them")
     if sweeps:
         write([""] if runs else [])
         _print_table(sweep_table(sweeps))

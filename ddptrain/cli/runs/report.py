@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_result, say
@@ -26,6 +27,7 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="RUN|SWEEP|MODEL",
+            autocompletion=complete.runs_or_models,
             help="Runs (an id, the start of one, latest, SWEEP/7, a directory, a URL), a sweep, a model as "
             "petnames@champion.  [default: latest]",
         ),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption, VerboseOption, checked, set_option
 from ddptrain.cli.printing import print_result, say
 from ddptrain.errors import ExitCode, UsageError
@@ -21,7 +22,12 @@ def notify() -> None:
 
 @app.command("test", short_help="Send a test message to every target.")
 def send_test(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file with a section notify.")],
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG", autocompletion=complete.configurations, help="YAML file with a section notify."
+        ),
+    ],
     overrides: Annotated[list[str] | None, set_option("notify.timeout_s=5")] = None,
     json: JsonOption = False,
     verbose: VerboseOption = False,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli import options as opt
 from ddptrain.cli.train import reporting_of
 
@@ -15,7 +16,11 @@ from ddptrain.cli.train import reporting_of
 def retrain(
     config: Annotated[
         str,
-        typer.Argument(metavar="CONFIG", help="YAML file with a section retrain, or the name of a shipped example."),
+        typer.Argument(
+            metavar="CONFIG",
+            autocompletion=complete.configurations,
+            help="YAML file with a section retrain, or the name of a shipped example.",
+        ),
     ],
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     force: Annotated[

@@ -1,18 +1,18 @@
-"""`ddptrain schedule`: retrains at given times, with the scheduler of a machine, a cluster or a repository."""
+"""`ddptrain schedule`: retrains at given times, with systemd or cron."""
 
 from __future__ import annotations
 
 import dataclasses
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption, VerboseOption, parsed
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.errors import ExitCode, UsageError
-from ddptrain.schedule.target_name import TargetName
 from ddptrain.text_tables import clean_table
 
 if TYPE_CHECKING:
@@ -39,12 +39,18 @@ Zone = Annotated[
 Grace = Annotated[str, typer.Option(metavar="TIME", help="How late a success may be, as 10m or 2h.")]
 
 
-@app.command(short_help="Make what cron, systemd or another scheduler needs.")
+@app.command(short_help="Make what systemd or cron needs.")
 def add(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file with a section retrain.")],
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG", autocompletion=complete.configurations, help="A YAML file with a section retrain."
+        ),
+    ],
     at: At,
     as_: Annotated[
-        TargetName | None, typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]")
+        Literal["systemd", "cron"] | None,
+        typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]"),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the schedule.  [default: the name of the model]")] = "",
     timezone: Zone = "",
@@ -53,10 +59,6 @@ def add(
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write files into this folder instead of printing them.")
     ] = None,
-    image: Annotated[str, typer.Option(help="Kubernetes, GitLab: an image with ddptrain and the code.")] = "",
-    namespace: Annotated[str, typer.Option(help="Kubernetes: the namespace.")] = "",
-    claim: Annotated[str, typer.Option(help="Kubernetes: a PersistentVolumeClaim for the working directory.")] = "",
-    runner: Annotated[str, typer.Option(help="GitHub, GitLab: the label or tag of the machines.")] = "",
     system: Annotated[bool, typer.Option("--system", help="systemd: units of the system, not of the user.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -74,9 +76,8 @@ def add(
     if install and output:
         raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
     schedule = parse_schedule(at, timezone or host_zone())
-    options = installing.TargetOptions(image, namespace, claim, runner, system)
     target_name = as_ or installing.default_target()
-    target = installing.make_target(target_name, options)
+    target = installing.make_target(target_name, system=system)
     delay_s = parsed("--jitter", jitter, duration_s) if jitter else 0.0
     resolved = load_config(config)
     job = make_job(resolved, schedule, name, delay_s, os.environ)
@@ -88,7 +89,7 @@ def add(
         done = [f"wrote {part.path}" for part in parts]
     else:
         write(line for part in parts for line in [f"# --- {part.path or part.name}", *part.text.splitlines(), ""])
-        done = installing.install(job, target_name, target, parts, options, Entries()) if install else []
+        done = installing.install(job, target_name, target, parts, Entries(), system=system) if install else []
     next_time = schedule.next(datetime.now(UTC))
     notify = resolved.config.notify
     tells = bool(notify.urls) and "late" in notify.on
@@ -128,8 +129,6 @@ def remove(
 
     entry = uninstall(name, Entries())
     write([f"removed the schedule {name} from {entry.target}"])
-    if entry.target in (TargetName.GITHUB, TargetName.GITLAB):
-        say(f"commit and push the deletion of {', '.join(entry.files)}")
 
 
 @app.command(short_help="Report models whose retraining is late.")
@@ -151,12 +150,9 @@ def check(
 ) -> int:
     """Report models without a successful retraining for longer than their schedule allows.
 
-    With --quiet, a problem that lasts is printed once a day, and once when it is over.
-
     Exit code 0: none; 9: at least one is late; 4: at least one could not be checked.
     """
     from ddptrain.config.sections.retraining import duration_s
-    from ddptrain.schedule.alarms import new_alarms
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.monitor import look
 
@@ -164,17 +160,14 @@ def check(
     entries, problems = _to_check(configs or [], at, timezone)
     with Entries().locked("check", wait=False) as alone:  # two checks at the same time would notify twice
         found = [look(each, allowed, notify=notify and alone) for each in entries]
-        lines = {} if at else {"": "; ".join(problems)}
-        for entry, finding in zip(entries, found, strict=True):
-            subject = f"{entry.name} {entry.config}"
-            lines[subject] = f"{finding.name}: {finding.problem}" if finding.problem else ""
-            lines[f"{subject} messages"] = "; ".join(f"{finding.name}: {warning}" for warning in finding.warnings)
-        printed = new_alarms(Entries(), lines, datetime.now(UTC), save=alone) if quiet else filter(None, lines.values())
+    lines = [] if at else list(problems)
+    for finding in found:
+        lines += [f"{finding.name}: {text}" for text in (finding.problem, *finding.warnings) if text]
     if json:
         print_json([_checked(finding) for finding in found])
     elif not quiet:
         write(line for finding in found for line in _lines(finding))
-    for line in printed:
+    for line in lines:
         say(f"ddptrain: {line}")
     if not (found or problems or quiet or json):
         say(_NONE)
@@ -208,7 +201,7 @@ def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], 
     return [entry for entry in entries if not paths or entry.config in map(str, paths)], problems
 
 
-def _after(name: str, target: TargetName, following: datetime, *, installed: bool, tells: bool) -> list[str]:
+def _after(name: str, target: str, following: datetime, *, installed: bool, tells: bool) -> list[str]:
     """Return lines about the next steps. tells: whether users are notified if the model is late."""
     next_time = f"next time: {following:{_MINUTE}} UTC"
     if installed:

@@ -89,8 +89,10 @@ class RetrainConfig(Strict):
     wait: Duration = Field(
         default=3600.0, ge=0, description='The longest time that overlap: wait and replace wait, as "1h".'
     )
-    if_unchanged: Literal["skip", "train"] = Field(
-        default="skip", description="What to do if data, params and code are those of the current version."
+    if_unchanged: Literal["skip", "train"] | None = Field(
+        default=None,
+        description="What to do if data, params and code are those of the current version. Default: skip; train if "
+        "the data cannot be seen, because the workload is a function or a script and data.sources is empty.",
     )
     max_age: Positive | None = Field(
         default=None,

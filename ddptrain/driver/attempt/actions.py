@@ -136,9 +136,10 @@ class Announce(Action):
 
 @dataclass(frozen=True, slots=True)
 class ShowStatus(Action):
-    """Show what the attempt waits for."""
+    """Show what the attempt waits for; `silence`: only on a live display, for how long a rank has not reported."""
 
     text: str
+    silence: bool = False
 
 
 @dataclass(frozen=True, slots=True)

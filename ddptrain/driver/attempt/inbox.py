@@ -1,6 +1,6 @@
 """Messages to the attempt. Dask's threads, signal handlers and the artifact thread put theirs into the inbox.
 
-The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead and SpareSlots.
+The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead, SpareSlots and NotFinite.
 """
 
 from __future__ import annotations
@@ -75,6 +75,14 @@ class ArtifactRetried:
 
 
 @dataclass(frozen=True, slots=True)
+class NotFinite:
+    """A value of a rank is NaN or infinite, and the run must end because of `reason`."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ResultsLost:
     """The run directory cannot be written any more: the run must end with `error`."""
 
@@ -109,10 +117,11 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """An event that a rank wrote into its events file."""
+    """An event that a rank wrote into its events file; metrics and progress: the last one of `count`."""
 
     rank: int
     event: Event
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,5 +140,5 @@ class OutputRead:
 InboxMessage = (
     Notice | TaskFailed | WorkerLost | SignalReceived | ArtifactStored | ArtifactFailed | ArtifactRetried | ResultsLost
 )
-Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | SpareSlots
+Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | SpareSlots | NotFinite
 Inbox = queue.SimpleQueue[InboxMessage]

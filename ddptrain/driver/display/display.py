@@ -120,6 +120,10 @@ class Display(RunDisplay):
         """Show what the driver waits for."""
         self._send(output_api.DriverStatus(text))
 
+    def silence(self, text: str) -> None:
+        """Show on a live display for how long a rank has not reported; "": all report."""
+        self._send_if_room(output_api.Silence(text))
+
     def notice(self, text: str, level: str = "info") -> None:
         """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
         self._send(output_api.DriverNotice(text, level))

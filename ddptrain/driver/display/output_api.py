@@ -68,6 +68,13 @@ class DriverStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Silence:
+    """For how long a rank has not reported, for a live display; "": all report."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class DriverNotice:
     """A message of ddptrain itself; level is "info", "warning" or "error"."""
 
@@ -112,6 +119,7 @@ Message = (
     | RankProgress
     | RedrawnLine
     | DriverStatus
+    | Silence
     | DriverNotice
     | LogLine
     | RawEvent

@@ -140,6 +140,7 @@ class Bars:
         self._widths: dict[str, int] = {}  # of columns; they only grow, so that bars stay in place
         self._fitted_to = 0
         self._use = SystemSummary()
+        self._silence = ""
 
     def handle(self, message: output_api.Message) -> None:
         """Update the state after a message."""
@@ -148,6 +149,8 @@ class Bars:
                 self._use.add(sample)
             case output_api.DriverStatus(text):
                 self.status = terminal.harmless(" ".join(text.split()), False)
+            case output_api.Silence(text):
+                self._silence = text
             case output_api.WorldSize(world_size):
                 for rank in range(world_size):
                     self._rank(rank)
@@ -254,7 +257,7 @@ class Bars:
         return Piece(self._glyphs.full * full, colour), Piece(self._glyphs.rest * (width - full), terminal.DIM)
 
     def _status_row(self, elapsed_s: float) -> Row:
-        facts = [self._run_id, _clock(elapsed_s), self.status, *self._use.facts()]
+        facts = [self._run_id, _clock(elapsed_s), self.status, self._silence, *self._use.facts()]
         return (Piece(f" {self._glyphs.dot} ".join(fact for fact in facts if fact), terminal.DIM),)
 
 

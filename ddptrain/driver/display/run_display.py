@@ -36,6 +36,9 @@ class RunDisplay:
     def status(self, text: str) -> None:
         """Show what the driver waits for."""
 
+    def silence(self, text: str) -> None:
+        """Show on a live display for how long a rank has not reported; "": all report."""
+
     def notice(self, text: str, level: str = "info") -> None:
         """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
 

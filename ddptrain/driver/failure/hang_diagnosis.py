@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks
 from ddptrain.driver.failure.root_cause import returned_early
 from ddptrain.protocol import events
-from ddptrain.protocol.events import FRAME, users_frame
+from ddptrain.protocol.events import FRAME, users_frame, waits_in
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
-# Frames in which a rank waits for other ranks, or for its device, which waits for other ranks.
-_WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
-_BACKWARD = "_engine_run_backward"
-_SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
-_WRAPPERS = frozenset({"wrapper", "wait"})
 # What a process that exits waits for, by the frame of Python that joins them; atexit functions have neither frame.
 _EXIT_WAITS = {
     "threading.py _shutdown": "a non-daemon thread that it has started",
@@ -34,7 +28,7 @@ class RankReport:
 
     stacks: None if neither the rank nor its worker has answered. timed_out: the rank has ended its wait by itself.
     works: its CPU or GPU use still counts as progress. ended_calls: the calls of ctx methods that all ranks must call,
-    as reported at the rank's end. checked: which kinds of activity were checked, as text.
+    as reported at the rank's end. silent_s: since its last event or line. uses: "CPU" or "GPU" if it was in use lately.
     """
 
     rank: int
@@ -48,14 +42,15 @@ class RankReport:
     thread: events.ThreadFailure | None = None
     works: bool = False
     ended_calls: Mapping[str, float] | None = None
-    checked: str = ""
+    silent_s: float = 0.0
+    uses: str = ""
 
     @property
     def operation(self) -> str:
         """The collective operation that the rank waits in; "" if it waits in none."""
         if self.timed_out:
             return "a collective operation"
-        return waits_in(self.stacks.main) if self.stacks is not None else ""
+        return waits_in(self.stacks.main) or self.stacks.pending if self.stacks is not None else ""
 
     @property
     def calls(self) -> Mapping[str, float] | None:
@@ -78,27 +73,6 @@ class RankReport:
         return f"it is in {where}{busy}" if where else busy.lstrip(", ")
 
 
-def waits_in(frames: Sequence[str]) -> str:
-    """Return the operation of torch.distributed that a stack (innermost frame first) is in; "" for any other place.
-
-    The innermost frames must be those of torch, because DDP also calls the model.
-    """
-    names: list[str] = []
-    for frame in frames:
-        match = FRAME.fullmatch(frame)
-        if match is None:
-            break
-        if not names and match["function"] == _BACKWARD:
-            return "backward"
-        if not names and _SYNCHRONIZE.search(f"{match['file']} {match['function']}"):
-            return "synchronize"
-        if not _WAITS.search(match["file"]):
-            break
-        names.append(match["function"])
-    public = [name for name in names if not name.startswith("_") and name not in _WRAPPERS]
-    return (public or names or [""])[0].lstrip("_")
-
-
 def _exit_wait(frames: Sequence[str]) -> str:
     """What a process that has done its work waits for before it can exit; "" if that is nothing known."""
     matches = [match for frame in frames if (match := FRAME.fullmatch(frame)) is not None]
@@ -111,8 +85,8 @@ def judge(
 ) -> Fault | None:
     """Return the fault of a worker group that may hang; None if the rank that other ranks wait for is working.
 
-    `before` are the stacks of the previous inquiry, which found the rank working. CPU use in a collective operation may
-    be a busy wait: it counts as work only in the first inquiry, or if another operation has begun since.
+    `before` are the stacks of the previous inquiry, which found the rank working. CPU or GPU use during a collective
+    operation may be a busy wait: it counts as work only in the first inquiry, or if another operation has begun since.
     """
     fault = find_missing_rank(reports, limit_s, time_ns)
     missing = next(report for report in reports if report.rank == fault.rank)
@@ -127,7 +101,9 @@ def _still_waits(report: RankReport, before: Mapping[int, events.Stacks]) -> boo
     if stacks is None or stacks.state in _STATES:
         return stacks is not None
     same = last is not None and stacks.sequence is not None and stacks.sequence == last.sequence
-    return bool(report.operation) and same and last is not None and waits_in(last.main) == report.operation
+    return (
+        bool(report.operation) and same and last is not None and report.operation in (waits_in(last.main), last.pending)
+    )
 
 
 def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time_ns: int) -> Fault:
@@ -144,8 +120,7 @@ def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time
     message = ", ".join(part for part in (_since(first, limit_s), first.place) if part)
     message += _waiting_text(others) + _exception_text(first) + _thread_text(first)
     trace = first.thread.traceback if first.thread is not None else ""
-    checked = f"{first.checked}; " if first.checked and limit_s is not None else ""
-    text = f"{message} ({checked}stacks: artifacts/{STACKS_FOLDER}/)"
+    text = f"{message} (stacks: artifacts/{STACKS_FOLDER}/)"
     return Fault(first.rank, FaultKind.HANG, time_ns, text, traceback=trace)
 
 
@@ -165,7 +140,8 @@ def _first(alive: list[RankReport]) -> RankReport:
             report.started,
             not (behind and stacks is not None and stacks.sequence == least and not report.timed_out),
             bool(report.operation),
-            stacks is not None,
+            stacks is not None or report.timed_out,
+            report.timed_out,
         )
 
     return min(alive, key=lambda report: (signs(report), -report.idle_s))
@@ -178,7 +154,9 @@ def _since(first: RankReport, limit_s: float | None) -> str:
         return f"did not start within {limit_s:g} s"
     if not first.entered:
         return f"did not reach the rendezvous within {limit_s:g} s"
-    return f"no progress for {limit_s:g} s" + (", after the end of its work" if first.finished else "")
+    uses = f", although it uses the {first.uses}" if first.uses else ""
+    end = ", after the end of its work" if first.finished else ""
+    return f"no progress for {max(first.silent_s, limit_s):.0f} s{uses}{end}"
 
 
 def _waiting_text(others: Sequence[RankReport]) -> str:

@@ -11,7 +11,7 @@ from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.hang_diagnosis import RankReport, judge
 from ddptrain.driver.failure.missing_calls import find_uncalled
-from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
+from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file, silent_s
 from ddptrain.protocol import events
 
 ANSWERS_S = 5.0  # time for every rank, or its worker, to answer
@@ -69,9 +69,10 @@ class StackCollector:
             rank.spec.rank: RankReport(
                 rank.spec.rank,
                 watchdog.idle_s(rank, activity, now),
+                silent_s=silent_s(rank, activity, now),
+                uses=watchdog.uses(activity, now),
                 finished=rank.finished,
                 works=watchdog.works(rank, activity, now),
-                checked=watchdog.checked(rank, activity, now),
             )
             for rank, activity in zip(ranks, activities, strict=True)
         }

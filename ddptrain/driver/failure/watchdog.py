@@ -5,8 +5,9 @@ after `timeout_s` without an event or a line, the driver requests the stacks of 
 CPU or the GPU outside of a collective operation it may continue, up to BUSY_LIMIT times `timeout_s`. A rank that has
 never reported may work silently without a limit: a script that only prints its result must not be killed.
 
-With `hang_timeout_s: auto` the limit is PAUSES times the longest pause between two reports of a rank, at least
-SHORTEST_S, at most LONGEST_S. It is LONGEST_S until the ranks have reported often enough.
+With `hang_timeout_s: auto` the limit is FIRST_S until a rank has reported ENOUGH_REPORTS times, also before its first
+report. From then on it is PAUSES times the longest pause between two reports of the rank, at least SHORTEST_S, at most
+LONGEST_S.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
-LONGEST_S = 600.0  # the highest limit of `auto`, and the limit until the ranks have reported often enough
+FIRST_S = 120.0
 SHORTEST_S = 40.0
+LONGEST_S = 600.0
 PAUSES = 10
-_ENOUGH_REPORTS = 20
-_ENOUGH_S = 20.0  # since the first report
-BUSY_LIMIT = 6  # times timeout_s: how long a rank that reports may use CPU or GPU without an event or a line
+ENOUGH_REPORTS = 20
+BUSY_LIMIT = 6  # times the highest limit: how long a rank that reports may use CPU or GPU without an event or a line
 _LONGEST_EXCUSE_S = 3_600.0
 _CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as activity
 _CUT_S = 5.0  # a worker sends a notice every 2 s; without one for this time, the rank's activity is unknown
 _GPU_PERCENT = 5  # GPU use that counts as activity
+_QUIET = 1 / 3  # of the limit: from then on, the live display shows for how long a rank has not reported
 # Events that are not activity: the driver requested them, or a thread sends them while the rank may hang.
 _NO_ACTIVITY = (
     events.Started,
@@ -65,13 +67,13 @@ class Stage(StrEnum):
 class Hang:
     """A suspected hang of a worker group: `ranks` were silent for `limit_s`, the rank that is idle longest first.
 
-    idle_s: the idle time of the first rank.
+    silent_s: the longest time without an event or a line of one of these ranks.
     """
 
     stage: Stage
     ranks: tuple[int, ...]
     limit_s: float
-    idle_s: float
+    silent_s: float
 
 
 class Activity(NamedTuple):
@@ -79,9 +81,9 @@ class Activity(NamedTuple):
 
     spoke_at: of the last event or line. cpu_at, gpu_at: of the last use of the CPU, the GPU. excused_until: the rank
     has announced that it will be quiet. notice_at: of the last notice of its worker. cpu_s: CPU time at the last
-    activity. newest_cpu_s: the newest CPU time. has_gpu: the GPU use is known. reports: whether the rank reports
-    progress more often than required; None before its first report. log_size: bytes. reported_at: of the first report.
-    report_count: reports so far. longest_pause_s: the longest time without an event or a line since the first report.
+    activity. newest_cpu_s: the newest CPU time. reports: whether the rank reports progress more often than required;
+    None before its first report. log_size: bytes. report_count: reports so far. longest_pause_s: the longest time
+    without an event or a line since the first report.
     """
 
     spoke_at: float = 0.0
@@ -92,10 +94,8 @@ class Activity(NamedTuple):
     notice_at: float = 0.0
     cpu_s: float = 0.0
     newest_cpu_s: float = 0.0
-    has_gpu: bool = False
     reports: bool | None = None
     log_size: int = 0
-    reported_at: float = 0.0
     report_count: int = 0
     longest_pause_s: float = 0.0
 
@@ -110,13 +110,9 @@ class Activity(NamedTuple):
 
     def spoke(self, now: float) -> Activity:
         """Return the activity after an event or a printed line of the rank."""
-        pause_s = now - self.spoke_at if self.reported_at else 0.0
+        pause_s = now - self.spoke_at if self.report_count else 0.0
         longest_s = max(self.longest_pause_s, pause_s)
         return self._replace(spoke_at=now, cpu_s=self.newest_cpu_s, longest_pause_s=longest_s)
-
-    def reported(self, now: float) -> Activity:
-        """Return the activity after a report of metrics or progress."""
-        return self._replace(reported_at=self.reported_at or now, report_count=self.report_count + 1)
 
     def grew(self, log_size: int, now: float) -> Activity:
         """Return the activity for a log of `log_size` bytes; if it has grown, the rank has printed a line."""
@@ -126,7 +122,7 @@ class Activity(NamedTuple):
 
     def used_gpu(self, percent: float, now: float) -> Activity:
         """Return the activity for a GPU use in percent, as NVML reports it."""
-        return self._replace(has_gpu=True, gpu_at=now if percent >= _GPU_PERCENT else self.gpu_at)
+        return self._replace(gpu_at=now) if percent >= _GPU_PERCENT else self
 
     def shifted(self, seconds: float, now: float) -> Activity:
         """Return the activity as if these seconds had not passed."""
@@ -140,7 +136,6 @@ class Activity(NamedTuple):
             gpu_at=later(self.gpu_at),
             entered_at=later(self.entered_at),
             notice_at=later(self.notice_at),
-            reported_at=later(self.reported_at),
             excused_until=self.excused_until + seconds if self.excused_until else 0.0,
         )
 
@@ -149,7 +144,7 @@ class Activity(NamedTuple):
 class Watchdog:
     """The limits; `timeout_s` None turns the watchdog off. Ranks must enter the workload within `start_s`.
 
-    adapts: the limit depends on the pauses of the run, and `timeout_s` is the highest limit.
+    adapts: the limit follows the pauses of the run once a rank has reported often enough.
     """
 
     timeout_s: float | None
@@ -163,17 +158,12 @@ class Watchdog:
 
     def limit_s(self, activity: Activity) -> float | None:
         """After how many seconds without a sign a rank may hang; None: never."""
-        if self.timeout_s is None or not self._knows(activity):
+        if self.timeout_s is None or not self.adapts or activity.report_count < ENOUGH_REPORTS:
             return self.timeout_s
-        return min(self.timeout_s, max(SHORTEST_S, PAUSES * activity.longest_pause_s))
+        return min(LONGEST_S, max(SHORTEST_S, PAUSES * activity.longest_pause_s))
 
-    def _knows(self, activity: Activity) -> bool:
-        """Return whether the rank has reported often enough to use its longest pause."""
-        enough = activity.report_count >= _ENOUGH_REPORTS
-        return self.adapts and enough and activity.spoke_at - activity.reported_at >= _ENOUGH_S
-
-    def after_event(self, activity: Activity, event: events.Event, now: float) -> Activity:
-        """Return the activity of a rank after an event that it sent."""
+    def after_event(self, activity: Activity, event: events.Event, now: float, count: int = 1) -> Activity:
+        """Return the activity of a rank after an event that it sent; `count` reports of the rank arrived at once."""
         if isinstance(event, _NO_ACTIVITY) or is_stacks_file(event) or self.timeout_s is None:
             return activity
         if isinstance(event, events.Entered):
@@ -184,7 +174,7 @@ class Watchdog:
             return activity.spoke(now)
         if activity.reports is None:
             activity = activity._replace(reports=now - activity.entered_at <= self.timeout_s)
-        return activity.spoke(now).reported(now)
+        return activity.spoke(now)._replace(report_count=activity.report_count + count)
 
     def after_cpu(self, activity: Activity, seconds: float, now: float) -> Activity:
         """Return the activity of a rank that has used `seconds` of CPU time with its children since its start."""
@@ -196,30 +186,29 @@ class Watchdog:
 
     def idle_s(self, rank: RankState, activity: Activity, now: float) -> float:
         """For how long a rank has shown no activity of any kind since it was submitted."""
-        return min(_silent_s(rank, activity, now), now - max(activity.cpu_at, activity.gpu_at))
+        return min(silent_s(rank, activity, now), now - max(activity.cpu_at, activity.gpu_at))
+
+    def uses(self, activity: Activity, now: float) -> str:
+        """Return "GPU" or "CPU" if the rank has used it lately, that is within half of its limit; else ""."""
+        last = {"GPU": activity.gpu_at, "CPU": activity.cpu_at}
+        return next((name for name, at in last.items() if at and now - at <= (self.limit_s(activity) or 0.0) / 2), "")
 
     def works(self, rank: RankState, activity: Activity, now: float) -> bool:
         """Return whether the CPU or GPU use of a rank still counts as progress."""
         limit_s = self.limit_s(activity)
         if self.timeout_s is None or limit_s is None:
             return True
-        within = _silent_s(rank, activity, now) <= BUSY_LIMIT * self.timeout_s
+        within = silent_s(rank, activity, now) <= BUSY_LIMIT * (LONGEST_S if self.adapts else self.timeout_s)
         return self.idle_s(rank, activity, now) <= limit_s and (within or not activity.reports)
 
-    def checked(self, rank: RankState, activity: Activity, now: float) -> str:
-        """Return the kinds of activity that were checked for a rank, and the result, as text."""
-        silent_s = _silent_s(rank, activity, now)
-        cpu_s, gpu_s = (now - max(rank.submitted_at, at) for at in (activity.cpu_at, activity.gpu_at))
-        gpu = f"last GPU use {gpu_s:.0f} s ago" if activity.has_gpu else "GPU use not measured"
-        text = f"last event or printed line {silent_s:.0f} s ago, last CPU use {cpu_s:.0f} s ago, {gpu}"
-        if self._knows(activity):
-            longest_s = activity.longest_pause_s
-            text += (
-                f"; hang_timeout_s: auto is {self.limit_s(activity):.0f} s, as its longest pause was {longest_s:.1f} s"
-            )
-        over = self.timeout_s is not None and silent_s > BUSY_LIMIT * self.timeout_s
-        for_s = f"{BUSY_LIMIT * LONGEST_S:.0f} s" if self.adapts else f"{BUSY_LIMIT} x hang_timeout_s"
-        return text + (f"; CPU or GPU use alone counts for {for_s}" if over else "")
+    def silence(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> str:
+        """Return for how long a rank has not reported, as text for the live display; "" if it is not worth a word."""
+        known = [pair for pair in zip(ranks, activities, strict=True) if pair[1].reports and not pair[0].well]
+        if not known:
+            return ""
+        quiet_s = max(silent_s(*pair, now) for pair in known)
+        limit_s = self._group_limit_s(Stage.TRAIN, [activity for _, activity in known])
+        return f"no report for {quiet_s:.0f} s (limit {limit_s:.0f} s)" if quiet_s > _QUIET * limit_s else ""
 
     def overdue(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> Hang | None:
         """Return the hang that the worker group may be in; None while the worker of a rank is cut off."""
@@ -237,7 +226,7 @@ class Watchdog:
         if not late:
             return None
         idle = sorted(((self.idle_s(*pair, now), pair[0].spec.rank) for pair in late), key=lambda item: -item[0])
-        return Hang(stage, tuple(rank for _, rank in idle), limit_s, idle[0][0])
+        return Hang(stage, tuple(rank for _, rank in idle), limit_s, max(silent_s(*pair, now) for pair in late))
 
     def _group_limit_s(self, stage: Stage, activities: Sequence[Activity]) -> float:
         """Return the limit of a worker group: the longest limit of the ranks that report."""
@@ -247,18 +236,18 @@ class Watchdog:
         return max(known) if known and stage == Stage.TRAIN else self.timeout_s or 0.0
 
     def _is_late(self, rank: RankState, activity: Activity, now: float, limit_s: float) -> bool:
-        silent = _silent_s(rank, activity, now) > limit_s
+        silent = silent_s(rank, activity, now) > limit_s
         return silent and (bool(activity.reports) or self.idle_s(rank, activity, now) > limit_s)
 
 
 def new_watchdog(hang_timeout_s: float | str | None, start_timeout_s: float) -> Watchdog:
     """Return the watchdog of a configuration: a limit in seconds, "auto", or None for none."""
     if isinstance(hang_timeout_s, str):
-        return Watchdog(LONGEST_S, start_timeout_s, adapts=True)
+        return Watchdog(FIRST_S, start_timeout_s, adapts=True)
     return Watchdog(hang_timeout_s, start_timeout_s)
 
 
-def _silent_s(rank: RankState, activity: Activity, now: float) -> float:
+def silent_s(rank: RankState, activity: Activity, now: float) -> float:
     """For how long a rank has sent no event and no line."""
     return now - max(rank.submitted_at, activity.spoke_at, activity.excused_until)
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,12 +36,11 @@ class _Dropped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """A checkpoint to write, the `number`-th of this attempt; `rank_data` is the encoded state of this rank."""
+    """A checkpoint to write, the `number`-th of this attempt; `rank_data`: this rank's encoded state and metrics."""
 
     number: int
     step: int
     epoch: float | None
-    metrics: Mapping[str, float]
     folder: Path
     snapshot: Snapshot
     rank_data: bytes
@@ -60,6 +59,15 @@ def part_key(number: int, rank: int) -> str:
 def done_key(rank: int) -> str:
     """Return the key of the store that is set when a rank will not call ctx.checkpoint again."""
     return f"done/{rank}"
+
+
+def mean_metrics(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the ranks that have it; a value that is equal on all of them is unchanged."""
+    given: dict[str, list[float]] = {}
+    for metrics in of_ranks:
+        for name, value in metrics.items():
+            given.setdefault(name, []).append(value)
+    return {name: one[0] if len(set(one)) == 1 else sum(one) / len(one) for name, one in given.items()}
 
 
 class CheckpointWriter:
@@ -144,18 +152,19 @@ class CheckpointWriter:
             self.error = error
 
     def _write_whole(self, save: PendingCheckpoint) -> None:
-        ranks = self._gather_states(save)
+        ranks, metrics = self._gather_states(save)
         files = self._write_with_retries(save, lambda: checkpoint_files.write(save.folder, save.snapshot, ranks))
-        self._written(save.step, save.folder, save.metrics)
-        self._announce(save, files)
+        self._written(save.step, save.folder, metrics)
+        self._announce(save, files, metrics, finite=snapshot.are_finite(save.snapshot.weights))
 
     def _write_part(self, save: PendingCheckpoint, shards: Shards) -> None:
         """Write the slices of a rank other than 0, then store the names of its files and its state."""
         rank = self._spec.rank
         files = self._write_with_retries(save, lambda: checkpoint_files.write_shards(save.folder, shards, rank))
         part = events.CheckpointPart(rank, save.folder.name, files)
+        made = {**asdict(part), "finite": snapshot.are_finite(shards.model)}
         try:
-            self._store.set(part_key(save.number, rank), json.dumps(asdict(part)))
+            self._store.set(part_key(save.number, rank), json.dumps(made))
             self._store.set(state_key(save.number, rank), save.rank_data)
         except RuntimeError as error:  # the store has ended, and so has the worker group
             raise _Dropped from error
@@ -163,13 +172,13 @@ class CheckpointWriter:
     def _write_first_part(self, save: PendingCheckpoint, shards: Shards) -> None:
         """Write the slices of rank 0, wait for the other ranks, and tell the driver."""
         began = time.monotonic()
-        files = self._write_with_retries(save, lambda: checkpoint_files.write_shards(save.folder, shards, 0))
+        first_files = self._write_with_retries(save, lambda: checkpoint_files.write_shards(save.folder, shards, 0))
         self._late_s = _LATE_S + time.monotonic() - began  # other ranks write about as much
-        ranks = self._gather_states(save)
+        ranks, metrics = self._gather_states(save)
         if None in ranks:  # the slices of a rank are missing; _note_missing has reported it
             raise _Dropped
         parts = [self._part_of_rank(save.number, rank) for rank in range(1, len(ranks))]
-        shard_files = [*files]
+        shard_files = [*first_files]
 
         def write() -> tuple[StagedFile, ...]:
             if not shard_files:  # a failed write has deleted the folder
@@ -180,17 +189,27 @@ class CheckpointWriter:
                 shard_files.clear()
                 raise
 
-        self._announce(save, self._write_with_retries(save, write), tuple(part for part in parts if part.files))
+        finite = snapshot.are_finite(shards.model) and all(is_finite for _, is_finite in parts)
+        files = self._write_with_retries(save, write)
+        self._announce(save, files, metrics, tuple(part for part, _ in parts if part.files), finite=finite)
 
-    def _part_of_rank(self, number: int, rank: int) -> events.CheckpointPart:
+    def _part_of_rank(self, number: int, rank: int) -> tuple[events.CheckpointPart, bool]:
+        """Return the files of a rank, and whether its slices of the weights are finite."""
         part: dict[str, Any] = json.loads(self._store.get(part_key(number, rank)))
         self._store.delete(part_key(number, rank))
-        return events.CheckpointPart(rank, part["staging"], tuple(StagedFile(**file) for file in part["files"]))
+        files = tuple(StagedFile(**file) for file in part["files"])
+        return events.CheckpointPart(rank, part["staging"], files), part["finite"]
 
     def _announce(
-        self, save: PendingCheckpoint, files: tuple[StagedFile, ...], parts: tuple[events.CheckpointPart, ...] = ()
+        self,
+        save: PendingCheckpoint,
+        files: tuple[StagedFile, ...],
+        metrics: Mapping[str, float],
+        parts: tuple[events.CheckpointPart, ...] = (),
+        *,
+        finite: bool,
     ) -> None:
-        place = save.step, save.folder.name, files, save.epoch, dict(save.metrics), parts
+        place = save.step, save.folder.name, files, save.epoch, metrics, parts, finite
         self._emitter.emit(events.CheckpointSaved(time.time_ns(), *place))
 
     def _write_with_retries(
@@ -219,15 +238,21 @@ class CheckpointWriter:
         with suppress(OSError):  # the disk of the events may be full, too
             self._emitter.emit(events.CheckpointFailed(time.time_ns(), save.step, message, failures, given_up))
 
-    def _gather_states(self, save: PendingCheckpoint) -> list[Any]:
-        """Return the state of each rank, None for a rank that has not called ctx.checkpoint. Raises _Dropped."""
+    def _gather_states(self, save: PendingCheckpoint) -> tuple[list[Any], dict[str, float]]:
+        """Return the state of each rank, None for a rank that has not called ctx.checkpoint, and the metrics.
+
+        Raises _Dropped.
+        """
         deadline = time.monotonic() + self._spec.group.timeout_s
         self.waits_for_ranks = True
         try:
             others = [self._wait_for_state(rank, save, deadline) for rank in range(1, self._spec.placement.world_size)]
         finally:
             self.waits_for_ranks = False
-        return [snapshot.from_bytes(save.rank_data), *others]
+        ranks = [snapshot.from_bytes(save.rank_data), *others]
+        metrics = mean_metrics([state.pop("metrics", {}) for state in ranks if state is not None])
+        save.snapshot.state["metrics"] = metrics
+        return ranks, metrics
 
     def _wait_for_state(self, rank: int, save: PendingCheckpoint, deadline: float) -> Any:
         key = state_key(save.number, rank)

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-# Parts of the messages of gloo, NCCL, the store and sockets in a rank that has lost its peer.
-_LOST_PEER_MESSAGES = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "remote process has exited",
-    "socket closed",
-    "failed to recv",
-    "recvvalue failed",
-    "sendbytes failed",
-    "ncclremoteerror",
-    "connectfullmesh failed",
-)
-# Parts of the messages of gloo, NCCL and the store in a rank that has waited too long for another rank.
-_TIME_OUT_MESSAGES = (
-    "timed out waiting",
-    "timed out in blocking wait",
-    "application timeout caused pair closure",
-    "failed to pass monitoredbarrier",
-    "collective operation timeout",
-    "wait timeout",
-)
+from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return whether the error only says that another rank has ended, or follows from such an error."""
-    return any(_is_from_torch(each) and _contains(each, _LOST_PEER_MESSAGES) for each in chain(error))
+    """Return whether the error only says that another rank has ended, or follows from such an error.
+
+    An error of a backend or the store of torch.distributed counts whatever its message: this rank was in a collective.
+    """
+    known = [each for each in chain(error) if _is_from_torch(each)]
+    return any(is_lost_peer(message_of(each)) or _is_of_backend(each) for each in known) and not timed_out(error)
 
 
 def timed_out(error: BaseException) -> bool:
     """Return whether the error says that another rank did not join in time, or follows from such an error."""
-    return any(_is_from_torch(each) and _contains(each, _TIME_OUT_MESSAGES) for each in chain(error))
+    return any(_is_from_torch(each) and is_time_out(message_of(each)) for each in chain(error))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
@@ -66,6 +48,6 @@ def _is_from_torch(error: BaseException) -> bool:
     return isinstance(error, RuntimeError)  # the base class of torch's DistError
 
 
-def _contains(error: BaseException, messages: Iterable[str]) -> bool:
-    text = message_of(error).lower()
-    return any(message in text for message in messages)
+def _is_of_backend(error: BaseException) -> bool:
+    """Return whether an error is torch's DistError, for example DistBackendError of NCCL."""
+    return any(cls.__name__ == "DistError" for cls in type(error).__mro__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
+import json
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ddptrain.errors import one_line
 from ddptrain.file_ops import open_append, sha256
@@ -65,7 +67,8 @@ class StackReporter:
         handles = (
             clipped(one_line(f"{type(error).__qualname__}: {message_of(error)}"), 300) if error is not None else ""
         )
-        return events.Stacks(time.time_ns(), _innermost_first(main), _sequence(), "", calls, *where, handles)
+        frames = _innermost_first(main)
+        return events.Stacks(time.time_ns(), frames, _sequence(), "", calls, *where, handles, _pending())
 
 
 def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:
@@ -86,6 +89,26 @@ def _sequence() -> int | None:
         return int(c10d._get_default_group()._get_sequence_number_for_group())  # noqa: SLF001  # no public API
     except Exception:  # some backends do not count, and raise various errors
         return None
+
+
+def _pending() -> str:
+    """Return the oldest collective operation that torch's flight recorders know as not ended, as "all_reduce"."""
+    c10d = sys.modules.get("torch._C._distributed_c10d")
+    # NCCL has a recorder of its own, until torch 2.14; later each backend has one, gloo by default.
+    readers = [("_dump_nccl_trace_json", ()), *(("_dump_fr_trace_json", (name,)) for name in ("nccl", "nccl2", "gloo"))]
+    active: list[dict[str, Any]] = []
+    for reader, backend in readers:
+        with contextlib.suppress(Exception):  # this torch has no such recorder
+            trace = json.loads(getattr(c10d, reader)(True, True, *backend))
+            active += (entry for entry in trace.get("entries", []) if _is_pending(entry, trace["pg_status"]))
+    oldest = min(active, key=lambda entry: entry["time_created_ns"], default={})
+    return str(oldest.get("profiling_name", "")).rpartition(":")[2]
+
+
+def _is_pending(entry: dict[str, Any], groups: dict[str, Any]) -> bool:
+    """Return whether all ranks must join the operation, and neither it nor a later one of its group has ended."""
+    ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
+    return not entry["retired"] and not entry["is_p2p"] and entry["collective_seq_id"] > ended
 
 
 def _text(spec: RankSpec, frames: dict[int, FrameType]) -> str:

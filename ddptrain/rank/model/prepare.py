@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.rank.model.sharding import DDP, checked_strategy, checkpoint_activations, shard_model
+from ddptrain.rank.model.sharding import DDP, checked_strategy, checkpoint_activations, shard_model, wrap_forward
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that were given, and those that were returned
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,12 +20,12 @@ def prepare_model(
     model: nn.Module,
     device: torch.device,
     settings: Mapping[str, Any],
-    compile_backend: Callable[[], Any] = lambda: "inductor",
+    use_compile_cache: Callable[[], None] = lambda: None,
     **ddp: Any,
 ) -> nn.Module:
     """Move the model to the device, apply `settings` (see config), and wrap it in DDP or shard it.
 
-    `compile_backend` returns the backend of torch.compile. `ddp` are arguments of DistributedDataParallel, which does
+    `use_compile_cache` is called before torch.compile. `ddp` are arguments of DistributedDataParallel, which does
     not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
     unknown precision or strategy (see sharding.py), and for a model that is in DDP or has been prepared before.
     """
@@ -45,10 +45,10 @@ def prepare_model(
     if sharded:
         model = shard_model(model, device, settings, dtype)
     elif dtype is not None:
-        # In place, so that the weights keep their names.
-        model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
+        wrap_forward(model, torch.autocast(device.type, dtype=dtype))
     if settings.get("compile"):
-        model.compile(backend=compile_backend())
+        use_compile_cache()
+        model.compile()
     _prepared.add(model)
     if sharded or not any(parameter.requires_grad for parameter in model.parameters()):
         return model

@@ -7,13 +7,14 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from ddptrain.protocol.exec_env import exec_only
+from ddptrain.protocol.exec_env import exec_only, python_command
 from ddptrain.rank.server import process_control
+
+_READ_AT_START = exec_only(os.environ)  # before torch is imported, which sets variables itself
 
 
 def start_rank(
@@ -28,14 +29,14 @@ def start_rank(
 
     os.lseek(spec_fd, 0, os.SEEK_SET)
     spec = rank_process.read_spec(spec_fd)
-    if not why_cold and (names := _differing(exec_only(spec.env), exec_only(os.environ))):
-        why_cold = f"only a fresh program reads {', '.join(names)}"
+    if not why_cold and (names := _differing(exec_only(spec.env), _READ_AT_START)):
+        why_cold = f"only a new process reads {', '.join(names)}"
     if not why_cold:
         kept = {log_fd, events_fd, commands_fd}
         closed = {*close, spec_fd} - kept
         return _fork(lambda: rank_process.run_rank(spec, log_fd, events_fd, commands_fd), closed), "forked"
     os.lseek(spec_fd, 0, os.SEEK_SET)
-    return _start_cold(spec.env, (spec_fd, log_fd, events_fd, commands_fd)), f"cold: {why_cold}"
+    return _start_cold(spec.env, (spec_fd, log_fd, events_fd, commands_fd), why_cold), f"cold: {why_cold}"
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -49,20 +50,21 @@ def start_store(host: str, port: int, listen_fd: int, *, close: Sequence[int]) -
 
 
 def _fork(main: Callable[[], int], close: set[int]) -> int:
+    server = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become_child(main, close)
+        _become_child(main, close, server)
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)  # the child does the same, so that the group exists before either of them continues
     return pid
 
 
-def _become_child(main: Callable[[], int], close: set[int]) -> NoReturn:
+def _become_child(main: Callable[[], int], close: set[int], server: int) -> NoReturn:
     """Run `main` in the forked child, without the server's signal handlers and descriptors. Never returns."""
     code = 70
     try:
         os.setpgid(0, 0)
-        process_control.die_with_parent()
+        process_control.die_with_parent(server)
         signal.set_wakeup_fd(-1)
         gc.enable()
         for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -77,10 +79,9 @@ def _become_child(main: Callable[[], int], close: set[int]) -> NoReturn:
         os._exit(code)
 
 
-def _start_cold(env: Mapping[str, str], fds: tuple[int, int, int, int]) -> int:
-    command = [sys.executable, "-P", "-m", "ddptrain.rank.rank_process", *(str(fd) for fd in fds)]
+def _start_cold(env: Mapping[str, str], fds: tuple[int, int, int, int], why: str) -> int:
     child = subprocess.Popen(
-        command,
+        [*python_command("ddptrain.rank.rank_process"), *map(str, fds), str(os.getpid()), why],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=fds[1],

@@ -17,9 +17,11 @@ def _prctl(option: int, argument: int | bytes) -> None:
         ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
-def die_with_parent() -> None:
-    """Make the kernel send SIGKILL to this process when its parent exits for any reason."""
+def die_with_parent(parent: int) -> None:
+    """Make the kernel send SIGKILL to this process when its parent, `parent`, exits for any reason."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has exited before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def become_subreaper() -> None:

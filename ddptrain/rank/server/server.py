@@ -371,7 +371,3 @@ def main() -> None:
     else:
         link.setblocking(False)
         RankServer(listener=link, folder=Path(folder[0])).serve()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,8 +14,8 @@ from pathlib import Path
 from ddptrain.config.wording import shorten
 from ddptrain.file_ops import publish, sync_folder
 from ddptrain.protocol.events import CheckpointSaved, StagedFile
-from ddptrain.results.checkpoints.retention import CheckpointPolicy, best_checkpoint, superseded
-from ddptrain.results.checkpoints.verification import is_plain_name
+from ddptrain.results.checkpoints.retention import CheckpointPolicy, Saved, are_finite, best_checkpoint, superseded
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, is_plain_name
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, INCOMING, LATEST, MANIFEST, step_name
 from ddptrain.results.run_record import BestRecord, as_json_data
@@ -31,13 +31,13 @@ class RunCheckpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, in the order of saving
+        self._saved: dict[int, Saved] = {}  # by step, in the order of saving
         self.best: BestRecord | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The checkpoints' folder names, newest first."""
-        return tuple(step_name(step) for step in reversed(self._metrics))
+        return tuple(step_name(step) for step in reversed(self._saved))
 
     def adopt(
         self,
@@ -48,15 +48,19 @@ class RunCheckpoints:
         world_size: int,
         versions: Mapping[str, str],
         parts: Sequence[Path] = (),
+        moved: Callable[[], None] = lambda: None,
     ) -> Path:
         """Add a staged checkpoint, update `latest` and `best`, and delete old checkpoints. The staged files stay.
 
         If a step is saved again, metrics that the new event does not have are kept: the last checkpoint of a run often
-        has none. source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`.
+        has none. source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`;
+        moved: called after each part of a file.
 
         Raises CheckpointDamaged (nothing visible has changed), ResultsError.
         """
-        event = replace(event, metrics={**self._metrics.get(event.step, {}), **event.metrics})
+        before = self._saved[event.step].metrics if event.step in self._saved else {}
+        metrics = {**before, **event.metrics}
+        event = replace(event, metrics=metrics, finite=event.finite and are_finite(metrics, policy))
         final = self._folder / step_name(event.step)
         incoming = self._folder / f"{INCOMING}{final.name}-{secrets.token_hex(4)}"
         staged = _staged(event, (source, *parts))
@@ -65,7 +69,7 @@ class RunCheckpoints:
             with results_errors(incoming):
                 incoming.mkdir(mode=0o755, parents=True)
             moves = [StagedMove(at / f.name, incoming / f.name, f.size_bytes, f.sha256) for at, f in staged]
-            move_in(moves, CheckpointDamaged)
+            move_in(moves, CheckpointDamaged, moved)
             write_file(incoming / MANIFEST, _manifest(event, [file for _, file in staged], world_size, versions))
             with results_errors(final):
                 sync_folder(incoming)
@@ -76,26 +80,26 @@ class RunCheckpoints:
         self._keep_newest(event, policy)
         return final
 
-    def restore(self, checkpoints: Iterable[tuple[int, Mapping[str, float]]], policy: CheckpointPolicy) -> None:
-        """Register existing checkpoints: step and metrics of each, oldest first.
+    def restore(self, checkpoints: Iterable[VerifiedCheckpoint], policy: CheckpointPolicy) -> None:
+        """Register existing checkpoints, oldest first.
 
         A checkpoint in the folder that is not registered stays until one of the same step replaces it.
         """
-        self._metrics = dict(checkpoints)
+        self._saved = {each.step: Saved(each.step, each.metrics, each.finite) for each in checkpoints}
         self._update_pointers(policy)
 
     def _keep_newest(self, event: CheckpointSaved, policy: CheckpointPolicy) -> None:
-        self._metrics.pop(event.step, None)
-        self._metrics[event.step] = event.metrics
+        self._saved.pop(event.step, None)
+        self._saved[event.step] = Saved(event.step, event.metrics, event.finite)
         self._update_pointers(policy)
-        for step in superseded([*self._metrics], self.best, policy):
-            del self._metrics[step]
+        for step in superseded([*self._saved.values()], self.best, policy):
+            del self._saved[step]
             _remove(self._folder / step_name(step))
 
     def _update_pointers(self, policy: CheckpointPolicy) -> None:
         """Update the attribute `best`, and the pointer files `latest` and `best`."""
-        self.best = best_checkpoint(self._metrics, policy)
-        steps = {LATEST: next(reversed(self._metrics), None), BEST: self.best.step if self.best else None}
+        self.best = best_checkpoint([*self._saved.values()], policy)
+        steps = {LATEST: next(reversed(self._saved), None), BEST: self.best.step if self.best else None}
         for name, step in steps.items():
             pointer = self._folder / name
             if step is not None:
@@ -157,6 +161,7 @@ def _manifest(
         "step": event.step,
         "epoch": event.epoch,
         "metrics": event.metrics,
+        "finite": event.finite,
         "world_size": world_size,
         "versions": versions,
         "files": [asdict(file) for file in files],

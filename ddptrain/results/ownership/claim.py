@@ -12,7 +12,6 @@ from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import RunLayout, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.ownership import run_lock
-from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.run_record import DriverRecord
 from ddptrain.results.secure_files import require_own_folder
 
@@ -61,7 +60,7 @@ def claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, int
 def continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[RunView, int]:
     """Take the lock of a run that has ended; return the run, and the descriptor that holds the lock.
 
-    May take WATCH_S seconds. expected_driver: the last driver of the run when the caller chose it; None: any.
+    expected_driver: the last driver of the run when the caller chose it; None: any.
 
     Raises RunLocked if another process runs it, or has run it since it was chosen; UsageError, ResultsError.
     """
@@ -69,8 +68,7 @@ def continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[Ru
     require_own_folder(layout.root)
     descriptor = run_lock.take(layout.lock_file)
     try:
-        # The working folder of a run in an object store needs no watch: the lock in the store has decided.
-        view = load_run(layout.root, is_ours=True, watch_s=WATCH_S if layout.is_original else 0.0)
+        view = load_run(layout.root, is_ours=True)
         _refuse_unless_ended(view, expected_driver)
         with results_errors(layout.stop_json):
             layout.stop_json.unlink(missing_ok=True)  # a request to the previous driver

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
@@ -22,9 +21,7 @@ from ddptrain.results import secure_files
 from ddptrain.results.errors import ResultsError, results_errors
 
 BEAT_EVERY_S = 2.0
-SILENT_AFTER_S = 30.0  # compares the clocks of two machines, which may differ
-WATCH_S = 10.0  # how long to watch a silent heartbeat for a change, which does not depend on clocks
-_LOOK_EVERY_S = 0.2
+SILENT_AFTER_S = 30.0
 
 
 class HeartbeatState(Enum):
@@ -35,19 +32,13 @@ class HeartbeatState(Enum):
     NONE = "none"  # there is no file: an older version wrote the run, or the directory is a copy
 
 
-def look(path: Path, watch_s: float = 0.0) -> HeartbeatState:
-    """Return the state of the heartbeat. A file that looks old is watched for `watch_s` before it counts as silent."""
-    first = _changed_at(path)
-    if first is None:
+def look(path: Path) -> HeartbeatState:
+    """Return the state of the heartbeat; its age is measured by the clock of its file system."""
+    changed_at = _changed_at(path)
+    if changed_at is None:
         return HeartbeatState.NONE
-    if abs(time.time() - first) <= SILENT_AFTER_S:
-        return HeartbeatState.BEATING
-    until = time.monotonic() + watch_s
-    while time.monotonic() < until:
-        time.sleep(_LOOK_EVERY_S)
-        if _changed_at(path) not in (first, None):
-            return HeartbeatState.BEATING
-    return HeartbeatState.SILENT
+    is_silent = file_ops.time_in(path.parent) - changed_at > SILENT_AFTER_S
+    return HeartbeatState.SILENT if is_silent else HeartbeatState.BEATING
 
 
 def _changed_at(path: Path) -> float | None:

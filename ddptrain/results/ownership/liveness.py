@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from ddptrain import file_ops
 from ddptrain.host_identity import is_this_host
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.ownership import driver_heartbeat
@@ -57,17 +57,18 @@ def decide(signs: Signs) -> Liveness:
     return Liveness.RUNNING if signs.quiet_s <= QUIET_AFTER_S else Liveness.UNKNOWN
 
 
-def look(layout: RunLayout, driver: DriverRecord, *, is_ours: bool = False, watch_s: float = 0.0) -> Liveness:
+def look(layout: RunLayout, driver: DriverRecord, *, is_ours: bool = False) -> Liveness:
     """Return whether the driver of a run is alive, as far as this host can see.
 
     is_ours: this process holds the lock, so the driver does not hold it, or the file system does not show locks.
-    watch_s: how long to watch a heartbeat before it counts as silent; for commands that act on the answer.
     """
     is_here = is_this_host(driver.host, driver.boot_id)
     lock_state = LockState.FREE if is_ours else lock.look(layout.lock_file)
     settled = lock_state is LockState.HELD or (lock_state is LockState.FREE and is_here)
-    heartbeat = HeartbeatState.NONE if settled else driver_heartbeat.look(layout.heartbeat_file, watch_s)
-    return decide(Signs(lock_state, is_here, heartbeat, max(0.0, time.time() - changed_at(layout))))
+    if settled:
+        return decide(Signs(lock_state, is_here, HeartbeatState.NONE, quiet_s=0.0))
+    quiet_s = file_ops.time_in(layout.root) - changed_at(layout)
+    return decide(Signs(lock_state, is_here, driver_heartbeat.look(layout.heartbeat_file), quiet_s))
 
 
 def changed_at(layout: RunLayout) -> float:

@@ -44,6 +44,8 @@ def take(path: Path) -> int:
     descriptor = secure_files.open_to_lock(path)
     try:
         _wait_for(descriptor, path)
+        if not file_ops.is_at(path, descriptor):
+            raise RunLocked(f"run {path.parent.name} was deleted by another process; run the command again")
         if not _names_holder(_holder(descriptor, path)):
             raise ResultsError(f"cannot write {path}: it is not a lock file; move it away")
         with results_errors(path):

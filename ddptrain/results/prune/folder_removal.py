@@ -25,7 +25,6 @@ from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import PRUNED, RunLayout, files_below
 from ddptrain.results.lookup import RunView, find_checkpoint, load_run
 from ddptrain.results.ownership import run_lock
-from ddptrain.results.ownership.driver_heartbeat import WATCH_S
 from ddptrain.results.prune.policy import RunFacts
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import FolderIdentity, is_own_folder, read_bytes, write_file
@@ -57,7 +56,7 @@ class FolderRemoval:
         )
 
     def remove(self, chosen: RunView) -> None:
-        """Delete a run directory. May take WATCH_S seconds if another host's driver may be alive.
+        """Delete a run directory.
 
         chosen: the run as it was when the decision was made.
 
@@ -122,7 +121,7 @@ def _locked(layout: RunLayout) -> Iterator[None]:
 
 def _refuse_if_changed(chosen: RunView) -> None:
     """Raise RunLocked unless the run has ended and has not changed since it was chosen."""
-    now = load_run(chosen.layout.root, is_ours=True, watch_s=WATCH_S)
+    now = load_run(chosen.layout.root, is_ours=True)
     if (now.status, now.record.driver, now.problem) != (chosen.status, chosen.record.driver, ""):
         raise RunLocked(f"run {chosen.run_id} has changed since it was chosen: it is {now.shown_status}")
 

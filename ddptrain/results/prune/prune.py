@@ -10,14 +10,15 @@ from functools import partial
 from typing import Any
 
 from ddptrain.config.wording import counted
-from ddptrain.errors import RunLocked, one_line
+from ddptrain.errors import RunLocked, UsageError, one_line
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.ownership import liveness
 from ddptrain.results.prune.folder_removal import FolderRemoval
 from ddptrain.results.prune.policy import Decision, PrunePolicy, decide
 from ddptrain.results.prune.stored_removal import StoredRemoval
-from ddptrain.results.remote.runs import RunsDir
+from ddptrain.results.remote.runs import RunsDir, StoreRuns
+from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.storage.store import StoreError, StoreUnreachable, Transient
 
@@ -88,7 +89,7 @@ def prune(
     A run that a driver resumes meanwhile stays. The report lists what could not be deleted.
     Raises UsageError if the folder cannot be listed; StoreError if the store does not answer.
     """
-    removal = FolderRemoval(runs) if isinstance(runs, LocalRuns) else StoredRemoval(runs)
+    removal = _removal(runs)
     views = [view for view in runs.list() if policy.name in (None, view.record.name)]
     decisions = decide([removal.facts(view, _age_s(view)) for view in views], policy, protected or {})
     leftovers = dict(removal.leftovers())
@@ -103,6 +104,29 @@ def prune(
         reason = deletions.try_delete(partial(removal.remove, view)) if decision.goes else ""
         results.append(dataclasses.replace(decision, goes=False, reason=reason) if reason else decision)
     return PruneReport(tuple(results), finished, tuple(deletions.problems), dry_run)
+
+
+def remove_run(runs: RunsDir, view: RunView) -> int:
+    """Delete one run; return its size in bytes.
+
+    Raises RunLocked if it is running or may be; UsageError, ResultsError, StoreError.
+    """
+    if view.problem:
+        raise UsageError(f"run {view.run_id} cannot be deleted: {view.problem}")
+    if view.status in (RunStatus.RUNNING, RunStatus.UNKNOWN):
+        raise RunLocked(
+            f"run {view.run_id} is {view.shown_status}, and is not deleted; ddptrain stop {view.run_id} ends it"
+        )
+    if isinstance(runs, StoreRuns) and view.layout.root.parent != runs.copies:
+        raise UsageError(f"{view.run_id} is a trial of a sweep in a store: only whole runs can be deleted there")
+    removal = _removal(runs)
+    size_bytes = removal.facts(view, 0.0).size_bytes
+    removal.remove(view)
+    return size_bytes
+
+
+def _removal(runs: RunsDir) -> FolderRemoval | StoredRemoval:
+    return FolderRemoval(runs) if isinstance(runs, LocalRuns) else StoredRemoval(runs)
 
 
 class _Deletions:

@@ -36,8 +36,10 @@ class StoredCheckpoints:
         self._pointers: dict[str, bytes] = {}
         self._uploads = 0
 
-    def sync(self, before_upload: Callable[[], None]) -> None:
-        """Upload one new checkpoint and the pointers, and delete what the folder no longer has. Raises StoreError.
+    def sync(self, before_upload: Callable[[], None]) -> int:
+        """Upload one new checkpoint and the pointers, and delete what the folder no longer has; return how many it was.
+
+        Raises StoreError.
 
         before_upload: called before the new checkpoint is uploaded.
         """
@@ -48,6 +50,7 @@ class StoredCheckpoints:
             self._upload(step)
         self._update_pointers()
         self._prune()
+        return 0 if step is None else 1
 
     @property
     def is_synced(self) -> bool:

@@ -44,10 +44,13 @@ def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -
         return
 
 
-def download_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int]) -> None:
-    """Download those of these checkpoints that exist and match their manifests. Raises ResultsError, StoreError."""
+def download_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int] | None = None) -> None:
+    """Download those of these checkpoints (None: of all) that exist and match their manifests.
+
+    One that the folder has already is not downloaded again. Raises ResultsError, StoreError.
+    """
     for step, manifest in _manifests(run, run.files(CHECKPOINTS)).items():
-        if step in steps:
+        if (steps is None or step in steps) and not _is_here(folder, step, manifest):
             try:
                 _fetch(run, folder, step, manifest)
             except CheckpointDamaged:
@@ -68,15 +71,19 @@ def download_model(run: RemoteFolder, folder: Path, paths: Iterable[str], which:
     elif step not in manifests:
         steps = ", ".join(step_name(step) for step in sorted(manifests))
         raise RunNotFound(f"run {folder.name} has no checkpoint {which} in {run.url}; it has {steps}")
-    try:
-        local_manifest = json.loads((folder / CHECKPOINTS / step_name(step) / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        local_manifest = None
-    if local_manifest != without_stored_as(manifests[step]):
+    if not _is_here(folder, step, manifests[step]):
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         _fetch(run, folder, step, manifests[step])
     for name in (BEST, LATEST):
         write_file(folder / CHECKPOINTS / name, f"{step_name(step)}\n".encode())
+
+
+def _is_here(folder: Path, step: int, manifest: Mapping[str, Any]) -> bool:
+    try:
+        local = json.loads((folder / CHECKPOINTS / step_name(step) / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return bool(local == without_stored_as(manifest))
 
 
 def _pointed_at(run: RemoteFolder, pointers: Sequence[str], steps: Collection[int]) -> int:

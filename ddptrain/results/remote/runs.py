@@ -28,13 +28,14 @@ from ddptrain.results.remote.local_copy import Origin, origin_of
 from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns, NeededFiles
-from ddptrain.results.secure_files import write_file
+from ddptrain.results.secure_files import read_bytes, write_file
 from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
 from ddptrain.storage.store import Listed
 from ddptrain.tracking.wandb.wandb_folders import LINKS
 
 AUTO = "auto"
+_RECORD = "run.json"
 _VERSIONS = ".fetched.json"  # of a reader's copy: path -> the version of the file that was downloaded
 _FOLLOW_EVERY_S = 3.0
 _READERS = 8  # runs whose files are downloaded at a time
@@ -75,12 +76,15 @@ class StoreRuns:
 
     def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
         """Return every run, newest first, with copies of the files that are needed."""
-        self._refresh()
-        views = list_runs(self.copies)
+        files = self._refresh()
+        views = [view for view in list_runs(self.copies) if view.layout.root.name in files]
         if need is not NeededFiles.NOTHING:
+
+            def copy(view: RunView) -> None:
+                self._copy_files(view.layout.root, need, None, files=files[view.layout.root.name])
+
             with ThreadPoolExecutor(_READERS, thread_name_prefix="ddptrain-copies") as pool:
-                for _ in pool.map(lambda view: self._copy_files(view.layout.root, need, None), views):
-                    pass
+                list(pool.map(copy, views))
         return views
 
     def find(
@@ -188,26 +192,35 @@ class StoreRuns:
 
     # Copies for readers.
 
-    def _refresh(self) -> None:
-        names = [name for name in self.store.folders() if valid_run_id(name)]
-        names_in_store = self._copy_records(names)
+    def _refresh(self) -> dict[str, dict[str, Listed]]:
+        """Copy what has changed of the records of all runs; return the files of each run, from one listing."""
+        files: dict[str, dict[str, Listed]] = {}
+        for path, file in self.store.files().items():
+            name, _, inside = path.partition("/")
+            files.setdefault(name, {})[inside] = file
+        files = {name: inside for name, inside in files.items() if valid_run_id(name) and _RECORD in inside}
+        names_in_store = self._copy_records(files, files)
         _private(self.copies)
         Origin(self.store.url).mark(self.copies)
         for folder in self.copies.iterdir():
             if folder.is_dir() and folder.name not in names_in_store:
                 shutil.rmtree(folder, ignore_errors=True)
+        return {name: files[name] for name in names_in_store}
 
-    def _copy_records(self, names: Iterable[str]) -> set[str]:
-        """Copy run.json and the annotations of each run; return the names of the runs that have a run.json."""
+    def _copy_records(self, names: Iterable[str], listed: Mapping[str, Mapping[str, Listed]] | None = None) -> set[str]:
+        """Copy run.json and the annotations of each run; return the names of the runs that have a run.json.
+
+        listed: the files of each run, if they are known: what the copy has is not read again.
+        """
         names = list(names)
-        records = self.store.read_all([f"{name}/run.json" for name in names])
-        annotated = self.store.read_all([f"{PurePosixPath(path).parent}/{ANNOTATIONS}" for path in records])
+        records = self._read_each(names, _RECORD, listed)
+        annotated = self._read_each([PurePosixPath(path).parent.name for path in records], ANNOTATIONS, listed)
         running = [PurePosixPath(path).parent.name for path, data in records.items() if _is_running(data)]
         claims = self.store.read_all([f"{name}/{LOCK}" for name in running])
         for path, data in records.items():
             name = PurePosixPath(path).parent.name
             folder = _private(self.copies / name)
-            _write_changed(folder / "run.json", data)
+            _write_changed(folder / _RECORD, data)
             if (annotations := annotated.get(f"{name}/{ANNOTATIONS}")) is not None:
                 _write_changed(folder / ANNOTATIONS, annotations)
             else:
@@ -215,18 +228,43 @@ class StoreRuns:
             claim = claim_from(claims.get(f"{name}/{LOCK}"))
             known = origin_of(folder)
             alive = claim is not None and claim.is_held(claim.age_s)
-            Origin(f"{self.store.url}/{name}", alive=alive, files=known.files if known else {}).mark(folder)
+            origin = Origin(f"{self.store.url}/{name}", alive=alive, files=known.files if known else {})
+            if origin != known:
+                origin.mark(folder)
+            if listed is not None:
+                _note_versions(folder, listed[name])
         return {PurePosixPath(path).parent.name for path in records}
 
-    def _copy_files(self, folder: Path, need: NeededFiles, rank: int | None, checkpoint: str = BEST) -> None:
+    def _read_each(
+        self, names: Iterable[str], file: str, listed: Mapping[str, Mapping[str, Listed]] | None
+    ) -> dict[str, bytes]:
+        """Return a small file of each run that has it, by its path; from the copy if it has the listed version."""
+        if listed is None:
+            return self.store.read_all([f"{name}/{file}" for name in names])
+        there = {name: listed[name][file] for name in names if file in listed[name]}
+        copied = {name: _copied(self.copies / name, file, there[name]) for name in there}
+        read = self.store.read_all([f"{name}/{file}" for name, data in copied.items() if data is None])
+        return read | {f"{name}/{file}": data for name, data in copied.items() if data is not None}
+
+    def _copy_files(
+        self,
+        folder: Path,
+        need: NeededFiles,
+        rank: int | None,
+        checkpoint: str = BEST,
+        files: Mapping[str, Listed] | None = None,
+    ) -> None:
+        """Copy the files that are needed. `files`: those of the run, if they are known."""
         run = self.store.below(folder.name)
-        files = {path: file for path, file in run.files().items() if is_plain(path)}
+        files = {path: file for path, file in (files or run.files()).items() if is_plain(path)}
         origin = origin_of(folder)
         assert origin is not None
         listed = {path: file.size_bytes for path, file in files.items() if path.startswith(("logs/", "artifacts/"))}
         Origin(origin.url, alive=origin.alive, files=listed).mark(folder)
         if need is NeededFiles.MODEL:
             restore.download_model(run, folder, files, checkpoint)
+        if need is NeededFiles.CHECKPOINTS:
+            restore.download_checkpoints(run, folder)
         _fetch_changed(run, folder, {path: file for path, file in files.items() if _is_needed(path, need, rank)})
 
     def _append_logs(self, folder: Path, rank: int | None) -> None:
@@ -299,9 +337,7 @@ def _is_needed(path: str, need: NeededFiles, rank: int | None) -> bool:
 
 def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed]) -> None:
     """Download the files that have changed since the last download."""
-    versions: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        versions = dict(json.loads((folder / _VERSIONS).read_bytes()))
+    versions = _versions(folder)
     for path, file in files.items():
         target = folder / path
         local_size = target.stat().st_size if target.is_file() else -1
@@ -309,6 +345,35 @@ def _fetch_changed(run: RemoteFolder, folder: Path, files: Mapping[str, Listed])
             run.fetch(path, target)
             versions[path] = file.version
             write_file(folder / _VERSIONS, json.dumps(versions).encode())
+
+
+def _versions(folder: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        return dict(json.loads((folder / _VERSIONS).read_bytes()))
+    return {}
+
+
+def _copied(folder: Path, file: str, listed: Listed) -> bytes | None:
+    """Return the copy of a record; None if it is not that of the listed version."""
+    with suppress(OSError):
+        data = read_bytes(folder / file)
+        if listed.version and _versions(folder).get(file) == _version_of(data, listed):
+            return data
+    return None
+
+
+def _note_versions(folder: Path, listed: Mapping[str, Listed]) -> None:
+    """Note the versions of the records that have just been copied."""
+    before = _versions(folder)
+    here = [name for name in (_RECORD, ANNOTATIONS) if name in listed and (folder / name).is_file()]
+    noted = before | {name: _version_of(read_bytes(folder / name), listed[name]) for name in here}
+    if noted != before:
+        write_file(folder / _VERSIONS, json.dumps(noted).encode())
+
+
+def _version_of(data: bytes, listed: Listed) -> str:
+    # With the content: another process may replace the copy between two writes of this one.
+    return f"{listed.version} {sha256(data).hexdigest()}"
 
 
 def _is_running(data: bytes) -> bool:

@@ -54,6 +54,7 @@ class StoreUpload:
         self._checkpoints = StoredCheckpoints(self.store, RunLayout(root))
         self._sent: dict[str, _Fingerprint] = {}
         self._sent_at: dict[str, float] = {}  # monotonic seconds
+        self._n_sent = 0  # files and checkpoints
         self._sent_attempts = 0
         self._failures = 0
         self._problem = ""
@@ -165,6 +166,7 @@ class StoreUpload:
             with self._state:
                 requested = self._flushes_requested
             flushing = requested > self._flushes_done
+            sent = self._n_sent
             try:
                 complete = self._pass(flushing)
             except DdptrainError as error:
@@ -178,7 +180,9 @@ class StoreUpload:
                 if complete and flushing:
                     self._flushes_done = requested
                     self._state.notify_all()
-                if complete and self._flushes_requested == self._flushes_done and not self._stopped.is_set():
+                # While something was sent there may be more that is due, as the next checkpoint.
+                has_more = not complete and (flushing or self._n_sent > sent)
+                if not has_more and self._flushes_requested == self._flushes_done and not self._stopped.is_set():
                     self._state.wait(_PASS_EVERY_S)
 
     def _on_failure(self, error: DdptrainError) -> None:
@@ -212,7 +216,7 @@ class StoreUpload:
         least_s = _FILE_EVERY_S if self._checkpoints.is_synced else 0.0
         for path in self._files():
             self._send_file(path, least_s, flushing)
-        self._checkpoints.sync(before_upload=self._send_new_attempt)
+        self._n_sent += self._checkpoints.sync(before_upload=self._send_new_attempt)
         if not self._checkpoints.is_synced:
             if not flushing:
                 self._send_record()
@@ -245,8 +249,7 @@ class StoreUpload:
             if not path.exists():
                 return
             raise
-        self._sent[name] = fingerprint
-        self._sent_at[name] = time.monotonic()
+        self._note_sent(name, fingerprint)
 
     def _send_record(self, *, now: bool = False) -> None:
         fingerprint = _fingerprint(self._record)
@@ -254,8 +257,12 @@ class StoreUpload:
             return
         if now or time.monotonic() >= self._sent_at.get(_RECORD, -_RECORD_EVERY_S) + _RECORD_EVERY_S:
             self.store.write(_RECORD, self._record.read_bytes())
-            self._sent[_RECORD] = fingerprint
-            self._sent_at[_RECORD] = time.monotonic()
+            self._note_sent(_RECORD, fingerprint)
+
+    def _note_sent(self, name: str, fingerprint: _Fingerprint) -> None:
+        self._sent[name] = fingerprint
+        self._sent_at[name] = time.monotonic()
+        self._n_sent += 1
 
     def _send_new_attempt(self) -> None:
         """Upload the record of a new attempt before its checkpoints: a driver that resumes counts them."""

@@ -8,6 +8,7 @@
     field      = name | "last" "(" name ")" | "best" "(" name ")"
 
 A number may have a unit of time: `2h` is 7200. A comparison with a field that the run does not have is false.
+Text needs no quotes where it is compared with status, name, run or workload: `status == failed`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+_TEXT_FIELDS = frozenset({"status", "name", "run", "workload"})
 _WORDS = frozenset({"and", "or", "not", "in", "true", "false"})
 
 
@@ -96,6 +98,7 @@ class _Parser:
         self._text = text
         self.fields: list[Field] = []
         self._depth = 0
+        self._is_word_text = False
         if len(text) > _LONGEST:
             raise UsageError(f"the expression has {len(text):,} characters; at most {_LONGEST:,} are allowed")
         self._tokens = list(self._scan())
@@ -137,10 +140,13 @@ class _Parser:
         return self._comparison()
 
     def _comparison(self) -> _Node:
+        is_text = self._token.kind == "name" and self._token.text in _TEXT_FIELDS
         first = self._operand()
         rest: list[tuple[str, _Node]] = []
         while sign := self._comparison_sign():
+            self._is_word_text = is_text
             rest.append((sign, self._operand(after=sign)))
+            self._is_word_text = False
         if not rest:
             return first
 
@@ -169,6 +175,9 @@ class _Parser:
         if token.kind in ("number", "text") or (token.kind == "word" and token.text in ("true", "false")):
             self._next += 1
             return lambda look: token.value
+        if token.kind == "name" and self._is_word_text and token.text not in _TEXT_FIELDS:
+            self._next += 1
+            return lambda look: token.text
         if token.kind == "name":
             field = self._field()
             return lambda look: look(field)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from ddptrain.errors import ClusterError, UsageError, one_line
 from ddptrain.file_ops import write_atomic
 from ddptrain.log import Log
 from ddptrain.schedule.job import Job
-from ddptrain.storage.remote_folder import is_url
 
 _TOOL_TIMEOUT_S = 60.0
 _log = Log(__name__)
@@ -135,34 +131,6 @@ def missing_time_note(job: Job, what: str) -> list[str]:
     """Return a note if a time of the next year does not exist on the clock, and what the scheduler does then."""
     missing = job.schedule.missing_times(datetime.now(UTC))
     return [f"{missing[0]} does not exist in {job.schedule.zone}, as the clocks go forward: {what}"] if missing else []
-
-
-def yaml_text(job: Job, *documents: Mapping[str, Any]) -> str:
-    """Return documents as YAML, with the title of the job as a comment."""
-    dumped = [yaml.dump(each, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=200) for each in documents]
-    return f"# {job.title}\n" + "---\n".join(dumped)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are."""
-
-    def text(self, value: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _Dumper.text)
-
-
-def local_models_note(job: Job, where: str) -> list[str]:
-    """Return a note if the registry is a folder of a machine that does not last."""
-    return [] if is_url(job.models_dir) else [f"models.dir is the folder {job.models_dir}, {where}"]
-
-
-def jittered(job: Job, command: Sequence[str]) -> list[str]:
-    """Return the command of a container, with a shell that waits for a random time first if the job has jitter."""
-    if not job.jitter_s:
-        return list(command)
-    return ["/bin/sh", "-c", f'{sleep_line(job)}; exec "$0" "$@"', *command]
 
 
 def sleep_line(job: Job) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +64,7 @@ class Bench:
             writer=self.writer,
             worker_group=self.group,
             cluster=note("cluster"),
-            signals=note("signals"),
+            signals=note("signals", interrupting=nullcontext),
             reserve=lambda: "places",
             resolved=SimpleNamespace(config=SimpleNamespace(script=None)),
         )
@@ -124,6 +124,7 @@ def test_failure_is_followed_by_another_attempt_from_the_newest_checkpoint(monke
         ("recorder.attempt_over", cause),
         ("group.end_attempt",),
         ("writer.update", {"waiting": True}),
+        ("signals.interrupting",),
         ("recorder.warn", told),
         ("signals.pause", 4.0),
         ("cluster.replace_workers", {"leaving": True}),
@@ -244,13 +245,13 @@ def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPa
         ("recorder.event", "run_started", started),
         ("writer.next_attempt", SAVED, 2),
         ("writer.update", {"world_size": 2, "attempts": (*bench.record.attempts, record), "waiting": False}),
-        ("transfer.close", 600.0),
+        ("transfer.close", 60.0),
     ]
     bench.notes.clear()
     seen["fails"], series.checkpoint = True, None
     with pytest.raises(RuntimeError, match="no"):
         series._attempt(places)
-    assert bench.notes[-2:] == [("transfer.stop_retrying",), ("transfer.close", 600.0)]
+    assert bench.notes[-2:] == [("transfer.stop_retrying",), ("transfer.close", 60.0)]
     assert bench.calls("recorder.event") == [("recorder.event", "run_started", {**started, "resumed_from": None})]
 
 
@@ -271,34 +272,3 @@ def test_pause_and_count_are_those_of_the_decision(monkeypatch: pytest.MonkeyPat
     ]
     told = "starting the ranks again in 0.5 s, from the start: there is no checkpoint yet (loss 1 of 2)"
     assert bench.calls("recorder.warn") == [("recorder.warn", told)]
-
-
-@pytest.mark.parametrize(("evaluation", "activity"), [(None, "training"), ("plan", "evaluating")])
-def test_parts_of_a_series_get_the_configuration(
-    monkeypatch: pytest.MonkeyPatch, evaluation: Any, activity: str
-) -> None:
-    made: dict[str, tuple[Any, ...]] = {}
-
-    def make(name: str) -> Any:
-        return lambda *arguments: (made.update({name: arguments}), SimpleNamespace(notice=f"{name}.notice"))[1]
-
-    for name in ("Recorder", "CheckpointPolicy", "TrackingSetup", "RankSpecs"):
-        monkeypatch.setattr(attempts, name, make(name))
-    checkpoint = SimpleNamespace(keep=3, metric="acc", mode="max")
-    resolved = SimpleNamespace(config=SimpleNamespace(checkpoint=checkpoint))
-    context: Any = SimpleNamespace(
-        resolved=resolved,
-        writer="writer",
-        display=SimpleNamespace(status="status"),
-        worker_group="group",
-        inputs="inputs",
-        full_traceback=True,
-        evaluation=evaluation,
-    )
-    series = AttemptSeries(context, SAVED)
-    assert made["Recorder"] == ("writer", context.display, "acc", activity)
-    assert made["CheckpointPolicy"] == (3, "acc", "max")
-    assert made["TrackingSetup"] == (resolved, "writer", os.environ, "Recorder.notice")
-    given = (resolved, "writer", "group", "inputs", series.tracking, "status", True, evaluation)
-    assert made["RankSpecs"] == given and series.policy is not None
-    assert series.checkpoint is SAVED and series.context is context

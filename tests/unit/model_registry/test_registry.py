@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import UserDict
+from collections.abc import Callable, ItemsView
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from ddptrain.errors import UsageError
 from ddptrain.model_registry import registry as registry_module
-from ddptrain.model_registry.model_reader import RECORD
+from ddptrain.model_registry.model_reader import RECORD, ModelReader, open_version
 from ddptrain.model_registry.records import Change, RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import ModelReference, is_model_reference, parse_reference
 from ddptrain.model_registry.registry import Edit, ModelRegistry
@@ -109,6 +111,46 @@ def test_version_has_the_files_with_their_hashes(registry: ModelRegistry, run: P
 
 def test_same_run_and_step_is_added_once(registry: ModelRegistry, run: Path) -> None:
     assert [add(registry, run, "names-1"), add(registry, run, "names-2"), add(registry, run, "names-1")] == [1, 2, 1]
+
+
+class Meanwhile(UserDict[str, Path | bytes]):
+    """The files of a version; another process adds the same run before the first of them is copied."""
+
+    def __init__(self, files: dict[str, Path | bytes], other: Callable[[], object]) -> None:
+        super().__init__(files)
+        self.other = other
+
+    def items(self) -> ItemsView[str, Path | bytes]:
+        self.other()
+        return super().items()
+
+
+def test_same_run_is_added_once_by_two_processes_at_a_time(registry: ModelRegistry, run: Path) -> None:
+    other = ModelRegistry(registry.folder)
+    files = Meanwhile({path: run / path for path in FILES}, lambda: add(other, run, "names-1"))
+    assert registry.add_version("names", files, record("names-1")).version == 2
+    assert [each.version for each in registry.versions("names")] == [2]
+    assert [change.version for change in registry.history("names")] == [2]
+
+
+def test_copy_of_a_version_that_another_process_reads_stays(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    add(ModelRegistry.open(str(tmp_path / "models")), run, "names-1")
+    copies: list[int] = []
+
+    class Slow(ModelReader):
+        def fetch(self, record: VersionRecord, target: Path) -> None:
+            super().fetch(record, target)
+            copies.append(open_version(stored, record).stat().st_ino)
+
+    place = f"file://{tmp_path / 'models'}"
+    stored = ModelReader.open(place)
+    copy = open_version(Slow.open(place), stored.version("names", 1))
+    assert [copy.stat().st_ino] == copies
+    (copy / FILES[1]).write_bytes(b"damaged")
+    assert (open_version(stored, stored.version("names", 1)) / FILES[1]).read_bytes() == b"weights"
 
 
 def test_version_without_its_record_does_not_exist(registry: ModelRegistry, run: Path, tmp_path: Path) -> None:

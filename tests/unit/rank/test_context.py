@@ -18,7 +18,7 @@ from ddptrain.rank.checkpoint.checkpoint_writer import done_key
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.context import PreemptedExit, RankContext
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.model import compile_cache, prepare
+from ddptrain.rank.model import prepare
 from tests.unit.notes import Notes
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
@@ -267,7 +267,7 @@ def test_prepare_fills_up_its_arguments_from_the_configuration(tmp_path: Path, m
     options = {"precision": "fp32", "strategy": "fsdp", "shard": ["Block"], "activation_checkpointing": []}
     assert rank.context.prepare(model, **options, find_unused_parameters=True) == "prepared"  # type: ignore[arg-type, comparison-overlap]
     settings = {"accumulate": 2, **options, "hosts": 2, "ranks_on_host": 4}
-    made = ("model", torch.device("cpu"), settings, rank.context._compile_backend, {"find_unused_parameters": True})
+    made = ("model", torch.device("cpu"), settings, rank.context._use_compile_cache, {"find_unused_parameters": True})
     used, tracked = ("gradients.use", "fp32", 2), ("trackers.model", "model")
     assert notes == [used, tracked, made, ("gradients.attach", "prepared")]
     assert rank.context._collective_calls.counts == {"prepare": 1}
@@ -279,15 +279,6 @@ def test_prepare_fills_up_its_arguments_from_the_configuration(tmp_path: Path, m
         "channels_last": False,
     }
     rank.file.close()
-
-
-def test_compiled_code_is_kept_for_the_ranks_spec_and_device(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_cache, "inductor_backend", lambda *given: given)
-    spec, device, note = rank.context._compile_backend()
-    assert (spec, device) == (rank.context._spec, torch.device("cpu"))
-    note("not kept")
-    (event,) = rank.events()
-    assert isinstance(event, events.Note) and (event.message, event.level) == ("not kept", "info")
 
 
 def test_other_ranks_tell_nothing(tmp_path: Path) -> None:
@@ -302,13 +293,13 @@ def test_images_and_tables_have_whole_steps(rank: Rank, monkeypatch: pytest.Monk
     monkeypatch.setattr(rank.context, "_media", Notes(notes, "media"))
     rank.context.log_image("worst", "image", step=3.0, caption="a cat")  # type: ignore[arg-type]
     rank.context.log_image("worst", "image")
-    rank.context.log_table("t", ["a"], [[1]], step=4, format="parquet")
+    rank.context.log_table("t", ["a"], [[1]], step=4)
     rank.context.log_table("t", ["a"], [[1]])
     assert notes == [
         ("media.image", "worst", "image", 3, "a cat"),
         ("media.image", "worst", "image", None, ""),
-        ("media.table", "t", ["a"], [[1]], 4, "parquet"),
-        ("media.table", "t", ["a"], [[1]], None, "csv"),
+        ("media.table", "t", ["a"], [[1]], 4),
+        ("media.table", "t", ["a"], [[1]], None),
     ]
     with pytest.raises(TypeError, match=r"step must be a whole number, not 0\.5"):
         rank.context.log_image("worst", "image", step=0.5)  # type: ignore[arg-type]

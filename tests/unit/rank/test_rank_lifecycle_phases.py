@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from dask_pytorch_ddp import dispatch
@@ -308,7 +307,6 @@ def process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is changed in this process; nothing really is."""
     changed: list[Any] = []
     monkeypatch.setattr(dataloader_workers, "protect", lambda: changed.append("protected"))
-    monkeypatch.setattr(np.random, "seed", lambda seed: changed.append(("seed", seed)))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: changed.append(("threads", count)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: changed.append(("device", device)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -336,8 +334,8 @@ def test_device_and_time_limit_are_set_for_functions(
 ) -> None:
     rank = RankLifecycle(make_spec(cpu_threads=3, **spec), None, None)  # type: ignore[arg-type]
     assert rank._set_up_torch() == device
-    assert process[:3] == ["protected", ("seed", None), ("threads", 3)]
-    assert process[3:] == ([("device", device)] if timeout_s and device.type == "cuda" else [])
+    assert process[:2] == ["protected", ("threads", 3)]
+    assert process[2:] == ([("device", device)] if timeout_s and device.type == "cuda" else [])
     limit = dt.timedelta(seconds=timeout_s) if timeout_s else None
     assert [vars(c10d)[name] for name in ("default_pg_timeout", "default_pg_nccl_timeout")] == [limit, limit]
 

@@ -18,7 +18,7 @@ def test_value_is_the_mean_of_the_ranks_at_the_newest_step() -> None:
     assert latest.as_dict()["loss"] == 3.0
 
 
-def test_what_a_checkpoint_says_of_the_step_counts_before_what_ranks_logged() -> None:
+def test_what_ranks_logged_counts_before_the_value_of_a_checkpoint() -> None:
     for saved_first in (False, True):
         latest = LatestMetrics()
         if saved_first:
@@ -27,7 +27,7 @@ def test_what_a_checkpoint_says_of_the_step_counts_before_what_ranks_logged() ->
         latest.logged(1, 2, {"loss": 3.0})
         if not saved_first:
             latest.saved(2, {"loss": 0.5, "val/loss": 0.7})
-        assert latest.as_dict() == {"loss": 0.5, "val/loss": 0.7}
+        assert latest.as_dict() == {"loss": 2.0, "val/loss": 0.7}
         latest.logged(0, 3, {"loss": 4.0})
         latest.saved(2, {"loss": 0.1})  # it came home late
         assert latest.as_dict() == {"loss": 4.0, "val/loss": 0.7}
@@ -62,6 +62,6 @@ def test_values_of_a_run_are_those_of_its_series_and_checkpoints() -> None:
         ("loss", 1): Series(step=[1, 2, None], value=[7.0, 6.0, 8.0]),
         ("acc", 0): Series(step=[1, 2], value=[0.25, 0.5]),
     }
-    assert LatestMetrics.of(series, [(2, {"acc": 0.75})]).as_dict() == {"loss": 6.0, "acc": 0.75}
+    assert LatestMetrics.of(series, [(2, {"acc": 0.75, "f1": 0.6})]).as_dict() == {"loss": 6.0, "acc": 0.5, "f1": 0.6}
     del series["loss", 1]
     assert LatestMetrics.of(series, []).as_dict() == {"loss": 4.0, "acc": 0.5}

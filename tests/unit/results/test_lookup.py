@@ -319,8 +319,8 @@ def test_run_whose_driver_does_not_show_ends_when_its_files_changed_last(
     monkeypatch.setattr("ddptrain.results.lookup.liveness.look", look)
     folder = put(tmp_path, "r", status="running", driver=DriverRecord(7, "far"))
     os.utime(folder / "run.json", (1000.0, 1000.0))
-    record = load_run(folder, is_ours=True, watch_s=2.5).record
-    assert asked == [{"is_ours": True, "watch_s": 2.5}]
+    record = load_run(folder, is_ours=True).record
+    assert asked == [{"is_ours": True}]
     assert record.failure is not None
     assert (record.status, record.failure.host, record.failure.kind, record.failure.message) == (
         status,

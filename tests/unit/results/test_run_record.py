@@ -164,6 +164,7 @@ def test_fields_that_are_missing_have_their_defaults() -> None:
         "attempts": [{**attempt, "resumed_from": None, "resumed_epoch": None}],
         "failure": failure,
         "slow_ranks": [{**slow, "found_at": "", "causes": []}],
+        "not_finite": None,
         "git": {"commit": "", "dirty": False},
         "code": {"hash": "", "folder": "", "files": 0, "size_bytes": 0},
         "versions": {},

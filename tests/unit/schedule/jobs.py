@@ -24,6 +24,5 @@ def make_job(at: str = "Mon 03:00", zone: str = "Europe/Berlin", folder: Path = 
         models_dir="models",
         runs_dir="runs",
         environment={"PATH": "/opt/venv/bin:/usr/bin"},
-        config_text="workload: petnames\nretrain: {model: petnames}\n",
     )
     return dataclasses.replace(job, **changes)  # type: ignore[arg-type]

@@ -110,19 +110,57 @@ def test_flight_record_is_announced_if_there_is_one(spool: RankSpool) -> None:
     assert (file.path, file.staging, file.size_bytes) == ("flight-recorder/rank-1.pickle", "flight-record-1", 6)
 
 
-def test_message_of_nccls_watchdog_in_the_log_is_recognized(spool: RankSpool) -> None:
-    assert not stack_reports.timed_out(spool)
-    spool.log.write_text("[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n")
-    assert stack_reports.timed_out(spool)
+THROWN = "terminate called after throwing an instance of '{}'\n  what():  {}\nFatal Python error: Aborted\n"
+MAIN = """Fatal Python error: Aborted
+
+{}Thread 0x2 (most recent call first):
+  File "/venv/torch/{}
+  File "/home/me/train.py", line 9 in main
+
+Extension modules: torch._C
+"""
+ALL_REDUCE = 'distributed/distributed_c10d.py", line 4181 in all_reduce'
+BACKWARD = 'autograd/graph.py", line 841 in _engine_run_backward'
+ABORTING = "[TC][rank=1][name=default_pg] Aborting process on rank 1 due to "
 
 
-def test_cpp_exception_that_aborted_the_rank_is_found_in_the_log(spool: RankSpool) -> None:
-    assert stack_reports.cpp_exception(spool) == ""
-    text = "step 3\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
-    spool.log.write_text(f"{text}  what():  op.preamble.length <= op.nbytes. 1000 vs 4\nFatal Python error: Aborted\n")
-    assert stack_reports.cpp_exception(spool) == "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 1000 vs 4"
-    spool.log.write_text(f"{text}  what():  {'x' * 2_000}\n")
-    assert len(stack_reports.cpp_exception(spool)) == 1_000
+@pytest.mark.parametrize(
+    ("log", "timed_out", "lost_peer"),
+    [
+        ("step 3\n", False, False),
+        ("[rank1]: [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\n", True, False),
+        (THROWN.format("c10::DistBackendError", "NCCL error: remote process exited or there was"), False, True),
+        (THROWN.format("gloo::IoException", "Connection closed by peer [127.0.0.1]:4711"), False, True),
+        (THROWN.format("std::runtime_error", "broken pipe"), False, False),  # in the user's own library
+        (THROWN.format("gloo::EnforceNotMet", "op.preamble.length <= op.nbytes. 1000 vs 4"), False, False),
+        (ABORTING + "timeout - timeout watchdog detected operation timeout\n", True, False),
+        (ABORTING + "timeout - collective operation timed out\n", True, False),
+        (ABORTING + "error - nccl hit async error: unhandled system error\n", False, True),
+        (MAIN.format("", ALL_REDUCE), True, False),
+        (MAIN.format("", BACKWARD), False, True),
+        (MAIN.format("", 'nn/modules/linear.py", line 1 in forward'), False, False),
+        (
+            MAIN.format('Current thread 0x3 (most recent call first):\n  File "a.py", line 1 in f\n\n', ALL_REDUCE),
+            False,
+            False,
+        ),
+    ],
+)
+def test_rank_that_waited_for_a_peer_when_it_was_aborted_is_recognized(
+    spool: RankSpool, log: str, timed_out: bool, lost_peer: bool
+) -> None:
+    spool.log.write_text(log)
+    assert stack_reports.waited_for_peer(spool) == (timed_out, lost_peer)
+
+
+def test_reason_of_an_abort_is_found_in_the_log(spool: RankSpool) -> None:
+    assert stack_reports.why_aborted(spool) == ""
+    spool.log.write_text(THROWN.format("gloo::EnforceNotMet", "op.preamble.length <= op.nbytes. 1000 vs 4"))
+    assert stack_reports.why_aborted(spool) == "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 1000 vs 4"
+    spool.log.write_text(THROWN.format("gloo::EnforceNotMet", "x" * 2_000))
+    assert len(stack_reports.why_aborted(spool)) == 1_000
+    spool.log.write_text(f"{ABORTING}error - nccl hit async error: unhandled cuda error\n")
+    assert stack_reports.why_aborted(spool) == "error - nccl hit async error: unhandled cuda error"
 
 
 def test_users_innermost_frame_of_a_crash_is_found_in_the_log(spool: RankSpool, tmp_path: Path) -> None:

@@ -144,7 +144,6 @@ def test_file_for_secrets_is_prepared_without_values(place: Path, monkeypatch: p
         (["--at", "03:00", "--jitter", "soon"], '--jitter: the text "soon" is not a duration'),
         (["--at", "03:00", "--jitter", "24h"], "make it shorter"),
         (["--at", "03:00", "--name", "../x"], "is not a name of a schedule"),
-        (["--at", "03:00", "--image", "x"], "--image is for --as kubernetes or gitlab, not for cron: leave it out"),
         (["--at", "03:00", "--system"], "--system is for --as systemd, not for cron"),
         (["--at", "03:00", "--install", "--output", "x"], "--install and --output exclude each other"),
         (["--at", "03:00", "--timezone", "Asia/Kolkata"], "cron runs in the time zone of the host"),
@@ -195,21 +194,6 @@ def test_check_that_cannot_read_is_an_error(place: Path) -> None:
     done = schedule("check", "--quiet")
     assert (done.exit_code, done.stdout) == (ExitCode.CLUSTER, "")
     assert "petnames: " in done.stderr and "there is no such file" in done.stderr
-
-
-def test_quiet_check_prints_a_problem_once_and_its_end(place: Path) -> None:
-    install()
-    text = (place / "nightly.yaml").read_text()
-    (place / "nightly.yaml").unlink()
-    assert "there is no such file" in schedule("check", "--quiet").stderr
-    again = schedule("check", "--quiet")
-    assert (again.exit_code, again.output) == (ExitCode.CLUSTER, "")
-    assert "there is no such file" in schedule("check").stderr
-    (place / "nightly.yaml").write_text(text)
-    solved = schedule("check", "--quiet")
-    assert solved.exit_code == 0
-    assert solved.stderr.startswith("ddptrain: solved: petnames: ") and "there is no such file" in solved.stderr
-    assert schedule("check", "--quiet").output == ""
 
 
 def test_damaged_schedule_does_not_hide_the_others(place: Path) -> None:

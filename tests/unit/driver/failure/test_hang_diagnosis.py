@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure import hang_diagnosis
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
-from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge, waits_in
+from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge
 from ddptrain.protocol import events
-from ddptrain.protocol.events import users_frame
+from ddptrain.protocol.events import users_frame, waits_in
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
@@ -29,8 +28,8 @@ LOADING = ("/home/u/train.py:41 load_batch", "/home/u/train.py:9 main")
 
 
 def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> RankReport:
-    state = more.pop("state", "")
-    return RankReport(rank, more.pop("idle_s", 10.0), events.Stacks(1, frames, sequence, state), **more)
+    stacks = events.Stacks(1, frames, sequence, more.pop("state", ""), pending=more.pop("pending", ""))
+    return RankReport(rank, more.pop("idle_s", 10.0), stacks, **more)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +118,15 @@ def test_rank_that_has_waited_in_vain_is_not_the_missing_one() -> None:
     assert "a collective operation timed out, it is in train.py:41 in load_batch while rank 0 waits" in fault.message
 
 
+PENDING = events.Stacks(1, LOADING, 7, pending="all_reduce")
+
+
+def test_rank_that_waited_in_vain_is_not_missing_although_the_others_wait_as_well() -> None:
+    ended = RankReport(0, 99.0, timed_out=True)
+    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7), report(2, ALL_REDUCE, 6)], None, 5).rank == 2
+    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7)], None, 5).rank == 1
+
+
 STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING, BACKWARD)}
 
 
@@ -147,6 +155,11 @@ STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING
             None,
         ),
         ([report(0, LOADING, 7, works=True), report(1, ALL_REDUCE, 7)], {0: STACKS[LOADING]}, None),
+        # All wait for their GPU in loss.item(), and the GPU for a collective operation.
+        ([report(0, LOADING, 7, works=True, pending="all_reduce")], {0: events.Stacks(1, LOADING, 7)}, None),
+        ([report(0, LOADING, 7, works=True, pending="all_reduce")], {0: PENDING}, 0),
+        ([report(0, LOADING, 8, works=True, pending="all_reduce")], {0: PENDING}, None),
+        ([report(0, LOADING, 7, works=True)], {0: PENDING}, None),  # it has ended: a silent validation
         # A stopped process does not work, whatever was measured before.
         ([report(0, LOADING, 7, works=True, state="stopped"), report(1, LOADING, 7, works=True)], {}, 0),
         # It works, and did not answer: compiled code.
@@ -164,11 +177,12 @@ def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
     assert judge([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, {}, 5) is not None
 
 
-def test_message_names_the_signals_that_were_checked() -> None:
-    fault = find_missing_rank(
-        [report(0, ALL_REDUCE, 7), report(1, LOADING, 6, checked="last CPU use 9 s ago")], 600.0, 5
+def test_message_has_one_number_and_says_that_a_rank_without_progress_uses_the_cpu() -> None:
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, silent_s=3604.0, uses="CPU")], 600.0, 5)
+    assert fault.message == (
+        "no progress for 3604 s, although it uses the CPU, it is in train.py:41 in load_batch while rank 0 waits for "
+        "it in all_reduce (stacks: artifacts/stacks/)"
     )
-    assert fault.message.endswith("waits for it in all_reduce (last CPU use 9 s ago; stacks: artifacts/stacks/)")
 
 
 def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:
@@ -225,9 +239,10 @@ def test_many_ranks_are_told_as_spans() -> None:
         (None, {"started": False}, "a collective operation timed out"),
         (2.5, {"started": False, "entered": False}, "did not start within 2.5 s"),
         (2.5, {"entered": False}, "did not reach the rendezvous within 2.5 s"),
-        (2.5, {}, "no progress for 2.5 s"),
-        (2.5, {"finished": True}, "no progress for 2.5 s, after the end of its work"),
+        (3.0, {"silent_s": 2.0}, "no progress for 3 s"),
+        (3.0, {"finished": True}, "no progress for 3 s, after the end of its work"),
     ],
 )
 def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[str, Any], text: str) -> None:
-    assert hang_diagnosis._since(RankReport(0, 1.0, **stage), limit_s) == text
+    found = find_missing_rank([RankReport(0, 1.0, over=True, **stage)], limit_s, 1)
+    assert found.message == f"{text} (stacks: artifacts/stacks/)"

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.hang_diagnosis import RankReport
 from ddptrain.driver.failure.stack_collector import ANSWERS_S, StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog
 from ddptrain.protocol import events
@@ -29,8 +28,8 @@ class _Signs:
     def works(self, rank: Any, activity: Activity, now: float) -> bool:
         return bool(rank.spec.rank == 1)
 
-    def checked(self, rank: Any, activity: Activity, now: float) -> str:
-        return f"checked {rank.spec.rank}"
+    def uses(self, activity: Activity, now: float) -> str:
+        return ""
 
 
 def begun(before: StackCollector | None = None, hang: Hang | None = HANG, **more: Any) -> StackCollector:
@@ -95,7 +94,7 @@ def test_the_fault_says_what_was_known_of_the_rank_when_the_ranks_were_asked() -
     assert fault is not None and fault.traceback == "Traceback"
     assert fault.message == (
         "no progress for 40 s, it is in train.py:41 in load_batch; its thread loader has ended with ValueError: bad "
-        "(checked 0; stacks: artifacts/stacks/)"
+        "(stacks: artifacts/stacks/)"
     )
 
 
@@ -153,4 +152,3 @@ def test_of_ranks_that_were_not_asked_nothing_is_known() -> None:
     _, fault = collector.result([RANKS[0]], 100.0, 8)
     assert fault is not None
     assert fault.message == "no progress for 40 s, its place in the code is not known (stacks: artifacts/stacks/)"
-    assert collector._report(RANKS[0]) == RankReport(0, 0.0)

@@ -29,8 +29,8 @@ class Scene:
             self.change(rank, entered=True)
             self.heard(rank, events.Entered(1))
 
-    def heard(self, rank: int, event: events.Event) -> None:
-        self.activities[rank] = self.dog.after_event(self.activities[rank], event, self.now)
+    def heard(self, rank: int, event: events.Event, count: int = 1) -> None:
+        self.activities[rank] = self.dog.after_event(self.activities[rank], event, self.now, count)
 
     def grew(self, rank: int) -> None:
         self.activities[rank] = self.activities[rank].grew(self.activities[rank].log_size + 1, self.now)
@@ -50,8 +50,11 @@ class Scene:
     def works(self, rank: int) -> bool:
         return self.dog.works(self.ranks[rank], self.activities[rank], self.now)
 
-    def checked(self, rank: int) -> str:
-        return self.dog.checked(self.ranks[rank], self.activities[rank], self.now)
+    def uses(self, rank: int) -> str:
+        return self.dog.uses(self.activities[rank], self.now)
+
+    def silence(self) -> str:
+        return self.dog.silence(self.ranks, self.activities, self.now)
 
     def hang(self) -> Hang | None:
         return self.dog.overdue(self.ranks, self.activities, self.now)
@@ -84,7 +87,7 @@ def test_silent_ranks_are_named_with_the_longest_silent_first() -> None:
     scene.now += 10.5
     hang = scene.hang()
     assert hang is not None
-    assert (hang.stage, hang.ranks, hang.limit_s, hang.idle_s) == (Stage.TRAIN, (1, 0), 10.0, 11.5)
+    assert (hang.stage, hang.ranks, hang.limit_s, hang.silent_s) == (Stage.TRAIN, (1, 0), 10.0, 11.5)
 
 
 def test_rank_that_waits_for_its_trackers_is_excused_for_as_long_as_it_has_said() -> None:
@@ -241,21 +244,32 @@ def test_idle_gpu_is_no_sign_of_life() -> None:
     assert not scene.works(0)
 
 
-def test_signals_that_were_checked_are_named_with_what_they_said() -> None:
+def test_use_of_cpu_or_gpu_within_half_of_the_limit_is_named() -> None:
     scene = Scene()
     scene.enter()
     scene.report(0, 1)
     scene.now += 4.0
     scene.cpu(0, 10.0)
     scene.gpu(1, 50.0)
-    scene.now += 7.0
-    words = [scene.checked(rank) for rank in (0, 1)]
-    assert words == [
-        "last event or printed line 11 s ago, last CPU use 7 s ago, GPU use not measured",
-        "last event or printed line 11 s ago, last CPU use 11 s ago, last GPU use 7 s ago",
-    ]
-    scene.now += 50.0
-    assert "CPU or GPU use alone counts for 6 x hang_timeout_s" in scene.checked(0)
+    scene.now += 5.0
+    assert [scene.uses(rank) for rank in (0, 1)] == ["CPU", "GPU"]
+    scene.now += 0.1
+    assert [scene.uses(rank) for rank in (0, 1)] == ["", ""]
+
+
+def test_silence_is_shown_after_a_third_of_the_limit() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.now += 9.0
+    assert scene.silence() == "", "no rank has reported so far"
+    scene.report(0, 1)
+    scene.now += 3.3
+    assert scene.silence() == ""
+    scene.report(0)
+    scene.now += 0.2
+    assert scene.silence() == "no report for 4 s (limit 10 s)", "that of rank 1"
+    scene.change(1, finished=True)
+    assert scene.silence() == ""
 
 
 @pytest.mark.parametrize(
@@ -451,20 +465,36 @@ def limit_s(scene: Scene) -> float:
     return scene.now - since - 1.0
 
 
+def test_limit_is_two_minutes_before_the_first_report_and_for_the_start() -> None:
+    scene = Scene("auto")
+    assert limit_s(scene) == pytest.approx(120.0, abs=1.0)
+    scene = entered()
+    assert limit_s(scene) == pytest.approx(120.0, abs=1.0)
+
+
 @pytest.mark.parametrize(
     ("every_s", "count", "expected"),
     [
-        (0.2, 300, 40.0),  # ten times 0.2 s would be less than a slow disk takes
-        (8.0, 30, 80.0),
-        (100.0, 30, 600.0),
-        (0.2, 50, 600.0),  # not yet: 10 s of reports
-        (2.0, 15, 600.0),  # not yet: 15 reports
+        (0.2, 20, 40.0),  # ten times 0.2 s would be less than a slow disk takes
+        (8.0, 20, 80.0),
+        (100.0, 20, 600.0),
+        (0.2, 19, 120.0),
+        (30.0, 19, 120.0),
     ],
 )
-def test_limit_follows_the_runs_own_pauses(every_s: float, count: int, expected: float) -> None:
+def test_limit_follows_the_runs_own_pauses_from_the_twentieth_report_on(
+    every_s: float, count: int, expected: float
+) -> None:
     scene = entered()
     steps(scene, count, every_s)
     assert limit_s(scene) == pytest.approx(expected, abs=1.0)
+
+
+def test_reports_that_arrive_together_count_each() -> None:
+    scene = entered()
+    for rank in (0, 1):
+        scene.heard(rank, events.Progress(1, 20.0), 20)
+    assert limit_s(scene) == pytest.approx(40.0, abs=1.0)
 
 
 def test_the_longest_pause_counts_and_what_came_before_the_first_report_does_not() -> None:
@@ -494,7 +524,7 @@ def test_the_slowest_reporter_decides_for_the_group() -> None:
     rare = entered()
     steps(rare, 1, 1.0)
     steps(rare, 300, 0.2, 0)
-    assert limit_s(rare) == pytest.approx(540.0, abs=1.0)  # rank 1 has reported once, 60 s ago
+    assert limit_s(rare) == pytest.approx(60.0, abs=1.0)  # rank 1 has reported once, 60 s ago: 120 s
 
 
 def test_rank_at_work_has_an_hour_and_one_that_rests_has_the_limit() -> None:
@@ -507,8 +537,6 @@ def test_rank_at_work_has_an_hour_and_one_that_rests_has_the_limit() -> None:
     assert not scene.works(1)
     scene.now += 41.0
     assert not scene.works(0)
-    words = "hang_timeout_s: auto is 40 s, as its longest pause was 0.2 s"
-    assert words in scene.checked(0)
 
 
 def test_a_number_is_the_limit_whatever_the_run_does() -> None:

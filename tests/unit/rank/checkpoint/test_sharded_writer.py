@@ -38,7 +38,7 @@ class ShardedRank:
         shards = Shards({"w": row}, {"w": ((2, 3), (self.rank, 0))}, {}, {}, {}, {}, None)
         snapshot = Snapshot({}, {}, {"step": number, "extra": {}, "optimizer": None}, shards)
         own = plain_bytes({"rank": self.rank})
-        self.writer.start(PendingCheckpoint(number, number, None, {}, self.staging(number), snapshot, own))
+        self.writer.start(PendingCheckpoint(number, number, None, self.staging(number), snapshot, own))
 
     def staging(self, number: int = 1) -> Path:
         return self.folder / f"checkpoint-{number}"

@@ -37,7 +37,7 @@ class Group:
         folder = self.folder / f"checkpoint-{number}"
         own = plain_bytes({"rank": 0})
         self.saver.start(
-            PendingCheckpoint(number, 10 * number, None, {}, folder, Snapshot({}, {}, {"step": 10 * number}), own)
+            PendingCheckpoint(number, 10 * number, None, folder, Snapshot({}, {}, {"step": 10 * number}), own)
         )
 
     def states(self, number: int) -> Any:
@@ -87,14 +87,14 @@ def test_late_rank_does_not_drop_the_checkpoint_and_is_named_once(impatient: Gro
 
 
 def test_rank_that_is_done_is_not_waited_for_but_its_last_state_counts(group: Group) -> None:
-    group.other.set(state_key(1, 1), plain_bytes("last"))
+    group.other.set(state_key(1, 1), plain_bytes({"rank": "last"}))
     group.other.set(done_key(1), "")
     for number in (1, 2):
         began = time.monotonic()
         group.start(number)
         assert group.saver.wait(60)
         assert time.monotonic() - began < 10, "the time limit of the group is 20 s"
-    assert (group.states(1), group.states(2)) == ([{"rank": 0}, "last"], [{"rank": 0}, None])
+    assert (group.states(1), group.states(2)) == ([{"rank": 0}, {"rank": "last"}], [{"rank": 0}, None])
 
 
 def test_hurry_drops_what_can_not_be_complete_and_keeps_what_can(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +103,18 @@ def test_hurry_drops_what_can_not_be_complete_and_keeps_what_can(group: Group, m
     assert not (group.folder / "checkpoint-1").exists() and group.events() == []
     monkeypatch.setattr(checkpoint_writer, "_LATE_S", 60.0)
     group.start(2)
-    timer = threading.Timer(0.1, lambda: group.other.set(state_key(2, 1), plain_bytes("just in time")))
+    timer = threading.Timer(0.1, lambda: group.other.set(state_key(2, 1), plain_bytes({"rank": 1})))
     timer.start()
     assert group.saver.wait(60, hurry=True)
     timer.join()
-    assert group.states(2) == [{"rank": 0}, "just in time"]
+    assert group.states(2) == [{"rank": 0}, {"rank": 1}]
     assert [type(event) for event in group.events()] == [events.CheckpointSaved]
 
 
 def test_wait_reports_that_a_checkpoint_is_still_being_written(group: Group) -> None:
     group.start(1)
     assert not group.saver.wait(0.05) and group.saver.waits_for_ranks
-    group.other.set(state_key(1, 1), snapshot.plain_bytes(None))
+    group.other.set(state_key(1, 1), snapshot.plain_bytes({}))
     assert group.saver.wait(60) and not group.saver.waits_for_ranks
 
 
@@ -186,7 +186,8 @@ def test_thread_that_writes_beside_the_training_has_a_low_priority(
     written: list[Any] = []
     writer = CheckpointWriter(spec, told, None, lambda *of: written.append(of))  # type: ignore[arg-type]
     folder = tmp_path / "checkpoint-0"
-    save = PendingCheckpoint(1, 7, 0.5, {"loss": 1.0}, folder, Snapshot({}, {}, {"step": 7}), plain_bytes({"rank": 0}))
+    own = plain_bytes({"rank": 0, "metrics": {"loss": 1.0}})
+    save = PendingCheckpoint(1, 7, 0.5, folder, Snapshot({}, {}, {"step": 7}), own)
     writer._run(save)
     assert given == niceness and writer.error is None
     (saved,) = told.events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import DistBackendError
 
 from ddptrain.rank.failure import exceptions, lost_peer_errors
 
@@ -37,3 +38,21 @@ def test_broken_connection_inside_of_torch_is_a_lost_peer(folder: str, lost: boo
         exec(compile(code, f"{folder}store.py", "exec"), {})
     assert lost_peer_errors.lost_peer(raised.value) is lost
     assert exceptions.failure(raised.value, "train").lost_peer is lost
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("NCCL AllReduce failed: remote process exited or there was a network error"), (True, False)),
+        (RuntimeError("NCCL communicator was aborted after a previous error"), (True, False)),
+        (RuntimeError("NCCL operation timed out"), (False, True)),
+        (DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:9, a message of a later version"), (True, False)),
+        (DistBackendError("wait timeout after 600000ms"), (False, True)),
+        (RuntimeError("NCCL error: invalid usage"), (False, False)),
+    ],
+)
+def test_error_of_a_collective_is_known_by_its_type_or_its_message(
+    error: RuntimeError, expected: tuple[bool, bool]
+) -> None:
+    found = exceptions.failure(error, "train")
+    assert (found.lost_peer, found.timed_out) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,15 +89,21 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_kernel_is_told_what_happens_with_parent_and_orphans(kernel: list[Any]) -> None:
-    process_control.die_with_parent()
+    process_control.die_with_parent(os.getppid())
     process_control.become_subreaper()
     assert kernel == [(1, signal.SIGKILL, 0, 0, 0), (36, 1, 0, 0, 0)]
 
 
 def test_another_system_is_told_nothing(kernel: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    process_control.die_with_parent()
+    process_control.die_with_parent(os.getppid())
     assert kernel == []
+
+
+@pytest.mark.parametrize(("parent", "status"), [("os.getppid()", 0), ("os.getppid() + 1", -signal.SIGKILL)])
+def test_process_ends_at_once_if_its_parent_has_ended_before(parent: str, status: int) -> None:
+    code = f"import os; from ddptrain.rank.server.process_control import *; die_with_parent({parent})"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == status
 
 
 def test_process_ends_by_sigterm_with_the_default_handler(kernel: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,7 @@ def test_rank_that_is_stopped_while_it_waits_is_never_started(bench: Bench) -> N
 
 
 def test_slot_that_does_not_become_free_is_an_error_that_names_its_holder(tmp_path: Path) -> None:
-    bench = Bench(
-        tmp_path, at_import="import ddptrain.rank.server.server as s; sys.modules['__main__'].SLOT_TIMEOUT_S = 0.3"
-    )
+    bench = Bench(tmp_path, at_import="import ddptrain.rank.server.server as s; s.SLOT_TIMEOUT_S = 0.3")
     with bench.own() as server:
         bench.order(server, "first", STUBBORN, slot="GPU 0")
         bench.wait_for("first", "under way")

@@ -15,7 +15,7 @@ from ddptrain.results import staged_files
 from ddptrain.results.checkpoints import run_checkpoints
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints
-from ddptrain.results.checkpoints.verification import newest_verified, read_manifest
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
 from ddptrain.results.run_record import BestRecord
 from ddptrain.results.run_writer import RunWriter
@@ -79,7 +79,7 @@ def test_a_move_that_the_system_refuses_becomes_a_copy(
 
 
 def test_the_newest_and_the_best_stay_and_older_ones_go(writer: RunWriter, stage: Stage) -> None:
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, 1.0)):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, 1.5)):
         save(writer, stage, step, loss)
     assert names(writer) == {"step-2", "step-4", "step-5", "latest", "best"}
     assert (pointer(writer, "latest"), pointer(writer, "best")) == ("step-5\n", "step-2\n")
@@ -132,7 +132,8 @@ def test_best_survives_a_save_without_metrics_and_a_resume(writer: RunWriter, st
 @pytest.mark.parametrize(("mode", "best"), [("min", BestRecord("val/loss", "min", 1.0, 9)), ("max", None)])
 def test_restored_checkpoints_are_judged_at_once(tmp_path: Path, mode: str, best: BestRecord | None) -> None:
     shelf = RunCheckpoints(tmp_path)
-    there = [(8, {"val/loss": 3.0}), (9, {"val/loss": 1.0}), (10, {"val/loss": 2.0})]
+    losses = {8: 3.0, 9: 1.0, 10: 2.0}
+    there = [VerifiedCheckpoint(tmp_path, step, None, 1, {"val/loss": loss}, ()) for step, loss in losses.items()]
     shelf.restore(there, CheckpointPolicy(keep=1, mode=mode))  # type: ignore[arg-type]
     assert shelf.best == (best or BestRecord("val/loss", "max", 3.0, 8))
     assert (tmp_path / "best").read_text() == ("step-9\n" if best else "step-8\n")
@@ -314,7 +315,7 @@ def test_manifest_has_exactly_what_readers_need(writer: RunWriter, stage: Stage)
     text = (home / "checkpoint.json").read_text()
     manifest = json.loads(text)
     assert text == json.dumps(manifest, indent=2) + "\n"
-    assert list(manifest) == ["schema", "step", "epoch", "metrics", "world_size", "versions", "files"]
+    assert list(manifest) == ["schema", "step", "epoch", "metrics", "finite", "world_size", "versions", "files"]
     assert (manifest["world_size"], manifest["versions"]) == (2, {"torch": "2.6"})
     assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "state.pt"]
     assert list(manifest["files"][0]) == ["name", "size_bytes", "sha256"]
@@ -326,5 +327,5 @@ def test_three_checkpoints_and_the_one_with_the_lowest_validation_loss_are_kept_
     assert CheckpointPolicy() == CheckpointPolicy(keep=3, metric="val/loss", mode="min")
     for step, loss in enumerate((1.0, 0.5, 0.5, 2.0, 3.0, 4.0), 1):
         save(writer, stage, step, loss, CheckpointPolicy())
-    assert names(writer) == {"step-2", "step-4", "step-5", "step-6", "latest", "best"}, "of equal ones the first"
-    assert writer.record.checkpoints == ("step-6", "step-5", "step-4", "step-2")
+    assert names(writer) == {"step-3", "step-4", "step-5", "step-6", "latest", "best"}, "of equal ones the last"
+    assert writer.record.checkpoints == ("step-6", "step-5", "step-4", "step-3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,10 +18,11 @@ from ddptrain.results.checkpoints.verification import (
     read_manifest,
     verify,
 )
-from ddptrain.results.errors import CheckpointDamaged
+from ddptrain.results.errors import CheckpointDamaged, ResultsError
 from ddptrain.results.layout import checkpoint_folders
 from ddptrain.results.remote.checkpoint_upload import parse_stored
 from ddptrain.results.run_writer import RunWriter
+from tests import fake_time
 from tests.unit.results.conftest import Stage
 
 
@@ -173,3 +175,23 @@ def test_reopened_run_counts_its_checkpoints_up_to_the_one_it_goes_on_from(
         assert (again.layout.checkpoints_dir / "latest").read_text() == "step-2\n"
         assert (again.layout.checkpoints_dir / "step-3").exists()  # until one of its step takes its place
         again.finish(again.record.status, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_file_system_that_fails_for_a_minute_is_an_error_and_no_older_checkpoint_is_taken(
+    saved: Callable[[int], Path], writer: RunWriter, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    saved(1)
+    saved(2)
+    slept: list[float] = []
+    warnings: list[str] = []
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(hashlib, "file_digest", fail)
+    fake_time.replace(monkeypatch, "sleep", slept.append)
+    with pytest.raises(ResultsError, match=f"step-2/.*{os.strerror(code)}") as raised:
+        newest_verified(writer.layout, warnings.append)
+    assert not isinstance(raised.value, CheckpointDamaged) and raised.value.exit_code == 4
+    assert sum(slept) == 60 and len(warnings) == len(slept)

@@ -233,6 +233,37 @@ def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -
     assert [type(error) for error in kept.losses] == [RunLocked]
 
 
+class CountedPath(type(Path())):  # type: ignore[misc]
+    """A path that counts the folders that are listed."""
+
+    n_listed = 0
+
+    def iterdir(self) -> Iterator[Path]:
+        CountedPath.n_listed += 1
+        return super().iterdir()  # type: ignore[no-any-return]
+
+
+def test_file_that_is_not_due_yet_is_not_looked_at_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_upload, "_PASS_EVERY_S", 0.1)
+    root = CountedPath(tmp_path / "a-run")
+    root.mkdir()
+    metrics = root / "metrics.jsonl"
+    metrics.write_text("1\n")
+    store, fs = watched_store()
+    uploads = StoreUpload(store, root)
+    uploads.begin()
+    wait_until(lambda: bool(fs.writes))
+    metrics.write_text("1\n2\n")
+    before, until = CountedPath.n_listed, time.monotonic() + 0.5
+    while time.monotonic() < until:
+        time.sleep(0.05)
+    assert CountedPath.n_listed - before < 50  # about two for each of five passes
+    uploads.close(60.0)
+    assert store.read("metrics.jsonl") == b"1\n2\n"
+
+
 def test_large_log_is_uploaded_less_often(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_upload, "_BYTES_PER_S", 10)
     monkeypatch.setattr(remote_upload, "_FILE_EVERY_S", 0.0)
@@ -338,16 +369,16 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
         restore.download_model(kept.store.below("none"), copy, {})
 
 
-def test_chosen_checkpoints_that_exist_and_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -> None:
+def test_checkpoints_that_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -> None:
     kept.save(1, 1.0)
     kept.save(2, 2.0)
     upload(kept)
-    restore.download_checkpoints(kept.store, tmp_path / "one", {1, 7})
-    assert [path.name for path in (tmp_path / "one/checkpoints").iterdir()] == ["step-1"]
-    assert verify(tmp_path / "one/checkpoints/step-1").metrics == {"val/loss": 1.0}
+    restore.download_checkpoints(kept.store, tmp_path / "all")
+    assert sorted(path.name for path in (tmp_path / "all/checkpoints").iterdir()) == ["step-1", "step-2"]
+    assert verify(tmp_path / "all/checkpoints/step-1").metrics == {"val/loss": 1.0}
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"x" * 1000)
-    restore.download_checkpoints(kept.store, tmp_path / "both", {1, 2})
-    assert [path.name for path in (tmp_path / "both/checkpoints").iterdir()] == ["step-2"]
+    restore.download_checkpoints(kept.store, tmp_path / "whole")
+    assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step-2"]
 
 
 def test_older_checkpoint_whose_manifest_is_missing_is_not_downloaded(kept: Kept, tmp_path: Path) -> None:

@@ -67,12 +67,6 @@ def test_step_without_images_is_not_logged(ctx: Any) -> None:
     assert (ctx.logged, meter.epoch_means()) == ([], (0.0, 0.0))
 
 
-def test_loss_that_is_no_number_is_logged_and_ends_the_run(ctx: Any) -> None:
-    with pytest.raises(FloatingPointError, match=r"train/loss is inf in step 7: lower params\.base_lr"):
-        Meter(ctx).add(7, 1.0, 0.1, sums(float("inf"), 0.0), 2)
-    assert [step for step, *_ in ctx.logged] == [7]
-
-
 def test_means_of_an_epoch_count_images_not_steps_and_go_on_from_a_checkpoint(ctx: Any) -> None:
     before, after = Meter(ctx), Meter(ctx)
     before.add(1, 1.0, 0.1, sums(6.0, 3.0), 3)

@@ -1,0 +1,120 @@
+"""What happens when a metric, or the saved model, is no longer finite: `failure.nan`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.contract.conftest import Project, events, lines
+
+# From step `bad` on the loss is NaN. Rank 1 logs it; with `save` it, or with `broken` the NaN weights, are saved.
+CODE = """
+    import torch
+
+    def train(ctx, bad=3, steps=6, save=False, broken=False, end=0):
+        torch.manual_seed(0)
+        model = ctx.prepare(torch.nn.Linear(1, 1))
+        resumed = ctx.resume(model=model)
+        for step in range((resumed.step if resumed else 0) + 1, steps + 1):
+            loss = float("nan") if step >= bad else 1.0 / step
+            if broken and step >= bad:
+                torch.nn.init.constant_(model.module.weight, float("nan"))
+            if ctx.rank == 1 and not save:
+                ctx.log({"train/loss": loss}, step=step)
+            if save:
+                ctx.checkpoint(model=model, step=step, metrics={} if broken else {"loss": loss})
+        if end:
+            raise SystemExit(end)
+"""
+EVERY_STEP = {"every_epochs": None, "every_steps": 1, "keep": 2, "metric": "loss"}
+
+
+def train(project: Project, cluster: str, *args: str, rc: int, **config: Any) -> Any:
+    name = project.function(CODE, **{"checkpoint": EVERY_STEP, **config})
+    return project("train", name, "--cluster", cluster, "--ranks", "2", "--output", "json", *args, rc=rc)
+
+
+def not_finite(project: Project) -> list[dict[str, Any]]:
+    (run,) = project.run_directories()
+    return [each for each in lines(run / "events.jsonl") if each["event"] == "not_finite"]
+
+
+def test_first_value_that_is_not_finite_is_named_once(project: Project, shared_cluster: str) -> None:
+    done = train(project, shared_cluster, rc=0)
+    warnings = [each for each in events(done.stdout) if each["event"] == "not_finite"]
+    assert [(each["metric"], each["step"], each["rank"], each["value"]) for each in warnings] == [
+        ("train/loss", 3, 1, "nan")
+    ]
+    assert len(not_finite(project)) == 1
+    assert project.record()["not_finite"]["step"] == 3
+    shown = project("results", "show", "latest", rc=0).stdout
+    assert re.search("rank 1 +train/loss is nan at step 3", shown)
+    page = project.folder / "page.html"
+    project("results", "report", "latest", "--output", page, rc=0)
+    assert "train/loss is nan at step 3" in page.read_text(encoding="utf-8")
+
+
+def test_warning_is_shown_while_the_run_goes_on(project: Project, shared_cluster: str) -> None:
+    name = project.function(CODE, checkpoint=EVERY_STEP)
+    done = project("train", name, "--cluster", shared_cluster, "--ranks", "2", "--output", "plain", rc=0)
+    assert (done.stdout + done.stderr).count("rank 1: train/loss is nan at step 3") == 1
+
+
+def test_stop_ends_the_run_as_a_failure_of_the_training_code(project: Project, shared_cluster: str) -> None:
+    done = train(project, shared_cluster, rc=1, failure={"nan": "stop"}, params={"steps": 100000})
+    last = events(done.stdout)[-1]
+    assert (last["status"], last["failure"]["rank"]) == ("failed", 1)
+    assert "train/loss is nan at step 3" in last["failure"]["message"]
+
+
+def test_stop_ends_a_run_whose_last_value_is_not_finite(project: Project, shared_cluster: str) -> None:
+    train(project, shared_cluster, rc=1, failure={"nan": "stop"}, params={"bad": 6, "steps": 6})
+
+
+def test_ignore_says_nothing(project: Project, shared_cluster: str) -> None:
+    train(project, shared_cluster, rc=0, failure={"nan": "ignore"})
+    assert not_finite(project) == []
+    assert project.record()["not_finite"] is None
+
+
+def test_built_in_workloads_stop_unless_told_otherwise(project: Project) -> None:
+    project.write("names.yaml", "workload: petnames")
+    assert "nan: stop" in project("train", "names.yaml", "--dry-run", rc=0).stdout
+    assert "nan: warn" in project("train", "names.yaml", "--dry-run", "--set", "failure.nan=warn", rc=0).stdout
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["metrics", "weights"])
+def test_last_finite_checkpoint_is_kept_and_resumed(project: Project, shared_cluster: str, broken: bool) -> None:
+    params = {"save": True, "broken": broken, "end": 1}
+    train(project, shared_cluster, rc=1, params=params)
+    (run,) = project.run_directories()
+    assert [path.name for path in sorted(run.glob("checkpoints/step-*"))] == ["step-2", "step-5", "step-6"]
+    if not broken:
+        assert project.record()["best"]["step"] == 2
+    params = {"save": True, "bad": 99}
+    train(project, shared_cluster, "--resume", "latest", "--allow-changes", rc=0, params=params)
+    record = project.record()
+    assert record["attempts"][-1]["resumed_from"] == 2
+    assert record["not_finite"] is None  # these values belong to steps that were repeated
+    assert "step-2" not in record["checkpoints"]
+
+
+def test_metric_that_does_not_decide_may_be_nan(project: Project, shared_cluster: str) -> None:
+    """A metric such as the AUC of an epoch without positive samples does not cost the work since the last one."""
+    code = CODE.replace('{"loss": loss}', '{"loss": 1.0, "auc": loss}')
+    for resume, end in (((), 1), (("--resume", "latest", "--allow-changes"), 0)):
+        name = project.function(code, checkpoint=EVERY_STEP, params={"save": True, "end": end})
+        project("train", name, "--cluster", shared_cluster, "--ranks", "2", *resume, rc=end)
+    assert project.record()["attempts"][-1]["resumed_from"] == 6
+
+
+def test_gate_names_nan(project: Project, shared_cluster: str) -> None:
+    config = {"checkpoint": EVERY_STEP, "params": {"save": True, "bad": 1, "steps": 2}, "retrain": {"model": "line"}}
+    name = project.function(CODE, **config)
+    for number in (1, 2):  # the second one reads the records of the first
+        done = project("retrain", name, "--cluster", shared_cluster, "--ranks", "2", "--force", rc=7)
+        assert f"version {number} was rejected" in done.stdout
+        assert "loss is nan" in done.stdout
+        assert "damaged" not in done.stderr

@@ -1,0 +1,76 @@
+"""`ddptrain retrain` as cron starts it: when it trains, when not, and what it leaves in the registry."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tests.command import PATIENCE_S
+from tests.contract.conftest import Project, events
+
+FUNCTION = """
+import os, time
+import torch
+
+def train(ctx, loss: float = 1.0, wait_for: str = ""):
+    ctx.checkpoint(model=torch.nn.Linear(2, 1), step=1, metrics={"val/loss": loss})
+    print("waiting", flush=True)
+    while wait_for and not os.path.exists(wait_for) and not ctx.preempted:
+        time.sleep(0.02)
+"""
+
+
+def nightly(project: Project, cluster: str, **sections: Any) -> str:
+    """Write a function and a configuration that retrains it as the model `mine`."""
+    settings = {"model": "mine", **sections.pop("retrain", {})}
+    return project.function(FUNCTION, cluster={"address": cluster, "ranks": 1}, retrain=settings, **sections)
+
+
+def last(stdout: str) -> dict[str, Any]:
+    return events(stdout)[-1]
+
+
+def test_function_whose_data_are_not_named_is_trained_each_night(project: Project, shared_cluster: str) -> None:
+    config = nightly(project, shared_cluster)
+    project("retrain", config, rc=0)
+    second = project("retrain", config, "--output", "json", rc=0)
+    assert (last(second.stdout)["status"], last(second.stdout)["version"]) == ("promoted", 2)
+    assert len(project.run_directories()) == 2
+
+
+def test_skip_without_named_data_is_an_error_that_names_both_ways_out(project: Project, shared_cluster: str) -> None:
+    config = nightly(project, shared_cluster, retrain={"if_unchanged": "skip"})
+    refused = project("retrain", config, rc=2)
+    for text in ("retrain.if_unchanged", "data.sources", "train"):
+        assert text in refused.stderr, refused.stderr
+    assert not project.run_directories()
+
+
+def test_named_data_that_have_not_changed_are_not_trained_again(project: Project, shared_cluster: str) -> None:
+    project.write("data/a.csv", "1")
+    config = nightly(project, shared_cluster, data={"sources": ["data"]})
+    project("retrain", config, rc=0)
+    second = project("retrain", config, rc=0)
+    assert "mine unchanged: data, params and code are those of version 1, the champion" in second.stdout
+    project.write("data/b.csv", "2")
+    third = project("retrain", config, "--output", "json", rc=0)
+    assert (last(third.stdout)["status"], last(third.stdout)["version"]) == ("promoted", 2)
+
+
+def test_each_start_that_replaces_gets_the_model(project: Project, shared_cluster: str) -> None:
+    """Two starts wait for the owner: the one that gets the model second has to ask the first one."""
+    config = nightly(project, shared_cluster, params={"wait_for": "go"}, retrain={"overlap": "replace", "wait": "90s"})
+    owner = project.start("retrain", config)
+    owner.wait_for("waiting")
+    waiting = [project.start("retrain", config) for _ in range(2)]
+    assert owner.finish().rc == 75
+    deadline = time.monotonic() + PATIENCE_S
+    while all(start.popen.poll() is None for start in waiting):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    first, second = sorted(waiting, key=lambda start: start.popen.poll() is None)
+    ended = first.finish()
+    assert ended.rc == 75, ended.stderr
+    assert f"handed over to process {second.popen.pid} on" in ended.stdout
+    project.write("go", "")
+    assert second.finish().rc == 0
