@@ -287,9 +287,9 @@ def export(
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
-    """Write the weights of a version into a new folder, for use without ddptrain.
+    """Write the weights of a version into a new folder.
 
-    All its files are compared with their hashes.
+    They work without ddptrain. All files of the version are compared with their hashes.
     """
     from ddptrain.model_registry.model_reader import open_version
 

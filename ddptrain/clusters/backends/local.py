@@ -112,4 +112,4 @@ def _source(name: str) -> str:
 
 
 def _daemons(cluster: Deployment) -> dict[str, DaemonId]:
-    return {name: DaemonId(**part) for name, part in cluster.record.parts.items()}
+    return {name: DaemonId.of(part) for name, part in cluster.record.parts.items()}

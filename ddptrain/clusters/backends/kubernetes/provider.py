@@ -30,6 +30,7 @@ from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
 from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.host_identity import known_fields
 from ddptrain.worker import driver_calls
 
 _POLL_S = 0.3
@@ -58,7 +59,7 @@ class Parts:
     def of(cls, cluster: Deployment) -> Parts | None:
         """Return the parts of a cluster; None before anything was created."""
         parts = cluster.record.parts
-        return cls(**{name: parts[name] for name in cls.__slots__}) if "owner" in parts else None
+        return cls(**known_fields(cls, parts)) if "owner" in parts else None
 
     def save(self, cluster: Deployment) -> None:
         """Save them in the cluster's record."""
