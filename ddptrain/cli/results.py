@@ -15,7 +15,7 @@ import typer
 from ddptrain.cli import complete
 from ddptrain.cli.examples import Command
 from ddptrain.cli.options import JsonOption, VerboseOption
-from ddptrain.cli.printing import print_json, print_result, write
+from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Run, RunNames, RunsDir, folder_of, place_of, view_of
 from ddptrain.cli.runs.compare import chart_style, compare
 from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs, show_sweep
@@ -44,7 +44,6 @@ class ExportFormat(StrEnum):
     """The formats of `ddptrain results export`."""
 
     CSV = "csv"
-    PARQUET = "parquet"
     TENSORBOARD = "tensorboard"
     MLFLOW = "mlflow"
 
@@ -171,6 +170,7 @@ def sync(
     It skips runs that are running, and data that the server already has. The exit code is 4 if something could not be
     sent; the next call tries again.
     """
+    from ddptrain.clusters.signals import interruptible
     from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_runs
     from ddptrain.results.remote.runs import open_runs_dir
 
@@ -187,7 +187,8 @@ def sync(
         if not json and (not every or sent.sent or sent.problem or sent.skipped):
             write([sent.summary])
 
-    all_well = sync_runs(views, timeout, tell)
+    with interruptible():  # so that SIGTERM ends wandb's processes as well
+        all_well = sync_runs(views, timeout, tell, say)
     if json:
         print_json([asdict(sent) for sent in came] if every else asdict(came[0]))
     if not all_well:
@@ -257,7 +258,7 @@ def export(
 ) -> None:
     """Write the metrics of runs for other tools; files that exist are replaced.
 
-    csv and parquet: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
+    csv: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
     parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
     folder for MLflow, or on its server.
     """
@@ -274,7 +275,7 @@ def export(
     elif form is ExportFormat.TENSORBOARD:
         written = [str(path) for path in export_tensorboard(views, Path(output))]
     else:
-        written = [str(path) for path in export_tables(views, str(form), Path(output))]
+        written = [str(path) for path in export_tables(views, Path(output))]
     print_result({"format": str(form), "written": written}, written, as_json=json)
 
 

@@ -45,7 +45,7 @@ def decode(text: str) -> Command:
 
 
 class CommandReader:
-    """Reads commands from `fd` and calls their handlers in a thread, which ends when the other end of `fd` is closed.
+    """Reads commands from `fd` and calls their handlers in a thread, which ends when `fd` or its other end is closed.
 
     `rejected` counts lines that are not commands.
     """
@@ -61,7 +61,7 @@ class CommandReader:
         self._handlers[command] = handle
 
     def post(self, command: Command) -> None:
-        """Send a command to this process itself; safe in a signal handler."""
+        """Send a command to this process itself; safe in a signal handler. Raises OSError if the pipe is closed."""
         os.write(self._own_write_fd, f"{command}\n".encode())
 
     def listen(self) -> None:
@@ -72,7 +72,10 @@ class CommandReader:
         partial = {self._fd: b"", self._own_read_fd: b""}
         while True:
             for fd in _readable(*partial):
-                data = os.read(fd, 4096)
+                try:
+                    data = os.read(fd, 4096)
+                except OSError:  # the user's code has closed all descriptors
+                    return
                 if not data:
                     return
                 *lines, rest = (partial[fd] + data).split(b"\n")

@@ -62,7 +62,10 @@ class CommandHandler:
         self.commands.listen()
 
     def _on_sigterm(self, *_: object) -> None:
-        self.commands.post(Command.NOTICED)
+        try:
+            self.commands.post(Command.NOTICED)
+        except OSError:  # the user's code has closed all descriptors
+            process_control.die_of_sigterm()
 
     def _owns_sigterm(self) -> bool:
         """Return whether our handler of SIGTERM is active, and not one that the user's code has set."""

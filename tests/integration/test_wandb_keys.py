@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +17,6 @@ from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.tracking.wandb import transaction_log
 from tests.conftest import Cli
 from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
 
@@ -33,21 +34,31 @@ def foreign() -> Iterator[Backend]:
     assert (made.keys, made.asked) == (set(), []), "nothing at all has come to the other user's server"
 
 
+_RECORD = """
+import sys, wandb
+settings = wandb.Settings(mode="offline", base_url=sys.argv[2], console="off", silent=True, x_disable_stats=True)
+run = wandb.init(id="w1", project="petnames", dir=sys.argv[1], config={"base_url": sys.argv[2]}, settings=settings)
+run.log({"loss": 1.0})
+run.finish()
+"""
+
+
+@functools.cache
+def recorded(server: str) -> bytes:
+    """A log that wandb has recorded offline, and which names `server`."""
+    with tempfile.TemporaryDirectory() as folder:
+        outside = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        subprocess.run([sys.executable, "-c", _RECORD, folder, server], env=outside, check=True, timeout=100)
+        (log,) = Path(folder).glob("wandb/offline-run-*/run-w1.wandb")
+        return log.read_bytes()
+
+
 def attack(folder: Path, server: str) -> Path:
     """A run that was recorded offline, and each of whose files names `server`; its folder."""
-    from wandb.proto import wandb_internal_pb2
-
-    wire: Any = wandb_internal_pb2  # its names are made when it is imported
     with RunWriter.create(folder / "runs", "a-run", "petnames", "name: petnames\n", "petnames") as writer:
         part = writer.layout.tracking_dir / "wandb/offline-run-20240101_000000-w1"
         (part / "files").mkdir(parents=True)
-        settings = wire.SettingsRecord(item=[wire.SettingsItem(key="base_url", value_json=json.dumps(server))])
-        config = wire.ConfigRecord(update=[wire.ConfigItem(key="base_url", value_json=json.dumps(server))])
-        run = wire.RunRecord(run_id="w1", project="petnames", host=server, config=config, settings=settings)
-        row = wire.HistoryRecord(item=[wire.HistoryItem(key="loss", value_json="1.0")])
-        records = [wire.Record(num=1, run=run), wire.Record(num=2, history=row)]
-        records.append(wire.Record(num=3, exit=wire.RunExitRecord(exit_code=0)))
-        transaction_log.write(part / "run-w1.wandb", (each.SerializeToString() for each in records))
+        (part / "run-w1.wandb").write_bytes(recorded(server))
         lines = "\n".join(f"{name} = {server}" for name in ("base_url", "http_proxy", "https_proxy"))
         for place in (writer.layout.root, writer.layout.tracking_dir, part, part / "files"):
             (place / "wandb").mkdir(exist_ok=True)
@@ -119,4 +130,4 @@ def test_cause_is_shown_of_a_key_that_wandb_refuses(tmp_path: Path, own: Backend
     came = sync(run, user(tmp_path / "home", **own.environment | {"WANDB_API_KEY": "short"}))
     assert came.problem == "WANDB_API_KEY invalid: API key must have 40+ characters, has 5."
     own.fault = "unauthorized"
-    assert sync(run, user(tmp_path / "home", **own.environment)).problem == "it is unauthorized"
+    assert "it is unauthorized" in sync(run, user(tmp_path / "home", **own.environment)).problem

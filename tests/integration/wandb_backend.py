@@ -192,6 +192,17 @@ class Backend:
         self.artifacts[given["artifactID"]].state = "COMMITTED"
         return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": "digest"}}}
 
+    def _artifact_by_id(self, given: Record) -> Record:
+        artifact = self.artifacts[given["id"]]
+        project = {"id": "project", "internalId": "1", "name": "project", "entity": {"id": "entity", "name": ENTITY}}
+        sequence = {"__typename": "ArtifactSequence", "id": "sequence", "name": artifact.name, "project": project}
+        about = {"id": artifact.id, "state": artifact.state, "digest": artifact.digest, "size": 0, "fileCount": 1}
+        about |= {"artifactSequence": sequence, "versionIndex": 0, "artifactType": {"name": artifact.type}}
+        about |= {"metadata": json.dumps(artifact.metadata), "ttlDurationSeconds": -2, "ttlIsInherited": True}
+        about |= {"tags": [], "createdAt": "2026-01-01T00:00:00", "aliases": [], "__typename": "Artifact"}
+        nothing = ("description", "historyStep", "commitHash", "updatedAt", "digestAlgorithm")
+        return {"artifact": {**about, **dict.fromkeys(nothing)}}
+
     def _nothing(self, given: Record) -> Record:
         return {"entity": None, "organization": None, "project": None, "artifact": None}
 
@@ -206,6 +217,7 @@ class Backend:
         "UpdateArtifactManifest": _artifact_manifest,
         "CreateArtifactFiles": _create_artifact_files,
         "CommitArtifact": _commit_artifact,
+        "ArtifactByID": _artifact_by_id,
         "ArtifactType": _nothing,
         "FetchArtifactDigestAlgorithm": _nothing,
         "FetchOrgEntityFromEntity": _nothing,

@@ -7,15 +7,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ddptrain.driver.tracking.wandb_artifact_files import wandb_settings
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import RunLayout, step_of
+from ddptrain.results.layout import ARTIFACTS, RunLayout
 from ddptrain.results.remote import restore
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
-from ddptrain.tracking.wandb import transaction_log
-from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, LINKS, STATE_FILES, RunPart
-
-_STAGED = f"{RECORDED}/data/artifacts/staging"
+from ddptrain.tracking.wandb.wandb_folders import LINKS, STATE_FILES, RunPart
 
 
 class StoredWandbRun:
@@ -43,26 +41,26 @@ class StoredWandbRun:
                 target.write_bytes(self._states.get(path, b""))
 
     def fetch(self, parts: Sequence[RunPart], until: float) -> None:
-        """Fetch the files of these parts, and those of their artifacts.
+        """Fetch the files of these parts, and what `results sync` logs as artifacts.
 
         Raises ResultsError; TimeoutError after `until` (monotonic).
         """
         stored = [part for part in parts if part.folder.is_relative_to(self.layout.root)]  # the others are local
         folders = tuple(f"{part.folder.relative_to(self.layout.root).as_posix()}/" for part in stored)
         self._fetch((path for path in self._paths if path.startswith(folders) and not _is_state(path)), until)
-        logs = [part.log for part in stored if not transaction_log.is_empty(part.log)]
-        files = [file for log in logs for file in transaction_log.staged_files(log)]
-        staged = {f"{_STAGED}/{Path(file.path).name}" for file in files if file.artifact_type != CHECKPOINT_TYPE}
-        self._fetch((path for path in self._paths if path in staged), until)
-        step_folders = {Path(file.path).parent.name for file in files if file.artifact_type == CHECKPOINT_TYPE}
-        steps = {step for name in step_folders if (step := step_of(name)) is not None}
-        if steps:
+        self._fetch(["config.yaml"], until)
+        wanted = wandb_settings(self.layout)
+        tables = [path for path in self.store.files(f"{ARTIFACTS}/tables") if wanted.tables and is_plain(path)]
+        images = self.store.files(f"{ARTIFACTS}/images") if tables else {}
+        self._fetch([*tables, *filter(is_plain, images)], until)
+        if wanted.checkpoints:
             _check(until)
-            restore.download_checkpoints(self.store, self.layout.root, steps)
+            restore.download_checkpoints(self.store, self.layout.root)
 
     def _fetch(self, paths: Iterable[str], until: float) -> None:
         for path in paths:
             _check(until)
+            (self.layout.root / path).parent.mkdir(parents=True, exist_ok=True)
             self.store.fetch(path, self.layout.root / path)
 
     def upload_states(self) -> None:

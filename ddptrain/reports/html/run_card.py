@@ -131,7 +131,6 @@ class RunCard:
     galleries: Sequence[tuple[str, Sequence[csv_tables.GalleryItem]]]
     confusion: csv_tables.Confusion | None
     pictures: Sequence[tuple[str, Sequence[Picture]]]
-    operators: Sequence[csv_tables.Operators]
     names: Sequence[csv_tables.GeneratedName]
     files: Sequence[tuple[str, str]]
     settings: Sequence[Setting]
@@ -149,7 +148,6 @@ class RunCard:
             ("metrics", "Metrics", self.metrics),
             ("timeline", "Timeline", self.timeline),
             ("time", "Time", self.time_use),
-            ("operators", "Top operators", self.operators),
             ("confusion", "Confusion matrix", self.confusion),
             ("predictions", "Predictions", self.galleries),
             ("names", "Generated names", self.names),
@@ -228,7 +226,6 @@ def _media(view: RunView, limits: Limits) -> dict[str, Any]:
         "galleries": galleries,
         "confusion": predictions,
         "pictures": pictures.groups(in_gallery),
-        "operators": csv_files.operators(),
         "names": csv_files.generated_names(),
         "files": others[:_MOST_LISTED],
     }

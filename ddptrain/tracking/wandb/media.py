@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image  # noqa: F401  # wandb would import it later, maybe while the process forks
 import wandb
 
-from ddptrain.file_ops import entries, hash_file, publish
 from ddptrain.tracking import items
 
 _MAX_SAMPLES = 1 << 16  # the most values of a tensor in a histogram: it must not take much CPU time from the training
@@ -40,11 +33,12 @@ def _cell(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def to_table_artifact(item: items.Table, max_rows: int, run_id: str, suffix: str) -> wandb.Artifact:
-    """Return an artifact `<table>_<run>` with a copy of the table.
+def to_table_artifact(item: items.Table, max_rows: int, run_id: str, rank: int) -> wandb.Artifact:
+    """Return an artifact `<table>_<run>` with a copy of the table; `<table>_<run>_rank_<rank>` if it is not rank 0's.
 
     An artifact that shares the logged table would refer to another artifact, which the server may not have yet.
     """
+    suffix = f"_rank_{rank}" if rank else ""
     artifact = wandb.Artifact(
         artifact_name(f"{item.name}_{run_id}{suffix}"), type=artifact_name(item.name), metadata={"step": item.step}
     )
@@ -81,41 +75,3 @@ def _sample(tensor: Any) -> Any:
     flat = tensor.detach().flatten()
     values = flat[:: max(1, flat.numel() // _MAX_SAMPLES)].float().cpu().numpy()
     return values[np.isfinite(values)]
-
-
-@contextmanager
-def shared_image_copies(table: items.Table, max_rows: int) -> Iterator[None]:
-    """Replace the copies of a table's images that wandb makes in the block by hard links to the images.
-
-    wandb copies each image into every artifact that shows it. Only for an offline run: an online run deletes a copy
-    once it is sent, maybe within the block.
-    """
-    folder = Path(os.environ.get("WANDB_DATA_DIR", "")) / "artifacts" / "staging"
-    before = {*entries(folder)}
-    yield
-    with suppress(OSError):  # the copies stay
-        images = [value.path for row in table.rows[:max_rows] for value in row if isinstance(value, items.Image)]
-        known: dict[tuple[int, str], Path] = {hash_file(path): path for path in images}
-        for copy in {*entries(folder)} - before:
-            if _is_complete(copy) and (content := hash_file(copy)) in known:
-                known[content] = _replace_by_link(copy, known[content])
-
-
-def _is_complete(copy: Path) -> bool:
-    """Return whether wandb has finished a copy, which it then makes read-only. Other ranks write copies there, too."""
-    mode = copy.lstat().st_mode
-    return stat.S_ISREG(mode) and stat.S_IMODE(mode) == stat.S_IRUSR
-
-
-def _replace_by_link(copy: Path, original: Path) -> Path:
-    """Replace a copy by a hard link.
-
-    Return the file for further links: `original`, or `copy` if it is on another disk.
-    """
-    link = copy.with_name(f"{copy.name}-{secrets.token_hex(4)}")
-    try:
-        os.link(original, link)
-    except OSError:  # another disk
-        return copy
-    publish(link, copy)
-    return original

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,27 +43,29 @@ def mirror(model: MirroredModel) -> None:
 def _log(model: MirroredModel, folder: Path, key: str) -> None:
     """Log all versions in a separate run of the job type `model-registry`."""
     from ddptrain.tracking.wandb import wandb_run
-    from ddptrain.tracking.wandb.wandb_artifacts import Uploads
+    from ddptrain.tracking.wandb.wandb_artifacts import ArtifactUploads
 
     if key:
         os.environ["WANDB_API_KEY"] = key
     folder.mkdir()
     wandb_run.prepare(folder)
-    uploads = Uploads()
     try:
-        run = wandb_run.open_run(_run_options(model, folder), uploads)
+        run = wandb_run.open_run(_run_options(model, folder))
     except (Exception, SystemExit) as error:  # wandb raises many types, and exits with its service
         raise ClusterError(f"W&B has opened no run ({wandb_run.reason_of(error)})") from error
     problem: DdptrainError | None = None
+    uploads = ArtifactUploads(run, model.name, folder / "links")
     for version in reversed(model.versions):  # the last one gets W&B's alias `latest`: it must be the champion
         try:
             artifact = _artifact(model, version)
         except DdptrainError as error:  # the other versions are logged even if one is damaged
             problem = error
             continue
-        run.log_artifact(artifact, aliases=[*version.aliases, f"version-{version.number}"])
+        uploads.put(artifact, [*version.aliases, f"version-{version.number}"])
     limit_s = max(_FINISH_RESERVE_S, model.timeout_s * (1 - _OPEN_SHARE) * _FINISH_SHARE)
-    if not wandb_run.finish(run, "finished", limit_s):
+    until = time.monotonic() + limit_s
+    complete = uploads.finish(limit_s)
+    if not wandb_run.finish(run, "finished", max(_FINISH_RESERVE_S, until - time.monotonic())) or not complete:
         raise ClusterError(f"W&B did not take all files within {limit_s:.0f} s; models.mirror_timeout_s is the limit")
     if uploads.problem:
         raise ClusterError(uploads.problem)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import wandb
 
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb.wandb_artifacts import Uploads
 from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ class RankRun:
         self.mode = str(facts.from_driver.get("mode") or options.get("mode") or "rank0")
         self.online = bool(facts.from_driver.get("online"))
         self.folder = facts.folder / "wandb"
-        self.uploads = Uploads()
         self.finish_timeout_s = float(options.get("finish_timeout_s", 30.0))
         self.wandb_timeout_s = _FINISH_SHARE * self.finish_timeout_s
         self._init_timeout_s = float(options.get("init_timeout_s", 20.0))
@@ -57,7 +55,7 @@ class RankRun:
                 return run, ""
         if self.mode == "shared":
             self.mode = "process"
-        return open_run(self.run_options("offline"), self.uploads), problem
+        return open_run(self.run_options("offline")), problem
 
     def _open_online(self) -> tuple[wandb.Run | None, str]:
         """Return the run and "", or None and the reason."""
@@ -68,7 +66,7 @@ class RankRun:
             return None, problem
         run, problem = None, ""
         try:
-            run = open_run(self.run_options("shared" if self.mode == "shared" else "online"), self.uploads)
+            run = open_run(self.run_options("shared" if self.mode == "shared" else "online"))
         except (Exception, SystemExit) as error:  # SystemExit: wandb may exit with its service's exit code
             problem = f"W&B has opened no run online ({reason_of(error)})"
         if signal and is_primary:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import wandb
@@ -24,13 +24,14 @@ from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb import media, wandb_run
 from ddptrain.tracking.wandb.rank_run import RankRun
 from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, RowFilter, WandbRow
-from ddptrain.tracking.wandb.wandb_artifacts import CheckpointArtifacts
+from ddptrain.tracking.wandb.wandb_artifacts import ArtifactUploads
 from ddptrain.tracking.wandb.wandb_folders import SENDING
 
 _GATHER_S = 0.5  # a row waits this long for more values of its step
 _DISK_CHECK_S = 10.0
 _DISK_FULL_BYTES = 1 << 16
 _FINISH_MARGIN_S = 0.3  # our timeout is longer, so that wandb's own timeout ends run.finish() first
+_UPLOAD_SHARE = 0.8  # of the time for the end: then run.finish() begins, although artifacts wait
 _WATCH_EVERY = 10  # rows from one set of histograms to the next
 _STALE_S = 3.0  # an older row gets no histograms, because these show the model as it is now
 
@@ -61,13 +62,11 @@ class WandbTracker:
         """Open the run: online if this is wanted and possible, else offline."""
         self._facts = facts
         self._rank_run = RankRun(self._options, facts, os.environ)
-        folder, uploads = self._rank_run.folder, self._rank_run.uploads
+        folder = self._rank_run.folder
         folder.mkdir(parents=True, exist_ok=True)
         wandb_run.prepare(folder)
         self._run, self._offline_reason = self._rank_run.open()
-        keep = int((facts.config.get("checkpoint") or {}).get("keep") or 3)
-        sending = folder / f"{SENDING}{facts.rank}"
-        self._checkpoints = CheckpointArtifacts(sending, facts.folder.parent, facts.run_id, keep, uploads)
+        self._uploads = ArtifactUploads(self._run, facts.run_id, folder / f"{SENDING}{facts.rank}")
         self._prefix = self._rank_run.prefix
         for name, (lowest, highest, last) in facts.from_driver.get("before", {}).items():
             if goal := self._goal(name):
@@ -126,9 +125,8 @@ class WandbTracker:
                 self._flush()  # while the file exists
             case items.Table() if self._options.get("tables", True):
                 self._log_table(item)
-            case items.Checkpoint() if self._options.get("checkpoints"):
-                artifact = self._checkpoints.create(item, offline=self._run.offline)
-                self._run.log_artifact(artifact, aliases=["latest", f"step-{item.step}"])
+            case items.Checkpoint() if self._options.get("checkpoints") and not self._run.offline:
+                self._uploads.put_checkpoint(item)
             case items.Model():
                 self._model = item.model
             case _:
@@ -224,12 +222,11 @@ class WandbTracker:
                 f"the table {item.name} has {len(item.rows):,} rows, of which the first {max_rows:,} are logged "
                 "(tracking.wandb.table_rows)"
             )
-        suffix = f"_rank_{self._facts.rank}" if self._facts.rank else ""
-        with media.shared_image_copies(item, max_rows) if self._run.offline else nullcontext():
-            artifact = media.to_table_artifact(item, max_rows, self._facts.run_id, suffix)
-            self._add(item.step, {item.name: media.to_table(item, max_rows)}, None, item.time_ns / 1e9)
-            self._flush()
-        self._run.log_artifact(artifact)
+        if self._run.offline:  # an offline log that names files would be useless once the run directory has moved
+            return
+        self._uploads.put(media.to_table_artifact(item, max_rows, self._facts.run_id, self._facts.rank))
+        self._add(item.step, {item.name: media.to_table(item, max_rows)}, None, item.time_ns / 1e9)
+        self._flush()
 
     def _flush_rows(self) -> None:
         """Log each row 0.5 s after its first value. Runs in a thread until finish()."""
@@ -259,20 +256,22 @@ class WandbTracker:
                 self._log_rest()
             finally:
                 complete = self._end_run(state)
-                self._checkpoints.close()
+                self._uploads.delete_files()
         incomplete = ""
         if not complete:
             incomplete = f"W&B has not taken everything in {self._rank_run.finish_timeout_s:g} s"
             self._facts.tell(f"{incomplete}; {self._sync_command} sends the rest")
-        if lost := self._rank_run.uploads.problem:
+        if lost := self._uploads.problem:
             self._facts.tell(lost)
         if self._facts.from_driver.get("strict") and (reason := self._offline_reason or lost or incomplete):
             raise WentOffline(reason)
 
     def _end_run(self, state: State) -> bool:
         """End wandb's run. Return whether W&B got everything; True also after the report of a full disk."""
+        deadline = time.monotonic() + self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S
         try:
-            return wandb_run.finish(self._run, state, self._rank_run.wandb_timeout_s + _FINISH_MARGIN_S)
+            complete = self._uploads.finish(_UPLOAD_SHARE * self._rank_run.wandb_timeout_s)
+            return wandb_run.finish(self._run, state, deadline - time.monotonic(), complete=complete)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

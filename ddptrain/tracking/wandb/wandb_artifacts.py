@@ -1,124 +1,122 @@
-"""Artifacts of a run: checkpoints without copies, and the state of each upload."""
+"""Checkpoints and tables as artifacts of an online run: they are sent one after the other, in a thread."""
 
 from __future__ import annotations
 
 import shutil
+import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import wandb
 
 from ddptrain.tracking import items
 from ddptrain.tracking.temp_files import link_or_copy
-from ddptrain.tracking.wandb import internals
-from ddptrain.tracking.wandb.credentials import without_credentials
 from ddptrain.tracking.wandb.media import artifact_name
-from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE, checkpoint_folder
+from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE
+from ddptrain.tracking.wandb.wandb_run import reason_of
 
 
-@dataclass(slots=True)
-class Upload:
-    """An artifact that wandb has accepted.
+def checkpoint_artifact(run_id: str, step: int, metrics: dict[str, float], files: Sequence[Path]) -> wandb.Artifact:
+    """Return the artifact of a checkpoint. The files are not copied: they must exist until they are sent."""
+    name = artifact_name(f"checkpoint_{run_id}")
+    artifact = wandb.Artifact(name, type=CHECKPOINT_TYPE, metadata={"step": step, **metrics})
+    for path in files:
+        artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
+    return artifact
 
-    `artifact` is None once the server has answered; `refused` is its error message. `replaced` means that the files
-    were deleted in favour of newer ones before they were sent.
+
+def checkpoint_aliases(step: int) -> list[str]:
+    """Return the aliases of the artifact of a checkpoint."""
+    return ["latest", f"step-{step}"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    artifact: wandb.Artifact
+    aliases: Sequence[str] = ()
+    folder: Path | None = None  # the files of a checkpoint, which are deleted once they are sent
+
+
+class ArtifactUploads:
+    """Sends artifacts, and records which ones W&B lacks.
+
+    A checkpoint has hard links below `folder` until it is sent. If the next checkpoint comes while one still waits
+    for an earlier upload, it replaces the waiting one, so that a slow server does not fill the disk.
     """
 
-    artifact: wandb.Artifact | None
-    replaced: bool = False
-    refused: str = ""
+    def __init__(self, run: wandb.Run, run_id: str, folder: Path) -> None:
+        self._run, self._run_id, self._folder = run, run_id, folder
+        self._waiting: deque[_Upload] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._count = self._replaced = 0
+        self._errors: list[str] = []
+        shutil.rmtree(folder, ignore_errors=True)  # the links of a rank that was killed
+        self._thread = threading.Thread(target=self._send_all, name="ddptrain-wandb-artifacts", daemon=True)
+        self._thread.start()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the server lacks the artifact for good."""
-        return bool(self.refused) or (self.replaced and self.artifact is not None)
+    def put(self, artifact: wandb.Artifact, aliases: Sequence[str] = ()) -> None:
+        """Send an artifact later."""
+        self._add(_Upload(artifact, aliases))
 
-
-class Uploads:
-    """The uploads of a run. wandb sends one after the other, in the background."""
-
-    def __init__(self) -> None:
-        self._uploads: list[Upload] = []
-
-    def watch(self, artifact: wandb.Artifact, handle: Any) -> None:
-        """Record what becomes of an artifact that wandb has accepted; see internals.skip_server_requests."""
-        upload = Upload(artifact)
-        self._uploads.append(upload)
-
-        def answered(error: str) -> None:
-            upload.refused = without_credentials(error)
-            upload.artifact = None
-
-        internals.when_answered(handle, answered)
-
-    def pending(self, artifact: wandb.Artifact) -> Upload | None:
-        """Return the upload of an artifact; None once the server has answered, or if wandb has not accepted it."""
-        return next((upload for upload in self._uploads if upload.artifact is artifact), None)
-
-    @property
-    def problem(self) -> str:
-        """What the server lacks, in one line, or ""."""
-        lost = [upload for upload in self._uploads if upload.is_lost]
-        missing = []
-        if replaced := sum(upload.replaced for upload in lost):
-            missing.append(f"checkpoints ({replaced}) that were replaced by newer ones before they were sent")
-        if refused := [upload.refused for upload in lost if not upload.replaced]:
-            missing.append(f"{len(refused)} of {len(self._uploads)} artifacts; the last error: {refused[-1]}")
-        return f"W&B lacks {' and '.join(missing)}" if missing else ""
-
-
-class CheckpointArtifacts:
-    """Creates artifacts of checkpoints without copying the files: the copies of a long run would fill the disk.
-
-    Online, a checkpoint that waits for its upload has hard links below `sending`. As many checkpoints wait as the run
-    directory keeps, plus the one that is being sent; a slow server gets only some of all checkpoints. Offline, the
-    artifact contains the paths of the files in the run directory (`run_dir`), for a later upload.
-    """
-
-    def __init__(self, sending: Path, run_dir: Path, run_id: str, keep: int, uploads: Uploads) -> None:
-        self._sending, self._run_dir, self._run_id = sending, run_dir, run_id
-        self._keep = keep
-        self._uploads = uploads
-        self._waiting: list[tuple[wandb.Artifact, Path]] = []
-        self.close()  # deletes the links of a rank that was killed
-
-    def create(self, item: items.Checkpoint, *, offline: bool) -> wandb.Artifact:
-        """Create the artifact with the files of a checkpoint. Raises OSError."""
-        name = artifact_name(f"checkpoint_{self._run_id}")
-        artifact = wandb.Artifact(name, type=CHECKPOINT_TYPE, metadata={"step": item.step, **item.metrics})
-        folder = item.folder if offline else self._keep_until_sent(item, artifact)
-        for path in sorted(folder.iterdir()):
-            entry = artifact.add_file(str(path), name=path.name, policy="immutable", skip_cache=True)
-            if offline:
-                entry.local_path = str(checkpoint_folder(self._run_dir, item.step) / path.name)
-        return artifact
-
-    def _keep_until_sent(self, item: items.Checkpoint, artifact: wandb.Artifact) -> Path:
-        self._make_room()
-        folder = checkpoint_folder(self._sending, item.step)
-        shutil.rmtree(folder, ignore_errors=True)
+    def put_checkpoint(self, item: items.Checkpoint) -> None:
+        """Send a checkpoint later; its files may be deleted when this method has returned. Raises OSError."""
+        folder = self._folder / f"step-{item.step}-{self._count}"
         folder.mkdir(parents=True)
         for path in item.folder.iterdir():
             link_or_copy(path, folder / path.name)
-        self._waiting.append((artifact, folder))
-        return folder
+        artifact = checkpoint_artifact(self._run_id, item.step, dict(item.metrics), sorted(folder.iterdir()))
+        self._add(_Upload(artifact, checkpoint_aliases(item.step), folder))
 
-    def _make_room(self) -> None:
-        """Delete the links of sent checkpoints, and of the oldest waiting ones, except the one that is being sent."""
-        waiting = []
-        for artifact, folder in self._waiting:
-            if self._uploads.pending(artifact) is None:
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
-                waiting.append((artifact, folder))
-        while len(waiting) > self._keep:
-            artifact, folder = waiting.pop(1 if self._keep else 0)
-            if upload := self._uploads.pending(artifact):
-                upload.replaced = True
-            shutil.rmtree(folder, ignore_errors=True)
-        self._waiting = waiting
+    def _add(self, upload: _Upload) -> None:
+        with self._changed:
+            self._count += 1
+            for other in [each for each in self._waiting if each.folder and upload.folder]:
+                self._waiting.remove(other)
+                self._replaced += 1
+                _delete(other)
+            self._waiting.append(upload)
+            self._changed.notify()
 
-    def close(self) -> None:
+    def _send_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                upload = self._waiting.popleft()
+            try:
+                # Artifact.wait alone reports that the server has refused an artifact.
+                self._run.log_artifact(upload.artifact, aliases=[*upload.aliases]).wait()
+            except Exception as error:  # whatever wandb raises
+                self._errors.append(reason_of(error))
+            _delete(upload)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until everything is sent. Return whether it was, within the time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def delete_files(self) -> None:
         """Delete all links."""
-        shutil.rmtree(self._sending, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def problem(self) -> str:
+        """What the server lacks for good, in one line, or ""."""
+        missing = []
+        if self._replaced:
+            missing.append(f"checkpoints ({self._replaced}) that were replaced by newer ones before they were sent")
+        if self._errors:
+            missing.append(f"{len(self._errors)} of {self._count} artifacts; the last error: {self._errors[-1]}")
+        return f"W&B lacks {' and '.join(missing)}" if missing else ""
+
+
+def _delete(upload: _Upload) -> None:
+    if upload.folder is not None:
+        shutil.rmtree(upload.folder, ignore_errors=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 from ddptrain.file_ops import entries
 
 LINKS = "links.json"  # a file beside the parts: the URLs of the runs that `results sync` has sent, by their ids
-UNSENT = "unsent"  # a file in the folder of an online run; its text is OPEN, SENT or ""
+UNSENT = "unsent"  # a file in the folder of a part; its text is OPEN, ARTIFACTS, SENT or ""
 OPEN = "open"  # the run has not ended, or was killed
+ARTIFACTS = "artifacts"  # `wandb sync` has sent the part; the run's checkpoints and tables are still to be logged
 SENT = "sent"  # the server has everything; the file stays, because nothing is deleted in an object store
 SYNCED = ".wandb.synced"  # suffix of a file that wandb creates beside a log that `wandb sync` has sent
 SYNC_STATE = ".wandb.syncstate"  # suffix of a file with the step numbers of a log that was sent partly
@@ -20,6 +21,7 @@ STATE_FILES = (f"/{UNSENT}", SYNCED, SYNC_STATE)  # suffixes of the paths of fil
 SENDING = "sending-rank-"  # prefix of a folder beside the parts: checkpoints that are being sent
 CHECKPOINT_TYPE = "model"  # type of artifacts that are checkpoints
 _NAME = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
+_EMPTY_BYTES = 7  # the header of a log
 _SHARED = re.compile(r"-(?P<rank>rank_\d+)")
 
 
@@ -46,9 +48,15 @@ class RunPart:
     @property
     def sent(self) -> bool:
         """Whether the server has everything."""
+        mark = self.mark
         if self.log.with_suffix(SYNCED).exists():
-            return True
-        return not self.offline and self.mark in (None, SENT)
+            return mark != ARTIFACTS
+        return mark == SENT or (mark is None and not self.offline)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to send: the process was killed before anything was written."""
+        return self.log.stat().st_size <= _EMPTY_BYTES
 
     @property
     def mark(self) -> str | None:
@@ -73,11 +81,6 @@ def unsent_parts(parts: Sequence[RunPart]) -> list[RunPart]:
 def _was_continued(part: RunPart, parts: Sequence[RunPart]) -> bool:
     of_run = [each for each in parts if each.target == part.target]
     return any(each.sent for each in of_run[of_run.index(part) + 1 :])
-
-
-def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Return the folder of a checkpoint below a run directory, or below another folder with the same layout."""
-    return folder / "checkpoints" / f"step-{step}"
 
 
 def parts_below(folder: Path) -> list[RunPart]:

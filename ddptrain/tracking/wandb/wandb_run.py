@@ -1,7 +1,7 @@
 """Opens and closes a run of W&B in this process: online or offline, with time limits, and without ever prompting.
 
-Observed with wandb 0.31: after a failed `init`, the run's id stays taken until `teardown`; the setting `silent` does
-not silence the login; wandb's exit handler waits for the server without a limit.
+Observed with wandb 0.30 and 0.31: after a failed `init`, the run's id stays taken until `teardown`; the setting
+`silent` does not silence the login; wandb's exit handler waits for the server without a limit, so a rank limits it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 
 import wandb
 
-from ddptrain.tracking.wandb import internals
 from ddptrain.tracking.wandb.credentials import without_credentials
-from ddptrain.tracking.wandb.wandb_artifacts import Uploads
 from ddptrain.tracking.wandb.wandb_folders import OPEN, SENT, UNSENT
 
 FLUSH_S = 0.25  # wandb writes rows to its log file this often; rows in the file survive if the rank is killed
@@ -65,16 +63,14 @@ def prepare(folder: Path) -> None:
         os.environ.setdefault(name, str(value))
 
 
-def open_run(options: RunOptions, uploads: Uploads) -> wandb.Run:
-    """Open the run; `uploads` records the state of its artifacts.
-
-    Raises any exception of wandb, after deleting the folders that wandb has created.
-    """
+def open_run(options: RunOptions) -> wandb.Run:
+    """Open the run. Raises any exception of wandb, after deleting the folders that wandb has created."""
     before = _run_folders(options)
-    internals.remove_exit_handler()
+    settings = settings_for(options, os.environ)
+    known = wandb.Settings.model_fields  # older versions lack some settings, which they do not need
     try:
         run = wandb.init(
-            settings=wandb.Settings(**settings_for(options, os.environ)),
+            settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
             config=None if options.config is None else dict(options.config),
             allow_val_change=True,
         )
@@ -83,7 +79,6 @@ def open_run(options: RunOptions, uploads: Uploads) -> wandb.Run:
         for folder in _run_folders(options) - before:
             shutil.rmtree(folder, ignore_errors=True)  # nothing was logged there
         raise
-    internals.skip_server_requests(run, uploads.watch)
     _mark(run, OPEN)  # before anything is logged, because the rank may be killed at any time
     return run
 
@@ -146,16 +141,19 @@ def stop_service() -> None:
         wandb.teardown()
 
 
-def finish(run: wandb.Run, state: str, timeout_s: float) -> bool:
-    """End the run. Return whether everything was sent (offline: written) in time. Raises any exception of wandb."""
+def finish(run: wandb.Run, state: str, timeout_s: float, *, complete: bool = True) -> bool:
+    """End the run. Return whether everything was sent (offline: written) in time. Raises any exception of wandb.
+
+    `complete`: whether the server has all artifacts.
+    """
     if state == "preempted":
         run.mark_preempting()
     _mark(run)  # before finish(), because this thread may be abandoned
     try:
         if not _ends_within(timeout_s, lambda: run.finish(exit_code=_EXIT_CODES.get(state, 1))):
             return False
-        _mark(run, SENT)
-        complete = True
+        if complete:
+            _mark(run, SENT)
     except TimeoutError:
         complete = False
     stop_service()

@@ -50,5 +50,5 @@ def test_large_tensor_is_sampled() -> None:
 def test_name_of_a_table_is_safe(tmp_path: Path) -> None:
     from ddptrain.tracking.wandb.media import to_table_artifact
 
-    artifact = to_table_artifact(items.Table(0, "val/worst", ("x",), ((1,),), 7), 10, "run-1", "_rank_1")
+    artifact = to_table_artifact(items.Table(0, "val/worst", ("x",), ((1,),), 7), 10, "run-1", 1)
     assert (artifact.name, artifact.type, artifact.metadata) == ("val_worst_run-1_rank_1", "val_worst", {"step": 7})

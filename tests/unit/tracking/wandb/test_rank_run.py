@@ -50,7 +50,7 @@ class Opened:
         self.fails = fails
         self.modes: list[tuple[str, str]] = []
 
-    def __call__(self, options: RunOptions, uploads: Any) -> Any:
+    def __call__(self, options: RunOptions) -> Any:
         self.modes.append((options.mode, options.run_id))
         if self.fails is not None and options.mode != "offline":
             raise self.fails

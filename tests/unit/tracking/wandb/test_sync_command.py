@@ -1,15 +1,14 @@
-"""`wandb sync` as a process: its environment, what it prints, and its end."""
+"""`wandb sync` as a process: its environment, and what it prints."""
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from ddptrain.tracking.wandb.sync_command import sync_environment, sync_logs
-from tests.unit.worker.stubs import has_ended, until
+from ddptrain.tracking.wandb.sync_command import SyncOutput, WandbProcesses, sync_environment
+from ddptrain.tracking.wandb.wandb_folders import RunPart
 
 KEY = "k" * 40
 
@@ -31,48 +30,17 @@ def test_environment_says_how_to_send_not_how_it_was_recorded(tmp_path: Path, mo
     assert sync_environment({"WANDB_ERROR_REPORTING": "true"})["WANDB_ERROR_REPORTING"] == "true"
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program that runs in place of `python -P -m wandb sync`; to be filled with a shell script."""
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\n")
+def test_last_error_and_address_are_found_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"  # runs in place of `python -P -m wandb sync`
+    program.write_text(
+        "#!/bin/sh\necho '2025-01-01 ERROR first'\n"
+        f"echo 'wandb: ERROR key {KEY} refused by http://me:hush@there/'\n"
+        "echo 'wandb: ERROR Find detailed error logs at: /tmp/x'\n"
+        "echo 'wandb: [p/w1] View run pets at http://x/me/p/runs/w1'\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    (tmp_path / "cwd").mkdir()
-    return program
-
-
-def test_last_error_and_links_are_found_without_the_key(command: Path, tmp_path: Path) -> None:
-    with command.open("a") as file:
-        file.write(
-            "echo '2025-01-01 ERROR first'\n"
-            f"echo 'wandb: ERROR key {KEY} refused by http://me:hush@there/'\n"
-            "echo 'wandb: ERROR Find detailed error logs at: /tmp/x'\n"
-            "echo 'wandb: [offline-run-1/w1] View run pets at http://x/runs/w1'\n"
-        )
-    output = sync_logs([tmp_path / "log"], {"WANDB_API_KEY": KEY}, tmp_path / "cwd", 60.0)
-    assert output.error == "key <left out> refused by http://<left out>@there/"
-    assert output.urls == {"w1": "http://x/runs/w1"}
-
-
-def test_command_runs_in_the_scratch_folder_with_its_own_folders(command: Path, tmp_path: Path) -> None:
-    with command.open("a") as file:
-        file.write('echo "Error: $PWD $TMPDIR $WANDB_DIR $*"\n')
-    cwd = tmp_path / "cwd"
-    output = sync_logs([Path("/log")], {"WANDB_DIR": "/of/the/user"}, cwd, 60.0)
-    words = "-P -m wandb sync --include-online --include-synced /log"
-    assert output.error == f"{cwd} {cwd} {cwd}/WANDB_DIR {words}"
-
-
-def test_command_that_hangs_is_killed_with_its_children(command: Path, tmp_path: Path) -> None:
-    with command.open("a") as file:
-        file.write(f"sleep 600 & echo $! > {tmp_path}/child\nwait\n")
-    began = time.monotonic()
-    output = sync_logs([], {"PATH": "/usr/bin:/bin"}, tmp_path / "cwd", 1.0)
-    assert time.monotonic() - began < 30
-    assert (output.error, output.urls) == ("it was not done in 1 s", {})
-    until(lambda: has_ended(int((tmp_path / "child").read_text())), "the child has ended")
-
-
-def test_success_has_no_error(command: Path, tmp_path: Path) -> None:
-    assert sync_logs([], {}, tmp_path / "cwd", 60.0).error == ""
+    (tmp_path / "scratch").mkdir()
+    part = RunPart(tmp_path, tmp_path / "run-w1.wandb", "w1", "", offline=True)
+    output = WandbProcesses({"WANDB_API_KEY": KEY}, print).sync(part, tmp_path / "scratch", 60.0)
+    assert output == SyncOutput("key <left out> refused by http://<left out>@there/", "http://x/me/p/runs/w1")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from ddptrain.tracking.wandb.wandb_folders import (
+    ARTIFACTS,
     OPEN,
     SENT,
     UNSENT,
     RunPart,
-    checkpoint_folder,
     links_in,
     parts_below,
     unsent_parts,
@@ -39,6 +39,15 @@ def test_part_is_sent_by_its_mark(tmp_path: Path, offline: bool, mark: str | Non
     (part,) = parts_below(tmp_path)
     assert part.sent is is_sent
     part.log.with_suffix(".wandb.synced").touch()
+    assert part.sent
+
+
+def test_part_of_which_the_artifacts_are_still_to_be_logged_waits(tmp_path: Path) -> None:
+    make(tmp_path, "000001", offline=True, mark=ARTIFACTS)
+    (part,) = parts_below(tmp_path)
+    part.log.with_suffix(".wandb.synced").touch()
+    assert not part.sent
+    (part.folder / UNSENT).write_text(SENT)
     assert part.sent
 
 
@@ -82,7 +91,3 @@ def test_damaged_links_are_none(tmp_path: Path) -> None:
     for damaged in ("[1]", "{", "3"):
         (tmp_path / "links.json").write_text(damaged)
         assert links_in(tmp_path) == {}
-
-
-def test_checkpoints_are_found_by_their_step() -> None:
-    assert checkpoint_folder(Path("/runs/a"), 12) == Path("/runs/a/checkpoints/step-12")
