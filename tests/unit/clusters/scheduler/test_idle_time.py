@@ -26,7 +26,7 @@ class Watch(idle_time.IdleWatch):
 
 def test_one_answer_that_is_late_does_not_end_a_cluster_with_a_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch, [(0.1, True), (7.0, False), (0.1, True), (7.0, False), (7.0, False)])
-    over = []
+    over: list[bool] = []
     for _ in range(5):
         over.append(watch.is_over())
         watch.now += watch.pause_s
@@ -37,7 +37,7 @@ def test_silence_is_not_idle_but_after_an_hour_the_scheduler_has_failed(monkeypa
     watch = Watch(
         monkeypatch, [(0.1, False), (600.0, None), (0.1, False), (6.0, False), (0.1, False), *[(600.0, None)] * 8]
     )
-    over = []
+    over: list[bool] = []
     while not over or not over[-1]:
         over.append(watch.is_over())
     assert over == [False, False, False, False, True]
