@@ -85,7 +85,7 @@ class SshProvider:
             _resize(cluster, hosts, wanted, client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """Return the log of each process; empty unless something goes wrong. For an unreachable host, the error."""
+        """Return the log of each process; a worker logs only what goes wrong. For an unreachable host, the error."""
         hosts = hosts_of(cluster.record.settings)
 
         def read(part: Part) -> str:

@@ -165,7 +165,10 @@ class _Order:
         group = await api.get(DASK, f"daskworkergroups/{spec.worker_group(name)}") or found
         Parts(api.context, api.namespace, "", attached=True, slots=spec.slots_of(labels)).save(self.cluster)
         self.cluster.update(workers=group["spec"]["worker"]["replicas"])
-        self.tell(f"the namespace {api.namespace} has a DaskCluster {name}: it is used as it is")
+        self.tell(
+            f"the namespace {api.namespace} has a DaskCluster {name}, maybe of another user: it is used as it is, and "
+            "the image and size that are configured here are ignored; for a cluster of your own choose another --name"
+        )
 
     async def _await_scheduler(self, api: Kubernetes) -> None:
         """Wait until the scheduler's pod is ready. Raises ClusterError if it never will be, or not in time."""
