@@ -81,9 +81,9 @@ class Transition(SlowRankDraft):
             case inbox.ResultsLost(lost):
                 self.change(loss=lost)
                 self._stop(self.grace_s)
-            case inbox.ArtifactStored(rank, what, path):
+            case inbox.ArtifactStored(rank, path, step):
                 self.change(transfers=self.state.transfers - 1)
-                self.do(actions.RecordStored(rank, what, path))
+                self.do(actions.RecordStored(rank, path, step))
             case inbox.ArtifactFailed(rank, what, failed, vital, unreachable):
                 self.change(transfers=self.state.transfers - 1)
                 if vital:

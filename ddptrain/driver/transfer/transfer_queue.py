@@ -49,6 +49,7 @@ class _Transfer:
     what: str
     work: Callable[[], Path]
     vital: bool = True  # whether a failure ends the run
+    step: int | None = None  # of a checkpoint
 
 
 class TransferQueue:
@@ -82,7 +83,7 @@ class TransferQueue:
                     folders.append(self._local_folder(copies, source, part.staging, part.files))
                 return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:])
 
-        self._queue.put(_Transfer(rank, f"checkpoint step-{event.step}", work))
+        self._queue.put(_Transfer(rank, f"checkpoint step-{event.step}", work, step=event.step))
 
     def _local_folder(self, copies: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
         """Return the folder `name` of a rank's staging folder, or a copy that exists until `copies` is closed."""
@@ -129,7 +130,7 @@ class TransferQueue:
                     ArtifactFailed(transfer.rank, transfer.what, cause or error, transfer.vital, unreachable)
                 )
             else:
-                self.inbox.put(ArtifactStored(transfer.rank, transfer.what, str(path)))
+                self.inbox.put(ArtifactStored(transfer.rank, str(path), transfer.step))
 
     def _with_retries(self, transfer: _Transfer) -> Path:
         """Do the transfer; repeat it after 1, 2, 4, ... 60 s if the run directory cannot be written."""
