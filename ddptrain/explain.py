@@ -41,11 +41,11 @@ class Explanation:
 
 _INTERRUPTED = Explanation(
     "interrupted",
-    "ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM",
+    "ddptrain: run train-20260612-080000-a1b2 cancelled: interrupted by SIGTERM; checkpoint step-20 is saved",
     (
         Cause(
-            "Ctrl-C, stop --now, or a second SIGTERM did not wait",
-            "use ddptrain stop, which waits for failure.grace_s",
+            "Ctrl-C, or a second signal, which does not wait for a checkpoint",
+            "start it again with --resume RUN; to save, send one signal and wait for failure.grace_s",
             "SIGINT",
         ),
         Cause(
@@ -54,10 +54,10 @@ _INTERRUPTED = Explanation(
             "SIGTERM|ddptrain stop",
         ),
         Cause("the function does not call ctx.checkpoint", "call it on all ranks", "SIGTERM|ddptrain stop"),
-        Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 75"),
+        Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 0 or 75"),
     ),
-    "130 after Ctrl-C, which stops at once; 143 after SIGTERM, if the run ended without saving.\n"
-    "If there is an older checkpoint, --resume RUN continues from it. Every process of the run has ended.",
+    "130 after Ctrl-C, also if the run has saved; 143 after SIGTERM, if there is no checkpoint.\n"
+    "If there is a checkpoint, --resume RUN continues from it. Every process of the run has ended.",
 )
 
 EXPLANATIONS: dict[int, Explanation] = {
@@ -276,7 +276,7 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.PREEMPTED: Explanation(
         "preempted, and a checkpoint is saved",
-        "run nightly preempted (exit code 75): ended by ddptrain stop; continue with --resume nightly",
+        "run nightly stopped (saved) (exit code 75): ended by ddptrain stop; continue with --resume nightly",
         (
             Cause(
                 "someone sent SIGTERM: Slurm, Kubernetes, a spot instance, ddptrain stop",

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import ipaddress
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from ddptrain.file_ops import text_or_empty
 
+_PROC = Path("/proc")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -32,6 +35,11 @@ class HostId:
     machine: str = ""
     boot: str = ""
     pids: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> HostId:
+        """Return the host of a record, which another version of ddptrain may have written."""
+        return cls(**known_fields(cls, data))
 
 
 UNKNOWN_HOST = HostId()  # of a record that does not contain its host
@@ -57,6 +65,11 @@ def this_host() -> HostId:
     )
 
 
+def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of `data` that are fields of the dataclass `kind`; another version may have written others."""
+    return {field.name: data[field.name] for field in fields(kind) if field.name in data}
+
+
 def file_view() -> str:
     """Return a text that is equal for processes that see the same files with the same rights; "" if unknown."""
     mounts, boot = _link(_MOUNT_NAMESPACE), boot_id()
@@ -64,6 +77,19 @@ def file_view() -> str:
         return ""
     root = os.stat("/")
     return f"{boot} {mounts} {root.st_dev}:{root.st_ino} {os.geteuid()}"
+
+
+def process_start(pid: int) -> float:
+    """Return when a process started, by a monotonic clock (Linux: seconds since boot); 0 if it does not exist."""
+    if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
+        words = text_or_empty(_PROC / str(pid) / "stat").rpartition(")")[2].split()
+        return int(words[19]) / os.sysconf("SC_CLK_TCK") if words else 0.0
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def boot_id() -> str:

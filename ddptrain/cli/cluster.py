@@ -144,11 +144,16 @@ def logs(
     json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Print the last log lines of scheduler and workers, including those that have ended."""
+    """Print the last log lines of scheduler and workers, including those that have ended.
+
+    The scheduler logs which runs got slots, a worker only warnings and errors; DDPTRAIN_LOG=debug in the environment
+    of `cluster up` gives more.
+    """
     from ddptrain.clusters import lifecycle
 
     found = lifecycle.logs(name, lines, source)
-    blocks = (f"==> {each} <==\n{clean(text).rstrip()}".rstrip() + "\n" for each, text in found.items())
+    texts = {each: clean(text).rstrip() or "(no warnings and no errors)" for each, text in found.items()}
+    blocks = (f"==> {each} <==\n{text}\n" for each, text in texts.items())
     print_result(found, blocks, as_json=json)
 
 

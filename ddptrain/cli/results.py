@@ -44,7 +44,6 @@ class ExportFormat(StrEnum):
     """The formats of `ddptrain results export`."""
 
     CSV = "csv"
-    PARQUET = "parquet"
     TENSORBOARD = "tensorboard"
     MLFLOW = "mlflow"
 
@@ -259,7 +258,7 @@ def export(
 ) -> None:
     """Write the metrics of runs for other tools; files that exist are replaced.
 
-    csv and parquet: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
+    csv: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
     parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
     folder for MLflow, or on its server.
     """
@@ -276,7 +275,7 @@ def export(
     elif form is ExportFormat.TENSORBOARD:
         written = [str(path) for path in export_tensorboard(views, Path(output))]
     else:
-        written = [str(path) for path in export_tables(views, str(form), Path(output))]
+        written = [str(path) for path in export_tables(views, Path(output))]
     print_result({"format": str(form), "written": written}, written, as_json=json)
 
 

@@ -103,8 +103,9 @@ def _words(view: RunView, *, was_active: bool) -> str:
     record = view.record
     code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
     why = f": {one_line(record.failure.message)}" if record.failure and record.failure.message else ""
-    saved = f"; continue with --resume {view.run_id}" if view.status == RunStatus.PREEMPTED else ""
-    how = f"{view.status}{code}{why}{saved}"
+    can_go_on = view.status in (RunStatus.PREEMPTED, RunStatus.CANCELLED) and record.checkpoints
+    saved = f"; continue with --resume {view.run_id}" if can_go_on else ""
+    how = f"{view.status_text}{code}{why}{saved}"
     return f"run {view.run_id} {how}" if was_active else f"run {view.run_id} is not running, it has ended: {how}"
 
 

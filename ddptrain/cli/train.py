@@ -89,8 +89,8 @@ def start(
 
         check_workload(resolved)
         check_tls(resolved)
-        check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
-        typer.echo(resolved.yaml_text, nl=False)
+        start = check_cluster(resolved.config.cluster, lambda text: say(f"ddptrain: {text}"))
+        write([f"# ok: would start {start}; fields that differ from their defaults:", *resolved.changes.splitlines()])
         reporting.checked()
         return
     from ddptrain.driver.run import train as launch

@@ -30,12 +30,41 @@ _OTHER_NAMES = {  # what users of other tools type
     "kill": "ddptrain stop",
     "tune": "ddptrain sweep",
     "check": "ddptrain doctor",
+    "ps": "ddptrain results list",
+    "rm": "ddptrain results rm",
+    "delete": "ddptrain results rm",
+    "version": "ddptrain --version",
+    "help": "ddptrain --help",
 }
+_OTHER_COMMANDS = {"ls": "list", "ps": "list", "delete": "rm", "remove": "rm"}  # of any group
+_CONFIG_OPTIONS = ("config", "config-file", "file", "c")
+_RANKS_OPTIONS = ("nproc", "nproc-per-node", "num-processes", "world-size", "np", "n")
 _REMOVED = {"cluster check": "ddptrain doctor --cluster NAME"}  # commands of earlier versions
 
 
+# The commands by what they are for, in the order of the help.
+_SECTIONS = {
+    "Train": ("train", "run", "watch", "stop", "results"),
+    "Search and use": ("sweep", "evaluate", "predict", "generate"),
+    "Clusters": ("cluster", "doctor"),
+    "Unattended": ("retrain", "models", "schedule", "notify"),
+    "More": ("init", "explain", "schema"),
+}
+
+
 class RootGroup(TyperGroup):
-    """The group of all commands; the parser's errors are raised as UsageError."""
+    """The group of all commands, in sections; the parser's errors are raised as UsageError."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands, a section each. A command that is in no section belongs to the last one."""
+        known = {name for names in _SECTIONS.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in known)
+        limit = formatter.width - 6 - max(map(len, self.list_commands(ctx)))
+        for title, names in _SECTIONS.items():
+            wanted = (*names, *others) if title == "More" else names
+            commands = [(name, command) for name in wanted if (command := self.get_command(ctx, name)) is not None]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in commands])
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the options before the command. Raises UsageError."""
@@ -86,7 +115,12 @@ def _what(error: Any, ctx: Any) -> str:
 
 def _option_hint(name: str, ctx: Any) -> str:
     known = [option for each in ctx.command.params for option in each.opts] if ctx is not None else []
-    match = nearest(name.lstrip("-"), [option[2:] for option in known if option.startswith("--")])
+    word = name.lstrip("-").replace("_", "-")
+    if word in _CONFIG_OPTIONS and ctx is not None and any(each.metavar == "CONFIG" for each in ctx.command.params):
+        return f" (the file needs no option: {ctx.command_path} FILE)"
+    if word in _RANKS_OPTIONS and "--ranks" in known:
+        return " (did you mean --ranks?)"
+    match = nearest(word, [option[2:] for option in known if option.startswith("--")])
     if match:
         return f" (did you mean --{match}?)"
     if ctx is not None and ctx.command.name == "init":
@@ -102,6 +136,8 @@ def _field(option: str) -> str:
     from ddptrain.config.validation_errors import Schema
 
     name = option.lstrip("-").replace("-", "_")
+    if "." in name:
+        return name
     found = (key for key in Schema(RunConfig, None).keys() if key.rpartition(".")[2] == name)  # noqa: SIM118
     return next(found, f"params.{name}")
 
@@ -114,6 +150,8 @@ def _command_hint(name: str, ctx: Any) -> str:
         found = f"{ctx.command_path} {verb} {shorten(name)}" if verb else ""
     elif name.endswith(".py") and "run" in commands:
         found = f"{ctx.command_path} run {shorten(name)}"
+    elif (other := _OTHER_COMMANDS.get(name, "")) in commands:
+        found = found or f"{ctx.command_path} {other}"
     match = found or nearest(name, commands)
     return f" (did you mean {match}?)" if match else ""
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,18 @@ from ddptrain import __version__
 from ddptrain.clusters.security import CERT_FILE, write_private_json
 from ddptrain.config.types import NAME_PATTERN
 from ddptrain.config.wording import did_you_mean, shorten
-from ddptrain.errors import ClusterError, UsageError
+from ddptrain.errors import ClusterError, UsageError, one_line
 from ddptrain.file_ops import is_at, make_private, try_lock
-from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, is_loopback, relation, this_host, where_to_run
+from ddptrain.host_identity import (
+    UNKNOWN_HOST,
+    HostId,
+    Relation,
+    is_loopback,
+    known_fields,
+    relation,
+    this_host,
+    where_to_run,
+)
 
 _RECORD = "cluster.json"
 _SCHEDULER = "scheduler.json"
@@ -54,16 +64,23 @@ class ClusterRecord:
     version: str = __version__
     host: HostId = UNKNOWN_HOST
 
-    def __post_init__(self) -> None:
-        if isinstance(self.host, Mapping):  # from JSON
-            object.__setattr__(self, "host", HostId(**self.host))
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> ClusterRecord:
+        """Return a record that another version of ddptrain may have written. Raises TypeError, ValueError."""
+        given = {"settings": {}, "parts": {}, "host": {}} | known_fields(cls, data)
+        if not all(isinstance(given[name], Mapping) for name in ("settings", "parts", "host")):
+            raise TypeError("settings, parts and host must be mappings")
+        if given.get("version") != __version__:
+            given["settings"] = _with_defaults(given["settings"])
+        return cls(**given | {"host": HostId.of(given["host"])})
 
 
 class Deployment:
-    """A cluster's folder and its record."""
+    """A cluster's folder and its record; `problem` says why the record can't be read, or is ""."""
 
-    def __init__(self, folder: Path, record: ClusterRecord) -> None:
+    def __init__(self, folder: Path, record: ClusterRecord, problem: str = "") -> None:
         self.folder = folder
+        self.problem = problem
         self._record = record
 
     @property
@@ -156,12 +173,22 @@ def every() -> list[Deployment]:
 
 
 def find(name: str) -> Deployment:
-    """Return the cluster of that name. Raises ClusterNotFound, with the most similar name."""
+    """Return the cluster of that name.
+
+    Raises:
+        ClusterNotFound: there is none; the message has the most similar name.
+        ClusterError: its record can't be read.
+    """
     deployment = _load(clusters_dir() / name) if re.fullmatch(NAME_PATTERN, name) else None
     if deployment is None:
         known = [each.name for each in every()]
         hint = did_you_mean(name, known) or f"start it: ddptrain cluster up --name {shorten(name)}"
         raise ClusterNotFound(f'there is no cluster "{shorten(name)}" ({hint})')
+    if deployment.problem:
+        raise ClusterError(
+            f"{deployment.problem}; end its processes yourself, then forget it: rm -r "
+            f"{shlex.quote(str(deployment.folder))}"
+        )
     return deployment
 
 
@@ -220,11 +247,27 @@ def _lock_file(name: str) -> Path:
 
 
 def _load(folder: Path) -> Deployment | None:
-    stored = _read(folder / _RECORD)
-    known = {each.name for each in dataclasses.fields(ClusterRecord)}
-    if not {"name", "backend", "started_at"} <= stored.keys():
+    path = folder / _RECORD
+    if not path.exists():
         return None
-    return Deployment(folder, ClusterRecord(**{key: value for key, value in stored.items() if key in known}))
+    try:
+        return Deployment(folder, ClusterRecord.of(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return Deployment(folder, ClusterRecord(folder.name, "?", ""), f"{path} can't be read: {one_line(error)}")
+
+
+def _with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a cluster with defaults for fields that the version which wrote them did not have."""
+    from pydantic import BaseModel
+
+    from ddptrain.config.sections.clusters import ClusterConfig, KubernetesSettings, SlurmSettings, SshSettings
+
+    kinds: dict[str, type[BaseModel]] = {"ssh": SshSettings, "slurm": SlurmSettings, "kubernetes": KubernetesSettings}
+    complete = {**ClusterConfig.model_construct().model_dump(mode="json"), **settings}
+    for name, kind in kinds.items():
+        if isinstance(complete.get(name), Mapping):
+            complete[name] = {**kind.model_construct().model_dump(mode="json"), **complete[name]}
+    return complete
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -182,6 +182,9 @@ def down(name: str, tell: Tell, *, now: bool = False) -> None:
     """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
     with _held(name) as deployment:
         view = None if now else status.probe(deployment, _SURE_S)
+        if view and view.state == State.UP and not (view.runs or view.waiting):
+            with contextlib.suppress(Exception):  # it failed meanwhile, or is of a version without this call
+                view = status.refuse_runs(deployment, _SURE_S)
         if view and (runs := [run.run_id for run in (*view.runs, *view.waiting)]):
             raise UsageError(
                 f"the cluster {name} is in use by {', '.join(runs)}: wait for the end, or end it all with "

@@ -28,13 +28,21 @@ from ddptrain import __version__
 from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
 from ddptrain.file_ops import open_append
-from ddptrain.host_identity import UNKNOWN_HOST, HostId, Relation, relation, this_host, where_to_run
+from ddptrain.host_identity import (
+    UNKNOWN_HOST,
+    HostId,
+    Relation,
+    known_fields,
+    process_start,
+    relation,
+    this_host,
+    where_to_run,
+)
 
 FOLDER = "{folder}"
 _POLL_S = 0.02
 _KILLED_S = 20.0  # the kernel may need that long after SIGKILL on a very busy host
 _TAIL_BYTES = 256 * 1024
-_PROC = Path("/proc")
 _ID = ".id"  # a file with the DaemonId, beside the log
 
 
@@ -67,9 +75,10 @@ class DaemonId:
     folder: str
     host: HostId = UNKNOWN_HOST
 
-    def __post_init__(self) -> None:
-        if isinstance(self.host, Mapping):  # from JSON
-            object.__setattr__(self, "host", HostId(**self.host))
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> DaemonId:
+        """Return the process of a record, which another version of ddptrain may have written."""
+        return cls(**known_fields(cls, data) | {"host": HostId.of(data.get("host", {}))})
 
 
 def start(order: DaemonOrder) -> DaemonId:
@@ -96,7 +105,7 @@ def start(order: DaemonOrder) -> DaemonId:
             f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
         ) from error
     process.returncode = 0  # this object must not wait for the process
-    daemon = DaemonId(order.name, process.pid, _created(process.pid), str(folder), this_host())
+    daemon = DaemonId(order.name, process.pid, process_start(process.pid), str(folder), this_host())
     if order.label:  # for `end`, in case the caller never gets the answer
         write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
     return daemon
@@ -114,7 +123,7 @@ def alive(daemon: DaemonId) -> bool:
         os.waitpid(daemon.pid, os.WNOHANG)
     try:
         is_zombie = psutil.Process(daemon.pid).status() == psutil.STATUS_ZOMBIE
-        return not is_zombie and 0 < daemon.created == _created(daemon.pid)
+        return not is_zombie and 0 < daemon.created == process_start(daemon.pid)
     except psutil.NoSuchProcess:
         return False
 
@@ -141,7 +150,7 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
 def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
     """Stop the processes with that label, `known` or not, and remove their folder. Raises ClusterError."""
     folder = _labelled(label)
-    noted = [DaemonId(**json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
+    noted = [DaemonId.of(json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
     found = {*known, *noted}
     for daemon in found:
         alive(daemon)  # raises for a process of another host, before its folder is removed
@@ -220,23 +229,12 @@ def _labelled(label: str) -> Path:
     return user_state_path("ddptrain", appauthor=False) / "hosts" / label
 
 
-def _created(pid: int) -> float:
-    """Return when a process started, by a monotonic clock (Linux: seconds since boot); 0 if it does not exist."""
-    try:
-        if _PROC.exists():  # psutil adds the time of boot, which moves whenever the clock is set
-            words = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            return int(words[19]) / os.sysconf("SC_CLK_TCK")
-        return float(psutil.Process(pid).create_time())
-    except (OSError, psutil.NoSuchProcess):
-        return 0.0
-
-
 def _called(command: str, given: Mapping[str, Any]) -> Any:
     """Call the function of that name; returns its result as plain data."""
     calls: dict[str, Callable[[], Any]] = {
         "start": lambda: dataclasses.asdict(start(DaemonOrder(**given))),
-        "end": lambda: end(given["label"], [DaemonId(**each) for each in given["daemons"]], given["timeout_s"]),
-        "alive": lambda: [alive(DaemonId(**each)) for each in given["daemons"]],
+        "end": lambda: end(given["label"], [DaemonId.of(each) for each in given["daemons"]], given["timeout_s"]),
+        "alive": lambda: [alive(DaemonId.of(each)) for each in given["daemons"]],
         "read": lambda: read(given["folder"], given["name"], given["timeout_s"]),
         "describe": lambda: describe(given["names"]),
         "tail": lambda: tail(given["folder"], given["name"], given["lines"]),

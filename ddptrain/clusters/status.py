@@ -143,6 +143,13 @@ def probe(deployment: Deployment, timeout_s: float) -> View:
     return _probe([deployment], timeout_s)[0]
 
 
+def refuse_runs(deployment: Deployment, timeout_s: float) -> View:
+    """Return a cluster whose scheduler refuses runs from now on, unless the view has runs. Raises any exception."""
+    from ddptrain.clusters.scheduler import slots
+
+    return seen(deployment, asyncio.run(ask_scheduler(of_deployment(deployment), slots.close, timeout_s)))
+
+
 def _if_starting(view: View) -> View:
     all_there = view.state == State.UP and len(view.workers) >= max(1, view.deployment.record.workers)
     if (
@@ -177,6 +184,8 @@ def _probe(deployments: Sequence[Deployment], timeout_s: float) -> list[View]:
 
 
 async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
+    if deployment.problem:
+        return View(deployment, State.ENDED, deployment.problem, certain=False)
     if where := deployment.elsewhere:
         return View(deployment, State.ELSEWHERE, f"it runs on {where}", certain=False)
     ended = deployment.ended

@@ -183,11 +183,11 @@ def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]
         message = f"expected a Python file, got the notebook {shown.removeprefix('the text ')}"
         return [located(root, key, message, f"convert it: jupyter nbconvert --to script {shorten(script)}")]
     candidates = _candidates(script, path)
-    if any(_is_file(each) for each in candidates) or (os.path.isabs(script) and not config.cluster.is_embedded):
+    if any(_is_program(each) for each in candidates) or (os.path.isabs(script) and not config.cluster.is_embedded):
         return []
     if any(each.is_dir() for each in candidates):
         message = f"expected a Python file, got the folder {shown.removeprefix('the text ')}"
-        return [located(root, key, message, "name the file in it")]
+        return [located(root, key, message, "name the file in it; a folder is run only if it has a __main__.py")]
     name = Path(script)
     beside = [file.name for folder in _candidates(str(name.parent), path) for file in python_files(folder)]
     match = nearest(name.name, beside[:MAX_NEIGHBOURS])
@@ -200,9 +200,9 @@ def _candidates(name: str, path: Path) -> list[Path]:
     return [Path(folder) / name for folder in import_folders(path)]
 
 
-def _is_file(path: Path) -> bool:
+def _is_program(path: Path) -> bool:
     try:
-        return path.is_file()
+        return path.is_file() or (path / "__main__.py").is_file()
     except (OSError, ValueError):
         return False
 

@@ -39,6 +39,17 @@ class ResolvedConfig:
     import_folders: tuple[str, str]
 
     @property
+    def changes(self) -> str:
+        """The fields that differ from their defaults, as YAML without secrets."""
+        changed = self.config.model_dump(exclude_defaults=True)
+        if self.config.retrain is not None:  # a gate that is left out follows checkpoint.metric
+            changed["retrain"]["gate"] = [rule.model_dump(exclude_defaults=True) for rule in self.config.retrain.gate]
+        if params := _params(self.config, exclude_defaults=True):
+            changed["params"] = params
+        about = {"workload": changed["workload"], "name": self.config.name, **changed}
+        return dump_yaml(hide_known(hide_secrets(about), self.config.notify.literal_urls))
+
+    @property
     def retrain(self) -> RetrainConfig:
         """The section `retrain`. Raises UsageError if there is none."""
         if self.config.retrain is None:
@@ -51,7 +62,7 @@ def resolve(config: RunConfig, path: Path) -> ResolvedConfig:
     """Fill in the defaults, remove the secrets and serialize the configuration of the file `path`."""
     complete = config.model_dump()
     urls = config.notify.literal_urls
-    recorded = hide_known(hide_secrets({**complete, "params": _complete_params(config)}), urls)
+    recorded = hide_known(hide_secrets({**complete, "params": _params(config)}), urls)
     secrets = tuple(sorted({*known_secrets(complete), *urls}, key=len, reverse=True))
     return ResolvedConfig(config, path, recorded, dump_yaml(recorded), secrets, import_folders(path))
 
@@ -61,10 +72,12 @@ def import_folders(path: Path) -> tuple[str, str]:
     return (str(path.resolve().parent), os.getcwd())
 
 
-def _complete_params(config: RunConfig) -> dict[str, Any]:
-    """Return the params with the defaults of the workload's model."""
+def _params(config: RunConfig, *, exclude_defaults: bool = False) -> dict[str, Any]:
+    """Return the params, with or without those that have the default of the workload's model."""
     model = plugin_names.params_model(config.workload) if isinstance(config.workload, str) else None
-    return check_params(model, config.params).model_dump(mode="json") if model else dict(config.params)
+    if model is None:
+        return dict(config.params)
+    return check_params(model, config.params).model_dump(mode="json", exclude_defaults=exclude_defaults)
 
 
 class _Dumper(yaml.SafeDumper):

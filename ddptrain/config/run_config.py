@@ -20,7 +20,6 @@ from ddptrain.config.types import (
     FilledText,
     Seconds,
     Strict,
-    SystemText,
     VariableName,
     Word,
     default_name,
@@ -277,7 +276,7 @@ class RunConfig(Strict):
         "workload.",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="The workload's own parameters.")
-    env: dict[VariableName, SystemText] = Field(
+    env: dict[VariableName, Word] = Field(
         default_factory=dict, description="Environment variables of the ranks, as text.", repr=False
     )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="Where the ranks run, and how many there are.")

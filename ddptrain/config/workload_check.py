@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,11 +45,16 @@ def _check_script(resolved: ResolvedConfig) -> None:
     file = next(
         (path for path in (Path(folder, script.script) for folder in resolved.import_folders) if path.is_file()), None
     )
-    if file is not None and (error := syntax_error_of_file(file)) is not None:
+    if file is not None and not _is_compiled(file) and (error := syntax_error_of_file(file)) is not None:
         where, key = COMMAND_LINE, ""
         if resolved.path.is_file():
             where, key = place_in_file(resolved.path, ("workload", "script"), script.script), "workload.script"
         raise ConfigError([_not_python(where, key, error)])
+
+
+def _is_compiled(file: Path) -> bool:
+    """Return whether Python runs a file without compiling it: a .pyc file, or a zip file with a module __main__."""
+    return file.suffix == ".pyc" or zipfile.is_zipfile(file)
 
 
 def _not_python(where: str, key: str, error: SyntaxError) -> Problem:

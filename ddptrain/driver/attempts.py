@@ -31,7 +31,7 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest
 from ddptrain.results.run_record import utc_now
 from ddptrain.results.run_writer import RunWriter
 
-_STORE_DEADLINE_S = 600.0
+_CLOSE_SILENCE_S = 60.0  # after an error of the driver: for transfers that move nothing
 _log = Log(__name__)
 
 
@@ -159,7 +159,7 @@ class AttemptSeries:
             transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise
         finally:
-            transfer.close(_STORE_DEADLINE_S)
+            transfer.close(_CLOSE_SILENCE_S)  # the attempt itself has waited, and has reported what is missing
 
     def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
         *others, last = self.context.writer.record.attempts

@@ -15,6 +15,7 @@ from ddptrain.clusters.provider import Cluster, Tell
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.config.wording import counted
 from ddptrain.driver.local_resources import LocalResources, local_resources
 from ddptrain.protocol.exec_env import without_working_directory
 
@@ -45,20 +46,29 @@ def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path
     return RunCluster(config.cluster, tell)
 
 
-def check_cluster(cluster: ClusterConfig, tell: Tell) -> None:
+def check_cluster(cluster: ClusterConfig, tell: Tell) -> str:
     """Connect to the cluster of a run, or check the GPUs of this machine, without changing anything (--dry-run).
+
+    Returns what the run would start, as "2 ranks on this machine".
 
     A cluster that the run would start is not checked. Raises ClusterNotFound or ClusterError as the run would.
     """
     if cluster.is_embedded:
-        local_resources(cluster, os.environ)
+        return f"{counted(local_resources(cluster, os.environ).ranks, 'rank')} on this machine"
     if not cluster.is_attached:
-        return
+        return f"a cluster with backend {cluster.backend}, and {_ranks(cluster)} on it"
     target = AttachedCluster(cluster).connect()
     from ddptrain.driver.connect import connected  # imports Dask
 
     timeout_s = cluster.start_timeout_s if target.name else min(cluster.start_timeout_s, _APPEAR_S)
     connected(target, timeout_s, tell).close(timeout=2.0)
+    return f"{_ranks(cluster)} on {target.name or target.address}"
+
+
+def _ranks(cluster: ClusterConfig) -> str:
+    if isinstance(cluster.ranks, int):
+        return counted(cluster.ranks, "rank")
+    return "a rank for each slot" if cluster.ranks == "auto" else f"{cluster.ranks.min} to {cluster.ranks.max} ranks"
 
 
 @dataclass(frozen=True, slots=True)

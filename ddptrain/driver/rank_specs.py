@@ -21,6 +21,7 @@ from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import move_path
+from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
     Checkpointing,
@@ -70,6 +71,8 @@ class RankSpecs:
     def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement) -> RankSpec:
         """Return a spec with the fields that are equal for all ranks."""
         config = self.resolved.config
+        # The worker of a local cluster has the whole environment of the shell.
+        shell = {} if config.cluster.is_embedded else variables_of_shell(os.environ)
         return RankSpec(
             run_id=self.writer.run_id,
             attempt=attempt,
@@ -81,7 +84,7 @@ class RankSpecs:
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
             profile=config.profile.spec if config.profile is not None and self.evaluation is None else None,
-            env={**self.tracking.env, **config.env},
+            env={**shell, **self.tracking.env, **config.env},
         )
 
     def _spec(self, template: RankSpec, place: RankPlace, own: Placement, resume_from: str, inputs: str) -> RankSpec:

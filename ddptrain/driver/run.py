@@ -352,7 +352,8 @@ class _Run:
         duration_s = float(last_event["duration_s"])
         display = self.display
         if run_end.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
-            display.notice(f"run {self.writer.run_id} {run_end.status}: {run_end.cause}", level="error")
+            level = "error" if run_end.status == RunStatus.FAILED else "warning"
+            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.cause}", level=level)
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         plan = self.options.evaluation
         lines = run_summary.summary_lines if plan is None else run_summary.evaluation_lines

@@ -15,14 +15,17 @@ from enum import StrEnum
 class Command(StrEnum):
     """The commands to a rank."""
 
-    PREEMPT = "preempt"  # finish the step, save, and end
+    PREEMPT = "preempt"  # finish the step, save, and end; a script that does not save in ctx.checkpoint gets SIGTERM
+    INTERRUPT = "interrupt"  # the same, but a script gets SIGINT
+    HANG_UP = "hang-up"  # the same with SIGHUP
+    QUIT = "quit"  # the same with SIGQUIT
     MOVE = "move"  # save with the next checkpoint, whenever that is, and end: the ranks start again in other slots
     STACKS = "stacks"  # report the stacks of all threads
     STOP = "stop"  # end: the worker group is being stopped; SIGTERM follows
     NOTICED = "noticed"  # from this process's own handler of SIGTERM; not accepted from the pipe
 
 
-_FROM_DRIVER = frozenset({Command.PREEMPT, Command.MOVE, Command.STACKS, Command.STOP})
+_FROM_DRIVER = frozenset(Command) - {Command.NOTICED}
 _MAX_LINE_BYTES = 4_096
 
 
@@ -42,7 +45,7 @@ def decode(text: str) -> Command:
 
 
 class CommandReader:
-    """Reads commands from `fd` and calls their handlers in a thread, which ends when the other end of `fd` is closed.
+    """Reads commands from `fd` and calls their handlers in a thread, which ends when `fd` or its other end is closed.
 
     `rejected` counts lines that are not commands.
     """
@@ -58,7 +61,7 @@ class CommandReader:
         self._handlers[command] = handle
 
     def post(self, command: Command) -> None:
-        """Send a command to this process itself; safe in a signal handler."""
+        """Send a command to this process itself; safe in a signal handler. Raises OSError if the pipe is closed."""
         os.write(self._own_write_fd, f"{command}\n".encode())
 
     def listen(self) -> None:
@@ -69,7 +72,10 @@ class CommandReader:
         partial = {self._fd: b"", self._own_read_fd: b""}
         while True:
             for fd in _readable(*partial):
-                data = os.read(fd, 4096)
+                try:
+                    data = os.read(fd, 4096)
+                except OSError:  # the user's code has closed all descriptors
+                    return
                 if not data:
                     return
                 *lines, rest = (partial[fd] + data).split(b"\n")

@@ -13,12 +13,8 @@ _PREFIXES = (
     *("TORCH", "PYTORCH_", "AOT", "TRITON_", "KINETO_", "TQDM_"),
 )
 _LATE_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_")  # read when a script asks for them or creates a process group
-_LATE = frozenset(
-    {
-        *("PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"),  # ranks set them up themselves
-        *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"),
-    }
-)
+_OF_THE_HOST = frozenset({"TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR"})  # folders, read when used
+_LATE = _OF_THE_HOST | {"PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"}  # set again in each rank
 _PATH = "PYTHONPATH"
 
 
@@ -29,13 +25,20 @@ def exec_only(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in early.items() if not name.startswith(_LATE_PREFIXES)}
 
 
+def variables_of_shell(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the user's shell that ranks of a cluster that is up get: those of torch and OpenMP."""
+    names = [name for name in environ if name.startswith(("TORCH", "PYTORCH_", "OMP_")) and name not in _OF_THE_HOST]
+    return {name: environ[name] for name in names if not name.startswith("TORCHELASTIC_")}
+
+
 def python_command(module: str) -> list[str]:
     """Return the command that calls the module's main(), with the streams and flags of a script under torchrun.
 
     `python -P -m` would do as well, but scripts would see the flag, and the processes that they start inherit it.
     """
     # The empty entry of the path is the working directory.
-    code = f"import sys; sys.path[:] = filter(None, sys.path); from {module} import main; main()"
+    start = "import sys; sys.path[:] = filter(None, sys.path); import ddptrain.rank.bare_process"
+    code = f"{start}; from {module} import main; main()"
     return [sys.executable, "-u", "-c", code]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from types import UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
@@ -103,6 +104,8 @@ def _decode_mapping(hint: Any, data: object, name: str) -> Any:
     items = _expect(dict, data, name)
     if hint is str and all(type(item) is str for item in items.values()):
         return items
+    if hint is float:  # records have null for a number that is not finite, because JSON has none
+        items = {key: math.nan if item is None else item for key, item in items.items()}
     decode = _decoder(hint)
     return {key: decode(item, f"{name}.{key}") for key, item in items.items()}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
@@ -116,9 +116,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         rows: Iterable[Sequence[Any]],
         *,
         step: int | None = None,
-        format: Literal["csv", "parquet"] = "csv",  # noqa: A002  # the usual name
     ) -> None:
-        """Save a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv (or .parquet), and send it to trackers.
+        """Save a table as artifacts/tables/`name`/[step-<n>-]rank-<r>.csv, and send it to trackers.
 
         Values are numbers, text, None, and images as in log_image. Images are saved as files, and the table has their
         paths.
@@ -126,10 +125,9 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Raises:
             TypeError, ValueError: a value has another type, a row has another length than `columns`, or `name` leads
                 out of the folder.
-            ImportError: the format is parquet, and pyarrow is not installed.
             OSError: the staging disk is full.
         """
-        self._media.table(name, columns, rows, optional_whole("step", step), format)
+        self._media.table(name, columns, rows, optional_whole("step", step))
 
     @cached_property
     def _media(self) -> MediaLog:

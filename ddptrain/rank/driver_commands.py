@@ -53,13 +53,19 @@ class CommandHandler:
         os.register_at_fork(after_in_child=self._on_fork)
         self.commands.on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         self.commands.on(Command.PREEMPT, self._preempt)
+        self.commands.on(Command.INTERRUPT, lambda: self._preempt(signal.SIGINT))
+        self.commands.on(Command.HANG_UP, lambda: self._preempt(signal.SIGHUP))
+        self.commands.on(Command.QUIT, lambda: self._preempt(signal.SIGQUIT))
         self.commands.on(Command.MOVE, self._move)
         self.commands.on(Command.STOP, self._stop)
         self.commands.on(Command.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
         self.commands.listen()
 
     def _on_sigterm(self, *_: object) -> None:
-        self.commands.post(Command.NOTICED)
+        try:
+            self.commands.post(Command.NOTICED)
+        except OSError:  # the user's code has closed all descriptors
+            process_control.die_of_sigterm()
 
     def _owns_sigterm(self) -> bool:
         """Return whether our handler of SIGTERM is active, and not one that the user's code has set."""
@@ -69,7 +75,8 @@ class CommandHandler:
         if self._owns_sigterm():  # a forked child must end on SIGTERM, and not notify the driver for the rank
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _preempt(self) -> None:
+    def _preempt(self, signum: int = signal.SIGTERM) -> None:
+        """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
         grace_s = self.spec.supervision.grace_s
         self.calls.notified = True
         self.tracked.hurry(grace_s - min(_PREEMPT_MARGIN_S, grace_s / 4))
@@ -77,6 +84,10 @@ class CommandHandler:
             return  # the rank is already ending
         if self.calls.saves:
             self.calls.tell_to_end()
+        elif signum != signal.SIGTERM:
+            if signal.getsignal(signum) == signal.SIG_DFL:
+                self.tracked.finish("preempted")
+            os.killpg(os.getpgrp(), signum)
         elif self._owns_sigterm():
             self.tracked.finish("preempted")
             process_control.die_of_sigterm()

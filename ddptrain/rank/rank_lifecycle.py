@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from ddptrain.rank.steps.waiting_time import WaitingTime
     from ddptrain.tracking.protocol import State
 
+_NEEDED_BY_FUNCTIONS = frozenset({"dask_pytorch_ddp", "pydantic", "pydantic_core", "safetensors"})
+
 
 class RankLifecycle:
     """Runs a rank through its phases: setup, rendezvous, train."""
@@ -88,6 +90,7 @@ class RankLifecycle:
             if self.spec.code.is_script:
                 self._run_user_code(lambda: script.run(self.spec, self.tracked.begin))
             else:
+                script.forget_hidden_modules(self.spec.code.sys_path, _NEEDED_BY_FUNCTIONS)
                 call = bind(load_function(self.spec.code.workload), self.spec.code.params)
                 self._dispatch(call, device)
         except SystemExit as stop:
@@ -96,7 +99,7 @@ class RankLifecycle:
             return exceptions.exit_code(stop)
         except BaseException as error:
             if self.finished:
-                print(f"ddptrain: after the workload had returned: {error!r}", file=sys.stderr)
+                _print_to_log(f"ddptrain: after the workload had returned: {error!r}\n")
                 return 0
             if not self.failed:
                 self._report_failure(error.__context__ if self.phase == "rendezvous" and error.__context__ else error)
@@ -182,6 +185,10 @@ class RankLifecycle:
     def _call(self, function: Callable[[RankContext], Any], device: torch.device) -> None:
         self._wait_for_all_ranks()
         context = self._get_context(device)
+        if self.spec.rank == 0 and self.spec.placement.world_size > 1:
+            from ddptrain.rank.steps.gradient_exchange import warn_without_exchange
+
+            warn_without_exchange(self.emitter)
         self.tracked.begin()
         self._run_user_code(lambda: self._report_result(function(context)))
 
@@ -348,4 +355,5 @@ class RankLifecycle:
 
 def _print_to_log(text: str) -> None:
     with contextlib.suppress(Exception):  # the user's code may have closed or replaced the stream
-        print(text, end="", file=sys.stderr, flush=True)
+        sys.stderr.write(text)  # not print, which scripts replace so that only rank 0 prints
+        sys.stderr.flush()

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import CommandReader
@@ -25,6 +26,8 @@ from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_lifecycle import RankLifecycle
 from ddptrain.rank.server import process_control
+
+_LASTING = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 def read_spec(fd: int) -> RankSpec:
@@ -41,7 +44,7 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, w
     """
     process_control.name_process(f"ddptrain-rank{spec.rank}", f"ddptrain rank {spec.rank} of {spec.run_id}")
     _redirect_output(log_fd)
-    emitter = Emitter(events_fd)
+    emitter = Emitter(events_fd, os.path.realpath(f"/proc/self/fd/{events_fd}"))
     if why_cold and spec.rank == 0:
         emitter.emit(events.Note(time.time_ns(), f"ranks start cold, some seconds slower: {why_cold}"))
     _enter_environment(spec)
@@ -52,7 +55,7 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, w
         code = rank.run()
         rank.tracked.bound_exit(code)
     finally:
-        _run_exit_handlers()
+        _end_program(spec)
     return code
 
 
@@ -99,17 +102,47 @@ def _enter_environment(spec: RankSpec) -> None:
     time.tzset()
 
 
-def _run_exit_handlers() -> None:
-    """Call exit handlers as the interpreter does, but no C++ destructors, which can abort a finished rank."""
+def _end_program(spec: RankSpec) -> None:
+    """Do what the interpreter does at exit, but call no C++ destructors, which can abort a finished rank."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins the user's threads, as Python does at exit
         atexit._run_exitfuncs()  # noqa: SLF001
     except BaseException:
         traceback.print_exc()
+    _release_objects(spec)
     _flush_files()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def _release_objects(spec: RankSpec) -> None:
+    """Release the objects of the user's modules. Some complete their files only then, as those of zip and Parquet."""
+    names = _names_of_users_modules(spec)
+    for name in names:
+        del sys.modules[name]
+    gc.collect()
+    # A signal handler may still refer to a module. Objects are released before what they may need: functions, modules.
+    frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]  # noqa: SLF001
+    running = {id(frame.f_globals) for frame in frames}  # of threads that do not end
+    for each in gc.get_objects():
+        if type(each) is dict and "__builtins__" in each and each.get("__name__") in names and id(each) not in running:
+            for name in [name for name, value in each.items() if not (name[:2] == "__" or isinstance(value, _LASTING))]:
+                each[name] = None
+    gc.collect()
+
+
+def _names_of_users_modules(spec: RankSpec) -> set[str]:
+    script = getattr(sys.modules.get("__main__"), "__file__", None) if spec.code.is_script else None
+    folders = [*spec.code.sys_path, spec.code.workdir, *([os.path.dirname(script)] if script else [])]
+    inside = tuple(path + os.sep for folder in folders for path in (folder, os.path.realpath(folder)))
+    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    names = {
+        name
+        for name, file in files.items()
+        if file.startswith(inside) and "site-packages" not in file and name.partition(".")[0] != "ddptrain"
+    }
+    return names | ({"__main__", "__mp_main__"} & files.keys() if spec.code.is_script else set())
 
 
 def _flush_files() -> None:

@@ -11,11 +11,13 @@ import os
 import socket
 import sys
 import types
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.rank import bare_process
 
 
 def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
@@ -26,22 +28,33 @@ def run(spec: RankSpec, before: Callable[[], None] = lambda: None) -> None:
     # Python has set this when the rank server started. Spawned child processes use it to find __main__.
     multiprocessing.process.ORIGINAL_DIR = spec.code.workdir  # type: ignore[attr-defined]
     main = _new_main()
+    code: types.CodeType | None
     if spec.code.script:
         path = find_script(spec)
-        sys.path.insert(0, str(path.resolve().parent))
         sys.argv = [spec.code.script, *_arguments(spec)]
-        main.__file__ = str(path)
-        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", str(path))
-        code = _compiled(path)
+        started = sys.argv
+        if path.is_dir() or zipfile.is_zipfile(path):
+            sys.path.insert(0, str(path))
+            code = _enter_module(main, _find_main(path))
+        else:
+            sys.path.insert(0, str(path.resolve().parent))
+            main.__file__ = str(path)
+            if path.suffix == ".pyc":
+                main.__loader__ = importlib.machinery.SourcelessFileLoader("__main__", str(path))
+                code = main.__loader__.get_code("__main__")
+            else:
+                main.__loader__ = importlib.machinery.SourceFileLoader("__main__", str(path))
+                code = _compiled(path)
     else:
         sys.argv = ["-m", *_arguments(spec)]
+        started = ["-m", spec.code.module, *sys.argv[1:]]
         module = _find_module(spec.code.module)
         sys.argv[0] = str(module.origin)
-        main.__file__, main.__loader__, main.__spec__ = module.origin, module.loader, module
-        main.__package__ = module.parent
-        main.__dict__["__cached__"] = module.cached
-        code = _code_of(module)
+        code = _enter_module(main, module)
+    sys.orig_argv = [sys.executable, "-u", *started]  # as under torchrun; a program may start itself again
+    forget_hidden_modules(sys.path[:1] if spec.code.script else [spec.code.workdir])
     before()
+    assert code is not None  # get_code() of a file raises ImportError
     exec(code, main.__dict__)  # noqa: S102  # the user's own program
 
 
@@ -50,10 +63,35 @@ def find_script(spec: RankSpec) -> Path:
     folders = dict.fromkeys((*spec.code.sys_path, spec.code.workdir))
     for folder in folders:
         path = Path(folder) / spec.code.script
-        if path.is_file():
+        if path.exists():
             return Path(os.path.abspath(path))
     searched = f" (looked for in {', '.join(folders)})" if not os.path.isabs(spec.code.script) else ""
     raise FileNotFoundError(f"there is no script {spec.code.script} on host {socket.gethostname()}{searched}")
+
+
+def forget_hidden_modules(folders: Iterable[str], needed: frozenset[str] = frozenset()) -> None:
+    """Forget the modules that the rank server has imported and for which the user's folders have another file.
+
+    A new process would import the user's. Modules in `needed`, torch and ddptrain itself stay.
+    """
+    kept = {"ddptrain", "torch", *needed, *bare_process.MODULES, *sys.builtin_module_names}
+    loaded = {name for name in sys.modules if "." not in name} - kept
+    for folder in dict.fromkeys(folders):
+        names = {entry.partition(".")[0] for entry in os.listdir(folder)} if os.path.isdir(folder) else set()
+        for hidden in loaded & names:
+            if _is_hidden(hidden, folder):
+                loaded.remove(hidden)
+                for name in [name for name in sys.modules if name == hidden or name.startswith(f"{hidden}.")]:
+                    del sys.modules[name]
+
+
+def _is_hidden(name: str, folder: str) -> bool:
+    """Return whether the folder has this module, and another one of the name is loaded."""
+    found = importlib.machinery.PathFinder.find_spec(name, [folder])
+    if found is None or found.origin is None:  # no module, or a folder without __init__.py
+        return False
+    loaded = getattr(sys.modules[name], "__file__", None)
+    return loaded is None or os.path.realpath(loaded) != os.path.realpath(found.origin)
 
 
 def _arguments(spec: RankSpec) -> list[str]:
@@ -75,6 +113,22 @@ _kept: list[types.ModuleType] = []
 def _compiled(path: Path) -> types.CodeType:
     with io.open_code(str(path)) as file:
         return compile(file.read(), str(path), "exec", dont_inherit=True)
+
+
+def _find_main(path: Path) -> importlib.machinery.ModuleSpec:
+    """Return the spec of the module __main__ in a folder or zip file. Raises ImportError."""
+    module = importlib.machinery.PathFinder.find_spec("__main__", [str(path)])
+    if module is None or module.loader is None:
+        raise ImportError(f"there is no module __main__ in {path}", name="__main__")
+    return module
+
+
+def _enter_module(main: types.ModuleType, module: importlib.machinery.ModuleSpec) -> types.CodeType:
+    """Give __main__ the attributes of a module. Return the module's code."""
+    main.__file__, main.__loader__, main.__spec__ = module.origin, module.loader, module
+    main.__package__ = module.parent
+    main.__dict__["__cached__"] = module.cached
+    return _code_of(module)
 
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec:

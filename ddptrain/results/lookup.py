@@ -54,6 +54,11 @@ class RunView:
         return RunStatus.WAITING if self.is_running and self.record.waiting else self.status
 
     @property
+    def status_text(self) -> str:
+        """The status for people; see RunRecord."""
+        return self.record.status_text if self.status == self.shown_status else self.shown_status
+
+    @property
     def is_running(self) -> bool:
         """Whether its driver is working."""
         return self.record.status == RunStatus.RUNNING

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,6 +23,9 @@ from ddptrain.errors import one_line
 from ddptrain.host_identity import boot_id
 
 SCHEMA = 1
+
+
+ENDED_BY_STOP = "ended by ddptrain stop"
 
 
 class RunStatus(StrEnum):
@@ -143,6 +146,17 @@ class FailureRecord(_Part):
     log: str = ""
 
     @property
+    def is_order(self) -> bool:
+        """Whether nothing has failed: somebody has asked the run to end."""
+        return self.kind in ("preempted", "interrupted")
+
+    @property
+    def is_users_order(self) -> bool:
+        """Whether a user has asked the run to end, by `ddptrain stop`, Ctrl-C, or by closing the terminal."""
+        by_signal = self.kind == "interrupted" and self.type != "SIGTERM"
+        return by_signal or (self.is_order and self.message == ENDED_BY_STOP)
+
+    @property
     def summary(self) -> str:
         """Type and message, which may have several lines."""
         return ": ".join(filter(None, (self.type, self.message)))
@@ -250,6 +264,11 @@ class RunRecord(_Part):
     result: Any = None  # what rank 0's function returned: JSON
 
     @property
+    def status_text(self) -> str:
+        """The status for people."""
+        return status_text(self.status, self.failure, self.checkpoints)
+
+    @property
     def numbers(self) -> dict[str, float]:
         """The last metrics by name; NaN for a value that is not finite, which JSON does not have."""
         return {name: math.nan if value is None else value for name, value in sorted(self.last_metrics.items())}
@@ -275,6 +294,13 @@ class RunRecord(_Part):
         if not record.run_id or not isinstance(raw.get("status"), str):
             raise RecordError("run_id or status is missing")
         return record
+
+
+def status_text(status: str, failure: FailureRecord | None, checkpoints: Sequence[str]) -> str:
+    """Return a status for people: "stopped (saved)" if a user has ended the run, and it has a checkpoint."""
+    if failure is None or not failure.is_users_order:
+        return str(status)
+    return "stopped (saved)" if checkpoints else "stopped"
 
 
 def as_json_data(value: object) -> object:

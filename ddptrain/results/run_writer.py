@@ -251,18 +251,25 @@ class RunWriter:
                 self._metrics.flush()
 
     def adopt_checkpoint(
-        self, rank: int, event: CheckpointSaved, source: Path, policy: CheckpointPolicy, parts: Sequence[Path] = ()
+        self,
+        rank: int,
+        event: CheckpointSaved,
+        source: Path,
+        policy: CheckpointPolicy,
+        parts: Sequence[Path] = (),
+        moved: Callable[[], None] = lambda: None,
     ) -> Path:
         """Move a staged checkpoint into the run directory; return its folder.
 
-        source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`.
+        source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`; moved: called
+        after each part of a file.
 
         Raises CheckpointDamaged if a file does not match the event; ResultsError if the checkpoint can't be written.
         """
         self._require_folder()
         versions = self._record.versions
         final = self._checkpoints.adopt(
-            event, source, policy, world_size=self._record.world_size, versions=versions, parts=parts
+            event, source, policy, world_size=self._record.world_size, versions=versions, parts=parts, moved=moved
         )
         with self._mutex:
             self._latest.saved(event.step, event.metrics)
@@ -270,13 +277,13 @@ class RunWriter:
         discard_staged(event, (source, *parts))  # last: a failure before this can be repeated
         return final
 
-    def adopt_file(self, event: FileSaved, source: Path) -> Path:
-        """Move a staged file to `event.path` below its area; return its path.
+    def adopt_file(self, event: FileSaved, source: Path, moved: Callable[[], None] = lambda: None) -> Path:
+        """Move a staged file to `event.path` below its area; return its path. `moved` is called after each part.
 
         Raises UnsafePath, FileDamaged, ResultsError; see staged_files.adopt_file.
         """
         self._require_folder()
-        return adopt_file(self.layout.area(event.area), event, source)
+        return adopt_file(self.layout.area(event.area), event, source, moved)
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
         """Write the end of the run into run.json; the lock is held until close()."""

@@ -10,7 +10,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,14 @@ class StagedMove:
     sha256: str
 
 
-def adopt_file(area: Path, event: FileSaved, source: Path) -> Path:
+def _nothing() -> None:
+    pass
+
+
+def adopt_file(area: Path, event: FileSaved, source: Path, moved: Callable[[], None] = _nothing) -> Path:
     """Move a staged file to `area`/`event.path`, where it replaces a file of that name; return its path.
+
+    `moved` is called after each part of the file; an exception of it ends the move.
 
     Raises UnsafePath, FileDamaged, ResultsError.
     """
@@ -48,7 +54,7 @@ def adopt_file(area: Path, event: FileSaved, source: Path) -> Path:
         raise UnsafePath(f'cannot save a file as "{event.path}": {area.name}/{relative} is a folder')
     incoming = folder / f"{INCOMING}{secrets.token_hex(8)}"
     try:
-        move_in([StagedMove(source, incoming, event.size_bytes, event.sha256)], FileDamaged)
+        move_in([StagedMove(source, incoming, event.size_bytes, event.sha256)], FileDamaged, moved)
         with results_errors(final):
             publish(incoming, final)
             sync_folder(folder)
@@ -74,19 +80,19 @@ def _folder(area: Path, parts: tuple[str, ...]) -> Path:
     return folder
 
 
-def move_in(moves: Sequence[StagedMove], damaged: type[ResultsError]) -> None:
+def move_in(moves: Sequence[StagedMove], damaged: type[ResultsError], moved: Callable[[], None] = _nothing) -> None:
     """Link or copy every file to its target, durably. The caller deletes the staged files.
 
     Raises `damaged` if a staged file does not match its event; ResultsError if a target can't be written.
     """
     if _on_one_file_system(moves):
         for move in moves:
-            _check_and_copy(move, damaged, None)
+            _check_and_copy(move, damaged, None, moved)
         if _link_all(moves):
             return
     for move in moves:
         with results_errors(move.target), open(move.target, "xb", opener=_open_new) as out:
-            _check_and_copy(move, damaged, out)
+            _check_and_copy(move, damaged, out, moved)
             out.flush()
             os.fsync(out.fileno())
 
@@ -111,7 +117,9 @@ def _link_all(moves: Sequence[StagedMove]) -> bool:
     return True
 
 
-def _check_and_copy(move: StagedMove, damaged: type[ResultsError], out: BinaryIO | None) -> None:
+def _check_and_copy(
+    move: StagedMove, damaged: type[ResultsError], out: BinaryIO | None, moved: Callable[[], None]
+) -> None:
     """Check size and hash of the staged file; copy it to `out`, or fsync the staged file if `out` is None."""
     digest, size = sha256(), 0
     with os.fdopen(_open_staged(move.source, damaged), "rb") as file:
@@ -120,6 +128,7 @@ def _check_and_copy(move: StagedMove, damaged: type[ResultsError], out: BinaryIO
             size += len(chunk)
             if out is not None:
                 out.write(chunk)
+            moved()
         if size != move.size_bytes:
             actual = f"over {move.size_bytes}" if size > move.size_bytes else str(size)
             raise damaged(f"{move.source} is damaged: it has {actual} bytes, not the {move.size_bytes} announced")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import time
@@ -25,7 +24,6 @@ from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, parse_sweep, read_sw
 from ddptrain.sweep.stored import WORK_LOCK
 from ddptrain.text_tables import clean_line
 
-_HOLDER = re.compile(r"process (\d+) on (\S+)")
 _WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.2
 _STORE_EVERY_S = 2.0
@@ -81,8 +79,7 @@ def _stored(runs: StoreRuns, name: str) -> SweepTarget | None:
 def _holder(lock: Path) -> tuple[int, str] | None:
     if not run_lock.is_held(lock):
         return None
-    match = _HOLDER.match(run_lock.holder(lock))
-    return (int(match[1]), match[2]) if match else (0, "")
+    return run_lock.holder_here(lock), run_lock.holder(lock).rpartition(" on ")[2]
 
 
 def sweep_folder(runs_dir: str, name: str) -> Path | None:
@@ -104,14 +101,17 @@ def stop_sweep(target: SweepTarget, *, now: bool, tell: Callable[[str], None]) -
     if holder is None:
         return target.read(), False
     pid, host = holder
-    if not pid or host != socket.gethostname():
+    if not pid:
         where = clean_line(host) or "another host"
+        if host == socket.gethostname():
+            where = f"another machine or container that is also called {where}"
         raise UsageError(f"sweep {target.name} can only be stopped on {where}, where its driver runs")
     for number in range(2 if now else 1):
         if number:
             time.sleep(_BETWEEN_S)
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+            if target.holder() == holder:  # still the same process
+                os.kill(pid, signal.SIGTERM)
     tell(f"waiting for sweep {target.name} to end: process {pid}")
     deadline = time.monotonic() + _WITHIN_S
     while target.holder() is not None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddptrain.config.function_signature import default_params
-from ddptrain.config.resolved import ResolvedConfig, dump_yaml, resolve
+from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 
 _SLOTS_WAIT_S = 600.0  # a trial waits at least so long for slots that another run has taken
@@ -77,16 +78,13 @@ def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, comment: str) -> 
     """
     sweep = resolved.config.sweep
     assert sweep is not None
-    ranks = trial.config.cluster.ranks
-    recorded = {name: value for name, value in trial.recorded.items() if name != "sweep"}
-    cluster = {**resolved.recorded["cluster"], "ranks": ranks}
-    group = resolved.recorded["tracking"]["wandb"]["group"]
-    wandb = {**recorded["tracking"]["wandb"], "group": group}
-    recorded |= {
-        "results": resolved.recorded["results"],
-        "cluster": cluster,
-        "tracking": {**recorded["tracking"], "wandb": wandb},
+    whole, best = resolved.config, trial.config
+    changes = {
+        "sweep": None,
+        "results": whole.results,
+        "cluster": whole.cluster.model_copy(update={"ranks": best.cluster.ranks}),
+        "tracking": whole.tracking,
+        "retrain": whole.retrain
+        or RetrainConfig(model=whole.name, gate=[GateRule(metric=sweep.metric, mode=sweep.mode)]),
     }
-    if resolved.config.retrain is None:
-        recorded["retrain"] = {"model": resolved.config.name, "gate": {"metric": sweep.metric, "mode": sweep.mode}}
-    return f"# {comment}\n{dump_yaml(recorded)}"
+    return f"# {comment}\n{resolve(best.model_copy(update=changes), resolved.path).changes}"

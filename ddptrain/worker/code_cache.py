@@ -9,8 +9,8 @@ import secrets
 import shutil
 import stat
 import tarfile
+import tempfile
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -100,8 +100,10 @@ class CodeCache:
         """Delete unused code, least recently used first, until the cache is within its limit."""
         folders = sorted((path for path in self.folder.iterdir() if path.is_dir()), key=lambda p: -p.stat().st_mtime)
         total = 0
+        with tempfile.TemporaryFile(dir=self.folder) as new:
+            now = os.fstat(new.fileno()).st_mtime
         for leftover in self.folder.glob(f"{_INCOMING}*"):  # of a worker that was killed
-            if time.time() - leftover.stat().st_mtime > _ABANDONED_S:
+            if now - leftover.stat().st_mtime > _ABANDONED_S:
                 _remove(leftover)
         for number, folder in enumerate(path for path in folders if not path.name.startswith(_INCOMING)):
             total += sum(path.lstat().st_size for path in folder.rglob("*"))

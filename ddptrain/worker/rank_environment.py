@@ -77,6 +77,8 @@ def complete(spec: RankSpec, environ: Mapping[str, str], resources: RankResource
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{resources.staging}/{FLIGHT_RECORD}",
         }
+    if spec.code.is_script:
+        tuned["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun
     env = {**tuned, **chosen, **_torchrun_variables(spec, gpu, resources.staging)}
     if spec.code.built_in:
         env = without_working_directory(env)
@@ -126,6 +128,7 @@ def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[s
             "ROLE_RANK": spec.rank,
             "ROLE_WORLD_SIZE": spec.placement.world_size,
             "TORCHELASTIC_ERROR_FILE": f"{staging}/{ERROR_FILE}",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         }
         if gpu is not None and spec.placement.local_gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.placement.local_gpus)  # LOCAL_RANK is an index into these

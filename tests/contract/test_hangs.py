@@ -174,3 +174,22 @@ def test_rank_that_aborts_alone_is_the_cause_with_what_nccl_says(project: Projec
     config = project.function(ABORTS, params={"text": "nccl2_remote", "other": "hangs"}, failure={"grace_s": 1})
     done = project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=1)
     assert "killed by SIGABRT: error - nccl hit async error: remote process exited" in done.stderr
+
+
+def test_rank_whose_clock_is_set_back_still_reports_progress(project: Project, shared_cluster: str) -> None:
+    code = """
+        import time
+        import torch.distributed as dist
+
+
+        def train(ctx):
+            for step in range(40):
+                if step == 2:
+                    right = time.time_ns
+                    time.time_ns = lambda: right() - 3600 * 10**9
+                ctx.progress(step, 40)
+                dist.barrier()
+                time.sleep(0.12)
+    """
+    config = project.function(code, failure={"hang_timeout_s": 2})
+    project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=0)

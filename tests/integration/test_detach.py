@@ -91,7 +91,7 @@ def test_detached_run_is_followed_shown_stopped_and_resumed_from_other_shells(de
     saved = int(detached.record(run)["checkpoints"][0].removeprefix("step-"))
     assert f"step {saved}\n" in followed.stdout
     log = (cli.folder / "runs" / run / "driver.log").read_text()
-    assert "starting a new run" in log and "step 1\n" in log and f"run {run} preempted" in log
+    assert "starting a new run" in log and "step 1\n" in log and f"run {run} stopped (saved)" in log
     (asked,) = [line for line in _events(cli.folder / "runs" / run) if line["event"] == "stop_requested"]
     assert asked["now"] is False and "@" in asked["by"]
 
@@ -102,10 +102,10 @@ def test_detached_run_is_followed_shown_stopped_and_resumed_from_other_shells(de
     following.wait_for(f"begins after step {saved}")
     ended = cli("stop", begun["run_dir"], "--now", cwd=Path("/"))
     assert ended.rc == 0, ended.stderr
-    assert f"run {run} cancelled (exit code 130): ended by ddptrain stop\n" in ended.stdout
+    assert f"run {run} stopped (saved) (exit code 130): ended by ddptrain stop" in ended.stdout
     assert following.finish().rc == 0 and detached.record(run)["exit_code"] == 130
     late = cli("stop", run)
-    assert late.rc == 0 and f"run {run} is not running, it has ended: cancelled" in late.stdout
+    assert late.rc == 0 and f"run {run} is not running, it has ended: stopped (saved)" in late.stdout
 
 
 def test_logs_of_a_killed_driver_come_to_an_end_and_stop_says_that_it_is_gone(detached: Detached) -> None:

@@ -234,26 +234,6 @@ def test_ctrl_c_during_the_start_cancels_the_run(bench: Bench) -> None:
     assert bench.record["status"] == "cancelled"
 
 
-def test_second_signal_kills_ranks_that_ignore_the_first(on_warm: Bench) -> None:
-    text = (on_warm.folder / "faulty.py").read_text()
-    (on_warm.folder / "faulty.py").write_text(
-        text.replace(
-            "def main(ctx, fault, rank=1):",
-            "def main(ctx, fault, rank=1):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)",
-        )
-    )
-    running = on_warm.start("none")
-    running.wait_for("[rank 1] under way")
-    running.popen.send_signal(signal.SIGINT)
-    running.wait_for("again to kill")
-    time.sleep(0.5)
-    assert running.popen.poll() is None
-    began = time.monotonic()
-    running.popen.send_signal(signal.SIGINT)
-    assert running.finish().rc == 130
-    assert time.monotonic() - began < PROMPT_S
-
-
 def test_killed_driver_takes_everything_along_and_shows_as_failed(bench: Bench) -> None:
     running = bench.start("none")
     running.wait_for("[rank 1] under way")

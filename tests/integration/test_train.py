@@ -324,12 +324,6 @@ def test_fewer_held_out_names_than_ranks_still_have_a_loss(trainer: Trainer, war
     assert told == f"train/loss {last['train/loss']:.4f}, val/loss {last['val/loss']:.4f}"
 
 
-def test_configuration_is_kept_with_the_workloads_defaults(trainer: Trainer) -> None:
-    ended = trainer.cli("train", "petnames", "--dry-run", "--set", "params.epochs=3")
-    assert "epochs: 3" in ended.stdout
-    assert "skip_blanks: true" in ended.stdout
-
-
 def test_dry_run_starts_nothing(trainer: Trainer) -> None:
     ended = trainer.train("steps", "--dry-run", "--set", "params.epochs=7")
     assert ended.rc == 0

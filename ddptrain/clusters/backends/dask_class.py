@@ -191,4 +191,4 @@ def _connect(connection: socket.socket, folder: Path) -> None:
 
 def _process(cluster: Deployment) -> DaemonId | None:
     part = cluster.record.parts.get(_PROCESS)
-    return DaemonId(**part) if part else None
+    return DaemonId.of(part) if part else None

@@ -71,7 +71,7 @@ class SaturnProvider:
     def stop(self, cluster: Deployment, tell: Tell) -> None:
         """Make Saturn close the cluster, unless it was running before `up`. Raises ClusterError, UsageError."""
         if watch := cluster.record.parts.get(_WATCH):
-            processes.stop([DaemonId(**watch)])
+            processes.stop([DaemonId.of(watch)])
         close(cluster, tell)
 
 

@@ -18,6 +18,8 @@ from ddptrain.clusters.scheduler.idle_time import IdleWatch
 from ddptrain.clusters.scheduler.scheduler_process import write_ended
 from ddptrain.errors import DdptrainError
 
+_AGAIN_S = 60.0
+
 
 def main(argv: list[str] | None = None) -> int:
     """Watch until the cluster has been idle for too long."""
@@ -30,12 +32,16 @@ def main(argv: list[str] | None = None) -> int:
     watch = IdleWatch(of_deployment(cluster), timeout_s)
     while not watch.is_over():
         time.sleep(watch.pause_s)
-    reason = f"idle for {timeout_s:g} s"
-    try:
-        saturn.close(cluster, print)
-    except DdptrainError as error:
-        reason = f"{reason}, but it may still run: {error}"
-    write_ended(cluster.folder, reason)
+    failed = ""
+    while True:  # its machines cost money until it is closed
+        try:
+            saturn.close(cluster, print)
+            break
+        except DdptrainError as error:
+            if str(error) != failed:
+                print(failed := str(error), flush=True)
+        time.sleep(_AGAIN_S)
+    write_ended(cluster.folder, f"idle for {timeout_s:g} s")
     return 0
 
 

@@ -85,7 +85,7 @@ class SshProvider:
             _resize(cluster, hosts, wanted, client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """Return the log of each process; empty unless something goes wrong. For an unreachable host, the error."""
+        """Return the log of each process; a worker logs only what goes wrong. For an unreachable host, the error."""
         hosts = hosts_of(cluster.record.settings)
 
         def read(part: Part) -> str:
@@ -226,7 +226,7 @@ def _order(cluster: Deployment, host: Host, part: Part, arguments: list[str]) ->
     files = {file: (tls_dir / file).read_text() for file in (CERT_FILE, KEY_FILE)} if tls_dir else {}
     env = dict(cluster.record.settings["ssh"]["env"])
     order = DaemonOrder(part.role, "", arguments, files, env, part.label)
-    return DaemonId(**host.call("start", **dataclasses.asdict(order)))
+    return DaemonId.of(host.call("start", **dataclasses.asdict(order)))
 
 
 def _resize(
@@ -323,7 +323,7 @@ def _parts(cluster: Deployment) -> list[Part]:
             each["name"],
             each["host"],
             each["label"],
-            DaemonId(**each["daemon"]) if "pid" in each else None,
+            DaemonId.of(each["daemon"]) if each.get("daemon") else None,
         )
         for each in cluster.record.parts.values()
     ]

@@ -18,6 +18,7 @@ from typing import Any, cast
 from distributed import Scheduler, SchedulerPlugin
 
 from ddptrain import log
+from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, WORKER_METRIC, attached_plugin
 from ddptrain.worker.rank_task import topic
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
@@ -69,6 +70,15 @@ class Request:
 
 
 @dataclass(slots=True)
+class Grant:
+    """The slots of a run, and the workers that have its plugin: also those whose slots it no longer has."""
+
+    request: Request
+    slots: list[Slot]
+    workers: set[str]
+
+
+@dataclass(slots=True)
 class Waiter:
     """A driver in the queue; times in monotonic seconds."""
 
@@ -101,11 +111,16 @@ class SlotTable(SchedulerPlugin):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.holders: dict[Slot, Request] = {}
-        self.used: dict[str, tuple[Request, set[str]]] = {}  # run -> the workers that have its plugin
-        self.queue: list[Waiter] = []
+        self.grants: dict[str, Grant] = {}  # by run
+        self.queue: dict[str, Waiter] = {}  # by run, the next one first
+        self.closed = False  # the cluster ends: no run gets slots
         self.offers: dict[str, tuple[int, int]] = {}  # foreign workers -> (slots, GPUs)
         self._removals: set[asyncio.Future[Any]] = set()
+
+    @property
+    def holders(self) -> dict[Slot, Request]:
+        """The slots that are in use, and the requests of their runs."""
+        return {slot: grant.request for grant in self.grants.values() for slot in grant.slots}
 
     def all(self) -> list[Slot]:
         """Return all slots of all running workers whose offer is known."""
@@ -147,29 +162,30 @@ class SlotTable(SchedulerPlugin):
         wanted = [slot for slot in self.all() if not request.avoids(slot)]
         everything = [slot for slot in wanted if request.suits(slot)]
         asked = request.count if request.count is not None else max(1, len(everything))
-        mine = {slot for slot, holder in self.holders.items() if holder.run_id == request.run_id}
-        free = self.free(request, besides=mine)
-        runs = [waiter.request.run_id for waiter in self.queue]
-        is_next = not runs or runs[0] == request.run_id or bool(mine)
+        grant = self.grants.get(request.run_id) or Grant(request, [], set())
+        free = self.free(request, besides=grant.slots)
+        is_next = next(iter(self.queue), request.run_id) == request.run_id or bool(grant.slots)
         if is_next and len(free) >= asked:
-            self._leave_queue(request.run_id)
-            self._grant(request, free[:asked], mine)
+            self.queue.pop(request.run_id, None)
+            # Also the request is replaced: a driver that resumes the run is another client.
+            workers = grant.workers | {slot.worker for slot in free[:asked]}
+            self.grants[request.run_id] = Grant(request, free[:asked], workers)
             granted = [f"{slot.worker} {slot.index}" for slot in free[:asked]]
             _log.info("slots reserved", run=request.run_id, slots=granted)
             return free[:asked]
         place = 0
         if asked > len(everything):
-            self._leave_queue(request.run_id)  # it would block requests that can succeed
+            self.queue.pop(request.run_id, None)  # it would block requests that can succeed
         elif in_line:
             place = self._enqueue(request)
         _log.debug("slots refused", run=request.run_id, asked=asked, free=len(free), total=len(everything), place=place)
         hosts = Counter(slot.host for slot in everything)
-        holders = sorted({holder.run_id for holder in self.holders.values()} - {request.run_id})
+        holders = sorted(run_id for run_id, each in self.grants.items() if each.slots and run_id != request.run_id)
         return Refusal(asked, len(free), len(everything), place, tuple(holders), dict(hosts), len(wanted))
 
-    def release(self, run_id: str) -> None:
-        """Release the slots of a run, and its place in the queue."""
-        self._drop(lambda request: request.run_id == run_id)
+    def release(self, run_id: str, client: str = "") -> None:
+        """Release the slots of a run, and its place in the queue, unless they are of another client than `client`."""
+        self._drop(lambda request: request.run_id == run_id and client in ("", request.client))
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Release the slots of a driver whose connection has ended."""
@@ -179,20 +195,14 @@ class SlotTable(SchedulerPlugin):
         """Forget the slots of a worker that has left."""
         self.offers.pop(worker, None)
         _log.info("worker left", worker=worker)
-        self.holders = {slot: holder for slot, holder in self.holders.items() if slot.worker != worker}
+        for grant in self.grants.values():
+            grant.slots = [slot for slot in grant.slots if slot.worker != worker]
 
     @property
     def lost_after_s(self) -> float | None:
         """The longest network cut in seconds that a run on the cluster wants to survive; None if no run sets it."""
-        wanted = [request.lost_after_s for request, _ in self.used.values() if request.lost_after_s is not None]
-        return max(wanted, default=None)
-
-    def _grant(self, request: Request, slots: Sequence[Slot], before: Collection[Slot]) -> None:
-        for slot in before:
-            del self.holders[slot]
-        self.holders.update(dict.fromkeys(slots, request))
-        _, workers = self.used.setdefault(request.run_id, (request, set()))
-        workers.update(slot.worker for slot in slots)
+        wanted = [grant.request.lost_after_s for grant in self.grants.values()]
+        return max((limit_s for limit_s in wanted if limit_s is not None), default=None)
 
     def _running(self) -> dict[str, Any]:
         workers = self.scheduler.workers.items()
@@ -209,30 +219,23 @@ class SlotTable(SchedulerPlugin):
 
     def _enqueue(self, request: Request) -> int:
         now = time.monotonic()
-        for place, waiter in enumerate(self.queue, 1):
-            if waiter.request.run_id == request.run_id:
-                waiter.heard_at = now
-                return place
-        self.queue.append(Waiter(request, now, now))
-        return len(self.queue)
-
-    def _leave_queue(self, run_id: str) -> None:
-        self.queue = [waiter for waiter in self.queue if waiter.request.run_id != run_id]
+        known = self.queue.get(request.run_id)
+        self.queue[request.run_id] = Waiter(request, known.since if known else now, now)
+        return list(self.queue).index(request.run_id) + 1
 
     def _forget_the_silent(self) -> None:
         limit = time.monotonic() - _FORGET_WAITER_S
-        self.queue = [waiter for waiter in self.queue if waiter.heard_at > limit]
+        self.queue = {run_id: waiter for run_id, waiter in self.queue.items() if waiter.heard_at > limit}
 
     def _drop(self, leaves: Callable[[Request], bool]) -> None:
-        for run_id in [run_id for run_id, (request, _) in self.used.items() if leaves(request)]:
+        for run_id in [run_id for run_id, grant in self.grants.items() if leaves(grant.request)]:
             _log.info("slots released", run=run_id)
-            self._detach(run_id, self.used.pop(run_id)[1])
-        for waiter in self.queue:
-            if leaves(waiter.request):
-                _forget_topic(self.scheduler, waiter.request.run_id)
-        self.holders = {slot: holder for slot, holder in self.holders.items() if not leaves(holder)}
-        self.queue = [waiter for waiter in self.queue if not leaves(waiter.request)]
-        if not self.used and not self.queue and self.scheduler.plugins.get(PLUGIN_NAME) is self:
+            self._detach(run_id, self.grants.pop(run_id).workers)
+        for run_id in [run_id for run_id, waiter in self.queue.items() if leaves(waiter.request)]:
+            del self.queue[run_id]
+            _forget_topic(self.scheduler, run_id)
+        in_use = self.grants or self.queue or self.closed
+        if not in_use and self.scheduler.plugins.get(PLUGIN_NAME) is self:
             self.scheduler.remove_plugin(PLUGIN_NAME)
 
     def _detach(self, run_id: str, workers: set[str]) -> None:
@@ -290,8 +293,12 @@ def reserve(
     Returns one of: {"unknown": addresses} of workers whose offer is not known (call `learn`, then call again),
     {"slots": [[worker, host, index, gpu, counted], ...]}, or {"refusal": fields of Refusal}. With `lost_after_s` the
     scheduler survives network cuts of that length from now on; the longest of all runs is returned with the slots.
+
+    Raises ClusterError if a command is ending the cluster.
     """
     table = _table(dask_scheduler)
+    if table.closed:
+        raise ClusterError("a command is ending this cluster (ddptrain cluster down): start it again, or use another")
     if unknown := table.unknown():
         return {"unknown": unknown}
     single = frozenset((worker, index) for worker, index in without_slots)
@@ -312,12 +319,12 @@ def find_spare(run_id: str, slow: Sequence[tuple[str, int]], dask_scheduler: Sch
     Returns {"found": bool, "avoid": [[worker, number], ...]} with these slots and the free ones of their hosts.
     """
     table = _table(dask_scheduler)
-    held = [slot for slot, holder in table.holders.items() if holder.run_id == run_id]
-    mine = [slot for slot in held if (slot.worker, slot.index) in slow]
-    if not mine:
+    grant = table.grants.get(run_id)
+    mine = [slot for slot in grant.slots if (slot.worker, slot.index) in slow] if grant else []
+    if grant is None or not mine:
         return {"found": False, "avoid": []}
     hosts = {slot.host for slot in mine}
-    free = table.free(table.holders[mine[0]])
+    free = table.free(grant.request)
     elsewhere = [slot for slot in free if slot.host not in hosts and slot.gpu >= mine[0].gpu]
     avoid = [*mine, *(slot for slot in free if slot.host in hosts)]
     return {"found": len(elsewhere) >= len(mine), "avoid": [[slot.worker, slot.index] for slot in avoid]}
@@ -328,11 +335,24 @@ def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> N
     _table(dask_scheduler).offers.update(offers)
 
 
-def release(run_id: str, dask_scheduler: Scheduler) -> None:
-    """For run_on_scheduler: release the slots of a run, and delete its topic."""
-    if PLUGIN_NAME in dask_scheduler.plugins:
-        _table(dask_scheduler).release(run_id)
+def release(run_id: str, dask_scheduler: Scheduler, *, client: str = "") -> None:
+    """For run_on_scheduler: release the slots of a run, and delete its topic.
+
+    With `client` nothing happens if another client has meanwhile got slots for the run, or waits for them.
+    """
+    table = dask_scheduler.plugins.get(PLUGIN_NAME)
+    if isinstance(table, SlotTable):
+        table.release(run_id, client)
+        if run_id in table.grants or run_id in table.queue:
+            return
     _forget_topic(dask_scheduler, run_id)
+
+
+def close(dask_scheduler: Scheduler) -> dict[str, Any]:
+    """For run_on_scheduler: refuse all requests from now on, if no run uses the cluster; return the overview."""
+    if not is_busy(dask_scheduler):
+        _table(dask_scheduler).closed = True
+    return overview(dask_scheduler)
 
 
 def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
@@ -361,19 +381,17 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
                 "warm": metric.get("warm") if isinstance(metric, dict) else None,
             }
         )
-    by_run: dict[str, list[Slot]] = {}
-    for slot, holder in table.holders.items():
-        by_run.setdefault(holder.run_id, []).append(slot)
     now = time.monotonic()
     return {
         "workers": sorted(workers, key=lambda worker: (worker["host"], worker["address"])),
         "runs": [
-            {"run_id": run_id, "slots": len(slots), "hosts": sorted({slot.host for slot in slots})}
-            for run_id, slots in sorted(by_run.items())
+            {"run_id": run_id, "slots": len(grant.slots), "hosts": sorted({slot.host for slot in grant.slots})}
+            for run_id, grant in sorted(table.grants.items())
+            if grant.slots
         ],
         "waiting": [
-            {"run_id": waiter.request.run_id, "asked": waiter.request.count, "waited_s": round(now - waiter.since, 1)}
-            for waiter in table.queue
+            {"run_id": run_id, "asked": waiter.request.count, "waited_s": round(now - waiter.since, 1)}
+            for run_id, waiter in table.queue.items()
         ],
     }
 
@@ -381,4 +399,4 @@ def overview(dask_scheduler: Scheduler) -> dict[str, Any]:
 def is_busy(dask_scheduler: Scheduler) -> bool:
     """Return whether a run is on the cluster, or waits for slots."""
     found = dask_scheduler.plugins.get(PLUGIN_NAME)
-    return isinstance(found, SlotTable) and bool(found.used or found.queue)
+    return isinstance(found, SlotTable) and bool(found.grants or found.queue)

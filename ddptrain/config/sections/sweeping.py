@@ -17,6 +17,7 @@ _MOST_SEEDS = 100
 PREFIXES = ("params.", "prepare.", "env.", "args.")
 Kind = Literal["uniform", "log", "int", "log_int"]
 _KINDS: tuple[Kind, ...] = ("uniform", "log", "int", "log_int")
+_ELSEWHERE = {"loguniform": "log", "log_uniform": "log", "randint": "int", "lograndint": "log_int"}
 Limits = Annotated[list[float], Field(min_length=2, max_length=2)]
 Options = dict[str, dict[str, Any] | None]
 
@@ -57,6 +58,14 @@ class Distribution(Strict):
         count = math.floor((high - low) / step + 1e-9) + 1
         values = [low + number * step for number in range(count)]
         return [round(value) for value in values] if self.is_whole else [float(f"{value:.12g}") for value in values]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_is_ours(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if ours := _ELSEWHERE.get(name):
+                raise wrong_field(name, "is a name of other tools", f"write {ours}")
+        return data
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:

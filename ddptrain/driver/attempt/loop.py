@@ -35,7 +35,9 @@ _MIN_TICK_S = 0.05  # the shortest time between two checks, while the inbox is e
 _TICK_S_PER_RANK = 0.0005  # added for each rank, because each check reads the state of all ranks
 _MAX_TICK_S = 1.0
 _NUMBERS = (events.Metrics, events.Progress)  # for the state, only the newest of a rank matter
-_DRAIN_S = 600.0  # time for checkpoints and files that are being transferred when the ranks have ended
+_SILENCE = 10  # times lost_after_s: a transfer that moves no byte for so long has failed
+_SHOWN_AFTER_S = 3.0  # the wait for transfers, when the ranks have ended
+_LAST_SIGNAL = 3  # the signal that kills the ranks
 _WHY_LOST_S = 0.1  # from the end of a worker's connection until the exit status of its process is known
 
 
@@ -64,6 +66,7 @@ class Attempt:
         self.state = new_state(
             watched, watchdog, start_timeout_s, lost_after_s, _now(), steps, replaces=slow.action == "replace"
         )
+        self._silence_s = _SILENCE * lost_after_s
         self._ticked_at = 0.0
         self._tick_s = min(len(watched) * _TICK_S_PER_RANK, _MAX_TICK_S)
 
@@ -79,11 +82,37 @@ class Attempt:
         while not self.state.over:
             self._handle_next()
             self._tick()
-        deadline = time.monotonic() + _DRAIN_S
-        while self.state.transfers > 0 and time.monotonic() < deadline:
-            self._handle_next()
+        unsaved = self._drain()
         self.recorder.flush()
-        return self.state.end()
+        return self.state.end(unsaved)
+
+    def _drain(self) -> str:
+        """Wait for the transfers of checkpoints and files as long as bytes move, or until another signal.
+
+        Return what a signal has prevented from being saved, as text; "" for nothing. What is silent for too long is a
+        fault.
+        """
+        enough = max(2, min(self.state.signals + 1, _LAST_SIGNAL))  # the first signal asks to save
+        show_at: float | None = time.monotonic() + _SHOWN_AFTER_S
+        while self.state.transfers > 0:
+            if self.state.signals >= enough:
+                unsaved = [each.what for each in self.transfer.pending if each.vital]
+                self.transfer.give_up()
+                return ", ".join(unsaved)
+            if self.transfer.silent_s > self._silence_s:
+                self._fail_transfers()
+                break
+            if show_at is not None and time.monotonic() > show_at:
+                show_at = None
+                self.recorder.status(f"saving {self.transfer.pending[0].what}" if self.transfer.pending else "saving")
+            self._handle_next()
+        return ""
+
+    def _fail_transfers(self) -> None:
+        error = TimeoutError(f"no byte was moved for {self._silence_s:g} s")
+        for each in list(self.transfer.pending):
+            self.handle(inbox.ArtifactFailed(each.rank, each.what, error, each.vital))
+        self.transfer.give_up()
 
     def _handle_next(self) -> None:
         if self.inbox.empty():

@@ -89,7 +89,9 @@ class AttemptEnd:
     """The result of an attempt: a fault, a signal to the driver, a preemption, a loss of the results, or success.
 
     notice: why the ranks had to save and end. loss: why the run directory cannot be written any more. leaving:
-    a worker is about to end. moving: the ranks had to save and end, so that a slow rank gets another slot.
+    a worker is about to end. moving: the ranks had to save and end, so that a slow rank gets another slot. age_s: the
+    age of the attempt's newest checkpoint at the notice, negative if it was saved later; None if there is none.
+    unsaved: checkpoints and files that were not saved because a signal ended their transfer.
     """
 
     ranks: Sequence[RankState]
@@ -99,6 +101,8 @@ class AttemptEnd:
     loss: DdptrainError | None = None
     leaving: bool = False
     moving: bool = False
+    age_s: float | None = None
+    unsaved: str = ""
 
     @property
     def moves(self) -> bool:

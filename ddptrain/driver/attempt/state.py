@@ -32,8 +32,10 @@ class AttemptState(NamedTuple):
 
     All deadlines are monotonic seconds, None: not set.
 
-    ranks, activities: by rank. stacks: files of stacks that are stored only if the inquiry finds a fault. signum: the
-    last signal to the driver. notice: why the ranks must save and end. loss: why the run directory cannot be
+    ranks, activities: by rank. stacks: files of stacks that are stored only if the inquiry finds a fault. faults:
+    without mere consequences of a signal or a notice. signals: the number of signals to the driver; signum: the last
+    of them. notice: why the ranks must save and end, since noticed_at. saved_at: when the newest checkpoint of this
+    attempt arrived in the run directory. loss: why the run directory cannot be
     written. settle_until: end of the wait for an earlier fault. preempt_until: when ranks must have saved. stop_until:
     when stopped ranks are given up. spare_until: when also the rank that failed is stopped. transfers: checkpoints and
     files on their way into the run directory. steps: own times of the ranks; None: not compared. uses: the newest
@@ -47,8 +49,11 @@ class AttemptState(NamedTuple):
     inquiry: StackCollector = StackCollector()
     faults: tuple[Fault, ...] = ()
     stacks: tuple[tuple[int, events.FileSaved], ...] = ()
+    signals: int = 0
     signum: int | None = None
     notice: str | None = None
+    noticed_at: float = 0.0
+    saved_at: float | None = None
     leaving: bool = False
     loss: DdptrainError | None = None
     settle_until: float | None = None
@@ -80,12 +85,20 @@ class AttemptState(NamedTuple):
         deadlines = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
         return min((until for until in deadlines if until is not None), default=None)
 
-    def end(self) -> AttemptEnd:
-        """Return the result of the attempt. Must be called only when it is over."""
+    @property
+    def ordered(self) -> bool:
+        """Whether the ranks end because of a signal or a notice."""
+        return self.signum is not None or self.notice is not None
+
+    def end(self, unsaved: str = "") -> AttemptEnd:
+        """Return the result of the attempt. Must be called only when it is over. `unsaved`: see AttemptEnd."""
         finished = [rank.spec.rank for rank in self.ranks if rank.finished]
         fault = find_root_cause(self.faults, finished) if self.faults else None
         explained = self.inquiry.explained(fault) if fault is not None else None
-        return AttemptEnd(self.ranks, explained, self.signum, self.notice, self.loss, self.leaving, self.moving)
+        age_s = self.noticed_at - self.saved_at if self.saved_at is not None else None
+        return AttemptEnd(
+            self.ranks, explained, self.signum, self.notice, self.loss, self.leaving, self.moving, age_s, unsaved
+        )
 
 
 def new_state(

@@ -4,6 +4,9 @@ This module uses no input or output, no clock and no threads. loop.py reads mess
 
     rank 0's worker opens the store ─ all ranks start ─ fault, hang, signal, preemption ─ stopping ─ over
 
+A signal to the driver asks the ranks to save and end, the second stops them, the third kills them. What a rank reports
+after that is a fault only if it is no consequence of the end.
+
 After a fault there is a short wait, because the root cause may arrive after its victims. Then the other ranks are
 stopped, and after CLEAN_UP_S also the rank that failed. A rank that does not end in time is lost, so that every attempt
 ends.
@@ -30,6 +33,13 @@ from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.worker_notices import Notice, RankExit, describe_status
 from ddptrain.results.errors import UnsafePath
+
+# Other signals to the driver than SIGTERM that a script gets as they are.
+_PASSED_ON: dict[int, Command] = {
+    signal.SIGINT: Command.INTERRUPT,
+    signal.SIGHUP: Command.HANG_UP,
+    signal.SIGQUIT: Command.QUIT,
+}
 
 
 def step(state: AttemptState, message: Message, now: Moment) -> tuple[AttemptState, Sequence[Action]]:
@@ -83,6 +93,8 @@ class Transition(SlowRankDraft):
                 self._stop(self.grace_s)
             case inbox.ArtifactStored(rank, path, step):
                 self.change(transfers=self.state.transfers - 1)
+                if step is not None:
+                    self.change(saved_at=self.now)
                 self.do(actions.RecordStored(rank, path, step))
             case inbox.ArtifactFailed(rank, what, failed, vital, unreachable):
                 self.change(transfers=self.state.transfers - 1)
@@ -162,6 +174,9 @@ class Transition(SlowRankDraft):
         if failure.exit_code == ExitCode.PREEMPTED and self.state.notice is not None:
             self.change_rank(rank, preempted=True)  # it was preempted by another signal before the command reached it
             return
+        ends_itself = failure.exit_code is not None or failure.type == KeyboardInterrupt.__name__
+        if ends_itself and self.state.ordered and self.state.ranks[rank].spec.code.is_script:
+            return
         if failure.handled and (self._knows_cause() or not self.state.faults):
             return  # no fault needs this explanation, and the code may continue after its `except`
         fault = failure_fault.from_failure(rank, failure)
@@ -177,6 +192,8 @@ class Transition(SlowRankDraft):
         if isinstance(event, events.StepTimes):
             self.on_step_times(rank, event)
         if (watched := state.ranks[rank].after(event)) is not state.ranks[rank]:
+            if isinstance(event, events.Finished) and state.ordered and watched.spec.code.is_script:
+                watched = watched._replace(finished=False, preempted=True)  # the signal may have ended its work early
             self.put_rank(rank, watched)
 
     def _fetch(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
@@ -196,30 +213,42 @@ class Transition(SlowRankDraft):
         before = self.state.ranks[rank]
         if before.ended is not None:
             return
+        is_script = before.spec.code.is_script
         self.change_rank(rank, ended=ended)
-        if before.spec.code.is_script and before.fault is None:  # a script may end with os._exit
-            finished, preempted = ended.status == 0, ended.status == ExitCode.PREEMPTED
-            self.change_rank(rank, finished=before.finished or finished, preempted=before.preempted or preempted)
+        if is_script and before.fault is None:
+            self._judge_script(before, ended.status)
         watched = self.state.ranks[rank]
-        if watched.preempted:
+        if watched.preempted or (is_script and self.state.ordered and _ends_itself(ended.status)):
             pass
         elif watched.finished:
             if ended.status != 0 and not self.state.stopping and watched.tracker_fault is None:
                 text = f"rank {rank} finished its work, and ended with {describe_status(ended.status)} afterwards"
                 self.do(actions.Warn(text))
-        elif self.state.notice is not None and ended.status == -signal.SIGTERM:
+        elif not is_script and self.state.notice is not None and ended.status == -signal.SIGTERM:
             # The workload never saves, so there is no reason to wait.
             self._stop(grace_periods.at_once_s(self.state.ranks[0].spec))
         elif watched.fault is None and not self.state.stopping:
-            fault = failure_fault.from_exit(ended)
+            where = "after the end of its main thread" if before.finished else "in the middle of the workload"
+            fault = failure_fault.from_exit(ended, where)
             self.change_rank(rank, fault=fault)
             self._add_fault(fault)
         if not before.over:
             self._record_end(rank)
 
+    def _judge_script(self, before: RankState, status: int) -> None:
+        """Set the result of a script to that of its process: it may end with os._exit, or because of another thread."""
+        rank, ordered = before.spec.rank, self.state.ordered
+        if status == 0 and not before.well:
+            self.change_rank(rank, finished=not ordered, preempted=ordered)
+        elif status == ExitCode.PREEMPTED:
+            self.change_rank(rank, finished=False, preempted=True)
+        elif status != 0 and before.tracker_fault is None and not (ordered or self.state.stopping):
+            self.change_rank(rank, finished=False)
+
     def _record_end(self, rank: int) -> None:
         watched = self.state.ranks[rank]
-        stopped = watched.preempted or (self.state.stopping and watched.fault is None and not watched.finished)
+        ends = self.state.stopping or self.state.ordered
+        stopped = watched.preempted or (ends and watched.fault is None and not watched.finished)
         self.do(actions.RecordRankEnd(rank, ok=watched.finished, stopped=stopped))
 
     def _on_worker_lost(self, address: str, reason: str) -> None:
@@ -247,7 +276,9 @@ class Transition(SlowRankDraft):
 
     def _add_fault(self, fault: Fault) -> None:
         stacks = self.state.stacks
-        self.change(faults=(*self.state.faults, fault), stacks=())
+        self.change(stacks=())
+        if not self._is_consequence(fault):
+            self.change(faults=(*self.state.faults, fault))
         self.do(actions.RecordFault(fault))
         for rank, event in stacks:
             self._fetch(rank, event)
@@ -260,32 +291,45 @@ class Transition(SlowRankDraft):
             until = self.now  # no earlier fault can arrive
         self.change(settle_until=_earlier(self.state.settle_until, until))
 
+    def _is_consequence(self, fault: Fault) -> bool:
+        """Return whether a fault only results from the end of the ranks that a signal or a notice has asked for."""
+        if not self.state.ordered or fault.kind in (FaultKind.RESULTS, FaultKind.REFUSED):
+            return False
+        return fault.victim or fault.kind in failure_fault.LOSSES or self.state.stopping
+
     def _knows_cause(self) -> bool:
         return any(not fault.victim for fault in self.state.faults)
 
     def _on_signal(self, signum: int) -> None:
-        again = self.state.signum is not None
-        self.change(signum=signum)
-        if signum == signal.SIGTERM and not again:
-            self._preempt(was_sent(signum))
-            return
-        self.change(notice=None)
-        text = "stopping at once" if again else "stopping the ranks (again to kill them at once)"
-        self.do(actions.ShowStatus(text))
-        self._stop(0.0 if again else self.grace_s)
+        signals = self.state.signals + 1
+        if signals == 1 and self.state.stopping and not self.state.over:
+            signals = 2  # the ranks cannot save any more
+        self.change(signals=signals, signum=signum)
+        if self.state.over:
+            self.do(actions.Announce(f"{was_sent(signum)}: the last files are being saved (again to end without them)"))
+        elif signals == 1:
+            self._preempt(was_sent(signum), signum)
+        else:
+            self.change(notice=None)
+            kills = signals > 2
+            self.do(actions.ShowStatus("killing the ranks" if kills else "stopping the ranks (again to kill them)"))
+            self._stop(0.0 if kills else self.grace_s)
 
-    def _preempt(self, notice: str) -> None:
-        """Command every rank to finish its step, save and end, within the grace period."""
-        if self.state.notice is not None or self.state.stopping:
+    def _preempt(self, notice: str, signum: int = signal.SIGTERM) -> None:
+        """Command every rank to finish its step, save and end, within the grace period. Scripts get the signal."""
+        if self.state.notice is not None or self.state.stopping or self.state.faults:
             return
-        self.change(notice=notice)
+        self.change(notice=notice, noticed_at=self.now)
         first = self.state.ranks[0].spec
         if self.state.outside:  # nothing could be saved yet
             self._stop(grace_periods.at_once_s(first))
             return
-        text = f"{notice}: the ranks finish their step and save, within {self.grace_s:g} s (again to stop them)"
-        self.do(actions.Announce(text))
-        self.do(actions.SendCommand(self.alive(), Command.PREEMPT))
+        what = "the ranks finish their step and save"
+        if first.code.is_script:
+            what = f"the script gets {signal.Signals(signum).name} and ends"
+        self.do(actions.Announce(f"{notice}: {what}, within {self.grace_s:g} s (again to stop the ranks)"))
+        command = _PASSED_ON.get(signum, Command.PREEMPT) if first.code.is_script else Command.PREEMPT
+        self.do(actions.SendCommand(self.alive(), command))
         self.change(preempt_until=self.now + grace_periods.preempt_s(first))
 
     def _on_tick(self, tick: inbox.Tick) -> None:
@@ -353,7 +397,8 @@ class Transition(SlowRankDraft):
             self.change(preempt_until=None)
             if not self.state.stopping:
                 if not all(rank.well for rank in self.state.ranks if not rank.over):  # else only trackers work
-                    self.do(actions.Warn("the ranks did not call ctx.checkpoint() in time: they are stopped"))
+                    missed = "end" if self.state.ranks[0].spec.code.is_script else "call ctx.checkpoint()"
+                    self.do(actions.Warn(f"the ranks did not {missed} in time: they are stopped"))
                 self._stop(grace_periods.PREEMPT_STOP_S)
         if self._is_due(self.state.spare_until):
             self.change(spare_until=None)
@@ -383,6 +428,11 @@ class Transition(SlowRankDraft):
 
     def _is_due(self, until: float | None) -> bool:
         return until is not None and self.now >= until
+
+
+def _ends_itself(status: int) -> bool:
+    """Return whether a process has chosen its exit code, or died of a signal that asks to end."""
+    return status > 0 or -status in (signal.SIGTERM, *_PASSED_ON)
 
 
 def _earlier(before: float | None, until: float) -> float:

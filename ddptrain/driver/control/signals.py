@@ -1,4 +1,7 @@
-"""Converts SIGINT, SIGTERM and SIGHUP to messages to the driver's main loop while a run is active."""
+"""Converts signals that ask to end to messages to the driver's main loop while a run is active.
+
+The first asks the ranks to save, the second stops them, the third kills them, and a fourth ends this process at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from types import FrameType
 from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_MOST = 3  # signals that the run handles
 
 
 class Signals:
@@ -28,7 +32,7 @@ class Signals:
     def take(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal; installed with signal.signal()."""
         self.taken.append(signum)
-        if len(self.taken) > 2:  # the third signal: end at once
+        if len(self.taken) > _MOST:  # it does not get to its end
             os._exit(128 + signum)
         self.inbox.put(SignalReceived(signum))
         if self._interrupts:
@@ -55,9 +59,9 @@ class Signals:
 
         Do not import within such a block: an interrupted import leaves a broken module.
         """
-        self.check()
-        self._interrupts = True
+        self._interrupts = True  # first: a signal between these two lines must not be missed
         try:
+            self.check()
             yield
         finally:
             self._interrupts = False

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.2
 _AGAIN_S = 0.1
 _HANDLED_WITHIN_S = 2.0  # a starting cluster may block the first signal until the second arrives
-_SIGNALS_FOR_NOW = 2  # these stop the ranks at once; a third signal would end the driver before it writes run.json
+_SIGNALS_FOR_NOW = 3  # these kill the ranks; a fourth signal would end the driver before it writes run.json
 _MARGIN_S = 30.0
 _DEFAULT_GRACE_S = 30.0
 
@@ -65,7 +65,7 @@ def stop_requests(writer: RunWriter, signals: Signals) -> Iterator[None]:
     """Convert stop requests in the run directory to signals to this process until the block ends.
 
     Requests without `now` send one SIGTERM altogether, so that the ranks can save. A request with `now` has the effect
-    of Ctrl-C pressed twice.
+    of Ctrl-C pressed three times.
     """
     ended = threading.Event()
     watch = threading.Thread(target=_watch, args=(writer, signals, ended), name="ddptrain-stop", daemon=True)
@@ -169,7 +169,7 @@ def _ask(desk: RunLayout, request: StopRequest) -> None:
         require_own_folder(desk.root)
         write_file(desk.stop_json, request.to_json().encode())
     except ResultsError as error:
-        instead = "SIGINT twice" if request.now else "SIGTERM"
+        instead = "SIGINT three times" if request.now else "SIGTERM"
         driver = DriverRecord(request.pid, request.host)
         raise ResultsError(f"{error}; or send {instead} to {driver.description}") from error
 

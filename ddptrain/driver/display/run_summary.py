@@ -8,7 +8,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import counted
-from ddptrain.results.run_record import RunStatus, as_json_data
+from ddptrain.results.run_record import RunStatus, as_json_data, status_text
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.timing.time_use import time_use, timed_events
 
@@ -65,13 +65,16 @@ def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started
     earlier_s = record.earlier_s
     resumed = f" ({duration_s - earlier_s:.1f} s since it was resumed)" if earlier_s else ""
-    text = [f"run {writer.run_id} {run_end.status} after {duration_s:.1f} s{resumed}{ranks}"]
+    how = status_text(run_end.status, run_end.failure, record.checkpoints)
+    text = [f"run {writer.run_id} {how} after {duration_s:.1f} s{resumed}{ranks}"]
     figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
         more = f", and {len(figures) - _MOST_FIGURES:,} more" if len(figures) > _MOST_FIGURES else ""
         text.append(f"  last    {', '.join(figures[:_MOST_FIGURES])}{more}")
     if record.best is not None:
         text.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
+    if (bad := record.not_finite) is not None and run_end.status == RunStatus.SUCCEEDED:
+        text.append(f"  nan     rank {bad.rank}: {bad.description}")
     spent = time_use(record, timed_events(writer.layout), duration_s).line()
     if spent and record.attempts:
         text.append(f"  time    {spent}")

@@ -114,12 +114,12 @@ def from_tracker(rank: int, failed: events.TrackerFailed) -> Fault:
     return Fault(rank, FaultKind.TRACKER, failed.time_ns, f"tracker {failed.tracker} {failed.message}")
 
 
-def from_exit(ended: RankExit) -> Fault:
+def from_exit(ended: RankExit, where: str = "in the middle of the workload") -> Fault:
     """Return the fault of a rank that ended without reporting a failure: it was killed, or it called os._exit."""
     if ended.status < 0:
         victim = ended.timed_out or ended.lost_peer
         return Fault(ended.rank, FaultKind.SIGNAL, ended.time_ns, ended.text, victim=victim, timed_out=ended.timed_out)
-    text = f"the process ended with {describe_status(ended.status)} in the middle of the workload"
+    text = f"the process ended with {describe_status(ended.status)} {where}"
     if ended.reason:
         text = f"{text}, and could not report why: {ended.reason}"
         return Fault(ended.rank, FaultKind.RESULTS, ended.time_ns, text, status=ended.status)

@@ -49,7 +49,8 @@ class RestartPolicy:
         if end.fault is not None and not lost:
             if reason := self._useless(end.fault, step):
                 return NoRestart(reason)
-            self._before = (end.fault.line, end.fault.traceback, step)
+            if not any(rank.spec.code.is_script for rank in end.ranks):  # the progress of a script is not known
+                self._before = (end.fault.line, end.fault.traceback, step)
         return self._again(lost)
 
     def _exhausted(self, lost: bool) -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, limit_error
-from ddptrain.results.run_record import FailureRecord, RunStatus
+from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, RunStatus
+from ddptrain.text_tables import duration
 
 if TYPE_CHECKING:
     from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
@@ -31,37 +32,55 @@ class RunEnd:
 
 def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
     """Return the end of a run after its last attempt."""
-    if end.finished and not end.fault:
+    if end.finished and not end.fault and not end.unsaved:
         failed = [rank.tracker_fault for rank in end.ranks if rank.tracker_fault is not None]
         if failed:
             return _tracker_failed(end, min(failed, key=lambda fault: (fault.time_ns, fault.rank)), writer.layout)
         return RunEnd(RunStatus.SUCCEEDED, ExitCode.SUCCEEDED)
     if end.loss is not None:
         return judge_error(end.loss, writer)
+    if end.fault is not None and not (end.fault.victim and (end.notice is not None or end.signum is not None)):
+        return _failed(end, end.fault, writer.layout)
+    if end.signum not in (None, signal.SIGTERM) or end.unsaved:
+        return _interrupted(end.signum or signal.SIGTERM, writer, end)
     if end.notice is not None and writer.record.checkpoints:
-        return _preempted(end.notice, writer)
-    if end.saved_itself and end.signum in (None, signal.SIGTERM) and end.fault is None:
-        return _saved_itself(end.notice or "the script ended with exit code 75")
+        return _preempted(end.notice, writer, end)
+    if end.saved_itself:
+        return _saved_itself(end)
     if end.signum is not None:
-        return _interrupted(end.signum)
-    if end.fault is None or (end.notice is not None and end.fault.victim):
-        return _gone(end.notice or "the ranks ended before their work was done")
-    return _failed(end, end.fault, writer.layout)
+        return _interrupted(end.signum, writer, end)
+    return _gone(end.notice or "the ranks ended before their work was done")
 
 
-def _preempted(notice: str, writer: RunWriter) -> RunEnd:
-    """Return the end of a run that was told to end, and can continue from its newest checkpoint."""
+def _preempted(notice: str, writer: RunWriter, end: AttemptEnd | None = None) -> RunEnd:
+    """Return the end of a run that was asked to end, and can continue from its newest checkpoint."""
+    failure = FailureRecord(kind="preempted", message=notice)
+    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; {_to_continue(writer, end)}", failure)
+
+
+def _to_continue(writer: RunWriter, end: AttemptEnd | None) -> str:
+    """Return the newest checkpoint, with its age if it is older than the signal, and how to continue from it."""
+    if not writer.record.checkpoints:
+        return "there is no checkpoint to continue from"
     newest = writer.record.checkpoints[0]
+    saved = f"checkpoint {newest} is saved"
+    if end is not None and end.unsaved:
+        saved = f"{end.unsaved} was not saved, the newest checkpoint is {newest}"
+    elif end is not None and end.age_s is None:
+        saved = f"no checkpoint was saved in this attempt, the newest one is {newest}"
+    elif end is not None and end.age_s is not None and end.age_s > 0:
+        saved = f"no checkpoint was saved after that, {newest} is {duration(end.age_s)} older"
+    return f"{saved}, continue with --resume {writer.run_id}"
+
+
+def _saved_itself(end: AttemptEnd) -> RunEnd:
+    """Return the end of a run whose ranks ended by themselves: exit code 75 says that they have saved, 0 does not."""
+    notice = end.notice or "the script ended with exit code 75"
+    by_zero = any(rank.ended is not None and rank.ended.status == 0 for rank in end.ranks)
+    what = "the script ended by itself" if by_zero else "it has saved its state"
     failure = FailureRecord(kind="preempted", message=notice)
-    cause = f"{notice}; checkpoint {newest} is saved, continue with --resume {writer.run_id}"
+    cause = f"{notice}; {what}: run it again to continue"
     return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
-
-
-def _saved_itself(notice: str) -> RunEnd:
-    failure = FailureRecord(kind="preempted", message=notice)
-    return RunEnd(
-        RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; it has saved its state: run it again to continue", failure
-    )
 
 
 def _gone(notice: str) -> RunEnd:
@@ -106,7 +125,7 @@ def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:
     if isinstance(error, Interrupted):
         if error.signum == signal.SIGTERM and writer.record.checkpoints:
             return _preempted(was_sent(error.signum), writer)
-        return _interrupted(error.signum)
+        return _interrupted(error.signum, writer)
     error = limit_error(error) or error
     kind, text = type(error).__name__, str(error)
     if isinstance(error, DdptrainError):
@@ -127,12 +146,15 @@ def name_stop_command(end: RunEnd) -> RunEnd:
     failure = end.failure
     if failure is None or failure.message not in (was_sent(signal.SIGINT), was_sent(signal.SIGTERM)):
         return end
-    by_command = "ended by ddptrain stop"
-    cause = by_command if failure.kind == "interrupted" else end.cause.replace(failure.message, by_command, 1)
-    return replace(end, cause=cause, failure=replace(failure, message=by_command))
+    said = f"interrupted by {failure.type}" if failure.kind == "interrupted" else failure.message
+    cause = end.cause.replace(said, ENDED_BY_STOP, 1)
+    return replace(end, cause=cause, failure=replace(failure, message=ENDED_BY_STOP))
 
 
-def _interrupted(signum: int) -> RunEnd:
+def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) -> RunEnd:
     name = signal.Signals(signum).name
     failure = FailureRecord(kind="interrupted", type=name, message=was_sent(signum))
-    return RunEnd(RunStatus.CANCELLED, 128 + signum, f"interrupted by {name}", failure)
+    again = _to_continue(writer, end)
+    if end is not None and end.unsaved and not writer.record.checkpoints:
+        again = f"{end.unsaved} was not saved, {again}"
+    return RunEnd(RunStatus.CANCELLED, 128 + signum, f"interrupted by {name}; {again}", failure)

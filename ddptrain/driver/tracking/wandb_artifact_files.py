@@ -13,7 +13,7 @@ from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.select.recorded_config import parsed_config
 
-_TABLE = re.compile(r"(?:step-(?P<step>\d{1,18})-)?rank-(?P<rank>\d{1,9})\.(?:csv|parquet)")
+_TABLE = re.compile(r"(?:step-(?P<step>\d{1,18})-)?rank-(?P<rank>\d{1,9})\.csv")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The queue of ranks' files and checkpoints that wait for their transfer into the run directory.
 
 A thread does the transfers, because hashing takes long; results/staged_files.py checks and moves each file. If the run
-directory has no room, the files stay in the rank's staging folder, and the transfer is tried again.
+directory has no room, the files stay in the rank's staging folder, and the transfer is tried again. A
+transfer may take any time, but must not be silent for long.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _log = Log(__name__)
 _MAX_PAUSE_S = 60.0
+_CLOSE_S = 1.0  # for a transfer that is given up to notice it
 _NICENESS = 10  # of the thread: ranks on this host have priority
 
 
 class _Unreachable(Exception):
     """A file could not be read from its worker. It is not tried again."""
+
+
+class _GivenUp(Exception):
+    """The run does not wait for this transfer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +50,14 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
+class Transfer:
+    """A checkpoint (with its step) or a file to move into the run directory; the run fails if a `vital` one is lost."""
+
     rank: int
     what: str
     work: Callable[[], Path]
-    vital: bool = True  # whether a failure ends the run
-    step: int | None = None  # of a checkpoint
+    vital: bool = True
+    step: int | None = None
 
 
 class TransferQueue:
@@ -61,8 +69,11 @@ class TransferQueue:
         self.inbox = inbox
         self._max_failures = max_failures
         self._failures = 0  # in a row, over all transfers, because a full disk affects all of them
+        self.pending: list[Transfer] = []  # those without a message yet, in the order of their transfer
+        self._active_s = 0.0  # monotonic: when the last bytes were moved; in a pause after a failure, its end
+        self._given_up = False
         self._closed = threading.Event()
-        self._queue: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ddptrain-artifacts", daemon=True)
         self._thread.start()
 
@@ -81,9 +92,9 @@ class TransferQueue:
                         )
                         raise CheckpointDamaged(text) from error
                     folders.append(self._local_folder(copies, source, part.staging, part.files))
-                return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:])
+                return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:], self._moved)
 
-        self._queue.put(_Transfer(rank, f"checkpoint step-{event.step}", work, step=event.step))
+        self._add(Transfer(rank, f"checkpoint step-{event.step}", work, step=event.step))
 
     def _local_folder(self, copies: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
         """Return the folder `name` of a rank's staging folder, or a copy that exists until `copies` is closed."""
@@ -99,22 +110,45 @@ class TransferQueue:
         def work() -> Path:
             name = _file_name(event.staging)
             if fetch is None:
-                return self.writer.adopt_file(event, staging / name)
+                return self.writer.adopt_file(event, staging / name, self._moved)
             with self._fetched(staging, [(name, event.size_bytes)], fetch) as fetched:
-                return self.writer.adopt_file(event, fetched / name)
+                return self.writer.adopt_file(event, fetched / name, self._moved)
 
         what = f"artifact {event.path}" if event.area == ARTIFACTS else f"{event.area} file {event.path}"
-        self._queue.put(_Transfer(rank, what, work, vital=event.area != TRACKING))
+        self._add(Transfer(rank, what, work, vital=event.area != TRACKING))
+
+    def _add(self, transfer: Transfer) -> None:
+        if not self.pending:
+            self._active_s = time.monotonic()
+        self.pending.append(transfer)
+        self._queue.put(transfer)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds in which the pending transfer has moved nothing, without the pauses after its failures."""
+        return max(0.0, time.monotonic() - self._active_s)
+
+    def _moved(self) -> None:
+        self._active_s = time.monotonic()
+        if self._given_up:
+            raise _GivenUp
 
     def stop_retrying(self) -> None:
         """Try each transfer only once from now on, because the run is ending with an error."""
         self._closed.set()
 
-    def close(self, deadline_s: float) -> bool:
-        """Finish the queue. Return whether it was finished within `deadline_s` seconds."""
-        self._queue.put(None)
-        self._thread.join(timeout=deadline_s)
+    def give_up(self) -> None:
+        """End the pending transfers at their next bytes. One that hangs in the system is left to its daemon thread."""
+        self._given_up = True
         self._closed.set()
+
+    def close(self, silence_s: float) -> bool:
+        """Finish the queue, while no transfer is silent for `silence_s` seconds. Return whether it was finished."""
+        self._queue.put(None)
+        while self._thread.is_alive() and not self._given_up and self.silent_s < silence_s:
+            self._thread.join(timeout=0.1)
+        self.give_up()
+        self._thread.join(timeout=_CLOSE_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -122,6 +156,7 @@ class TransferQueue:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
         while (transfer := self._queue.get()) is not None:
             try:
+                self._moved()
                 path = self._with_retries(transfer)
             except Exception as error:  # any failure is reported; the thread must continue with the next transfer
                 unreachable = isinstance(error, _Unreachable)
@@ -131,8 +166,9 @@ class TransferQueue:
                 )
             else:
                 self.inbox.put(ArtifactStored(transfer.rank, str(path), transfer.step))
+            self.pending.remove(transfer)
 
-    def _with_retries(self, transfer: _Transfer) -> Path:
+    def _with_retries(self, transfer: Transfer) -> Path:
         """Do the transfer; repeat it after 1, 2, 4, ... 60 s if the run directory cannot be written."""
         while True:
             try:
@@ -147,6 +183,7 @@ class TransferQueue:
                 failure = f"failure {self._failures} of {self._max_failures}; again in {pause_s:g} s"
                 _log.info("transfer failed", rank=transfer.rank, what=transfer.what, failure=failure, error=error)
                 self.inbox.put(ArtifactRetried(transfer.rank, transfer.what, error, failure))
+                self._active_s = time.monotonic() + pause_s
                 if self._closed.wait(pause_s):
                     raise
             else:
@@ -160,13 +197,13 @@ class TransferQueue:
         target.mkdir(parents=True)
         try:
             for name, size in files:
-                _fetch_file(source / _file_name(name), target / name, size, fetch)
+                _fetch_file(source / _file_name(name), target / name, size, fetch, self._moved)
             yield target
         finally:
             shutil.rmtree(target, ignore_errors=True)
 
 
-def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch) -> None:
+def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch, moved: Callable[[], None]) -> None:
     with target.open("wb") as file:
         while (have := file.tell()) < size_bytes:
             try:
@@ -176,6 +213,7 @@ def _fetch_file(source: Path, target: Path, size_bytes: int, fetch: Fetch) -> No
             if not data:
                 raise _Unreachable from OSError(f"{source} has {have} bytes, not the {size_bytes} announced")
             file.write(data)
+            moved()
 
 
 def _file_name(name: str) -> str:

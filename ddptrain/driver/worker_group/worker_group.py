@@ -357,7 +357,7 @@ class WorkerGroup:
             self._news.remove(self.run_id)  # the run's own topic is removed as a whole with its slots
         self.end_attempt()
         with contextlib.suppress(Exception):  # as above
-            asked = self.client.run_on_scheduler(slots.release, self.run_id, asynchronous=True)
+            asked = self.client.run_on_scheduler(slots.release, self.run_id, client=self.client.id, asynchronous=True)
             dask_call.wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
 
     def end_attempt(self) -> None:

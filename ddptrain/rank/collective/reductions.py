@@ -15,6 +15,7 @@ from torch import distributed
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.collective.calls import CollectiveCalls
 
+GROUP_NAME = "ddptrain"  # the description of the process group
 _CODES = {"mean": 1.0, "all_finite": 2.0}  # ranks compare these codes, to notice that they are in different calls
 
 
@@ -45,7 +46,7 @@ class CollectiveValues:
         with self._calls.waiting(name):
             if self._group is None:
                 timeout = dt.timedelta(seconds=self._spec.group.timeout_s)
-                self._group = distributed.new_group(backend="gloo", timeout=timeout)
+                self._group = distributed.new_group(backend="gloo", timeout=timeout, group_desc=GROUP_NAME)
             distributed.all_reduce(sums, group=self._group)
         size = self._spec.placement.world_size
         if sums[:2].tolist() != [size * code, size * code * code]:

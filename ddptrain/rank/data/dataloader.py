@@ -65,14 +65,24 @@ class RankLoader(DataLoader[Any]):
     `remaining` is the number of batches that are left.
     """
 
-    def __init__(self, dataset: Dataset[Any], sampler: RankSampler, batch_size: int, **more: Any) -> None:
-        self._rank_sampler, self._batch_size = sampler, batch_size
+    def __init__(
+        self, dataset: Dataset[Any], sampler: RankSampler, batch_size: int, seeds: tuple[int, int], **more: Any
+    ) -> None:
+        """`seeds` are the seed and the rank, from which the random numbers of its workers follow."""
+        self._rank_sampler, self._batch_size, self._seeds = sampler, batch_size, seeds
+        self._own_generator = None if "generator" in more else torch.Generator()
         self._step = batch_size * sampler._world_size  # noqa: SLF001
         self.is_at_last_batch = False  # whether the batch that is in use is the last one of its epoch
         # A batch sampler, because DataLoader does not allow changes of its `sampler` between epochs.
-        super().__init__(dataset, batch_sampler=BatchSampler(sampler, batch_size, drop_last=False), **more)
+        batches = BatchSampler(sampler, batch_size, drop_last=False)
+        super().__init__(dataset, batch_sampler=batches, **{"generator": self._own_generator, **more})
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's returns its own iterator class
+        if self._own_generator is not None:
+            # Workers, for example in augmentation, have other random numbers on each rank and in each epoch, also if
+            # this is the first epoch after a resume, but the same in each run.
+            position = (*self._seeds, self.epoch, self._rank_sampler.taken)
+            self._own_generator.manual_seed(hash(position) % (1 << 63))
         try:
             for batch in super().__iter__():
                 # Before the step, so that a checkpoint after the step counts this batch.
@@ -135,7 +145,5 @@ def make_loader(
     defaults: dict[str, Any] = {
         "pin_memory": device.type == "cuda",
         "persistent_workers": more.get("num_workers", 0) > 0,
-        # Random numbers of workers, for example for augmentation, differ between ranks, but are equal in each run.
-        "generator": torch.Generator().manual_seed((seed * 1_000_003 + rank) % (1 << 63)),
     }
-    return RankLoader(dataset, sampler, batch_size, **{**defaults, **more})
+    return RankLoader(dataset, sampler, batch_size, (seed, rank), **{**defaults, **more})

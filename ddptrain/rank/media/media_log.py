@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.optional_packages import install_command
 from ddptrain.rank.artifact_files import ArtifactFiles, stays_below
 from ddptrain.rank.media.images import is_image, png
 from ddptrain.tracking.items import Image, Table
@@ -38,13 +37,9 @@ class MediaLog:
         if kept is not None:
             self._tracked.put_with_files(Image(time.time_ns(), name, kept, caption, step), kept)
 
-    def table(
-        self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None, form: str
-    ) -> None:
+    def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None) -> None:
         """Save a table for ctx.log_table."""
         _check_name(name)
-        if form not in _ENCODERS:
-            raise ValueError(f"a table is written as csv or parquet, not as {form!r}")
         names = tuple(str(column) for column in columns)
         for_trackers = self._tracked.wants(Table)
         tracked_rows: list[tuple[Any, ...]] = []
@@ -59,7 +54,7 @@ class MediaLog:
             if for_trackers:
                 tracked_rows.append(tuple(tracked for _, tracked in cells))
         prefix = f"step-{step}-" if step is not None else ""
-        self._files.save(f"tables/{name}/{prefix}rank-{self._rank}.{form}", _ENCODERS[form](names, written))
+        self._files.save(f"tables/{name}/{prefix}rank-{self._rank}.csv", _csv(names, written))
         if for_trackers:
             kept = [cell.path for row in tracked_rows for cell in row if isinstance(cell, Image)]
             self._tracked.put_with_files(Table(time.time_ns(), name, names, tuple(tracked_rows), step), *kept)
@@ -106,24 +101,3 @@ def _csv(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> bytes:
     writer.writerow(columns)
     writer.writerows(rows)
     return text.getvalue().encode("utf-8", "backslashreplace")
-
-
-def _parquet(columns: Sequence[str], rows: Sequence[Sequence[_Cell]]) -> bytes:
-    """Return the table as Parquet. Raises TypeError if a column has different types, such as text and numbers."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ImportError(f"tables are written as Parquet by pyarrow: {install_command('parquet')}") from error
-    arrays = []
-    for index, name in enumerate(columns):
-        try:
-            arrays.append(pa.array([row[index] for row in rows]))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise TypeError(f"column {name!r} holds values of different types: {error}; write it as csv") from error
-    file = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays(arrays, names=list(columns)), file)
-    return file.getvalue()
-
-
-_ENCODERS = {"csv": _csv, "parquet": _parquet}

@@ -45,9 +45,8 @@ class GradientSteps:
         self._skipped_in_a_row = 0
         self._windows: list[_Window] = []
         self._resumed: list[int] = []  # `done` of the windows of a checkpoint, by optimizer
-        self._unsynced: set[DistributedDataParallel] = (
-            set()
-        )  # models whose last gradients were not averaged over the ranks
+        # Models whose last gradients were not averaged over the ranks. A set would have another order on each rank.
+        self._unsynced: dict[DistributedDataParallel, None] = {}
 
     @property
     def scale(self) -> float:
@@ -74,7 +73,9 @@ class GradientSteps:
             return
         syncs = self._done(model) + 1 >= self.accumulate or self._is_last_batch()
         model.require_backward_grad_sync = syncs
-        (self._unsynced.discard if syncs else self._unsynced.add)(model)
+        self._unsynced.pop(model, None)
+        if not syncs:
+            self._unsynced[model] = None
 
     def _done(self, model: nn.Module) -> int:
         """Return the number of micro-batches in the window of the model's optimizer."""
@@ -107,7 +108,7 @@ class GradientSteps:
         parameters = window.parameters()
         for model in [model for model in self._unsynced if _share(model.parameters(), parameters)]:
             average_gradients(model)
-            self._unsynced.discard(model)
+            del self._unsynced[model]
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.rank.model.sharding import DDP, checked_strategy, checkpoint_activations, shard_model
+from ddptrain.rank.model.sharding import DDP, checked_strategy, checkpoint_activations, shard_model, wrap_forward
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that were given, and those that were returned
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,8 +45,7 @@ def prepare_model(
     if sharded:
         model = shard_model(model, device, settings, dtype)
     elif dtype is not None:
-        # In place, so that the weights keep their names.
-        model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
+        wrap_forward(model, torch.autocast(device.type, dtype=dtype))
     if settings.get("compile"):
         use_compile_cache()
         model.compile()

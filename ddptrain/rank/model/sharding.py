@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import wraps
 from inspect import signature
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +37,28 @@ def checked_strategy(settings: Mapping[str, Any], ddp: Mapping[str, Any]) -> str
 def checkpoint_activations(model: nn.Module, classes: Sequence[str]) -> None:
     """Recompute the layers of these classes in the backward pass. Raises ValueError for an unknown class."""
     for layer in layers_of(model, classes, "activation_checkpointing"):
-        # In place, so that the weights keep their names.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        wrap_forward(layer, _recomputing)
+
+
+def wrap_forward(module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a module's forward by wrap(forward), in place, so that the weights keep their names.
+
+    It is bound as a method, which copy.deepcopy binds to the copy: a copy, as of an average of the weights, computes
+    with its own weights.
+    """
+    forward = module.forward
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        module.forward = MethodType(wrap(forward.__func__), module)
+    else:  # the user has replaced it by a function
+        module.forward = wrap(forward)
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def recompute(*args: Any, **more: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **more)
+
+    return recompute
 
 
 def layers_of(model: nn.Module, classes: Sequence[str], setting: str) -> list[nn.Module]:
@@ -75,7 +96,7 @@ def shard_model(
     if is_empty:
         _check_initializers(model)
     else:
-        _copy_from_rank_zero(model, device)
+        copy_from_rank_zero(model, device)
     reduced = torch.float32 if dtype is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
     for block in reversed(blocks):  # inner layers come before those that contain them
@@ -105,7 +126,7 @@ def _mesh(device: torch.device, settings: Mapping[str, Any]) -> DeviceMesh:
     return init_device_mesh(device.type, (hosts, on_host), mesh_dim_names=("replicate", "shard"))
 
 
-def _copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
+def copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
     """Give every rank the weights and buffers of rank 0, as DDP does; on `device`, one tensor at a time."""
     from torch.distributed import broadcast
 
@@ -126,12 +147,19 @@ def _check_initializers(model: nn.Module) -> None:
 
 
 def _initialize(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
+    from torch.distributed import broadcast
+
     model.to_empty(device=device)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    seed = torch.tensor(torch.initial_seed() % (1 << 62), device=device)
+    broadcast(seed, 0)  # the same slice on two hosts must begin equal, and users seed ranks differently
+    forked = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=forked), warnings.catch_warnings():
         # On the CPU, torch draws each rank's slices from its own generator: equal seeds would give equal slices.
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
-        torch.manual_seed(torch.initial_seed() + mesh.get_local_rank(mesh.ndim - 1))
+        torch.manual_seed(int(seed) + mesh.get_local_rank(mesh.ndim - 1))
         for layer in model.modules():
             reset: Callable[[], None] | None = getattr(layer, "reset_parameters", None)
             if reset is not None:
                 reset()
+    for buffer in model.buffers():
+        broadcast(buffer, 0)

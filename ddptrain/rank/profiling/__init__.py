@@ -1,1 +1,1 @@
-"""Records steps with torch.profiler: traces, and tables of the operators that took most time."""
+"""Records steps with torch.profiler."""

@@ -35,8 +35,8 @@ class ProfiledSteps(TimedActivities):
     def profile(self, steps: tuple[int, int], *, ranks: Sequence[int] | None = None) -> None:
         """Record the steps `steps[0]` to `steps[1]` (counted from 1, both included) with torch.profiler.
 
-        `ranks`: None for every rank that calls this method. Writes, below artifacts/profile/steps-<a>-<b>/, a Chrome
-        trace rank-<r>.pt.trace.json.gz, and a table rank-<r>.csv of the operators that took most time.
+        `ranks`: None for every rank that calls this method. Writes a Chrome trace,
+        artifacts/profile/steps-<a>-<b>/rank-<r>.pt.trace.json.gz.
 
         A step is complete when the workload reports it with ctx.checkpoint(step=), ctx.log(step=) or
         ctx.progress(unit="steps"). The profile begins at the first report of a step >= steps[0] - 1 (with steps[0] = 1

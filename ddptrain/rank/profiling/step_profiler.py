@@ -1,18 +1,15 @@
-"""Records some steps of this rank with torch.profiler, and saves a trace and a table of operators as artifacts."""
+"""Records some steps of this rank with torch.profiler, and saves a trace as an artifact."""
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import events
@@ -28,9 +25,6 @@ FOLDER = "profile"  # below artifacts/
 HOW_TO_REPORT = "report each step, with ctx.checkpoint(step=...), ctx.log(..., step=...) or ctx.progress(unit='steps')"
 _END_BYTES = 4096
 STEP_MARK = "ProfilerStep"  # the name by which TensorBoard's plugin and HolisticTraceAnalysis find steps
-_MOST_OPERATORS = 30
-_COLUMNS = ("operator", "calls", "self_ms", "self_share", "total_ms")
-_GPU_COLUMNS = ("gpu_self_ms", "gpu_self_share", "gpu_total_ms")
 _GZIP_LEVEL = 3  # a fifth of the size, in a tenth of the time of level 9
 
 
@@ -120,9 +114,7 @@ class StepProfiler:
         assert stopped is not None, "only during a profile"
         steps = StepProfile(self._began_after + 1, self._step)
         folder = f"{FOLDER}/steps-{steps.first}-{steps.last}"
-        table = operator_table(stopped.key_averages(), has_gpu=self._device.type == "cuda")
         self._save_trace(stopped, f"{folder}/rank-{self._rank}.pt.trace.json.gz")
-        self._files.save(f"{folder}/rank-{self._rank}.csv", table)
         took_s = time.monotonic() - began
         self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
 
@@ -186,26 +178,3 @@ def _require_complete(path: Path) -> None:
         end = file.read()
     if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
         raise OSError(f"the trace is cut off after {size:,} bytes: is the disk full?")
-
-
-def operator_table(averages: Iterable[Any], *, has_gpu: bool) -> str:
-    """Return the CSV table of the 30 operators with most time of their own; on a GPU, with most time there.
-
-    averages: of profile.key_averages(), with times in microseconds. The shares (0 to 1) are of the time of all
-    operators. GPU kernels are counted at the operators that started them.
-    """
-    rows = [one for one in averages if not one.key.startswith(STEP_MARK) and one.device_type.name == "CPU"]
-    cpu_us = sum(max(0.0, one.self_cpu_time_total) for one in rows) or 1.0
-    gpu_us = sum(max(0.0, one.self_device_time_total) for one in rows) or 1.0
-    rows.sort(key=lambda one: -(one.self_device_time_total if has_gpu else one.self_cpu_time_total))
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS + (_GPU_COLUMNS if has_gpu else ()))
-    for one in rows[:_MOST_OPERATORS]:
-        gpu = _times(one.self_device_time_total, gpu_us, one.device_time_total) if has_gpu else []
-        writer.writerow([one.key, one.count, *_times(one.self_cpu_time_total, cpu_us, one.cpu_time_total), *gpu])
-    return text.getvalue()
-
-
-def _times(own_us: float, all_us: float, total_us: float) -> list[float]:
-    return [round(own_us / 1e3, 3), round(own_us / all_us, 4), round(total_us / 1e3, 3)]

@@ -143,11 +143,13 @@ def measure_steps(emitter: Emitter | None, waiting: WaitingTime | None) -> None:
                 emitter.emit(events.StepTimes(time.time_ns(), *summary))
 
     clock = StepClock(report, first=waiting.first_step if waiting is not None else lambda: None)
-    wrapped = DistributedDataParallel.__init__
+    # Not the constructor: torch's warnings name its caller's line.
+    ddp: Any = DistributedDataParallel
+    wrapped = ddp._ddp_init_helper  # noqa: SLF001
 
     @functools.wraps(wrapped)
     def init(self: DistributedDataParallel, *args: Any, **options: Any) -> None:
         wrapped(self, *args, **options)
         clock.watch(self)
 
-    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    ddp._ddp_init_helper = init  # noqa: SLF001

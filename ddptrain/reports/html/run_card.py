@@ -55,6 +55,11 @@ class Frame:
     code: str
 
 
+def end_title(failure: FailureRecord | None) -> str:
+    """Return the title of the section about a failure; the end of a run that was asked to end is none."""
+    return "End" if failure is not None and failure.is_order else "Failure"
+
+
 def user_frames(failure: FailureRecord | None) -> list[Frame]:
     """Return the last 20 frames of a traceback that are neither in the standard library nor in installed packages."""
     lines = shown_traceback(failure).splitlines()
@@ -126,7 +131,6 @@ class RunCard:
     galleries: Sequence[tuple[str, Sequence[csv_tables.GalleryItem]]]
     confusion: csv_tables.Confusion | None
     pictures: Sequence[tuple[str, Sequence[Picture]]]
-    operators: Sequence[csv_tables.Operators]
     names: Sequence[csv_tables.GeneratedName]
     files: Sequence[tuple[str, str]]
     settings: Sequence[Setting]
@@ -139,12 +143,11 @@ class RunCard:
     def sections(self) -> list[tuple[str, str]]:
         """The sections that it has: anchors and titles."""
         every = (
-            ("failure", "Failure", self.view.record.failure),
+            ("failure", end_title(self.view.record.failure), self.view.record.failure),
             ("curves", "Curves", self.curves),
             ("metrics", "Metrics", self.metrics),
             ("timeline", "Timeline", self.timeline),
             ("time", "Time", self.time_use),
-            ("operators", "Top operators", self.operators),
             ("confusion", "Confusion matrix", self.confusion),
             ("predictions", "Predictions", self.galleries),
             ("names", "Generated names", self.names),
@@ -223,7 +226,6 @@ def _media(view: RunView, limits: Limits) -> dict[str, Any]:
         "galleries": galleries,
         "confusion": predictions,
         "pictures": pictures.groups(in_gallery),
-        "operators": csv_files.operators(),
         "names": csv_files.generated_names(),
         "files": others[:_MOST_LISTED],
     }

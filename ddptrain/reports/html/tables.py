@@ -1,4 +1,4 @@
-"""The tables that a run has saved: first rows, a gallery if cells name images, a confusion matrix, top operators."""
+"""The tables that a run has saved: first rows, a gallery if cells name images, a confusion matrix."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ _MOST_IN_GALLERY = 60
 _WORST = 10
 _SHADES = 9
 _OTHER = "other classes"
-_MOST_PROFILES = 8
-_PROFILE = re.compile(r"profile/steps-(\d{1,18})-(\d{1,18})/rank-(\d{1,9})\.csv")
 _NAMES = re.compile(r"tables/generated_names/step-\d{1,18}-rank-\d{1,9}\.csv")
 _NAMES_COLUMNS = ["name", "is_known"]
 
@@ -41,16 +39,6 @@ class TableFile:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     more: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Operators:
-    """The operators that took most time in a profile of some steps of a rank; shares are percentages."""
-
-    first: int
-    last: int
-    rank: int
-    table: TableFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +96,7 @@ class CsvFiles:
     def tables(self) -> list[TableFile]:
         """Return the newest table of each name and rank."""
         newest: dict[str, str] = {}
-        others = (path for path in self._paths if not _PROFILE.fullmatch(path) and not _NAMES.fullmatch(path))
+        others = (path for path in self._paths if not _NAMES.fullmatch(path))
         for path in sorted(others, key=step_of_file):
             folder, _, name = path.rpartition("/")
             newest[f"{folder}/{re.sub(r'step-[0-9]+-', '', name)}"] = path
@@ -140,17 +128,6 @@ class CsvFiles:
         except csv.Error:  # a field that is too long
             return
 
-    def operators(self) -> list[Operators]:
-        """Return the tables of at most 8 profiles, those of the last steps first."""
-        found = []
-        for match in filter(None, map(_PROFILE.fullmatch, self._paths)):
-            first, last, rank = map(int, match.groups())
-            found.append((-first, -last, rank, match[0]))
-        tables = [
-            (-first, -last, rank, self._table(path)) for first, last, rank, path in sorted(found)[:_MOST_PROFILES]
-        ]
-        return [Operators(first, last, rank, _in_percent(table)) for first, last, rank, table in tables if table]
-
     def generated_names(self) -> list[GeneratedName]:
         """Return the names that a run of petnames has generated last."""
         paths = sorted(filter(_NAMES.fullmatch, self._paths), key=step_of_file)
@@ -171,19 +148,6 @@ class CsvFiles:
             rows = (row for row in islice(lines, _MOST_PREDICTIONS - len(found)) if len(row) == len(header))
             found += [["" if index is None else row[index] for index in at] for row in rows]
         return found
-
-
-def _in_percent(table: TableFile) -> TableFile:
-    """Return the table with percentages in the columns of shares, and blanks in the names of columns."""
-    shares = [column.endswith("_share") for column in table.columns]
-    rows = [
-        [f"{100 * _float(cell):.1f} %" if is_share else cell for cell, is_share in zip(row, shares, strict=False)]
-        for row in table.rows
-    ]
-    names = [column.removesuffix("_share").replace("_", " ") for column in table.columns]
-    return TableFile(
-        table.path, [f"{name} %" if one else name for name, one in zip(names, shares, strict=True)], rows, table.more
-    )
 
 
 _PREDICTION = ("key", "label", "prediction", "probability")

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,11 +48,13 @@ class RunCheckpoints:
         world_size: int,
         versions: Mapping[str, str],
         parts: Sequence[Path] = (),
+        moved: Callable[[], None] = lambda: None,
     ) -> Path:
         """Add a staged checkpoint, update `latest` and `best`, and delete old checkpoints. The staged files stay.
 
         If a step is saved again, metrics that the new event does not have are kept: the last checkpoint of a run often
-        has none. source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`.
+        has none. source: the staging folder of `event.files`; parts: the staging folder of each of `event.parts`;
+        moved: called after each part of a file.
 
         Raises CheckpointDamaged (nothing visible has changed), ResultsError.
         """
@@ -67,7 +69,7 @@ class RunCheckpoints:
             with results_errors(incoming):
                 incoming.mkdir(mode=0o755, parents=True)
             moves = [StagedMove(at / f.name, incoming / f.name, f.size_bytes, f.sha256) for at, f in staged]
-            move_in(moves, CheckpointDamaged)
+            move_in(moves, CheckpointDamaged, moved)
             write_file(incoming / MANIFEST, _manifest(event, [file for _, file in staged], world_size, versions))
             with results_errors(final):
                 sync_folder(incoming)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import socket
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from ddptrain import file_ops
 from ddptrain.errors import RunLocked
+from ddptrain.host_identity import HostId, Relation, process_start, relation, this_host
 from ddptrain.log import Log
 from ddptrain.results import secure_files
 from ddptrain.results.errors import ResultsError, results_errors
@@ -21,7 +24,7 @@ _FOR_READERS_S = 20.0  # longer, for a reader that was stopped (SIGSTOP) during 
 _PAUSE_S = 0.01
 _log = Log(__name__)
 _HOLDER = "process "  # the start of a lock file
-_WHO = re.compile(rf"{_HOLDER}\d+ on [\w.-]+")
+_WHO = re.compile(rf"{_HOLDER}(\d+) on [\w.-]+")
 _LONGEST_HOLDER_BYTES = 200
 
 
@@ -47,7 +50,9 @@ def take(path: Path) -> int:
             raise ResultsError(f"cannot write {path}: it is not a lock file; move it away")
         with results_errors(path):
             os.ftruncate(descriptor, 0)
-            file_ops.write_all(descriptor, f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n".encode())
+            identity = {"started": process_start(os.getpid()), "host": dataclasses.asdict(this_host())}
+            text = f"{_HOLDER}{os.getpid()} on {socket.gethostname()}\n{json.dumps(identity)}\n"
+            file_ops.write_all(descriptor, text.encode())
     except BaseException:
         os.close(descriptor)
         raise
@@ -84,6 +89,22 @@ def holder(path: Path) -> str:
     except OSError:
         return ""
     return match[0] if match else ""
+
+
+def holder_here(path: Path) -> int:
+    """Return the process of this host that took the lock last; 0 if it has ended, or is of another host or container.
+
+    Only such a process may get a signal: another host may have the same name.
+    """
+    match = _WHO.match(holder(path))
+    try:
+        identity = json.loads(secure_files.read_bytes(path).decode().split("\n")[1])
+        is_here = relation(HostId.of(identity["host"]), this_host()) is Relation.SAME
+        started = float(identity["started"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as of a version that does not write it
+        return 0
+    pid = int(match[1]) if match else 0
+    return pid if is_here and pid and started == process_start(pid) > 0 else 0
 
 
 def _names_holder(text: str) -> bool:

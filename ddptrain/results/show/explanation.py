@@ -68,7 +68,7 @@ def _end(view: RunView, code: int | None) -> str:
     if code is None:
         return f"is {view.status}; its driver recorded no exit code"
     title = f": {EXPLANATIONS[code].title}" if code in EXPLANATIONS and code != ExitCode.SUCCEEDED else ""
-    return f"{view.status} (exit code {code}{title})"
+    return f"{view.status_text} (exit code {code}{title})"
 
 
 def _root_cause(view: RunView) -> str:

@@ -24,7 +24,7 @@ def _rows(view: RunView, metrics: Mapping[str, float | None]) -> Iterator[tuple[
     record = view.record
     yield "run", view.run_id
     code = "" if record.exit_code is None or view.is_running else f" (exit code {record.exit_code})"
-    yield "status", f"{view.shown_status}{code}"
+    yield "status", f"{view.status_text}{code}"
     yield "duration", duration(view.duration_s)
     if record.world_size:
         yield "ranks", str(record.world_size)
@@ -35,5 +35,5 @@ def _rows(view: RunView, metrics: Mapping[str, float | None]) -> Iterator[tuple[
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
         kind = f"{record.failure.type}: " if record.failure.type else ""
-        yield "failure", f"{rank}{kind}{one_line(record.failure.message)}"
+        yield "end" if record.failure.is_order else "failure", f"{rank}{kind}{one_line(record.failure.message)}"
     yield "directory", view.layout.where

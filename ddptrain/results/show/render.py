@@ -69,7 +69,7 @@ def _row(view: RunView) -> tuple[str, ...]:
     record = view.record
     ranks = str(record.world_size or "-")
     started, took = time_text(record.started_at) or "-", duration(view.duration_s)
-    return (view.run_id, view.shown_status, started, took, ranks, _result(view))
+    return (view.run_id, view.status_text, started, took, ranks, _result(view))
 
 
 def _result(view: RunView) -> str:
@@ -98,7 +98,7 @@ def sections(view: RunView) -> list[Section]:
     files = view.layout.artifacts()
     best = record.best
     about = [
-        ("status", view.shown_status),
+        ("status", view.status_text),
         ("problem", view.problem),
         ("exit code", "" if record.exit_code is None else str(record.exit_code)),
         ("directory", view.layout.where),
@@ -123,7 +123,7 @@ def sections(view: RunView) -> list[Section]:
     all_sections = [
         (view.run_id, about),
         ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
-        ("failure", _failure(record.failure)),
+        ("end" if record.failure and record.failure.is_order else "failure", _failure(record.failure)),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
         ("slow ranks", [(slow.found_at, slow.description) for slow in record.slow_ranks]),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),

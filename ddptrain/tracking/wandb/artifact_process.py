@@ -65,11 +65,6 @@ def _log_table(run: wandb.Run, request: dict[str, Any], name: str, step: int | N
 
 def _read(path: Path, max_rows: int) -> tuple[list[str], list[list[Any]]]:
     """Return the columns and the first rows of a table of ctx.log_table."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        table = pq.read_table(path).slice(0, max_rows)
-        return table.column_names, [list(row.values()) for row in table.to_pylist()]
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.reader(file)
         columns = next(reader, [])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddptrain.config.types import FilledText, wrong_field
 from ddptrain.config.wording import describe_value, did_you_mean, nearest
-from ddptrain.optional_packages import install_command
 from ddptrain.storage.store import BUILTIN
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 
@@ -117,8 +115,8 @@ class ImagesParams(BaseModel):
     channels_last: bool | None = Field(
         None, description="Whether images have the channels_last memory format; null as for precision."
     )
-    predictions: Literal["csv", "parquet", "none"] = Field(
-        "csv", description="File format of the last validation's predictions in artifacts/predictions."
+    predictions: Literal["csv", "none"] = Field(
+        "csv", description="Whether the last validation's predictions are saved in artifacts/predictions."
     )
     examples_every: int = Field(25, ge=0, description="Steps between two pictures of examples; 0 makes none.")
     examples_kept: int = Field(
@@ -169,15 +167,5 @@ class ImagesParams(BaseModel):
                 "scheduler",
                 "plateau watches val/loss, and with params.train_pct 1.0 nothing validates",
                 "lower params.train_pct, or choose another scheduler",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _parquet_can_be_written(self) -> Self:
-        if self.predictions == "parquet" and find_spec("pyarrow") is None:
-            raise wrong_field(
-                "predictions",
-                "parquet needs pyarrow, which is not installed",
-                f"{install_command('parquet')}, or choose csv",
             )
         return self

@@ -78,27 +78,13 @@ def answer_names(model_config: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def table_file(rows: Sequence[Row], form: str) -> bytes:
-    """Return the table as the content of a file, in the form "csv" or "parquet"."""
-    if form == "parquet":
-        return _parquet(rows)
+def table_file(rows: Sequence[Row]) -> bytes:
+    """Return the table as the content of a CSV file."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows((*words, f"{probability:.6g}") for *words, probability in rows)
     return text.getvalue().encode()
-
-
-def _parquet(rows: Sequence[Row]) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = list(zip(*rows, strict=True)) if rows else [()] * len(COLUMNS)
-    types = (pa.string(), pa.string(), pa.string(), pa.float32())
-    table = pa.table({name: pa.array(values, kind) for name, values, kind in zip(COLUMNS, columns, types, strict=True)})
-    file = io.BytesIO()
-    pq.write_table(table, file)
-    return file.getvalue()
 
 
 def example_strip(images: Tensor) -> Tensor:

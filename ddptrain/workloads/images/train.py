@@ -281,8 +281,7 @@ class ImageTrainer:
         score = evaluate(self._bare, self._pixels, batches, self._outputs, keep, self._report)
         self._check_bad()
         if table is not None and self._settings.predictions != "none":
-            rows, form = table.rows(), self._settings.predictions
-            self._ctx.save_file(f"predictions/rank-{self._ctx.rank}.{form}", table_file(rows, form))
+            self._ctx.save_file(f"predictions/rank-{self._ctx.rank}.csv", table_file(table.rows()))
         return score.metrics() if score.n else {}
 
     def _check_bad(self) -> None:

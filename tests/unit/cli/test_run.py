@@ -34,14 +34,7 @@ def test_run_is_named_after_its_script(capsys: pytest.CaptureFixture[str]) -> No
 def test_what_follows_the_script_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     for args in (["--", "--ranks", "1e-3"], ["--ranks", "1e-3"]):
         config = resolved(capsys, "--ranks", "2", "My Script.py", *args)
-        assert config["workload"] == {
-            "script": "My Script.py",
-            "module": None,
-            "args": ["--ranks", "1e-3"],
-            "local_rank_arg": False,
-            "checkpoint": None,
-            "metrics": None,
-        }
+        assert config["workload"] == {"script": "My Script.py", "args": ["--ranks", "1e-3"]}
     second = resolved(capsys, "--local-rank", "My Script.py", "--", "--", "x")
     assert second["workload"] == {**config["workload"], "args": ["--", "x"], "local_rank_arg": True}  # type: ignore[dict-item]
 

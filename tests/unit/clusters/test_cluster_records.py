@@ -89,12 +89,6 @@ def test_address_that_the_scheduler_tells_later_is_seen() -> None:
     assert resolve.by_name("dev").address == "tcp://h:2"
 
 
-def test_broken_record_is_no_cluster(folder: Path) -> None:
-    made = cluster_records.create(record())
-    (made.folder / "cluster.json").write_text("{")
-    assert cluster_records.every() == []
-
-
 def test_removed_cluster_is_gone(folder: Path) -> None:
     cluster_records.create(record()).remove()
     assert not (folder / "dev").exists() and cluster_records.every() == []

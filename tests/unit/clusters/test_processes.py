@@ -101,7 +101,7 @@ def test_process_of_another_host_is_neither_checked_nor_ended_and_its_folder_sta
 def test_host_of_a_process_survives_json(start: Start) -> None:
     daemon = start()
     assert daemon.host == this_host()
-    assert DaemonId(**json.loads(json.dumps(dataclasses.asdict(daemon)))) == daemon
+    assert DaemonId.of(json.loads(json.dumps(dataclasses.asdict(daemon)))) == daemon
 
 
 def test_files_and_log_are_for_this_user_only(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ class Bench:
             writer=self.writer,
             worker_group=self.group,
             cluster=note("cluster"),
-            signals=note("signals"),
+            signals=note("signals", interrupting=nullcontext),
             reserve=lambda: "places",
             resolved=SimpleNamespace(config=SimpleNamespace(script=None)),
         )
@@ -123,6 +124,7 @@ def test_failure_is_followed_by_another_attempt_from_the_newest_checkpoint(monke
         ("recorder.attempt_over", cause),
         ("group.end_attempt",),
         ("writer.update", {"waiting": True}),
+        ("signals.interrupting",),
         ("recorder.warn", told),
         ("signals.pause", 4.0),
         ("cluster.replace_workers", {"leaving": True}),
@@ -243,13 +245,13 @@ def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPa
         ("recorder.event", "run_started", started),
         ("writer.next_attempt", SAVED, 2),
         ("writer.update", {"world_size": 2, "attempts": (*bench.record.attempts, record), "waiting": False}),
-        ("transfer.close", 600.0),
+        ("transfer.close", 60.0),
     ]
     bench.notes.clear()
     seen["fails"], series.checkpoint = True, None
     with pytest.raises(RuntimeError, match="no"):
         series._attempt(places)
-    assert bench.notes[-2:] == [("transfer.stop_retrying",), ("transfer.close", 600.0)]
+    assert bench.notes[-2:] == [("transfer.stop_retrying",), ("transfer.close", 60.0)]
     assert bench.calls("recorder.event") == [("recorder.event", "run_started", {**started, "resumed_from": None})]
 
 

@@ -293,13 +293,13 @@ def test_images_and_tables_have_whole_steps(rank: Rank, monkeypatch: pytest.Monk
     monkeypatch.setattr(rank.context, "_media", Notes(notes, "media"))
     rank.context.log_image("worst", "image", step=3.0, caption="a cat")  # type: ignore[arg-type]
     rank.context.log_image("worst", "image")
-    rank.context.log_table("t", ["a"], [[1]], step=4, format="parquet")
+    rank.context.log_table("t", ["a"], [[1]], step=4)
     rank.context.log_table("t", ["a"], [[1]])
     assert notes == [
         ("media.image", "worst", "image", 3, "a cat"),
         ("media.image", "worst", "image", None, ""),
-        ("media.table", "t", ["a"], [[1]], 4, "parquet"),
-        ("media.table", "t", ["a"], [[1]], None, "csv"),
+        ("media.table", "t", ["a"], [[1]], 4),
+        ("media.table", "t", ["a"], [[1]], None),
     ]
     with pytest.raises(TypeError, match=r"step must be a whole number, not 0\.5"):
         rank.context.log_image("worst", "image", step=0.5)  # type: ignore[arg-type]

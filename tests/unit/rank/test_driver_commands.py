@@ -142,7 +142,7 @@ def test_handler_listens_to_sigterm_forks_and_each_command(bench: Bench, monkeyp
     handlers[Command.NOTICED]()
     handlers[Command.STACKS]()
     listening, noticed, reporter = emitted
-    assert listening == "listens to 5" and isinstance(noticed, events.Noticed)
+    assert listening == "listens to 8" and isinstance(noticed, events.Noticed)
     assert reporter == (handler.spec, handler.emitter, handler.collective_calls)
     others = (Command.PREEMPT, Command.MOVE, Command.STOP)
     assert [handlers[command] for command in others] == [handler._preempt, handler._move, handler._stop]

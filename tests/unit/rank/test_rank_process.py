@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import io
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -118,42 +115,3 @@ def test_spec_is_read_from_a_descriptor_that_stays_open(tmp_path: Path) -> None:
     with path.open() as file:
         assert rank_process.read_spec(file.fileno()) == make_spec(rank=3)
         os.fstat(file.fileno())
-
-
-def test_files_that_the_users_code_has_left_open_are_written_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, binary = (tmp_path / "text").open("w"), (tmp_path / "binary").open("wb")
-    closed = (tmp_path / "closed").open("w")
-    closed.close()
-    monkeypatch.setattr(threading, "_shutdown", lambda: text.write("a"))
-    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: binary.write(b"b"))
-    with text, binary:
-        rank_process._run_exit_handlers()
-        assert ((tmp_path / "text").read_text(), (tmp_path / "binary").read_bytes()) == ("a", b"b")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_exit_handlers_wait_for_threads_and_output_is_flushed_last(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
-) -> None:
-    done: list[str] = []
-
-    class Stream(io.StringIO):
-        def flush(self) -> None:
-            done.append("flushed")
-            raise ValueError("I/O operation on closed file")
-
-    def run_handlers() -> None:
-        done.append("handlers")
-        if fails:
-            raise SystemExit(3)
-
-    monkeypatch.setattr(threading, "_shutdown", lambda: done.append("threads"))
-    monkeypatch.setattr(atexit, "_run_exitfuncs", run_handlers)
-    out, err = Stream(), Stream()
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    rank_process._run_exit_handlers()
-    assert done[:2] == ["threads", "handlers"] and done[-2:] == ["flushed", "flushed"]
-    assert ("SystemExit: 3" in err.getvalue()) is fails

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -60,4 +61,21 @@ def test_a_driver_elsewhere_is_named(folder: Path) -> None:
     with LocalSweeps(folder.parent).resume(folder.name):
         (folder / LOCK).write_text(f"process 12 on not-{socket.gethostname()}\n")
         with pytest.raises(UsageError, match=f"can only be stopped on not-{socket.gethostname()}"):
+            stop_sweep(local_target(folder), now=False, tell=print)
+
+
+@pytest.mark.parametrize("changed", ["boot", "started", "nothing was written"])
+def test_process_of_a_container_with_the_same_name_gets_no_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda *given: pytest.fail(f"kill{given}"))
+    with LocalSweeps(folder.parent).resume(folder.name):
+        who, identity = (folder / LOCK).read_text().splitlines()
+        data = json.loads(identity)
+        if changed == "boot":
+            data["host"]["boot"] = data["host"]["machine"] = "another"
+        elif changed == "started":
+            data["started"] += 1
+        (folder / LOCK).write_text(f"{who}\n" if changed.startswith("nothing") else f"{who}\n{json.dumps(data)}\n")
+        with pytest.raises(UsageError, match="another machine or container that is also called"):
             stop_sweep(local_target(folder), now=False, tell=print)

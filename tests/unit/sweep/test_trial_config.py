@@ -64,7 +64,7 @@ def test_the_best_configuration_has_the_sweeps_own_folders_and_no_secrets(tmp_pa
     assert text.startswith("# The best.\nworkload: elsewhere:train\n")
     assert "hunter22" not in text and "dir: there" in text and "sweep:" not in text
     retrain = load_data(text.encode(), "best.yaml")["retrain"]
-    assert retrain == {"model": config.config.name, "gate": {"metric": "val/loss", "mode": "min"}}
+    assert retrain == {"model": config.config.name, "gate": [{"metric": "val/loss"}]}
 
 
 def test_the_best_configuration_keeps_the_section_retrain(tmp_path: Path) -> None:

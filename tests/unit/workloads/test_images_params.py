@@ -60,13 +60,6 @@ def test_plateau_needs_something_to_validate(tmp_path: Path) -> None:
     assert "images.yaml:4: params.scheduler: plateau watches val/loss" in told
 
 
-def test_parquet_without_pyarrow_is_an_error_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda _: None)
-    assert "pip install 'pyarrow>=16'" in problem(tmp_path, "predictions: parquet")
-
-
 @pytest.mark.parametrize("subset", [3, ["Chihuahua", "Beagle"], None])
 def test_subset_is_a_number_or_names_or_all(subset: object) -> None:
     assert ImagesParams.model_validate({"subset": subset}).subset == subset

@@ -30,6 +30,7 @@ from ddptrain.clusters.provider import Tell
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls, write_private
 from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.host_identity import known_fields
 from ddptrain.worker import driver_calls
 
 _POLL_S = 0.3
@@ -58,7 +59,7 @@ class Parts:
     def of(cls, cluster: Deployment) -> Parts | None:
         """Return the parts of a cluster; None before anything was created."""
         parts = cluster.record.parts
-        return cls(**{name: parts[name] for name in cls.__slots__}) if "owner" in parts else None
+        return cls(**known_fields(cls, parts)) if "owner" in parts else None
 
     def save(self, cluster: Deployment) -> None:
         """Save them in the cluster's record."""
@@ -164,7 +165,10 @@ class _Order:
         group = await api.get(DASK, f"daskworkergroups/{spec.worker_group(name)}") or found
         Parts(api.context, api.namespace, "", attached=True, slots=spec.slots_of(labels)).save(self.cluster)
         self.cluster.update(workers=group["spec"]["worker"]["replicas"])
-        self.tell(f"the namespace {api.namespace} has a DaskCluster {name}: it is used as it is")
+        self.tell(
+            f"the namespace {api.namespace} has a DaskCluster {name}, maybe of another user: it is used as it is, and "
+            "the image and size that are configured here are ignored; for a cluster of your own choose another --name"
+        )
 
     async def _await_scheduler(self, api: Kubernetes) -> None:
         """Wait until the scheduler's pod is ready. Raises ClusterError if it never will be, or not in time."""

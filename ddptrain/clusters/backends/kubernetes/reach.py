@@ -52,7 +52,7 @@ async def open_way(api: Kubernetes, cluster: Deployment, deadline: float) -> Non
 def reopen(cluster: Deployment) -> None:
     """Start the port-forward again if it has ended, for example after a restart. Raises ClusterError."""
     record = cluster.record
-    if not record.parts.get("forward") or processes.alive(DaemonId(**record.parts["forward"])):
+    if not record.parts.get("forward") or processes.alive(DaemonId.of(record.parts["forward"])):
         return
     port, http_port = _forwarded(record.parts["context"], record.parts["namespace"], cluster)
     if record.address:  # the start was completed
@@ -64,7 +64,7 @@ def reopen(cluster: Deployment) -> None:
 def close(cluster: Deployment) -> None:
     """End the port-forward. Raises ClusterError."""
     if forward := cluster.record.parts.get("forward"):
-        processes.stop([DaemonId(**forward)])
+        processes.stop([DaemonId.of(forward)])
         cluster.update(parts={**cluster.record.parts, "forward": {}})
 
 
@@ -77,7 +77,7 @@ def log(cluster: Deployment, lines: int) -> Mapping[str, str]:
 def _forwarded(context: str, namespace: str, cluster: Deployment) -> tuple[int, int]:
     """Return the local ports of scheduler and dashboard, if possible those of before. Starts the process if need be."""
     parts = cluster.record.parts
-    if parts.get("forward") and processes.alive(DaemonId(**parts["forward"])):
+    if parts.get("forward") and processes.alive(DaemonId.of(parts["forward"])):
         scheduler, dashboard = parts["ports"]
         return scheduler, dashboard
     if parts.get("ports"):

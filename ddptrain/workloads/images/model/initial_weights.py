@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddptrain.config.wording import shorten
 from ddptrain.file_ops import sha256
 from ddptrain.protocol.starting_weights import StartingWeights, names_model, weights_in
+from ddptrain.rank.model.sharding import copy_from_rank_zero
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.download import DownloadFailed, Progress, ServerUnreachable, fetch_file
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
@@ -83,7 +84,7 @@ def built_model(model_config: dict[str, Any]) -> nn.Module:
 def begin_with_weights(
     ctx: RankContext, settings: ImagesParams, model: nn.Module, model_config: dict[str, Any]
 ) -> None:
-    """Load params.weights into the model, on all ranks; rank 0 prints what was loaded.
+    """Load params.weights into the model. All ranks must call it, and have those of rank 0 then, which prints them.
 
     Raises BadWeights if they can't be fetched or read, or are of another model.
     """
@@ -102,6 +103,7 @@ def begin_with_weights(
     new_head = not keep_head and other_classes
     fitting, others = fit(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
     model.load_state_dict(with_module_versions(model, fitting), strict=False)
+    copy_from_rank_zero(model, ctx.device)  # hosts may have different files at this path, and DDP exists already
     if ctx.rank == 0:
         source = settings.weights if names_model(settings.weights) else path
         print(f"weights: {source}{_replaced(others, model_config['n_outputs'])}", flush=True)

@@ -13,12 +13,12 @@ from ddptrain.clusters.scheduler import idle_time
 class Watch(idle_time.IdleWatch):
     """Its scheduler answers with the next of `answers`, each after so many seconds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: list[tuple[float, bool]]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: list[tuple[float, bool | None]]) -> None:
         self.now, self.answers = 0.0, answers
         monkeypatch.setattr(idle_time, "time", SimpleNamespace(monotonic=lambda: self.now))
         super().__init__(Target("tcp://127.0.0.1:1", None), timeout_s=6.0)
 
-    def _is_used(self) -> bool:
+    def _is_used(self) -> bool | None:
         takes_s, used = self.answers.pop(0)
         self.now += takes_s
         return used
@@ -26,11 +26,25 @@ class Watch(idle_time.IdleWatch):
 
 def test_one_answer_that_is_late_does_not_end_a_cluster_with_a_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch, [(0.1, True), (7.0, False), (0.1, True), (7.0, False), (7.0, False)])
-    over = []
+    over: list[bool] = []
     for _ in range(5):
         over.append(watch.is_over())
         watch.now += watch.pause_s
-    assert over == [False, False, False, False, True], "the last question is one of a scheduler that is gone"
+    assert over == [False, False, False, False, True]
+
+
+def test_silence_is_not_idle_but_after_an_hour_the_scheduler_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(
+        monkeypatch, [(0.1, False), (600.0, None), (0.1, False), (6.0, False), (0.1, False), *[(600.0, None)] * 8]
+    )
+    over: list[bool] = []
+    while not over or not over[-1]:
+        over.append(watch.is_over())
+    assert over == [False, False, False, False, True]
+    silent = 0
+    while not watch.is_over():
+        silent += 600
+    assert 3000 <= silent <= 3600
 
 
 @pytest.mark.parametrize(("timeout_s", "pause_s"), [(0.0, 5.0), (8.0, 2.0), (20.0, 5.0), (3600.0, 5.0)])
@@ -43,8 +57,8 @@ def test_cluster_is_looked_at_four_times_in_its_idle_time(timeout_s: float, paus
 @pytest.mark.parametrize(
     ("error", "used", "told"),
     [
-        (TimeoutError("late"), False, "the scheduler at tcp://s does not answer: TimeoutError('late')"),
-        (ConnectionRefusedError(), False, "the scheduler at tcp://s does not answer: ConnectionRefusedError()"),
+        (TimeoutError("late"), None, "the scheduler at tcp://s does not answer: TimeoutError('late')"),
+        (ConnectionRefusedError(), None, "the scheduler at tcp://s does not answer: ConnectionRefusedError()"),
         (
             ValueError("bad"),
             True,
@@ -53,7 +67,7 @@ def test_cluster_is_looked_at_four_times_in_its_idle_time(timeout_s: float, paus
     ],
 )
 def test_error_other_than_silence_counts_as_used_and_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, used: bool, told: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, used: bool | None, told: str
 ) -> None:
     async def ask() -> bool:
         raise error

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.clusters.scheduler import slots
+from ddptrain.errors import ClusterError
 from tests import fake_time
 from tests.unit.clusters.scheduler.fake_scheduler import FakeScheduler, ask
 
@@ -296,6 +297,42 @@ def test_run_whose_workers_are_all_lost_is_still_known() -> None:
     assert slots.is_busy(there)
     there.table.remove_client(there, "client-r1")
     assert not slots.is_busy(there)
+
+
+@pytest.mark.parametrize("ends", ["connection", "release"])
+def test_run_that_another_driver_has_resumed_keeps_its_slots_at_the_end_of_the_first(ends: str) -> None:
+    there = scheduler(a=2)
+    slots.reserve("client-1", "r1", 2, there, lost_after_s=None)
+    slots.reserve("client-2", "r1", 2, there, lost_after_s=None)
+    if ends == "connection":
+        there.table.remove_client(there, "client-1")
+    else:
+        slots.release("r1", there, client="client-1")
+    assert there.orders == [] and slots.overview(there)["runs"][0]["slots"] == 2
+    assert "refusal" in ask(there, "r2", 1)
+    slots.release("r1", there, client="client-2")
+    assert there.orders == [("ddptrain-r1", ["tcp://a"])] and not slots.is_busy(there)
+
+
+def test_run_that_another_driver_has_resumed_in_the_line_keeps_its_place() -> None:
+    there = scheduler(a=1)
+    ask(there, "r1", 1)
+    for client in ("client-1", "client-2"):
+        slots.reserve(client, "r2", 1, there, in_line=True)
+    there.table.remove_client(there, "client-1")
+    assert [waiter["run_id"] for waiter in slots.overview(there)["waiting"]] == ["r2"]
+
+
+def test_cluster_that_ends_gives_no_slots() -> None:
+    there = scheduler(a=2)
+    ask(there, "r1", 1)
+    assert slots.close(there)["runs"][0]["run_id"] == "r1"
+    assert "slots" in ask(there, "r2", 1), "it is in use, so it does not end"
+    for run in ("r1", "r2"):
+        slots.release(run, there)
+    assert slots.close(there)["runs"] == []
+    with pytest.raises(ClusterError, match="is ending this cluster"):
+        ask(there, "r3", 1)
 
 
 def test_overview_tells_who_holds_what_and_who_waits() -> None:

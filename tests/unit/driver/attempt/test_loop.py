@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +16,13 @@ from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.attempt import inbox as messages
 from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.attempt.loop import Attempt
+from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.display.display import Display, open_display
+from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.transfer.transfer_queue import Transfer
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.rank_spec import RankSpec
@@ -144,3 +148,60 @@ def test_only_the_last_of_numbers_in_a_row_changes_the_state(
     attempt.recorder.flush()
     assert handled == [messages.RankEvent(1, batch[1], 2), *(messages.RankEvent(1, event) for event in batch[2:])]
     assert [row["step"] for row in json_lines(writer.layout.metrics_jsonl)] == [0, 1, 2]
+
+
+class StubTransfer:
+    """A queue with one transfer, which moves nothing any more after `moves` looks, or is done after `looks`."""
+
+    def __init__(self, moves: int, looks: int, meanwhile: Callable[[], None]) -> None:
+        self.pending = [Transfer(0, "checkpoint step-1", Path)]
+        self.given_up = False
+        self.looked, self._moves, self._looks, self._meanwhile = 0, moves, looks, meanwhile
+
+    @property
+    def silent_s(self) -> float:
+        self.looked += 1
+        if self.looked == self._looks:
+            self._meanwhile()
+        return 0.0 if self.looked < self._moves else 1e6
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+
+def drained(
+    tmp_path: Path, writer: RunWriter, display: Display, moves: int, looks: int, *meanwhile: messages.InboxMessage
+) -> tuple[StubTransfer, AttemptEnd]:
+    """Run an attempt whose last checkpoint is transferred when all ranks have ended."""
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
+    attempt.state = attempt.state._replace(transfers=1)
+
+    def put() -> None:
+        for each in meanwhile:
+            attempt.inbox.put(each)
+
+    transfer = StubTransfer(moves, looks, put)
+    attempt.transfer = cast(Any, transfer)
+    return transfer, attempt.run()
+
+
+def test_attempt_waits_for_the_last_checkpoint_while_bytes_move(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    stored = messages.ArtifactStored(0, "there", 1)
+    transfer, end = drained(tmp_path, writer, display, 99, 5, stored)
+    assert transfer.looked >= 5 and end.finished and end.fault is None and not transfer.given_up
+
+
+def test_transfer_that_moves_nothing_is_a_fault(tmp_path: Path, writer: RunWriter, display: Display) -> None:
+    transfer, end = drained(tmp_path, writer, display, 3, 99)
+    assert end.fault is not None and end.fault.kind is FaultKind.RESULTS and transfer.given_up
+    assert end.fault.line == "checkpoint step-1 could not be saved: no byte was moved for 600 s"
+
+
+def test_second_signal_ends_the_wait_for_the_last_checkpoint(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    signals = [messages.SignalReceived(signal.SIGINT)] * 2
+    transfer, end = drained(tmp_path, writer, display, 99, 2, *signals)
+    assert (end.unsaved, end.fault, transfer.given_up) == ("checkpoint step-1", None, True)

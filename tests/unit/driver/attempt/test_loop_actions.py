@@ -294,26 +294,6 @@ def test_loss_of_a_worker_comes_with_its_reason(bench: Bench, clock: Clock) -> N
     assert bench.handled == [inbox.WorkerLost("tcp://h1", reason="killed")] and bench.notes == []
 
 
-@pytest.mark.parametrize(("left", "takes"), [(4, 4), (99, 6)])
-def test_attempt_ends_when_its_ranks_have_and_checkpoints_on_their_way_have_ten_minutes(
-    bench: Bench, clock: Clock, left: int, takes: int
-) -> None:
-    attempt: Any = bench.attempt
-    attempt.state = SimpleNamespace(over=False, transfers=1, end=lambda: "end")
-    order: list[str] = []
-
-    def take() -> None:
-        order.append("take")
-        count = order.count("take")
-        attempt.state.over, attempt.state.transfers = count >= 2, int(count < left)
-        clock.now += 150.0 if count > 2 else 0.0
-
-    attempt._handle_next, attempt._tick = take, lambda: order.append("tick")
-    end: object = attempt.run()
-    assert end == "end" and bench.handled == [inbox.Begin()] and bench.notes == [("recorder.flush",)]
-    assert order == ["take", "tick", "take", "tick", *["take"] * (takes - 2)]
-
-
 def test_step_is_taken_and_its_actions_are_done_in_their_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt: Any = bench.attempt
     del attempt.handle

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from types import SimpleNamespace
+import sys
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -73,16 +75,42 @@ def test_signals_of_a_thread_reach_its_run_alone_and_end_its_waits() -> None:
     assert inbox.get_nowait() == SignalReceived(signal.SIGTERM)
 
 
-def test_third_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fourth_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     signals = Signals(queue.SimpleQueue())
     assert (signals.asked, signals.taken) == (False, [])
     signals.take(signal.SIGTERM, None)
     signals.take(signal.SIGINT, None)
+    signals.take(signal.SIGINT, None)
     assert ended == []
     signals.take(signal.SIGTERM, None)
-    assert ended == [143] and signals.taken == [15, 2, 15]
+    assert ended == [143] and signals.taken == [15, 2, 2, 15]
+
+
+@pytest.mark.parametrize("line", [1, 2, 3])
+def test_signal_at_any_line_before_a_wait_ends_it(line: int) -> None:
+    signals, lines, waited = Signals(queue.SimpleQueue()), list[int](), list[bool]()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_name == "interrupting" and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == line:
+                signals.take(signal.SIGTERM, None)
+        return trace
+
+    def wait() -> None:
+        with signals.interrupting():
+            waited.append(True)
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(Interrupted):
+            wait()
+    finally:
+        sys.settrace(before)
+    assert waited == []
 
 
 def test_wait_is_interrupted_once_and_only_within_its_block() -> None:
@@ -131,8 +159,8 @@ def test_signal_of_another_thread_is_sent_to_the_process(monkeypatch: pytest.Mon
     assert sent == [(os.getpid(), signal.SIGINT)]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_each_of_three_signals_is_handled(signum: int) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_each_signal_that_asks_to_end_is_handled(signum: int) -> None:
     inbox: Inbox = queue.SimpleQueue()
     with signals_to(inbox):
         os.kill(os.getpid(), signum)

@@ -85,12 +85,12 @@ def test_thread_that_looks_for_requests_does_not_keep_the_driver_from_ending() -
     assert [thread.daemon for thread in threading.enumerate() if thread.name == "ddptrain-stop"] == [True]
 
 
-def test_request_for_now_is_ctrl_c_twice_and_never_a_third_signal(writer: RunWriter, signals: Signals) -> None:
+def test_request_for_now_is_ctrl_c_three_times_and_never_a_fourth_signal(writer: RunWriter, signals: Signals) -> None:
     ask(writer, OURS)
     ask(writer, replace(OURS, now=True))
     ask(writer, replace(OURS, now=True))
     ask(writer, "{}")
-    assert signals.taken == [signal.SIGTERM, signal.SIGINT]
+    assert signals.taken == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
 
 
 def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
@@ -98,12 +98,13 @@ def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
 ) -> None:
     by_hand = verdicts.judge_error(Interrupted(signal.SIGINT), writer)
     ask(writer, replace(OURS, now=True))
-    assert [message(signals), message(signals)] == [SignalReceived(signal.SIGINT)] * 2
+    assert [message(signals) for _ in range(3)] == [SignalReceived(signal.SIGINT)] * 3
     assert signals.asked is True
     for error in (Interrupted(signal.SIGINT), Interrupted(signal.SIGTERM)):
         before = verdicts.judge_error(error, writer)
         said = verdicts.name_stop_command(before)
-        assert said.failure is not None and said.failure.message == said.cause == "ended by ddptrain stop"
+        assert said.failure is not None and said.failure.message == "ended by ddptrain stop"
+        assert said.cause == "ended by ddptrain stop; there is no checkpoint to continue from"
         assert (said.status, said.exit_code, said.failure.kind) == (
             RunStatus.CANCELLED,
             128 + error.signum,
@@ -203,7 +204,7 @@ def test_driver_that_does_not_answer_is_named(writer: RunWriter) -> None:
 
 def test_request_that_cannot_be_written_says_what_to_do_instead(writer: RunWriter, tmp_path: Path) -> None:
     gone = replace(going(writer), desk=replace(writer.layout, root=tmp_path / "gone"))
-    with pytest.raises(ResultsError, match=rf"; or send SIGINT twice to process {os.getpid()} on "):
+    with pytest.raises(ResultsError, match=rf"; or send SIGINT three times to process {os.getpid()} on "):
         stop_run(gone, now=True, by="", tell=pytest.fail)
 
 
@@ -259,11 +260,11 @@ class Sent:
     ("now", "sent", "earlier", "signums", "asked"),
     [
         (False, 0, [], [signal.SIGTERM], True),
-        (True, 0, [], [signal.SIGINT, signal.SIGINT], True),
-        (True, 1, [], [signal.SIGINT], True),
+        (True, 0, [], [signal.SIGINT] * 3, True),
+        (True, 1, [], [signal.SIGINT] * 2, True),
         (False, 1, [], [], False),
-        (True, 2, [], [], False),
-        (True, 0, [signal.SIGTERM], [signal.SIGINT], False),
+        (True, 3, [], [], False),
+        (True, 0, [signal.SIGTERM], [signal.SIGINT] * 2, False),
         (False, 0, [signal.SIGTERM, signal.SIGTERM], [], False),
     ],
 )

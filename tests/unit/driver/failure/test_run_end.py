@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.run_end import RunEnd, judge_attempt, judge_error, name_stop_command, was_sent
+from ddptrain.driver.failure.run_end import RunEnd, judge_attempt, judge_error, name_stop_command
 from ddptrain.errors import ClusterError, ExitCode, Interrupted, UsageError
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -43,7 +42,8 @@ def parts(end: RunEnd) -> tuple[RunStatus, int, str]:
 
 
 FAULT = fault(1, "bad batch\nmore", type="ValueError", traceback="trace")
-SAVED = "; it has saved its state: run it again to continue"
+SAVED = "the script ended with exit code 75; it has saved its state: run it again to continue"
+NONE = "there is no checkpoint to continue from"
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,23 @@ SAVED = "; it has saved its state: run it again to continue"
         (ended(ranks(finished=True), signum=15, notice="n"), "succeeded", 0, "", None),
         (ended(ranks(finished=True), loss=ClusterError("disk full")), "succeeded", 0, "", None),
         (ended(ranks(), loss=ClusterError("disk full"), signum=2), "failed", 4, "disk full", "infrastructure"),
-        (ended(ranks(preempted=True)), "preempted", 75, f"the script ended with exit code 75{SAVED}", "preempted"),
+        (ended(ranks(preempted=True)), "preempted", 75, SAVED, "preempted"),
         (
             ended(ranks(preempted=True), signum=15),
             "preempted",
             75,
-            f"the script ended with exit code 75{SAVED}",
+            SAVED,
             "preempted",
         ),
-        (ended(ranks(preempted=True), notice="h1 leaves"), "preempted", 75, f"h1 leaves{SAVED}", "preempted"),
-        (ended(ranks(preempted=True), signum=2), "cancelled", 130, "interrupted by SIGINT", "interrupted"),
-        (ended(ranks(), signum=15), "cancelled", 143, "interrupted by SIGTERM", "interrupted"),
+        (
+            ended(ranks(preempted=True), notice="h1 leaves"),
+            "preempted",
+            75,
+            "h1 leaves; it has saved its state: run it again to continue",
+            "preempted",
+        ),
+        (ended(ranks(preempted=True), signum=2), "cancelled", 130, f"interrupted by SIGINT; {NONE}", "interrupted"),
+        (ended(ranks(), signum=15), "cancelled", 143, f"interrupted by SIGTERM; {NONE}", "interrupted"),
         (
             ended(ranks()),
             "failed",
@@ -127,19 +133,34 @@ def test_end_of_the_last_attempt_is_the_end_of_the_run(
 @pytest.mark.parametrize(
     ("end", "cause"),
     [
-        (ended(ranks(), notice="h1 leaves"), "h1 leaves"),
-        (ended(ranks(preempted=True), signum=15, notice=was_sent(15)), "the driver was sent SIGTERM"),
-        (ended(ranks(), fault=FAULT, notice="h1 leaves"), "h1 leaves"),
+        (ended(ranks(), notice="h1 leaves", age_s=-1.0), "checkpoint step-20 is saved"),
+        (ended(ranks(), notice="h1 leaves", age_s=90.0), "no checkpoint was saved after that, step-20 is 1m 30s older"),
+        (
+            ended(ranks(), notice="h1 leaves"),
+            "no checkpoint was saved in this attempt, the newest one is step-20",
+        ),
     ],
 )
-def test_run_that_was_told_to_end_continues_from_its_newest_checkpoint(
+def test_run_that_was_asked_to_end_continues_from_its_newest_checkpoint(
     writer: RunWriter, end: AttemptEnd, cause: str
 ) -> None:
     writer.update(checkpoints=("step-20", "step-10"))
-    expected = f"{cause}; checkpoint step-20 is saved, continue with --resume r-1"
+    expected = f"h1 leaves; {cause}, continue with --resume r-1"
     assert judge_attempt(end, writer) == RunEnd(
-        RunStatus.PREEMPTED, 75, expected, FailureRecord(kind="preempted", message=cause)
+        RunStatus.PREEMPTED, 75, expected, FailureRecord(kind="preempted", message="h1 leaves")
     )
+
+
+def test_failure_that_a_notice_does_not_explain_decides(writer: RunWriter) -> None:
+    writer.update(checkpoints=("step-20",))
+    for end in (ended(ranks(), fault=FAULT, notice="h1 leaves"), ended(ranks(), fault=FAULT, signum=2)):
+        assert judge_attempt(end, writer).exit_code == ExitCode.TRAINING_FAILED
+
+
+def test_checkpoint_that_a_second_signal_has_not_saved_is_named(writer: RunWriter) -> None:
+    judged = judge_attempt(ended(ranks(finished=True), signum=2, unsaved="checkpoint step-30"), writer)
+    cause = f"interrupted by SIGINT; checkpoint step-30 was not saved, {NONE}"
+    assert parts(judged) == (RunStatus.CANCELLED, 130, cause)
 
 
 def test_root_cause_is_recorded_with_host_and_log(writer: RunWriter) -> None:
@@ -206,14 +227,14 @@ def test_ranks_with_the_same_error_and_victims_are_counted(
             Interrupted(2),
             "cancelled",
             130,
-            "interrupted by SIGINT",
+            f"interrupted by SIGINT; {NONE}",
             FailureRecord(kind="interrupted", type="SIGINT", message="the driver was sent SIGINT"),
         ),
         (
             Interrupted(15),
             "cancelled",
             143,
-            "interrupted by SIGTERM",
+            f"interrupted by SIGTERM; {NONE}",
             FailureRecord(kind="interrupted", type="SIGTERM", message="the driver was sent SIGTERM"),
         ),
     ],
@@ -249,7 +270,8 @@ def test_run_that_the_stop_command_has_ended_names_the_command(writer: RunWriter
     interrupted = judge_error(Interrupted(2), writer)
     renamed = name_stop_command(interrupted)
     by_command = "ended by ddptrain stop"
-    assert renamed.cause == by_command and renamed.failure is not None and renamed.failure.message == by_command
+    assert renamed.cause == f"{by_command}; {NONE}"
+    assert renamed.failure is not None and renamed.failure.message == by_command
     writer.update(checkpoints=("step-20",))
     preempted = name_stop_command(judge_error(Interrupted(15), writer))
     assert preempted.cause == f"{by_command}; checkpoint step-20 is saved, continue with --resume r-1"
@@ -258,4 +280,3 @@ def test_run_that_the_stop_command_has_ended_names_the_command(writer: RunWriter
     assert name_stop_command(other) is other
     done = RunEnd(RunStatus.SUCCEEDED, 0)
     assert name_stop_command(done) is done
-    assert renamed == replace(interrupted, cause=by_command, failure=renamed.failure)

@@ -7,7 +7,8 @@ import errno
 import hashlib
 import os
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,10 +205,39 @@ def test_file_that_is_shorter_than_announced_is_out_of_reach(
     assert str(failed.error) == f"{tmp_path / 'file-0'} has 2 bytes, not the 3 announced"
 
 
-def test_transfer_is_waited_for_until_the_deadline(transfer: TransferQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-    stuck = SimpleNamespace(join=lambda *, timeout: limits.append(timeout), is_alive=lambda: True)
-    with monkeypatch.context() as patched:
-        patched.setattr(transfer, "_thread", stuck)
-        assert transfer.close(7.0) is False
-    assert limits == [7.0] and transfer._closed.is_set()
+def slow_file(transfer: TransferQueue, folder: Path, fetch: Callable[[Path, int, int], bytes]) -> None:
+    data = b"0123456789"
+    event = FileSaved(1, "a", "file-0", len(data), hashlib.sha256(data).hexdigest(), "artifacts")
+    transfer.add_file(0, event, folder, fetch)
+
+
+def test_transfer_is_waited_for_as_long_as_bytes_move(
+    writer: RunWriter, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_queue, "READ_LIMIT_BYTES", 1)
+    clock = [0.0]
+    monkeypatch.setattr(transfer_queue, "time", SimpleNamespace(monotonic=lambda: clock[0], time_ns=lambda: 1))
+
+    def fetch(path: Path, offset: int, size: int) -> bytes:
+        clock[0] += 50.0
+        return b"0123456789"[offset : offset + size]
+
+    transfer = TransferQueue(writer, CheckpointPolicy(), inbox)
+    slow_file(transfer, tmp_path, fetch)
+    assert transfer.close(60.0)  # though it takes 500 s
+    assert isinstance(inbox.get(timeout=60), ArtifactStored) and transfer.pending == []
+
+
+def test_transfer_that_moves_nothing_is_given_up(writer: RunWriter, inbox: Inbox, tmp_path: Path) -> None:
+    released = threading.Event()
+
+    def fetch(path: Path, offset: int, size: int) -> bytes:
+        released.wait(60)
+        return b"0"
+
+    transfer = TransferQueue(writer, CheckpointPolicy(), inbox)
+    slow_file(transfer, tmp_path, fetch)
+    assert not transfer.close(0.1)
+    assert [each.what for each in transfer.pending] == ["artifact a"]
+    released.set()
+    assert isinstance(inbox.get(timeout=60), ArtifactFailed)

@@ -477,7 +477,7 @@ def test_close_releases_tasks_and_slots_whatever_fails_on_the_way(
     with group:
         pass
     assert news == [("news.remove", "r-1")]
-    release = (slots.release, "r-1", {"asynchronous": True})
+    release = (slots.release, "r-1", {"client": "client-1", "asynchronous": True})
     assert client.calls == [("cancel", [], True), release] and waits.seen == [("question", 3.0, 0)]
 
     def fail(*_: object, **__: object) -> None:

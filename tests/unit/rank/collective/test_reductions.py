@@ -36,7 +36,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             assert group == "gloo group"
             sums += torch.tensor([code, code * code, first, second], dtype=torch.float64)
 
-        monkeypatch.setattr(distributed, "new_group", lambda backend, timeout: f"{backend} group")
+        monkeypatch.setattr(distributed, "new_group", lambda backend, **_: f"{backend} group")
         monkeypatch.setattr(distributed, "all_reduce", all_reduce)
 
     return add

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -115,26 +114,16 @@ def test_table_is_kept_as_csv_with_pictures_beside_it(rank: Rank) -> None:
     assert len(files) == 3
 
 
-def test_table_is_kept_as_parquet_with_its_types(rank: Rank) -> None:
-    rank.context.log_table("p", ["n", "text"], ((n, f"t{n}") for n in range(3)), format="parquet")
-    table = pq.read_table(io.BytesIO(saved(rank)["tables/p/rank-0.parquet"]))
-    assert table.to_pydict() == {"n": [0, 1, 2], "text": ["t0", "t1", "t2"]}
-
-
 @pytest.mark.parametrize(
-    ("rows", "form", "error", "words"),
+    ("rows", "error", "words"),
     [
-        ([[1, 2, 3]], "csv", ValueError, "has 2 columns, row 0 has 3 values"),
-        ([[1, object()]], "csv", TypeError, "'b' is <object"),
-        ([[1, 2]], "xlsx", ValueError, "not as 'xlsx'"),
-        ([[1, 2], ["x", 2]], "parquet", TypeError, "column 'a' holds values of different types"),
+        ([[1, 2, 3]], ValueError, "has 2 columns, row 0 has 3 values"),
+        ([[1, object()]], TypeError, "'b' is <object"),
     ],
 )
-def test_table_that_is_none_is_refused_in_words(
-    rank: Rank, rows: Any, form: Any, error: type[Exception], words: str
-) -> None:
+def test_table_that_is_none_is_refused_in_words(rank: Rank, rows: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        rank.context.log_table("t", ["a", "b"], rows, format=form)
+        rank.context.log_table("t", ["a", "b"], rows)
 
 
 def test_trackers_get_what_the_run_directory_has(rank: Rank, tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ def wrapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(step_clock, "StepClock", Clock)
     monkeypatch.setattr(
-        DistributedDataParallel, "__init__", lambda self, *given, **options: done.append((given, options))
+        DistributedDataParallel, "_ddp_init_helper", lambda self, *given, **options: done.append((given, options))
     )
     return done
 
@@ -385,7 +385,8 @@ def test_steps_of_each_wrapped_model_are_added_up_and_summarized(
     waiting: Any = SimpleNamespace(add=lambda *given: told.append(given), first_step=lambda: told.append("first"))
     emitter: Any = SimpleNamespace(emit=emit) if compares else None
     step_clock.measure_steps(emitter, waiting if adds else None)
-    DistributedDataParallel("model", device_ids=[0])
+    ddp: Any = DistributedDataParallel
+    ddp._ddp_init_helper("ddp", "model", device_ids=[0])
     clock, made, watched_model = wrapped
     assert (made, watched_model) == ((("model",), {"device_ids": [0]}), "watched")
     clock.report(1.0, 0.5)

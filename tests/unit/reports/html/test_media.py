@@ -129,29 +129,6 @@ def test_many_classes_have_one_row_for_the_others() -> None:
     assert confusion([]) is None
 
 
-OPERATORS = "operator,calls,self_ms,self_share,total_ms\naten::mm,2,3.0,0.75,3.5\n"
-
-
-def test_tables_of_profiles_are_top_operators_with_the_last_steps_first(tmp_path: Path) -> None:
-    names = [f"profile__steps-{first}-{first + 1}__rank-{rank}" for first in (9, 20) for rank in range(5)]
-    found = files(tmp_path, other="a\n1\n", profile__mine="a\n1\n", **dict.fromkeys(names, OPERATORS))
-    shown = found.operators()
-    assert [(one.first, one.last, one.rank) for one in shown] == [
-        *((20, 21, rank) for rank in range(5)),
-        *((9, 10, rank) for rank in range(3)),
-    ]
-    assert shown[0].table.columns == ["operator", "calls", "self ms", "self %", "total ms"]
-    assert shown[0].table.rows == [["aten::mm", "2", "3.0", "75.0 %", "3.5"]]
-    assert [table.path for table in found.tables()] == ["other.csv", "profile/mine.csv"]
-
-
-def test_damaged_table_of_a_profile_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
-    text = "operator,self_share\naten::mm\nx,<b>,1,2\n"
-    (one,) = files(tmp_path, **{"profile__steps-1-2__rank-0": text}).operators()
-    assert one.table.rows == [["aten::mm"], ["x", "0.0 %"]]
-    assert files(tmp_path / "no").operators() == []
-
-
 def test_names_that_were_generated_last_are_shown(tmp_path: Path) -> None:
     table = "tables__generated_names__step-{}-rank-0".format
     found = files(

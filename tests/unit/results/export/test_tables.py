@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ddptrain.errors import UsageError
@@ -48,7 +45,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_csv(views: list[RunView], tmp_path: Path) -> None:
-    paths = export_tables(views, "csv", tmp_path / "new" / "out")
+    paths = export_tables(views, tmp_path / "new" / "out")
     assert [path.name for path in paths] == ["metrics.csv", "runs.csv"]
     first, second, third = read(paths[0])
     position = {"run": "a", "name": "n", "rank": "0", "attempt": "1", "time_s": "1.5", "step": "1.0", "epoch": ""}
@@ -71,26 +68,9 @@ def test_csv(views: list[RunView], tmp_path: Path) -> None:
     assert other["params.text"] == "'=1+1"  # no formula for a spreadsheet
 
 
-def test_parquet_has_types(views: list[RunView], tmp_path: Path) -> None:
-    metrics, runs = (pq.read_table(path) for path in export_tables(views, "parquet", tmp_path / "out"))
-    assert metrics.column("val/loss").to_pylist() == [3.0, None, None]
-    assert [metrics.schema.field(name).type for name in ("run", "rank", "step")] == [
-        pa.string(),
-        pa.int64(),
-        pa.float64(),
-    ]
-    names = ("params.layers", "params.deep.on", "params.sizes", "params.huge", "last(val/loss)", "params.text")
-    kinds = [pa.int64(), pa.bool_(), pa.string(), pa.string(), pa.float64(), pa.string()]
-    assert [runs.schema.field(name).type for name in names] == kinds
-    assert runs.column("params.huge").to_pylist() == [f"1{'0' * 30}", None]
-    assert runs.column("params.text").to_pylist() == [None, "=1+1"]
-
-
 def test_a_file_gets_the_metrics_alone(views: list[RunView], tmp_path: Path) -> None:
-    assert export_tables(views, "csv", tmp_path / "m.csv") == [tmp_path / "m.csv"]
+    assert export_tables(views, tmp_path / "m.csv") == [tmp_path / "m.csv"]
     assert len(read(tmp_path / "m.csv")) == 3
-    with pytest.raises(UsageError, match=r"give a name that ends in \.parquet, or a folder"):
-        export_tables(views, "parquet", tmp_path / "m.csv")
 
 
 def test_values_of_a_repeated_step_are_left_out(tmp_path: Path) -> None:
@@ -99,27 +79,20 @@ def test_values_of_a_repeated_step_are_left_out(tmp_path: Path) -> None:
         {"step": step, "attempt": number, "loss": 10.0 * number + step} for number, step in ((1, 1), (1, 2), (2, 2))
     ]
     view = put(tmp_path, "a", *lines, attempts=attempts)
-    export_tables([view], "csv", tmp_path / "m.csv")
+    export_tables([view], tmp_path / "m.csv")
     assert [row["loss"] for row in read(tmp_path / "m.csv")] == ["11.0", "22.0"]
 
 
-@pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_a_run_without_metrics_and_one_of_anyone(form: str, tmp_path: Path) -> None:
+def test_a_run_without_metrics_and_one_of_anyone(tmp_path: Path) -> None:
     empty = RunView(RunLayout(tmp_path / "none"), RunRecord(run_id="none"))
     odd = put(tmp_path, "odd", {"step": 1e300, "\ud800=x": 1e308, "=cmd()": 1}, params={"\udfff": "\ud800"})
-    assert len(export_tables([empty, odd], form, tmp_path / "out")) == 2
+    assert len(export_tables([empty, odd], tmp_path / "out")) == 2
 
 
-def test_what_cannot_be_written_is_one_line(
-    views: list[RunView], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_one_line(views: list[RunView], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot write .*file/metrics.csv: .*; choose another place with -o"):
-        export_tables(views, "csv", tmp_path / "file")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UsageError, match=r"pip install 'pyarrow>=16'"):
-        export_tables(views, "parquet", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        export_tables(views, tmp_path / "file")
 
 
 def test_a_row_for_a_run(views: list[RunView]) -> None:
@@ -139,56 +112,10 @@ def test_columns_and_rows_of_the_metrics(views: list[RunView]) -> None:
     assert "lr" not in metric_rows(views[1], {"name": "metrics.name"})[0]
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        ([True, None, False], pa.bool_()),
-        ([True, 1], pa.string()),
-        ([None, None], pa.string()),
-        ([1, 2, None], pa.int64()),
-        ([1, 2.5], pa.float64()),
-        ([2.0], pa.float64()),
-        ([(1 << 63) - 1], pa.int64()),
-        ([1 << 63], pa.string()),
-        ([-(1 << 63)], pa.string()),
-        ([1e300, 1], pa.float64()),
-        (["a", 1], pa.string()),
-    ],
-)
-def test_a_column_has_the_type_of_its_values(values: list[Any], kind: Any) -> None:
-    assert tables._arrow_type(values) == kind
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "converted"),
-    [
-        (None, pa.string(), None),
-        (None, pa.float64(), None),
-        (1, pa.float64(), 1.0),
-        (1, pa.int64(), 1),
-        (1.5, pa.string(), "1.5"),
-        ([1, "a"], pa.string(), '[1, "a"]'),
-        ("\ud800", pa.string(), "\\ud800"),
-        (True, pa.bool_(), True),
-    ],
-)
-def test_a_value_is_converted_to_the_type_of_its_column(value: Any, kind: Any, converted: Any) -> None:
-    found = tables._converted(value, kind)
-    assert found == converted and type(found) is type(converted)
-
-
 @pytest.mark.parametrize("text", ["=1", "+1", "-1", "@a", "\ta", "\ra"])
 def test_a_cell_that_a_spreadsheet_would_execute_is_quoted(text: str) -> None:
     assert tables._csv_cell(text) == f"'{text}"
     assert [tables._csv_cell(value) for value in ("1=", -1, 2.0, None, [1])] == ["1=", -1, 2.0, None, "[1]"]
-
-
-def test_the_ending_of_a_file_is_read_in_any_case(views: list[RunView], tmp_path: Path) -> None:
-    assert export_tables(views[:1], "csv", tmp_path / "M.CSV") == [tmp_path / "M.CSV"]
-    with pytest.raises(
-        UsageError, match=r"^cannot write csv into .*m\.parquet: give a name that ends in \.csv, or a folder$"
-    ):
-        export_tables(views, "csv", tmp_path / "m.parquet")
 
 
 def test_best_values_are_in_the_row_of_a_run(views: list[RunView]) -> None:

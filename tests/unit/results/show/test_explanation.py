@@ -123,7 +123,7 @@ def test_next_step_of_a_run(tmp_path: Path, record: dict[str, object], step: str
 def test_likely_causes_are_those_of_failed_and_cancelled_runs(tmp_path: Path) -> None:
     text = explain_run(view(tmp_path, status="cancelled", exit_code=130), "").as_text()
     causes = text[text.index("likely causes, and what to do:") :]
-    assert causes[-6:][0] == "  - Ctrl-C, stop --now, or a second SIGTERM did not wait" and len(causes) == 7
+    assert causes[-6:][0] == "  - Ctrl-C, or a second signal, which does not wait for a checkpoint" and len(causes) == 7
     assert explain_run(view(tmp_path, status="failed"), "").causes == ()
     assert explain_run(view(tmp_path, status="preempted", exit_code=130), "").causes == ()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -62,18 +60,10 @@ ROWS = [("k,1", "cat", "dog", 0.123456789), ("k2", "dog", "dog", 1.0)]
 
 
 def test_csv_has_six_digits_and_one_line_an_image() -> None:
-    assert prediction_tables.table_file(ROWS, "csv").decode() == (
+    assert prediction_tables.table_file(ROWS).decode() == (
         'key,label,prediction,probability\n"k,1",cat,dog,0.123457\nk2,dog,dog,1\n'
     )
-    assert prediction_tables.table_file([], "csv") == b"key,label,prediction,probability\n"
-
-
-@pytest.mark.parametrize("rows", [ROWS, []])
-def test_parquet_has_types(rows: list[Any]) -> None:
-    table = pq.read_table(io.BytesIO(prediction_tables.table_file(rows, "parquet")))
-    assert [str(kind) for kind in table.schema.types] == ["string", "string", "string", "float"]
-    assert table.column_names == list(prediction_tables.COLUMNS)
-    assert [tuple(row.values())[:3] for row in table.to_pylist()] == [row[:3] for row in rows]
+    assert prediction_tables.table_file([]) == b"key,label,prediction,probability\n"
 
 
 def test_strip_has_the_first_eight_images_side_by_side() -> None:

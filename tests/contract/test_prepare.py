@@ -1,0 +1,113 @@
+"""Models that `ctx.prepare` has prepared: copies of them, several of them, and how they begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.conftest import Project
+
+
+def run(project: Project, cluster: str, code: str, ranks: int = 2, **config: object) -> None:
+    """Train a function whose assertions are the test."""
+    project("train", project.function(code, **config), "--cluster", cluster, "--ranks", str(ranks), rc=0)
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"activation_checkpointing": ["Sequential", "Linear"]}],
+    ids=["plain", "bf16", "fp16", "activation checkpointing"],
+)
+def test_copies_compute_with_their_own_weights(project: Project, shared_cluster: str, prepare: object) -> None:
+    code = """
+        import copy
+
+        import torch
+        from torch.optim.swa_utils import AveragedModel
+
+        def train(ctx):
+            inner = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+            torch.nn.init.ones_(inner[0].weight)
+            model = ctx.prepare(inner)
+            x = torch.ones(1, 2, requires_grad=True)
+            for twin in (AveragedModel(model), copy.deepcopy(model), copy.deepcopy(inner)):
+                for parameter in twin.parameters():
+                    torch.nn.init.zeros_(parameter)
+                assert twin(x).item() == 0, type(twin)
+                assert model(x).item() == 2
+            model(x).sum().backward()
+            assert inner[0].weight.grad.tolist() == [[1, 1]]
+    """
+    run(project, shared_cluster, code, prepare=prepare)
+
+
+def test_gradients_of_several_models_are_averaged_in_one_order(project: Project, shared_cluster: str) -> None:
+    """The memory of the ranks is laid out so that a set of the two models has another order on each."""
+    code = """
+        import torch
+
+        def train(ctx):
+            kept = []
+            for _ in range(200):
+                one, other = (ctx.prepare(torch.nn.Linear(2, 1, bias=False), accumulate=2) for _ in range(2))
+                wanted = (next(iter({one, other})) is one) == (ctx.rank == 0)
+                if ctx.mean(float(wanted)) == 1:
+                    break
+                kept += [one, other, *([object() for _ in range(1 + 7 * ctx.rank)])]
+            x = torch.full((1, 2), 1.0 if ctx.rank == 0 else 3.0)
+            for model, factor in ((one, 1), (other, 100)):
+                ctx.backward(model(factor * x).sum())
+                ctx.step(torch.optim.SGD(model.parameters(), 0.1))
+            ctx.checkpoint(model=one, other=other, step=1)
+            assert one.module.weight.grad.tolist() == [[2, 2]], one.module.weight.grad
+            assert other.module.weight.grad.tolist() == [[200, 200]], other.module.weight.grad
+    """
+    run(project, shared_cluster, code)
+
+
+def test_pretrained_weights_of_images_are_those_of_rank_0(project: Project, shared_cluster: str) -> None:
+    """Two files stand for the two hosts that have different files at the same path."""
+    code = """
+        import torch
+        import torch.distributed as dist
+        from safetensors.torch import save_file
+        from ddptrain.workloads.images.model.initial_weights import begin_with_weights, built_model, described_model
+        from ddptrain.workloads.images.params import ImagesParams
+
+        def train(ctx):
+            path = f"{ctx.rank}.safetensors"
+            settings = ImagesParams(architecture="small_cnn", image_size=16, weights=path)
+            described = described_model(settings, ["a", "b"], print)
+            torch.manual_seed(ctx.rank)
+            save_file(built_model(described).state_dict(), path)
+            model = ctx.prepare(built_model(described))
+            begin_with_weights(ctx, settings, model.module, described)
+            for name, value in model.state_dict().items():
+                first = value.clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(first, value), name
+    """
+    run(project, shared_cluster, code)
+
+
+def test_replicas_begin_equal_from_the_meta_device(project: Project, shared_cluster: str) -> None:
+    """Four ranks stand for two hosts of two ranks. Ranks of a user have seeds of their own."""
+    code = """
+        import torch
+        import torch.distributed as dist
+        from ddptrain.rank.model.sharding import shard_model
+
+        def train(ctx):
+            torch.manual_seed(100 + ctx.rank)
+            with torch.device("meta"):
+                model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+            before = torch.get_rng_state()
+            settings = {"strategy": "hybrid", "hosts": 2, "ranks_on_host": 2}
+            model = shard_model(model, ctx.device, settings, None)
+            assert torch.equal(torch.get_rng_state(), before)
+            own = model[0].weight.to_local().flatten()
+            parts = [torch.empty_like(own) for _ in range(4)]
+            dist.all_gather(parts, own)
+            assert torch.equal(parts[0], parts[2]) and torch.equal(parts[1], parts[3]), parts
+            assert not torch.equal(parts[0], parts[1])
+    """
+    run(project, shared_cluster, code, ranks=4)
