@@ -170,7 +170,7 @@ def test_message_says_that_the_checkpoint_is_older_than_the_signal(project: Proj
     running = _train(project, shared_cluster, _SAVES_ONCE.format(then=_NEVER), failure={"grace_s": 1})
     running.wait_for("at work")
     (run,) = project.run_directories()
-    _wait_for_line(run / "events.jsonl", '"checkpoint_adopted"', count=1)
+    _wait_for_line(run / "events.jsonl", '"checkpoint_saved"', count=1)
     _send(running, signal.SIGTERM)
     done = running.finish()
     assert done.rc == 75
