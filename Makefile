@@ -45,6 +45,7 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 schema: $(INSTALLED) ## write the schema of the configuration, its page and the man page anew
 	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
 	$(BIN)/python -m tests.docs.reference
+	$(BIN)/python -m tests.docs.python_reference
 	$(BIN)/python -m tests.docs.man_page
 
 test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS

@@ -218,9 +218,12 @@ def _set_lowest_level() -> None:
     _logger.setLevel(min(levels, default=logging.NOTSET))
 
 
-def to_stderr(environ: Mapping[str, str] | None = None) -> None:
-    """Write the log to stderr if DDPTRAIN_LOG is debug, info or warning. Raises UsageError for another value."""
-    value = (os.environ if environ is None else environ).get(VARIABLE, "").strip().lower()
+def to_stderr(environ: Mapping[str, str] | None = None, default: str = "") -> None:
+    """Write the log to stderr if DDPTRAIN_LOG, or `default` without it, is debug, info or warning.
+
+    Raises UsageError for another value.
+    """
+    value = (os.environ if environ is None else environ).get(VARIABLE, "").strip().lower() or default
     if not value:
         return
     if value not in LEVELS:

@@ -130,7 +130,7 @@ def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False)
 
     view = clusters_status.at(cluster_records.find(name))
     _print_view(view, as_json=json)
-    if view.state in (clusters_status.State.GONE, clusters_status.State.ELSEWHERE):
+    if view.state in (clusters_status.State.ENDED, clusters_status.State.ELSEWHERE):
         raise typer.Exit(ExitCode.CLUSTER)
 
 
@@ -144,11 +144,16 @@ def logs(
     json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Print the last log lines of scheduler and workers, including those that have ended."""
+    """Print the last log lines of scheduler and workers, including those that have ended.
+
+    The scheduler logs which runs got slots, a worker only warnings and errors; DDPTRAIN_LOG=debug in the environment
+    of `cluster up` gives more.
+    """
     from ddptrain.clusters import lifecycle
 
     found = lifecycle.logs(name, lines, source)
-    blocks = (f"==> {each} <==\n{clean(text).rstrip()}".rstrip() + "\n" for each, text in found.items())
+    texts = {each: clean(text).rstrip() or "(no warnings and no errors)" for each, text in found.items()}
+    blocks = (f"==> {each} <==\n{text}\n" for each, text in texts.items())
     print_result(found, blocks, as_json=json)
 
 

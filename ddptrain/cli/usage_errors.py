@@ -42,8 +42,29 @@ _RANKS_OPTIONS = ("nproc", "nproc-per-node", "num-processes", "world-size", "np"
 _REMOVED = {"cluster check": "ddptrain doctor --cluster NAME"}  # commands of earlier versions
 
 
+# The commands by what they are for, in the order of the help.
+_SECTIONS = {
+    "Train": ("train", "run", "watch", "stop", "results"),
+    "Search and use": ("sweep", "evaluate", "predict", "generate"),
+    "Clusters": ("cluster", "doctor"),
+    "Unattended": ("retrain", "models", "schedule", "notify"),
+    "More": ("init", "explain", "schema"),
+}
+
+
 class RootGroup(TyperGroup):
-    """The group of all commands; the parser's errors are raised as UsageError."""
+    """The group of all commands, in sections; the parser's errors are raised as UsageError."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of commands, a section each. A command that is in no section belongs to the last one."""
+        known = {name for names in _SECTIONS.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in known)
+        limit = formatter.width - 6 - max(map(len, self.list_commands(ctx)))
+        for title, names in _SECTIONS.items():
+            wanted = (*names, *others) if title == "More" else names
+            commands = [(name, command) for name in wanted if (command := self.get_command(ctx, name)) is not None]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in commands])
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         """Parse the options before the command. Raises UsageError."""

@@ -273,7 +273,7 @@ class _Builder(Composer):
         if _SURROGATE.search(value):
             self._report(node, path, "holds half of a surrogate pair, which is not a character", "write the character")
             value = ""
-        elif node.tag == _PLAIN:
+        elif node.tag == _PLAIN and (path[:1] != ("env",) or value in _WORDS):  # a number in env stays as written
             try:
                 value = scalar(value)
             except ValueError as error:

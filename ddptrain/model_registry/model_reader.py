@@ -16,7 +16,7 @@ from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file, publish, sha256
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, VersionRecord
-from ddptrain.model_registry.reference import ModelReference, check_model_name
+from ddptrain.model_registry.reference import CHAMPION, ModelReference, check_model_name
 from ddptrain.storage.remote_folder import RemoteFolder, is_url
 from ddptrain.storage.store import NotFound
 
@@ -80,6 +80,26 @@ class ModelReader:
         """Return every change of a model, oldest first. Raises RegistryDamaged."""
         check_model_name(model)
         return [self._change(model, number) for number in sorted(self._change_numbers(model))]
+
+    def champions_before(self, model: str, version: int) -> list[int]:
+        """Return the champions before `version` became it, oldest first, without those that were rolled back."""
+        champions: list[int] = []
+        for change in self.history(model):
+            champion = change.aliases.get(CHAMPION)
+            if champion is None or champions[-1:] == [champion]:
+                continue
+            if change.action == "rolled back" and champion in champions:
+                while champions[-1] != champion:
+                    champions.pop()
+            else:
+                champions.append(champion)
+        last = max((at for at, each in enumerate(champions) if each == version), default=0)
+        return [each for each in champions[:last] if each != version]
+
+    def rejections(self, model: str) -> dict[int, str]:
+        """Return why the gate has rejected a version, for each that was not promoted since."""
+        last = {each.version: each for each in self.history(model) if each.action in ("promoted", "rejected")}
+        return {version: change.reason for version, change in last.items() if change.action == "rejected"}
 
     def versions(self, model: str) -> list[VersionRecord]:
         """Return every complete version of a model, oldest first. Raises RegistryDamaged."""

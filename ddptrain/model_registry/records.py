@@ -93,7 +93,8 @@ class VersionRecord:
 class Change:
     """An entry of the history: what was done, and the complete state after it. The newest entry is the present state.
 
-    action: created, promoted, rolled back, alias, alias removed, pinned, unpinned, removed. reason: the user's text.
+    action: created, promoted, rejected, rolled back, alias, alias removed, pinned, unpinned, removed. reason: the text
+    of the user or the gate.
     aliases: alias -> version number. removed: the latest versions that were deleted, or are being deleted.
     """
 

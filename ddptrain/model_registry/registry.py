@@ -121,7 +121,9 @@ class ModelRegistry(ModelReader):
         return self.change(model, edit, reason)
 
     def rollback(self, model: str, reason: str = "") -> Change:
-        """Make `previous` the champion, and the champion `previous`, in one step.
+        """Make `previous` the champion, and the champion before it `previous`, in one step.
+
+        A second call goes further back; if there was no earlier champion, `previous` is removed.
 
         Raises UsageError if there is no previous version; RegistryDamaged if one of its files is damaged.
         """
@@ -137,12 +139,25 @@ class ModelRegistry(ModelReader):
             if verified != previous:
                 self.verify(self.version(model, previous))
                 verified = previous
-            moved = {**state.aliases, CHAMPION: previous, PREVIOUS: champion}
+            moved = {**state.aliases, CHAMPION: previous}
+            del moved[PREVIOUS]
+            if left := [each for each in self.champions_before(model, previous) if each not in state.removed]:
+                moved[PREVIOUS] = left[-1]
             return Edit("rolled back", previous, moved, state.pinned)
 
         change = self.change(model, edit, reason)
         assert change is not None
         return change
+
+    def reject(self, model: str, number: int, reason: str) -> Change | None:
+        """Record that the gate has rejected a version, once."""
+
+        def edit(state: ModelState) -> Edit | None:
+            if self.rejections(model).get(number) == reason:
+                return None
+            return Edit("rejected", number, state.aliases, state.pinned)
+
+        return self.change(model, edit, reason)
 
     def set_alias(self, model: str, alias: str, number: int | None, reason: str = "") -> Change | None:
         """Point an alias of the user's to a version, or remove it (None). Raises UsageError."""

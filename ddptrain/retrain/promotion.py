@@ -188,6 +188,8 @@ def _promote(start: Start, candidate: Candidate) -> None:
         _update_mirrors(start, reason)
         text = f"{name} is the champion" + (", although the gate rejected it" if anyway else "")
     else:
+        failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
+        start.registry.reject(start.settings.model, version.version, failed)
         text = f"{name} is kept; " + (
             f"version {record.champion} stays the champion" if record.champion else "no champion"
         )

@@ -60,6 +60,16 @@ def test_record_that_can_not_be_read_is_called_so_and_hides_no_other_cluster(pro
     assert not whole.exists()
 
 
+def test_logs_of_a_healthy_cluster_say_which_runs_got_its_slots(project: Project) -> None:
+    started(project, "dev")
+    config = project.function("def train(ctx):\n    pass\n")
+    project("train", config, "--cluster", "dev", "--run-id", "first", rc=0)
+    logs = project("cluster", "logs", "dev", rc=0).stdout
+    project("cluster", "down", "dev", rc=0)
+    assert "run=first" in logs and "slots reserved" in logs and "slots released" in logs
+    assert "(no warnings and no errors)" in logs.partition("==> worker")[2]
+
+
 def test_stop_sends_no_signal_to_a_process_that_only_has_the_number_of_a_sweeps_driver(
     project: Project, shared_cluster: str
 ) -> None:

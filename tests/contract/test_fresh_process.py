@@ -131,9 +131,15 @@ def test_variable_that_torch_reads_at_its_import_works_from_configuration_and_sh
     assert f"found {printed}" in project(*where, "variable.py", env={name: value}, rc=0).stdout
 
 
+def test_numbers_in_env_reach_the_ranks_as_they_are_written(project: Project, shared_cluster: str) -> None:
+    project.write("printing.py", "import os\nprint(os.environ['ONE'], os.environ['TWO'])\n")
+    options = ("--set", "env.ONE=12.10", "--set", "env.TWO=007")
+    done = project("run", "--cluster", shared_cluster, "--ranks", "1", *options, "printing.py", rc=0)
+    assert "[rank 0] 12.10 007" in done.stdout
+
+
 OPEN_FILES = """
 import atexit, gzip, os, shelve, signal, sys, tempfile, threading, time, zipfile
-import pyarrow, pyarrow.parquet
 
 class Saver:
     def __init__(self, path):
@@ -159,9 +165,6 @@ temporary = tempfile.NamedTemporaryFile(dir=".", prefix="temporary-")
 plain = open("plain.txt", "w")
 plain.write("text")
 saver = Saver("saver.txt")
-table = pyarrow.table({"x": [1, 2, 3]})
-parquet = pyarrow.parquet.ParquetWriter("a.parquet", table.schema)
-parquet.write_table(table)
 atexit.register(print, "exit handler")
 threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
 print("last line")
@@ -175,14 +178,13 @@ def test_files_that_a_script_leaves_open_are_complete(project: Project, shared_c
     own = [line for line in done.stdout.splitlines() if line.startswith("[rank 0]")]
     assert own == ["[rank 0] last line", "[rank 0] thread", "[rank 0] exit handler"]
     read = """
-        import gzip, shelve, zipfile, pyarrow.parquet
+        import gzip, shelve, zipfile
         print(gzip.open("a.gz").read(), zipfile.ZipFile("a.zip").read("name"), shelve.open("shelf")["key"])
-        print(pyarrow.parquet.read_table("a.parquet")["x"].to_pylist())
         print(open("plain.txt").read(), open("saver.txt").read())
     """
     path = project.write("read.py", read)
     read_back = subprocess.run([sys.executable, path], cwd=project.folder, capture_output=True, text=True, timeout=100)
-    assert read_back.stdout.splitlines() == ["b'abc' b'content' [1]", "[1, 2, 3]", "text saved"], read_back.stderr
+    assert read_back.stdout.splitlines() == ["b'abc' b'content' [1]", "text saved"], read_back.stderr
     assert list(project.folder.glob("temporary-*")) == []
 
 

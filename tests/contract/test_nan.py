@@ -20,7 +20,8 @@ CODE = """
         for step in range((resumed.step if resumed else 0) + 1, steps + 1):
             loss = float("nan") if step >= bad else 1.0 / step
             if broken and step >= bad:
-                torch.nn.init.constant_(model.module.weight, float("nan"))
+                for parameter in model.parameters():
+                    torch.nn.init.constant_(parameter, float("nan"))
             if ctx.rank == 1 and not save:
                 ctx.log({"train/loss": loss}, step=step)
             if save:
@@ -59,7 +60,8 @@ def test_first_value_that_is_not_finite_is_named_once(project: Project, shared_c
 def test_warning_is_shown_while_the_run_goes_on(project: Project, shared_cluster: str) -> None:
     name = project.function(CODE, checkpoint=EVERY_STEP)
     done = project("train", name, "--cluster", shared_cluster, "--ranks", "2", "--output", "plain", rc=0)
-    assert (done.stdout + done.stderr).count("rank 1: train/loss is nan at step 3") == 1
+    assert done.stderr.count("rank 1: train/loss is nan at step 3") == 1
+    assert "nan     rank 1: train/loss is nan at step 3" in done.stdout, "in the summary"
 
 
 def test_stop_ends_the_run_as_a_failure_of_the_training_code(project: Project, shared_cluster: str) -> None:
@@ -85,16 +87,23 @@ def test_built_in_workloads_stop_unless_told_otherwise(project: Project) -> None
     assert "nan: warn" in project("train", "names.yaml", "--dry-run", "--set", "failure.nan=warn", rc=0).stdout
 
 
-@pytest.mark.parametrize("broken", [False, True], ids=["metrics", "weights"])
-def test_last_finite_checkpoint_is_kept_and_resumed(project: Project, shared_cluster: str, broken: bool) -> None:
+@pytest.mark.parametrize(
+    ("broken", "strategy"),
+    [(False, "ddp"), (True, "ddp"), (True, "fsdp")],
+    ids=["metrics", "weights", "sharded weights"],
+)
+def test_last_finite_checkpoint_is_kept_and_resumed(
+    project: Project, shared_cluster: str, broken: bool, strategy: str
+) -> None:
+    prepare = {"strategy": strategy}
     params = {"save": True, "broken": broken, "end": 1}
-    train(project, shared_cluster, rc=1, params=params)
+    train(project, shared_cluster, rc=1, params=params, prepare=prepare)
     (run,) = project.run_directories()
     assert [path.name for path in sorted(run.glob("checkpoints/step-*"))] == ["step-2", "step-5", "step-6"]
     if not broken:
         assert project.record()["best"]["step"] == 2
     params = {"save": True, "bad": 99}
-    train(project, shared_cluster, "--resume", "latest", "--allow-changes", rc=0, params=params)
+    train(project, shared_cluster, "--resume", "latest", "--allow-changes", rc=0, params=params, prepare=prepare)
     record = project.record()
     assert record["attempts"][-1]["resumed_from"] == 2
     assert record["not_finite"] is None  # these values belong to steps that were repeated

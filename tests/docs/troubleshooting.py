@@ -33,7 +33,7 @@ CODE = (
     "failure.hang_timeout_s: 1800", "failure.hang_timeout_s: null", "failure.grace_s", "cluster.wait_s: 3600",
     "cluster.start_timeout_s", "cluster.tls", "tracking.strict: true", "retrain.deadline", "retrain.wait",
     "overlap: wait", "overlap: skip", "checkpoint.every_s: 300", "--full-traceback", "--allow-changes", "--runs-dir",
-    "--resume RUN", "--run-id", "--force", "--ranks", "stop --now", "ctx.checkpoint", "ctx.progress", "ctx.loader",
+    "--resume RUN", "--run-id", "--force", "--ranks", "ctx.checkpoint", "ctx.progress", "ctx.loader",
     "ctx.mean", "all_reduce", "ddptrain predict", "logs/driver.log", "artifacts/stacks/", "params.source",
     "params.names", "crontab -l",
     "systemctl --user list-timers", "Connection reset by peer", "dmesg", "retrain:",

@@ -108,13 +108,15 @@ def test_wandb_has_an_artifact_for_each_version_with_its_aliases(registry: Model
 
         backend.held = "CreateArtifact"  # it is silent from now on
         started = time.monotonic()
-        done = succeeded(run_cli("models", "rollback", "names", "--mirror", "wandb", "--mirror-timeout", "8", env=env))
+        done = succeeded(
+            run_cli("models", "promote", "names", "2", "--mirror", "wandb", "--mirror-timeout", "8", env=env)
+        )
         assert time.monotonic() - started < 8 + 10
         assert "warning: mirror wandb is not up to date: " in done.stderr
         backend.held = ""
-    done = succeeded(run_cli("models", "rollback", "names", "--mirror", "wandb", "--mirror-timeout", "8", env=env))
+    done = succeeded(run_cli("models", "promote", "names", "2", "--mirror", "wandb", "--mirror-timeout", "8", env=env))
     assert "warning: mirror wandb is not up to date: " in done.stderr
-    assert registry.state("names").aliases == {"champion": 1, "previous": 2}
+    assert registry.state("names").aliases == {"champion": 2, "previous": 1}
 
 
 # --- MLflow ---
@@ -211,9 +213,9 @@ def test_mlflow_server_has_the_versions_with_their_aliases(
         assert server.aliases() == {"champion": "2", "previous": "1", "staging": "1"}
         succeeded(run_cli(*alias, "--delete", "--mirror", "mlflow", env=env))
         succeeded(run_cli("models", "rollback", "names", "--mirror", "mlflow", env=env))
-        assert server.aliases() == {"champion": "1", "previous": "2"}
+        assert server.aliases() == {"champion": "1"}
         assert len(server.versions()) == len(server.runs()) == 2
-    done = succeeded(run_cli("models", "rollback", "names", "--mirror", "mlflow", env=env))
+    done = succeeded(run_cli(*promote, "2", env=env))
     assert "warning: mirror mlflow is not up to date: MlflowException: " in done.stderr
     assert "Connection refused" in done.stderr or "Max retries exceeded" in done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.model_registry.reference import check_model_name, is_model_reference, parse_reference
+from ddptrain.model_registry.reference import PREVIOUS, check_model_name, is_model_reference, parse_reference
 from ddptrain.text_tables import clean_table, plain_sections
 
 if TYPE_CHECKING:
@@ -117,16 +118,18 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
     if "@" not in model:
         if not state.number:
             registry.resolve(reference)  # raises the error with the names that exist
-        records = registry.versions(reference.model)
-        header = ("VERSION", "ALIASES", "CREATED (UTC)", "RUN", "STEP", "METRICS")
-        table = clean_table([header, *(_row(record, state) for record in records)])
-        print_result([_as_dict(record, state) for record in records], [table], as_json=json)
+        records, rejected = registry.versions(reference.model), registry.rejections(reference.model)
+        header = ("VERSION", "ALIASES", "CREATED (UTC)", "RUN", "STEP", "METRICS", "REJECTED")
+        table = clean_table([header, *((*_row(each, state), rejected.get(each.version, "-")) for each in records)])
+        print_result([_as_dict(record, state, rejected) for record in records], [table], as_json=json)
         return
     record = registry.resolve(reference)
+    rejected = registry.rejections(reference.model)
     where = f"{registry.where}/{record.model}/versions/{record.version}"
     about = [
         ("aliases", ", ".join(state.aliases_of(record.version))),
         ("pinned", "yes" if record.version in state.pinned else ""),
+        ("rejected", rejected.get(record.version, "")),
         ("created", _time(record.created_at)),
         ("run", record.run_id),
         ("workload", record.workload),
@@ -141,7 +144,7 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
     files = [(file.path, f"{file.size_bytes:,} bytes, SHA-256 {file.sha256[:16]}...") for file in record.files]
     title = f"model {record.model}, version {record.version}"
     text = plain_sections([(title, [(name, value) for name, value in about if value]), ("files", files)])
-    print_result({**_as_dict(record, state), "url": where}, [text], as_json=json)
+    print_result({**_as_dict(record, state, rejected), "url": where}, [text], as_json=json)
 
 
 @app.command()
@@ -204,11 +207,12 @@ def rollback(
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
-    """Make the previous champion the champion again, after a check of all its files."""
+    """Make the previous champion the champion again, after a check of all its files; again: the one before it."""
     mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
-    _report(registry, model, registry.rollback(model, reason), "", as_json=json)
-    _update_mirrors(mirrors, registry, model, reason)
+    change = registry.rollback(model, reason)
+    _report(registry, model, change, "", as_json=json)
+    _update_mirrors(mirrors, registry, model, reason, "" if PREVIOUS in change.aliases else PREVIOUS)
 
 
 @app.command()
@@ -405,5 +409,7 @@ def _time(text: str) -> str:
     return text[:19].replace("T", " ")
 
 
-def _as_dict(record: VersionRecord, state: ModelState) -> dict[str, Any]:
-    return {**record.as_dict(), "aliases": state.aliases_of(record.version), "pinned": record.version in state.pinned}
+def _as_dict(record: VersionRecord, state: ModelState, rejected: Mapping[int, str]) -> dict[str, Any]:
+    number = record.version
+    about = {"aliases": state.aliases_of(number), "pinned": number in state.pinned, "rejected": rejected.get(number)}
+    return {**record.as_dict(), **about}

@@ -47,7 +47,7 @@ class LocalProvider:
             _start(cluster, _SCHEDULER, _scheduler_arguments(cluster))
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """Return the logs of scheduler and worker; empty unless something goes wrong."""
+        """Return the logs of scheduler and worker; a worker logs only what goes wrong."""
         return {_source(name): processes.tail(str(cluster.folder), name, lines) for name in (_SCHEDULER, _WORKER)}
 
     def stop(self, cluster: Deployment, tell: Tell) -> None:

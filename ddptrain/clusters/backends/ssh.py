@@ -85,7 +85,7 @@ class SshProvider:
             _resize(cluster, hosts, wanted, client, tell)
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """Return the log of each process; empty unless something goes wrong. For an unreachable host, the error."""
+        """Return the log of each process; a worker logs only what goes wrong. For an unreachable host, the error."""
         hosts = hosts_of(cluster.record.settings)
 
         def read(part: Part) -> str:
@@ -107,7 +107,7 @@ class SshProvider:
             _end(cluster, [(part, hosts[part.host]) for part in _parts(cluster)])
         except ClusterError as error:
             forget = f"rm -r {shlex.quote(str(cluster.folder))}"
-            raise ClusterError(f"{error}; if it is gone for good, forget the cluster: {forget}") from error
+            raise ClusterError(f"{error}; if it will not come back, forget the cluster: {forget}") from error
 
     def fault(self, cluster: Deployment) -> str | None:
         """Return the name of the process that has ended or whose host can't be reached, or None."""

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the scheduler until a signal arrives or the idle time is over."""
     options = _parser().parse_args(argv)
     with contextlib.suppress(UsageError):  # `cluster up` has complained of a wrong DDPTRAIN_LOG
-        log.to_stderr()
+        log.to_stderr(default="info")  # into a file: `cluster logs` shows which runs got slots, and when
     with temp_folder("ddptrain-scheduler-") as scratch:
         asyncio.run(_serve(options, scratch))
 
@@ -99,7 +99,7 @@ async def _serve(options: argparse.Namespace, scratch: Path) -> None:
     }
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     reason = next(ends[end] for end in ends if end.done())
-    _log.info("scheduler ends", reason=reason or "told to end")
+    _log.info("scheduler ends", reason=reason or "ended by a signal")
     (folder / SCHEDULER_FILE).unlink(missing_ok=True)
     if reason:
         write_ended(folder, reason)
@@ -108,7 +108,7 @@ async def _serve(options: argparse.Namespace, scratch: Path) -> None:
         warm.wait()
     for end in ends:
         end.cancel()
-    await scheduler.close(reason=reason or "told to end")
+    await scheduler.close(reason=reason or "ended by a signal")
     unix_comm.remove_socket_dir(scheduler.address)
 
 

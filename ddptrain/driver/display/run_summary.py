@@ -78,6 +78,8 @@ def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list
         text.append(f"  last    {', '.join(figures[:_MOST_FIGURES])}{more}")
     if record.best is not None:
         text.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
+    if (bad := record.not_finite) is not None and run_end.status == RunStatus.SUCCEEDED:
+        text.append(f"  nan     rank {bad.rank}: {bad.description}")
     spent = time_use(record, timed_events(writer.layout), duration_s).line()
     if spent and record.attempts:
         text.append(f"  time    {spent}")

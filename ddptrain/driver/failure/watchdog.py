@@ -198,8 +198,11 @@ class Watchdog:
         limit_s = self.limit_s(activity)
         if self.timeout_s is None or limit_s is None:
             return True
-        within = silent_s(rank, activity, now) <= BUSY_LIMIT * (LONGEST_S if self.adapts else self.timeout_s)
-        return self.idle_s(rank, activity, now) <= limit_s and (within or not activity.reports)
+        quiet_s, unused_s = silent_s(rank, activity, now), now - max(activity.cpu_at, activity.gpu_at)
+        # A notice about the CPU arrives up to some seconds later: it may be about the time before the silence.
+        in_use = unused_s <= limit_s and quiet_s - unused_s >= min(_CUT_S, limit_s / 4)
+        within = quiet_s <= BUSY_LIMIT * (LONGEST_S if self.adapts else self.timeout_s)
+        return (quiet_s <= limit_s or in_use) and (within or not activity.reports)
 
     def silence(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> str:
         """Return for how long a rank has not reported, as text for the live display; "" if it is not worth a word."""

@@ -58,7 +58,7 @@ def test_list_of_commands_has_whole_sentences_in_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         get_command(app)([*group.split(), "--help"])
-    commands = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    commands = capsys.readouterr().out.partition("Commands:\n" if group else "Train:\n")[2].splitlines()
     assert commands and not [line for line in commands if line.endswith("...")]
 
 

@@ -199,7 +199,7 @@ c.yaml:9: params.amp: expected true or false, got the text "yes" (write true or 
 c.yaml:10: params.lr: expected a finite number, got nan
 c.yaml:11: params.sizes: expected a list, got 4
 c.yaml:12: params.note: expected text or a list, got 3 (write it in quotes)
-c.yaml:13: env.A: expected text, got 1 (write it in quotes)
+c.yaml:13: env.A: expected text, got a list
 c.yaml:14: name: expected a name of 1 to 64 lower-case letters, digits, dots, dashes and underscores that begins with \
 a letter or digit, got the text "My Run" (as in my-run)
 c.yaml:15: dist.timeout_s: expected more than 0, got 0
@@ -222,7 +222,7 @@ params:
   lr: .nan
   sizes: 4
   note: 3
-env: {A: 1}
+env: {A: [1]}
 name: My Run
 dist: {timeout_s: 0}
 """
@@ -305,7 +305,9 @@ def test_a_malformed_option_is_refused_by_name(refuse: Refuse, option: str, prob
 
 
 def test_a_secret_is_not_repeated_by_an_error(refuse: Refuse) -> None:
-    lines = refuse("workload: toy\nenv: {MY_TOKEN: 8675309}\n", "env.API_KEY=31337", "results.dir=[s3://u:hunter2@b]")
+    lines = refuse(
+        "workload: toy\nenv: {MY_TOKEN: [8675309]}\n", "env.API_KEY=[31337]", "results.dir=[s3://u:hunter2@b]"
+    )
     assert len(lines) == 3
     assert not any(secret in line for line in lines for secret in ("8675309", "31337", "hunter2"))
 

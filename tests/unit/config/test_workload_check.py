@@ -96,7 +96,13 @@ def test_hosts_of_a_cluster_may_have_other_modules(tmp_path: Path) -> None:
                 "(convert it: jupyter nbconvert --to script a.ipynb)"
             ),
         ),
-        ("pack", 'c.yaml:2: workload.script: expected a Python file, got the folder "pack" (name the file in it)'),
+        (
+            "pack",
+            (
+                'c.yaml:2: workload.script: expected a Python file, got the folder "pack" '
+                "(name the file in it; a folder is run only if it has a __main__.py)"
+            ),
+        ),
     ],
 )
 def test_script_that_python_cannot_run_is_named_with_its_line(tmp_path: Path, script: str, expected: str) -> None:

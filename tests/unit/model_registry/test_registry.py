@@ -263,14 +263,23 @@ def test_promotion_moves_the_champion_and_keeps_the_previous(registry: ModelRegi
     assert registry.resolve(parse_reference("names@previous")).version == 1
 
 
-def test_rollback_exchanges_champion_and_previous(registry: ModelRegistry, run: Path) -> None:
-    for number, each in enumerate(("a", "b"), 1):
+def test_each_rollback_goes_further_back(registry: ModelRegistry, run: Path) -> None:
+    for number, each in enumerate(("a", "b", "c", "d"), 1):
         add(registry, run, each)
         registry.promote("names", number)
-    registry.rollback("names")
-    assert registry.state("names").aliases == {"champion": 1, "previous": 2}
-    registry.rollback("names")
-    assert registry.state("names").aliases == {"champion": 2, "previous": 1}
+    registry.promote("names", 2)
+    seen = []
+    for _ in range(4):
+        registry.rollback("names")
+        seen.append(registry.state("names").aliases)
+    assert seen[:3] == [
+        {"champion": 4, "previous": 3},
+        {"champion": 3, "previous": 2},
+        {"champion": 2, "previous": 1},
+    ]
+    assert seen[3] == {"champion": 1}
+    with pytest.raises(UsageError, match="no previous version"):
+        registry.rollback("names")
 
 
 def test_rollback_to_a_damaged_version_changes_nothing(registry: ModelRegistry, run: Path, tmp_path: Path) -> None:

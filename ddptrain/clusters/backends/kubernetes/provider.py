@@ -115,7 +115,7 @@ class _Order:
         async with connected(place.context, place.namespace) as api:
             found = await api.get(DASK, f"daskclusters/{name}")
             if parts is not None and found is None:
-                raise ClusterError(f"the DaskCluster {name} is gone from the namespace {api.namespace}")
+                raise ClusterError(f"the DaskCluster {name} does not exist in the namespace {api.namespace}")
             if parts is not None:
                 await resize(api, self.cluster, self._workers(parts.slots, slots), parts.slots, self.tell)
             elif found is not None:
@@ -165,7 +165,10 @@ class _Order:
         group = await api.get(DASK, f"daskworkergroups/{spec.worker_group(name)}") or found
         Parts(api.context, api.namespace, "", attached=True, slots=spec.slots_of(labels)).save(self.cluster)
         self.cluster.update(workers=group["spec"]["worker"]["replicas"])
-        self.tell(f"the namespace {api.namespace} has a DaskCluster {name}: it is used as it is")
+        self.tell(
+            f"the namespace {api.namespace} has a DaskCluster {name}, maybe of another user: it is used as it is, and "
+            "the image and size that are configured here are ignored; for a cluster of your own choose another --name"
+        )
 
     async def _await_scheduler(self, api: Kubernetes) -> None:
         """Wait until the scheduler's pod is ready. Raises ClusterError if it never will be, or not in time."""

@@ -88,7 +88,7 @@ def test_promoted_run_becomes_a_version_and_the_champion(place: Path) -> None:
     ]
     assert lines("promote", "names", "latest") == ["names: version 2 promoted; aliases: champion 2, previous 1"]
     assert lines("promote", "names", "latest") == ["version 2 of names is the champion already"]
-    assert lines("rollback", "names") == ["names: version 1 rolled back; aliases: champion 1, previous 2"]
+    assert lines("rollback", "names") == ["names: version 1 rolled back; aliases: champion 1"]
     assert lines("promote", "names", "2") == ["names: version 2 promoted; aliases: champion 2, previous 1"]
     assert [
         (each["action"], each["version"], each["reason"])
@@ -227,9 +227,9 @@ def test_mirror_gets_the_state_after_each_change_of_an_alias(place: Path) -> Non
     assert [json.loads(line) for line in (place / "mirrored").read_text().splitlines()] == [
         ["names", "", "", {"champion": 1}],
         ["names", "more", "", {"champion": 2, "previous": 1}],
-        ["names", "", "", {"champion": 1, "previous": 2}],
-        ["names", "", "", {"champion": 1, "previous": 2, "staging": 2}],
-        ["names", "", "staging", {"champion": 1, "previous": 2}],
+        ["names", "", "previous", {"champion": 1}],
+        ["names", "", "", {"champion": 1, "staging": 2}],
+        ["names", "", "staging", {"champion": 1}],
     ]
 
 

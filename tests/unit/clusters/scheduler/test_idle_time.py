@@ -26,7 +26,7 @@ class Watch(idle_time.IdleWatch):
 
 def test_one_answer_that_is_late_does_not_end_a_cluster_with_a_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch, [(0.1, True), (7.0, False), (0.1, True), (7.0, False), (7.0, False)])
-    over = []
+    over: list[bool] = []
     for _ in range(5):
         over.append(watch.is_over())
         watch.now += watch.pause_s

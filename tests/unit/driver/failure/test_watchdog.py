@@ -208,6 +208,18 @@ def test_cpu_and_gpu_use_count_up_to_the_limit_also_after_a_rank_has_reported(ca
     assert scene.works(0) == case.works
 
 
+def test_cpu_use_that_is_known_just_after_the_last_report_is_no_work_since_then() -> None:
+    scene = Scene()
+    scene.enter()
+    scene.report(0, 1)
+    scene.now += 2.0
+    scene.cpu(0, 5.0)
+    scene.now += 1.0
+    scene.cpu(1, 5.0)
+    scene.now += 7.5
+    assert [scene.works(rank) for rank in (0, 1)] == [False, True]
+
+
 def test_time_in_which_a_worker_was_cut_off_does_not_count() -> None:
     scene = Scene()
     scene.enter()
