@@ -58,7 +58,8 @@ class AttemptSeries:
         self.context = context
         self.config = context.resolved.config
         activity = "training" if context.evaluation is None else "evaluating"
-        settings, nan = self.config.checkpoint, self.config.failure.nan
+        settings = self.config.checkpoint
+        nan = self.config.failure.nan if context.evaluation is None else "ignore"  # a score may be NaN
         self.recorder = Recorder(context.writer, context.display, settings.metric, activity, nan)
         self.checkpoint = checkpoint
         self.policy = CheckpointPolicy(settings.keep, settings.metric, settings.mode, ignore_nan=nan == "ignore")
