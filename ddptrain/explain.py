@@ -159,12 +159,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "no scheduler answers",
                 "is it up (ddptrain cluster list), is the port open, is the address right? "
                 "cluster.start_timeout_s is the time limit",
-                "[Ss]cheduler .*(answer|gone)",
+                "[Ss]cheduler .*(answer|ended)",
             ),
             Cause(
                 "a worker was lost: out of memory, restarted, cut off",
                 "the message names the host; failure.max_losses: 3 continues on others",
-                "worker .*(lost|gone|memory|restarted)",
+                "worker .*(lost|ended|memory|restarted)",
             ),
             Cause(
                 "the GPUs can't be listed",

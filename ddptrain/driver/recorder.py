@@ -78,7 +78,7 @@ class Recorder:
 
     def notice(self, text: str) -> None:
         """Show and record information that is not a warning."""
-        self._recorded("notice", {"message": text})
+        self._recorded("notice", {"level": "info", "message": text})
         self.display.notice(text)
 
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
@@ -93,7 +93,7 @@ class Recorder:
 
     def warn(self, text: str) -> None:
         """Show and record a warning."""
-        self._recorded("warning", {"message": text})
+        self._recorded("notice", {"level": "warning", "message": text})
         self.display.notice(text, level="warning")
 
     def flush(self) -> None:
@@ -258,9 +258,12 @@ class Recorder:
         self.event("slow_rank", **dataclasses.asdict(entry))
         self.display.notice(entry.description, level="warning")
 
-    def brought_home(self, rank: int, what: str, path: str) -> None:
-        """Record that a checkpoint or a file of a rank is in the run directory."""
-        self.event("brought_home", rank=rank, what=what, path=path)
+    def stored(self, rank: int, path: str, step: int | None) -> None:
+        """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
+        if step is not None:
+            self.event("checkpoint_saved", rank=rank, step=step, path=path)
+        else:
+            self.event("artifact_saved", rank=rank, path=path)
 
 
 def metric_problem(metric: str | None, saved: events.CheckpointSaved, logged: Collection[str]) -> str:

@@ -109,6 +109,7 @@ def _end_program(spec: RankSpec) -> None:
         atexit._run_exitfuncs()  # noqa: SLF001
     except BaseException:
         traceback.print_exc()
+    _flush_files()  # before the garbage collector, which closes the buffer of a text file before the text is in it
     _release_objects(spec)
     _flush_files()
     for stream in (sys.stdout, sys.stderr):

@@ -26,11 +26,11 @@ _LINE = 100
 def python_page() -> str:
     """Return the page."""
     parts = [_HEAD, "## In a rank\n", "`ctx.device` is the `torch.device` of the rank.\n"]
-    for item in (RankContext, ddptrain.context, SavedCheckpoint, HuggingFaceCallback):
-        parts += _described(item)
+    in_a_rank: list[Any] = [RankContext, ddptrain.context, SavedCheckpoint, HuggingFaceCallback]
+    in_a_program: list[Any] = [ddptrain.launch, ddptrain.Run, ddptrain.load_model]
+    parts += [line for item in in_a_rank for line in _described(item)]
     parts.append("## In your program\n")
-    for item in (ddptrain.launch, ddptrain.Run, ddptrain.load_model):
-        parts += _described(item)
+    parts += [line for item in in_a_program for line in _described(item)]
     parts.append("## Errors\n")
     for name, value in vars(errors).items():
         if inspect.isclass(value) and value.__module__ == errors.__name__ and hasattr(ddptrain, name):
@@ -81,7 +81,7 @@ def _signature(name: str, item: Any) -> str:
 
 
 def _parameter(each: inspect.Parameter) -> str:
-    stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
+    stars = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
     kind = "" if each.annotation is each.empty else f": {each.annotation}"
     default = "" if each.default is each.empty else f" = {each.default!r}"
     return f"{stars}{each.name}{kind}{default}"

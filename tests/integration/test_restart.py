@@ -175,7 +175,7 @@ def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer)
     assert "params.epochs 4, its default (now 5)" in refused.stderr
     resumed = trainer.train("--resume", "night", die_in=3, how="wait", wait_for=go)
     assert resumed.rc == 0, resumed.stderr
-    assert "continuing run night, which failed (the driver is gone (killed?))" in resumed.stderr
+    assert "continuing run night, which failed (the driver has ended without a result (killed?))" in resumed.stderr
     assert "resuming from step 2, epoch 2" in resumed.stderr
     assert "[rank 0] attempt 2 begins with epoch 3 note of 2" in resumed.stdout
     assert "attempt 1" not in resumed.stdout  # what was shown before is not shown again

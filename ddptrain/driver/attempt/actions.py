@@ -113,11 +113,11 @@ class RecordRankEnd(Action):
 
 @dataclass(frozen=True, slots=True)
 class RecordStored(Action):
-    """Record that a checkpoint or a file of a rank is in the run directory."""
+    """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
 
     rank: int
-    what: str
     path: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ class SignalReceived:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactStored:
-    """A checkpoint or a file of a rank is in the run directory."""
+    """A checkpoint (with its step) or another file of a rank is in the run directory."""
 
     rank: int
-    what: str
     path: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

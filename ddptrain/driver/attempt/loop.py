@@ -217,8 +217,8 @@ class Attempt:
                 recorder.rank_ended(self.state.ranks[rank].record(), ok=ok, stopped=stopped)
             case actions.RecordSlowRank(slow, causes):
                 recorder.slow_rank(slow, causes, self.state.ranks[slow.rank].record())
-            case actions.RecordStored(rank, what, path):
-                recorder.brought_home(rank, what, path)
+            case actions.RecordStored(rank, path, step):
+                recorder.stored(rank, path, step)
             case actions.Warn(text):
                 recorder.warn(text)
             case actions.Announce(text):

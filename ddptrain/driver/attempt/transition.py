@@ -28,7 +28,6 @@ from ddptrain.driver.failure import grace_periods
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
 from ddptrain.driver.failure.run_end import was_sent
 from ddptrain.driver.failure.watchdog import Activity, Hang, is_stacks_file
-from ddptrain.driver.transfer.transfer_queue import CHECKPOINT
 from ddptrain.errors import ExitCode
 from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.commands import Command
@@ -92,11 +91,11 @@ class Transition(SlowRankDraft):
             case inbox.ResultsLost(lost):
                 self.change(loss=lost)
                 self._stop(self.grace_s)
-            case inbox.ArtifactStored(rank, what, path):
+            case inbox.ArtifactStored(rank, path, step):
                 self.change(transfers=self.state.transfers - 1)
-                if what.startswith(CHECKPOINT):
+                if step is not None:
                     self.change(saved_at=self.now)
-                self.do(actions.RecordStored(rank, what, path))
+                self.do(actions.RecordStored(rank, path, step))
             case inbox.ArtifactFailed(rank, what, failed, vital, unreachable):
                 self.change(transfers=self.state.transfers - 1)
                 if vital:

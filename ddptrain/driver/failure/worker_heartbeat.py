@@ -38,7 +38,7 @@ class WorkerHeartbeat:
         if worker_fault is not None:
             return Loss(FaultKind.WORKER_LOST, worker_fault)
         if now - self.connected_at > _SCHEDULER_LOST_S:
-            return Loss(FaultKind.WORKER_LOST, "the Dask scheduler is gone")
+            return Loss(FaultKind.WORKER_LOST, "the Dask scheduler has ended")
         return None
 
     def lost_ranks(
@@ -55,7 +55,7 @@ class WorkerHeartbeat:
         alone = len(silent) < len(running) or len({rank.place.slot.host for rank, _ in running}) == 1
         for rank in silent:
             host = f"host {rank.place.host}" if alone else "the cluster"
-            text = f"nothing was heard from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
+            text = f"no message came from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
             yield rank, Loss(FaultKind.WORKER_LOST, text)
 
     def _not_begun(self, submitted: Sequence[RankState], now: float) -> Iterator[tuple[RankState, Loss]]:

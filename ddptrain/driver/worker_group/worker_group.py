@@ -123,7 +123,7 @@ class WorkerGroup:
                 without_slots=self.spares.avoided,
             )
         except OSError as error:  # what Dask raises if the scheduler went while we waited
-            text = f"the Dask scheduler is gone, or the network to it: {self._address} ({error})"
+            text = f"the Dask scheduler has ended, or the network to it is down: {self._address} ({error})"
             raise ClusterError(text) from error
         return answer
 
@@ -257,7 +257,7 @@ class WorkerGroup:
             case "cancelled" if self.connected:  # Client.restart or Client.cancel of another program
                 text = "its Dask task was cancelled: has somebody restarted the cluster's workers?"
             case "cancelled":
-                text = f"the Dask scheduler is gone, or the network to it: {self._address}"
+                text = f"the Dask scheduler has ended, or the network to it is down: {self._address}"
             case _:
                 return
         for spec in group:

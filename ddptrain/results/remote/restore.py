@@ -44,13 +44,13 @@ def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -
         return
 
 
-def download_checkpoints(run: RemoteFolder, folder: Path, steps: Collection[int] | None = None) -> None:
-    """Download those of these checkpoints (None: of all) that exist and match their manifests.
+def download_checkpoints(run: RemoteFolder, folder: Path) -> None:
+    """Download the checkpoints that match their manifests.
 
     One that the folder has already is not downloaded again. Raises ResultsError, StoreError.
     """
     for step, manifest in _manifests(run, run.files(CHECKPOINTS)).items():
-        if (steps is None or step in steps) and not _is_here(folder, step, manifest):
+        if not _is_here(folder, step, manifest):
             try:
                 _fetch(run, folder, step, manifest)
             except CheckpointDamaged:

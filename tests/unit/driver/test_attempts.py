@@ -147,7 +147,7 @@ def test_no_cluster_is_mended_after_a_signal_in_the_pause(monkeypatch: pytest.Mo
     ("cause", "connected", "warnings"),
     [
         (fault(kind=FaultKind.REFUSED), True, ["not started again: a restart would fail in the same way"]),
-        (fault(), False, ["not started again: the Dask scheduler is gone"]),
+        (fault(), False, ["not started again: the Dask scheduler has ended"]),
     ],
 )
 def test_reason_why_no_other_attempt_follows_is_told(

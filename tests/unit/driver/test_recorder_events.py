@@ -213,7 +213,7 @@ def test_checkpoint_is_staged_and_its_metric_is_checked_once(bench: Bench) -> No
     bench.recorder.rank_event(3, saved)
     bench.recorder.rank_event(3, saved)
     staged = {"event": "checkpoint_staged", "rank": 3, "step": 7, "epoch": 1.0}
-    assert [line["event"] for line in bench.lines()] == ["checkpoint_staged", "warning", "checkpoint_staged"]
+    assert [line["event"] for line in bench.lines()] == ["checkpoint_staged", "notice", "checkpoint_staged"]
     assert bench.lines()[0] == staged and ("checkpoint", 3, saved) in bench.shown
 
 
@@ -318,13 +318,15 @@ def test_notices_are_recorded_and_shown_as_such(bench: Bench) -> None:
     bench.recorder.status("waits")
     bench.recorder.notice("well")
     bench.recorder.warn("bad")
-    bench.recorder.brought_home(3, "file", "a/b")
+    bench.recorder.stored(3, "artifacts/a/b", None)
+    bench.recorder.stored(3, "checkpoints/step-4", 4)
     bench.recorder.flush()
     assert bench.shown[:3] == [("status", "waits"), ("notice", "well"), ("notice", "bad", {"level": "warning"})]
     assert bench.lines() == [
-        {"event": "notice", "message": "well"},
-        {"event": "warning", "message": "bad"},
-        {"event": "brought_home", "rank": 3, "what": "file", "path": "a/b"},
+        {"event": "notice", "level": "info", "message": "well"},
+        {"event": "notice", "level": "warning", "message": "bad"},
+        {"event": "artifact_saved", "rank": 3, "path": "artifacts/a/b"},
+        {"event": "checkpoint_saved", "rank": 3, "step": 4, "path": "checkpoints/step-4"},
     ]
     sample = SystemSample(1, 3, AT, "h1", {}, {})
     bench.recorder.system(sample)

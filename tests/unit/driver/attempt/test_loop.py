@@ -188,7 +188,7 @@ def drained(
 def test_attempt_waits_for_the_last_checkpoint_while_bytes_move(
     tmp_path: Path, writer: RunWriter, display: Display
 ) -> None:
-    stored = messages.ArtifactStored(0, "checkpoint step-1", "there")
+    stored = messages.ArtifactStored(0, "there", 1)
     transfer, end = drained(tmp_path, writer, display, 99, 5, stored)
     assert transfer.looked >= 5 and end.finished and end.fault is None and not transfer.given_up
 

@@ -109,7 +109,7 @@ def test_ranks_are_told_and_stopped_by_their_specs(bench: Bench) -> None:
         (actions.RejectNotice("why"), ("group.reject", "why")),
         (actions.RecordSystem(SAMPLE), ("recorder.system", SAMPLE)),
         (actions.RecordFault(FAULT), ("recorder.fault", FAULT)),
-        (actions.RecordStored(1, "file", "a/b"), ("recorder.brought_home", 1, "file", "a/b")),
+        (actions.RecordStored(1, "a/b"), ("recorder.stored", 1, "a/b", None)),
         (actions.Warn("w"), ("recorder.warn", "w")),
         (actions.Announce("a"), ("recorder.notice", "a")),
         (actions.ShowStatus("s"), ("recorder.status", "s")),

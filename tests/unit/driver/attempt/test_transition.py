@@ -145,7 +145,7 @@ CASES = [
         network_is_cut,
         1,
         FaultKind.WORKER_LOST,
-        "nothing was heard from host h1 for 60 s: is it down, or the network to it?",
+        "no message came from host h1 for 60 s: is it down, or the network to it?",
         ExitCode.CLUSTER,
     ),
     Case(
@@ -153,10 +153,10 @@ CASES = [
         all_networks_are_cut,
         0,
         FaultKind.WORKER_LOST,
-        "nothing was heard from the cluster for 60 s: is it down, or the network to it?",
+        "no message came from the cluster for 60 s: is it down, or the network to it?",
         ExitCode.CLUSTER,
     ),
-    Case("scheduler", scheduler_is_lost, 0, FaultKind.WORKER_LOST, "the Dask scheduler is gone", ExitCode.CLUSTER),
+    Case("scheduler", scheduler_is_lost, 0, FaultKind.WORKER_LOST, "the Dask scheduler has ended", ExitCode.CLUSTER),
     Case(
         "own worker",
         drivers_worker_ends,
@@ -757,7 +757,7 @@ def test_checkpoints_on_their_way_are_counted_until_they_are_stored_or_lost() ->
     assert play.state.transfers == 3
     assert [fetched for _, fetched in play.all(actions.FetchArtifact)] == [actions.FetchArtifact(0, saved)] * 3
     play.send(inbox.ArtifactRetried(0, "checkpoint step-5", OSError("busy"), "failure 2 of 5; again in 2 s"))
-    play.send(inbox.ArtifactStored(0, "checkpoint step-5", "/r/checkpoints/step-5"))
+    play.send(inbox.ArtifactStored(0, "/r/checkpoints/step-5", 5))
     play.send(inbox.ArtifactFailed(0, "tracking file x", OSError("no"), vital=False))
     assert play.state.transfers == 1 and play.state.faults == ()
     assert play.texts() == [

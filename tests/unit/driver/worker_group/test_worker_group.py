@@ -185,7 +185,7 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: Work
     ("status", "connection", "text"),
     [
         ("error", "running", "no rank server"),
-        ("cancelled", "connecting", "the Dask scheduler is gone, or the network to it: tcp://s:1"),
+        ("cancelled", "connecting", "the Dask scheduler has ended, or the network to it is down: tcp://s:1"),
         ("cancelled", "running", "its Dask task was cancelled: has somebody restarted the cluster's workers?"),
         ("finished", "running", ""),
     ],

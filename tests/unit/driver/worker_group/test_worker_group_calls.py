@@ -208,7 +208,9 @@ def test_refusal_first_gives_up_what_a_slow_rank_avoids_and_then_waits_for_anoth
 
 def test_scheduler_that_is_gone_is_named_with_its_address(group: WorkerGroup, client: Client) -> None:
     client.answer(slots.reserve, ConnectionError("cut"))
-    with pytest.raises(ClusterError, match=r"^the Dask scheduler is gone, or the network to it: tcp://s:1 \(cut\)$"):
+    with pytest.raises(
+        ClusterError, match=r"^the Dask scheduler has ended, or the network to it is down: tcp://s:1 \(cut\)$"
+    ):
         group.reserve(SlotRequest(1, False, 5.0, 0.0), hooks())
 
 
