@@ -12,19 +12,20 @@ class PetnamesParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     REMOVED: ClassVar[dict[str, str]] = {
+        "names_format": "leave it out; params.names is a .txt file with a name on each line, or a .json list of names",
+        "names_column": "write the names of that column to a .txt file, a name on each line",
         "skip_blanks": "leave it out; context: full reads no blanks, and is faster",
         "loss_microbatch": "set batch_size, and prepare.accumulate for a step of several batches",
     }
 
-    names: str = Field("builtin", min_length=1, description="Where names come from: builtin, a path, or a URL.")
-    names_format: Literal["auto", "json", "text", "csv"] = Field(
-        "auto", description="Format of the names; auto uses the suffix: .json, .txt or .csv (also with .gz)."
-    )
-    names_column: str | None = Field(
-        None, description="Column of a CSV file, or key of the objects in a JSON list, that holds the name."
+    names: str = Field(
+        "builtin",
+        min_length=1,
+        description="Where names come from: builtin, or a file, also in an object store (s3://, gs://, az://): .txt "
+        "with a name on each line, or .json with a list of names.",
     )
     names_options: dict[str, Any] = Field(
-        default_factory=dict, description="Options for fsspec, such as {anon: true, endpoint_url: ...} for S3."
+        default_factory=dict, description="Options of the object store, such as {anon: true, endpoint_url: ...} for S3."
     )
     unique: bool = Field(True, description="Train on each distinct name once, even if the source repeats it.")
     max_name_length: int = Field(

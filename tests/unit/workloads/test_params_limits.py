@@ -16,8 +16,6 @@ LARGEST_SEED = 2**31 - 1
 def test_defaults_of_petnames_are_those_of_the_tutorial() -> None:
     assert PetnamesParams().model_dump() == {
         "names": "builtin",
-        "names_format": "auto",
-        "names_column": None,
         "names_options": {},
         "unique": True,
         "max_name_length": 64,
