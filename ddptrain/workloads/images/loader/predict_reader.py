@@ -74,7 +74,7 @@ def _read_file(path: str) -> bytes | str:
 
 @contextmanager
 def _threads(count: int) -> Iterator[Callable[[Look], Future[Image | str]]]:
-    """Call functions in `count` threads. They are daemons, so the process can end while a file system does not answer."""
+    """Call functions in `count` threads. They are daemons, so the process can end while a disk does not answer."""
     work: queue.SimpleQueue[tuple[Look, Future[Image | str]] | None] = queue.SimpleQueue()
     over = threading.Event()
 
