@@ -159,12 +159,12 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "no scheduler answers",
                 "is it up (ddptrain cluster list), is the port open, is the address right? "
                 "cluster.start_timeout_s is the time limit",
-                "[Ss]cheduler .*(answer|gone)",
+                "[Ss]cheduler .*(answer|ended)",
             ),
             Cause(
                 "a worker was lost: out of memory, restarted, cut off",
                 "the message names the host; failure.max_losses: 3 continues on others",
-                "worker .*(lost|gone|memory|restarted)",
+                "worker .*(lost|ended|memory|restarted)",
             ),
             Cause(
                 "the GPUs can't be listed",
@@ -199,8 +199,8 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",
-        "ddptrain: rank 1 hung: no progress for 41 s, it is in train.py:13 in load while rank 0 waits for it "
-        "in all_reduce (stacks: artifacts/stacks/)",
+        "ddptrain: run train-20260612-080000-a1b2 failed: rank 1 on vm hung: no progress for 41 s, it is in "
+        "train.py:13 in load while rank 0 waits for it in all_reduce (stacks: artifacts/stacks/)",
         (
             Cause(
                 "the rank is in a line of your code: a lock, a download, an endless loop", "give requests a time limit"

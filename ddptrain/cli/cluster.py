@@ -130,7 +130,7 @@ def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False)
 
     view = clusters_status.at(cluster_records.find(name))
     _print_view(view, as_json=json)
-    if view.state in (clusters_status.State.GONE, clusters_status.State.ELSEWHERE):
+    if view.state in (clusters_status.State.ENDED, clusters_status.State.ELSEWHERE):
         raise typer.Exit(ExitCode.CLUSTER)
 
 

@@ -259,7 +259,7 @@ def _held(name: str) -> Iterator[Deployment]:
 
 
 def _forget(deployment: Deployment) -> str:
-    return f"if that machine is gone for good, forget the cluster: rm -r {shlex.quote(str(deployment.folder))}"
+    return f"if that machine will not come back, forget the cluster: rm -r {shlex.quote(str(deployment.folder))}"
 
 
 def _provider(backend: str) -> Provider:

@@ -30,7 +30,7 @@ class State(StrEnum):
 
     UP = "up"
     STARTING = "starting"
-    GONE = "gone"
+    ENDED = "ended"
     ELSEWHERE = "elsewhere"  # on another host: its state is not known here
 
 
@@ -185,18 +185,18 @@ def _probe(deployments: Sequence[Deployment], timeout_s: float) -> list[View]:
 
 async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
     if deployment.problem:
-        return View(deployment, State.GONE, deployment.problem, certain=False)
+        return View(deployment, State.ENDED, deployment.problem, certain=False)
     if where := deployment.elsewhere:
         return View(deployment, State.ELSEWHERE, f"it runs on {where}", certain=False)
     ended = deployment.ended
     if ended:
-        return View(deployment, State.GONE, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
+        return View(deployment, State.ENDED, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
     address = deployment.record.address
     if not address:
-        return View(deployment, State.GONE, "its start was interrupted")
+        return View(deployment, State.ENDED, "its start was interrupted")
     if deployment.relation == Relation.RESTARTED:
         return View(
-            deployment, State.GONE, f"{deployment.record.host.name} was restarted after the cluster was started"
+            deployment, State.ENDED, f"{deployment.record.host.name} was restarted after the cluster was started"
         )
     asked = asyncio.ensure_future(_ask(deployment, timeout_s))
     refused = asyncio.ensure_future(_is_refused(address))
@@ -209,10 +209,10 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
         try:
             return seen(deployment, asked.result())
         except Exception as error:
-            return View(deployment, State.GONE, f"{address} can't be asked: {error}", certain=False)
+            return View(deployment, State.ENDED, f"{address} can't be asked: {error}", certain=False)
     if is_certain:
-        return View(deployment, State.GONE, f"no scheduler listens at {address} any more")
-    return View(deployment, State.GONE, f"{address} does not answer within {timeout_s:g} s", certain=False)
+        return View(deployment, State.ENDED, f"no scheduler listens at {address} any more")
+    return View(deployment, State.ENDED, f"{address} does not answer within {timeout_s:g} s", certain=False)
 
 
 def client_of(deployment: Deployment, timeout_s: float = 10, **options: Any) -> Client:

@@ -66,13 +66,22 @@ def bind(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[R
         WrongParams: the message names each wrong params.<key>.
     """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(_signature(function).parameters.values())
     except (TypeError, ValueError):  # compiled functions may have no signature
         return lambda ctx: function(ctx, **params)
     with_context = bool(parameters) and _is_for_context(parameters[0])
     is_explicit = with_context and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
     call = _bound(function, parameters[1:] if is_explicit else parameters, params)
     return call if with_context else lambda ctx: call()
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature; type hints may be names that exist for type checkers only."""
+    if sys.version_info >= (3, 14):  # hints are evaluated on request
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.STRING)
+    return inspect.signature(function)
 
 
 def _is_for_context(first: inspect.Parameter) -> bool:
@@ -133,8 +142,17 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(target, include_extras=True)
     except Exception:  # the user's annotations may raise anything
-        raw = getattr(target, "__annotations__", {})
-        return {name: hint for name, hint in raw.items() if not isinstance(hint, str)}
+        return {name: hint for name, hint in _annotations(target).items() if not isinstance(hint, str)}
+
+
+def _annotations(target: Any) -> Mapping[str, Any]:
+    """Return the annotations; from Python 3.14 on those that can be evaluated."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format, ForwardRef, get_annotations
+
+        found = get_annotations(target, format=Format.FORWARDREF)
+        return {name: hint for name, hint in found.items() if not isinstance(hint, ForwardRef)}
+    return getattr(target, "__annotations__", {})
 
 
 def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord, R
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.tracker_records import tracker_outputs
 
-DRIVER_GONE = "the driver is gone (killed?)"
+DRIVER_GONE = "the driver has ended without a result (killed?)"
 _MOST_LISTED = 10
 _TRIAL = re.compile(r"([^/]+)-\d{4,}(?:-s\d+)?")  # the run id of a trial begins with that of its sweep
 _NUMBERED = re.compile(r"([^/]+)/(\d{1,9})")

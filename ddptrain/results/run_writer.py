@@ -274,7 +274,6 @@ class RunWriter:
         with self._mutex:
             self._latest.saved(event.step, event.metrics)
         self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best)
-        self.event({"event": "checkpoint_adopted", "rank": rank, "step": event.step, "folder": final.name})
         discard_staged(event, (source, *parts))  # last: a failure before this can be repeated
         return final
 

@@ -87,7 +87,7 @@ def _notify(start: Start, record: RetrainRecord, end: End, duration_s: float) ->
     for warning in filter(None, (delivery.warning for delivery in deliveries)):
         start.out.notice(warning, level="warning")
     delivered = [delivery.target for delivery in deliveries if delivery.delivered]
-    start.out.stage(Stage.NOTIFY, f"told {', '.join(delivered) or 'nobody'}: {', '.join(events)}", events=events)
+    start.out.stage(Stage.NOTIFY, f"notified {', '.join(delivered) or 'nobody'}: {', '.join(events)}", events=events)
     return events if delivered else ()
 
 

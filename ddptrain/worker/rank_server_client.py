@@ -145,7 +145,7 @@ class RankServerClient:
         except OSError as error:
             if self._reader.is_alive() and threading.current_thread() is not self._reader:
                 self._reader.join(_LAST_REPORTS_S)  # the server's last report is the reason
-            raise RankServerLost(self.fault or f"{self.name} is gone: {error}") from error
+            raise RankServerLost(self.fault or f"{self.name} has ended: {error}") from error
 
     def _read_reports(self) -> None:
         while data := self._next_report():
@@ -164,7 +164,7 @@ class RankServerClient:
                 return b""
 
     def _on_end(self) -> None:
-        self._mark_lost(f"{self.name} was closed" if self.closed else f"{self.name} is gone{self._exit_details()}")
+        self._mark_lost(f"{self.name} was closed" if self.closed else f"{self.name} has ended{self._exit_details()}")
 
     def _handle(self, report: dict[str, Any]) -> None:
         child_id = report.get("id", "")

@@ -157,7 +157,7 @@ class _RanksTask:
     def _send_leaving(self, spec: RankSpec) -> None:
         if self.host.leaving and not self.leaving_sent:
             self.leaving_sent = True
-            self.logs[0].info("worker was told to end: the driver is asked to preempt the run")
+            self.logs[0].info("worker was asked to end: the driver is asked to preempt the run")
             self.batch.add(worker_notices.Leaving(spec.attempt, spec.rank))
 
 

@@ -38,7 +38,7 @@ _STATES = {
 }
 _EXPLANATIONS = {
     "stopped": "the process is stopped (SIGSTOP, or a debugger): its stacks cannot be read",
-    "uninterruptible": "the process waits in the kernel and takes no signal, as with a file system that is gone",
+    "uninterruptible": "the process waits in the kernel and takes no signal, as with a file system that hangs",
     "busy": "Python did not run, so these stacks were written by C code; the main thread comes last",
 }
 _DUMPED_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')

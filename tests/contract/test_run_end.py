@@ -105,7 +105,7 @@ def test_third_ctrl_c_kills_the_ranks_and_the_run_is_recorded(project: Project, 
     running = _script(project, shared_cluster, code, "--set", "failure.grace_s=300")
     running.wait_for("[rank 0] at work")
     running.wait_for("[rank 1] at work")
-    for said in ("again", "kill", ""):
+    for said in ("again to stop", "again to kill", ""):
         _send(running, signal.SIGINT)
         if said:
             running.wait_for(said)
@@ -170,7 +170,7 @@ def test_message_says_that_the_checkpoint_is_older_than_the_signal(project: Proj
     running = _train(project, shared_cluster, _SAVES_ONCE.format(then=_NEVER), failure={"grace_s": 1})
     running.wait_for("at work")
     (run,) = project.run_directories()
-    _wait_for_line(run / "events.jsonl", '"checkpoint_adopted"', count=1)
+    _wait_for_line(run / "events.jsonl", '"checkpoint_saved"', count=1)
     _send(running, signal.SIGTERM)
     done = running.finish()
     assert done.rc == 75

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.contract.conftest import Project, events
+import json
+
+from tests.contract.conftest import Project, events, lines
 
 
 def test_function_is_trained_by_every_rank(project: Project, shared_cluster: str) -> None:
@@ -11,3 +13,42 @@ def test_function_is_trained_by_every_rank(project: Project, shared_cluster: str
     last = events(done.stdout)[-1]
     assert (last["event"], last["status"], last["exit_code"]) == ("run_finished", "succeeded", 0)
     assert project.record()["world_size"] == 2
+
+
+def test_saved_checkpoints_and_files_are_events_with_plain_names_on_stdout_and_in_the_run_directory(
+    project: Project, shared_cluster: str
+) -> None:
+    code = """
+        import torch
+
+        def train(ctx):
+            ctx.log_table("worst", ["name"], [["rex"]])
+            ctx.checkpoint(model=torch.nn.Linear(1, 1), step=3, metrics={"loss": 1.0})
+    """
+    config = project.function(code, checkpoint={"metric": "no/such"})
+    done = project("train", config, "--cluster", shared_cluster, "--ranks", "1", "--output", "json", rc=0)
+    (run,) = project.run_directories()
+    for told in (events(done.stdout), lines(run / "events.jsonl")):
+        saved = [(event["step"], event["path"]) for event in told if event["event"] == "checkpoint_saved"]
+        assert saved == [(3, str(run / "checkpoints" / "step-3"))]
+        files = [event["path"] for event in told if event["event"] == "artifact_saved"]
+        assert files == [str(run / "artifacts/tables/worst/rank-0.csv")]
+        warnings = [event["message"] for event in told if event["event"] == "notice" and event["level"] == "warning"]
+        assert any("no/such" in warning for warning in warnings)
+        assert not {"brought_home", "checkpoint_adopted", "warning"} & {event["event"] for event in told}
+
+
+def test_run_directory_of_an_earlier_version_is_shown(project: Project, shared_cluster: str) -> None:
+    config = project.function("def train(ctx):\n    ctx.log({'loss': 0.5}, step=1)\n")
+    project("train", config, "--cluster", shared_cluster, "--ranks", "1", rc=0)
+    (run,) = project.run_directories()
+    old = [
+        {"event": "brought_home", "time_s": 1.0, "rank": 0, "what": "checkpoint step-1", "path": "checkpoints/step-1"},
+        {"event": "checkpoint_adopted", "time_s": 1.0, "rank": 0, "step": 1, "folder": "step-1"},
+        {"event": "warning", "time_s": 1.0, "message": "slow"},
+    ]
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in old)
+    assert project.record()["status"] == "succeeded"
+    project("results", "show", "latest", rc=0)
+    project("results", "report", "latest", rc=0)

@@ -170,7 +170,7 @@ def test_killed_scheduler_is_told_soon_and_cleared_away(clusters: Clusters) -> N
     began = time.monotonic()
     (view,) = clusters.listed()
     assert time.monotonic() - began < SOON_S
-    assert view["state"] == "gone" and "no scheduler listens at" in view["reason"]
+    assert view["state"] == "ended" and "no scheduler listens at" in view["reason"]
     assert "no scheduler listens at" in clusters("status", "dev", rc=4).stdout
     assert "is not up: no scheduler listens" in clusters("scale", "dev", "3", rc=4).stderr
     wait_until(lambda: is_gone(worker))  # it ends with its scheduler
@@ -278,7 +278,7 @@ def test_forgotten_cluster_ends_but_never_one_with_a_run_on_it(clusters: Cluster
     assert clusters.finish(running).rc == 0
     wait_until(lambda: all(is_gone(process) for process in processes))
     view = clusters.status(rc=4)
-    assert view["state"] == "gone" and f"idle for {idle_s:g} s" in view["reason"]
+    assert view["state"] == "ended" and f"idle for {idle_s:g} s" in view["reason"]
     clusters("down", "dev")
     assert clusters.entries() == []
 

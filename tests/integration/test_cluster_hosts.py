@@ -72,7 +72,7 @@ def test_after_a_restart_the_processes_in_a_record_are_not_taken_for_ours(run_cl
     path.write_text(text.replace(boot, "an-earlier-boot"))
     try:
         (view,) = json.loads(run_cli("cluster", "list", "--json").stdout)
-        assert (view["state"], view["reason"]) == ("gone", f"{HERE} was restarted after the cluster was started")
+        assert (view["state"], view["reason"]) == ("ended", f"{HERE} was restarted after the cluster was started")
         trained = run_cli("train", "petnames", "--cluster", dev)
         assert trained.rc == 4 and "was restarted after the cluster dev was started" in trained.stderr, trained
         down = run_cli("cluster", "down", dev)

@@ -116,7 +116,7 @@ def test_any_cluster_class_lives_from_up_to_down(clusters: DeployClusters) -> No
     assert json.loads(clusters("scale", "dev", "1", "--json").stdout)["slots"] == 1
 
     logs = json.loads(clusters("logs", "dev", "--lines", "1000", "--json").stdout)
-    assert set(logs) == {"keeper", "scheduler", "worker 0"}
+    assert set(logs) == {"cluster", "scheduler", "worker 0"}
     assert "Scheduler at:" in logs["scheduler"] and "Registered to:" in logs["worker 0"]
     clusters("down", "dev")
     assert clusters.entries() == []
@@ -185,15 +185,15 @@ def test_class_that_can_not_be_built_is_told_in_a_line_and_leaves_nothing(
     done = clusters.up_with(cls, rc=rc, **kwargs)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ddptrain: error:")]
     assert words in line
-    assert "Traceback" not in done.stderr or "last lines of keeper:" in done.stderr
+    assert "Traceback" not in done.stderr or "last lines of its log:" in done.stderr
     assert clusters.entries() == []
 
 
 def test_keeper_that_crashes_is_told_with_what_it_wrote(clusters: DeployClusters) -> None:
     said = clusters.up_with("classes.Crashing", rc=4).stderr
     assert (
-        "the process that holds the cluster (keeper, pid " in said
-        and ") has ended\nlast lines of keeper:\n  libcloud: out of memory" in said
+        "the process that holds the cluster (pid " in said
+        and ") has ended\nlast lines of its log:\n  libcloud: out of memory" in said
     )
     assert clusters.entries() == []
 
@@ -253,10 +253,10 @@ def test_killed_keeper_is_seen_and_cleared_away(clusters: DeployClusters) -> Non
     began = time.monotonic()
     (view,) = clusters.listed()
     assert time.monotonic() - began < SOON_S
-    assert view["state"] == "gone" and "no scheduler listens at" in view["reason"]
+    assert view["state"] == "ended" and "no scheduler listens at" in view["reason"]
     assert "is not up" in clusters("scale", "dev", "2", rc=4).stderr
     told = clusters("down", "dev").stderr
-    killed = f"the process that holds the cluster (keeper, pid {keeper.pid}) was killed"
+    killed = f"the process that holds the cluster (pid {keeper.pid}) was killed"
     assert f"{killed}: what classes.Quiet has started on other hosts may still" in told
     assert clusters.entries() == []
     wait_until(lambda: all(is_gone(worker) for worker in workers))

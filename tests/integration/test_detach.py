@@ -118,7 +118,7 @@ def test_logs_of_a_killed_driver_come_to_an_end_and_stop_says_that_it_is_gone(de
     detached.kill(run)
     assert following.finish().rc == 0
     stopped = detached.cli("stop", run)
-    assert stopped.rc == 0 and "the driver is gone (killed?)" in stopped.stdout
+    assert stopped.rc == 0 and "the driver has ended without a result (killed?)" in stopped.stdout
 
 
 def test_what_keeps_a_run_from_beginning_is_said_as_without_detach(detached: Detached) -> None:

@@ -33,8 +33,8 @@ def test_what_init_writes_trains_and_goes_on(run_cli: Cli, warm_cluster: str) ->
     assert done.rc == 0, done.stderr
     told = record(demo / "runs" / "mine")
     assert told["status"] == "succeeded" and told["world_size"] == 2
-    assert told["checkpoints"] == ["step-96"] and told["best"]["metric"] == "loss"
-    assert told["last_metrics"]["accuracy"] > 0.5
+    assert told["checkpoints"] == ["step-96"] and told["best"]["metric"] == "val/loss"
+    assert told["last_metrics"]["val/accuracy"] > 0.5
     longer = ("--set", "params.epochs=4", "--allow-changes", "--resume", "mine")
     assert run_cli("train", "train.yaml", *longer, "--cluster", warm_cluster, cwd=demo).rc == 0
     assert record(demo / "runs" / "mine")["checkpoints"][0] == "step-128"

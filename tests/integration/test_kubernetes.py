@@ -244,7 +244,7 @@ def scaling_down_ends_the_workers_that_no_run_is_on(cluster: ClusterCli, kube: K
 
 def port_forward_that_this_machine_has_lost_is_started_again(cluster: ClusterCli, up: dict[str, Any]) -> None:
     psutil.Process(up["parts"]["forward"]["pid"]).kill()
-    wait_until(lambda: cluster.json("list")[0]["state"] == "gone")
+    wait_until(lambda: cluster.json("list")[0]["state"] == "ended")
     again = cluster("cluster", "up", "--name", "dev")
     assert again.rc == 2 and f"the cluster dev is up at {up['address']}" in again.stderr
     now = cluster.json("status", "dev")
@@ -297,7 +297,7 @@ def test_operator_deletes_a_cluster_that_is_idle_but_none_in_use(cluster: Cluste
     assert kube.objects("daskclusters")
     cluster.let_end(run)
     wait_until(lambda: not any(kube.objects(plural) for plural in OURS))
-    assert cluster.json("list")[0]["state"] == "gone"
+    assert cluster.json("list")[0]["state"] == "ended"
     assert cluster("cluster", "down", "dev").rc == 0
 
 

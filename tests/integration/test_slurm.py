@@ -85,7 +85,7 @@ def test_workers_of_an_array_join_one_by_one_and_who_cancels_them_is_seen(run_cl
     for job in told["parts"]["jobs"]:
         site.call("scancel", job)
     deadline = time.monotonic() + PATIENCE_S
-    while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "gone":
+    while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "ended":
         assert time.monotonic() < deadline
     cluster(run_cli, site, "down", "dev")
     assert site.jobs() == ""

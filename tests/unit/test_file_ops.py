@@ -21,7 +21,6 @@ OWNED = {
     "tempfile.mkstemp", "tempfile.NamedTemporaryFile",
 }  # fmt: skip
 EXCEPTIONS = {
-    ("driver/tracking/wandb_sync.py", "hashlib.file_digest"): "wandb names its files by MD5",
     ("cli/main.py", "tempfile.mkstemp"): "a crash log has a new name and is never renamed",
 }
 

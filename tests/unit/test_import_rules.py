@@ -49,6 +49,7 @@ ALLOWED: dict[str, set[str]] = {
 # (file or room, the one module of a closed room that it may import)
 DOORS = {
     ("workloads", "ddptrain.rank.context"),
+    ("workloads", "ddptrain.rank.model.sharding"),  # weights of rank 0 for all, after DDP was built
     ("workloads", "ddptrain.results.checkpoints.verification"),  # a checkpoint is verified before it is used
     ("workloads", "ddptrain.results.errors"),
     ("__init__.py", "ddptrain.rank.context"),  # ddptrain.RankContext

@@ -252,7 +252,7 @@ def _checked(finding: Finding) -> dict[str, Any]:
         "slot": slot_text(judgement.slot) if judgement else None,
         "last_success": slot_text(judgement.succeeded) if judgement and judgement.succeeded else None,
         "next": slot_text(finding.next) if finding.next else None,
-        "told": list(finding.notified),
+        "notified": list(finding.notified),
     }
 
 

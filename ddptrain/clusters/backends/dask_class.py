@@ -1,7 +1,7 @@
 """Clusters of any `distributed.deploy.Cluster` class: LocalCluster, FargateCluster, Coiled, LSFCluster, ...
 
-A detached process (dask_class_process.py) creates the cluster object and closes it at the end. `cluster logs`, the
-record of the cluster and its log file name this process "keeper".
+A detached process (dask_class_process.py) creates the cluster object and closes it at the end. The record of the
+cluster and its log file name this process "keeper", also in earlier versions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DeployProvider:
 
     def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
         """Return the log of the process, and the logs that Dask keeps of the scheduler and the workers."""
-        return {_PROCESS: processes.tail(str(cluster.folder), _PROCESS, lines), **dask_logs(cluster, lines)}
+        return {"cluster": processes.tail(str(cluster.folder), _PROCESS, lines), **dask_logs(cluster, lines)}
 
     def fault(self, cluster: Deployment) -> str | None:
         """Return why the process has ended; None if it has not."""
@@ -73,7 +73,7 @@ class DeployProvider:
             _await_end(cluster, daemon, tell)
         elif not cluster.ended:
             tell(
-                f"the process that holds the cluster (keeper, pid {daemon.pid}) was killed: what {name} has "
+                f"the process that holds the cluster (pid {daemon.pid}) was killed: what {name} has "
                 "started on other hosts may still run"
             )
         if cluster.ended.get("is_left"):
@@ -146,13 +146,13 @@ def _end_reason(cluster: Deployment, daemon: DaemonId) -> str:
     ended = cluster.ended
     if ended.get("is_usage"):
         return str(ended["reason"])
-    has_ended = f"the process that holds the cluster (keeper, pid {daemon.pid}) has ended"
+    has_ended = f"the process that holds the cluster (pid {daemon.pid}) has ended"
     return str(ended.get("reason") or has_ended) + _log_end(cluster)
 
 
 def _log_end(cluster: Deployment) -> str:
     log = processes.tail(str(cluster.folder), _PROCESS, _LOG_LINES)
-    return "\nlast lines of keeper:\n  " + log.strip().replace("\n", "\n  ") if log.strip() else ""
+    return "\nlast lines of its log:\n  " + log.strip().replace("\n", "\n  ") if log.strip() else ""
 
 
 def _order(cluster: Deployment, daemon: DaemonId, slots: int) -> Mapping[str, Any]:
@@ -168,7 +168,7 @@ def _order(cluster: Deployment, daemon: DaemonId, slots: int) -> Mapping[str, An
                 answer: dict[str, Any] = json.loads(stream.readline())
         except (OSError, ValueError) as error:
             raise ClusterError(
-                f"the process that holds the cluster {cluster.name} (keeper, pid {daemon.pid}) does not answer: {error}"
+                f"the process that holds the cluster {cluster.name} (pid {daemon.pid}) does not answer: {error}"
                 f"{_log_end(cluster)}"
             ) from error
     if "error" in answer:

@@ -107,7 +107,7 @@ class SshProvider:
             _end(cluster, [(part, hosts[part.host]) for part in _parts(cluster)])
         except ClusterError as error:
             forget = f"rm -r {shlex.quote(str(cluster.folder))}"
-            raise ClusterError(f"{error}; if it is gone for good, forget the cluster: {forget}") from error
+            raise ClusterError(f"{error}; if it will not come back, forget the cluster: {forget}") from error
 
     def fault(self, cluster: Deployment) -> str | None:
         """Return the name of the process that has ended or whose host can't be reached, or None."""

@@ -92,7 +92,14 @@ class RejectNotice(Action):
 
 @dataclass(frozen=True, slots=True)
 class RecordFault(Action):
-    """Record and show the fault of a rank."""
+    """Record the fault of a rank."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class ShowCause(Action):
+    """Show the root cause now, because the end of the run, which names it, is not near."""
 
     fault: Fault
 
@@ -113,11 +120,11 @@ class RecordRankEnd(Action):
 
 @dataclass(frozen=True, slots=True)
 class RecordStored(Action):
-    """Record that a checkpoint or a file of a rank is in the run directory."""
+    """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
 
     rank: int
-    what: str
     path: str
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

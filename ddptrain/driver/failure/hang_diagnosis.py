@@ -18,7 +18,7 @@ _EXIT_WAITS = {
 }
 _STATES = {
     "stopped": "its process is stopped (SIGSTOP)",
-    "uninterruptible": "its process waits in the kernel, for example for a file system that is gone",
+    "uninterruptible": "its process waits in the kernel, for example for a file system that hangs",
 }
 
 

@@ -45,7 +45,7 @@ class RestartPolicy:
         if self._exhausted(lost := _lost(end)):
             return NoRestart()
         if not scheduler_is_there:
-            return NoRestart("the Dask scheduler is gone")
+            return NoRestart("the Dask scheduler has ended")
         if end.fault is not None and not lost:
             if reason := self._useless(end.fault, step):
                 return NoRestart(reason)

@@ -38,13 +38,13 @@ class WorkerHeartbeat:
         if worker_fault is not None:
             return Loss(FaultKind.WORKER_LOST, worker_fault)
         if now - self.connected_at > _SCHEDULER_LOST_S:
-            return Loss(FaultKind.WORKER_LOST, "the Dask scheduler is gone")
+            return Loss(FaultKind.WORKER_LOST, "the Dask scheduler has ended")
         return None
 
     def lost_ranks(
         self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float
     ) -> Iterator[tuple[RankState, Loss]]:
-        """Yield ranks that are lost. Must be called when all messages have been read."""
+        """Yield ranks that are lost. All messages that had arrived at the time `now` must have been read."""
         waiting = [pair for pair in zip(ranks, activities, strict=True) if pair[0].submitted_at and not pair[0].over]
         yield from self._silent([pair for pair in waiting if pair[1].notice_at], now)
         yield from self._not_begun([rank for rank, activity in waiting if not activity.notice_at], now)
@@ -55,7 +55,7 @@ class WorkerHeartbeat:
         alone = len(silent) < len(running) or len({rank.place.slot.host for rank, _ in running}) == 1
         for rank in silent:
             host = f"host {rank.place.host}" if alone else "the cluster"
-            text = f"nothing was heard from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
+            text = f"no message came from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
             yield rank, Loss(FaultKind.WORKER_LOST, text)
 
     def _not_begun(self, submitted: Sequence[RankState], now: float) -> Iterator[tuple[RankState, Loss]]:

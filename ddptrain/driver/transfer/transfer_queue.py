@@ -29,7 +29,6 @@ from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _log = Log(__name__)
 _MAX_PAUSE_S = 60.0
-CHECKPOINT = "checkpoint "  # begins the name of a checkpoint's transfer
 _CLOSE_S = 1.0  # for a transfer that is given up to notice it
 _NICENESS = 10  # of the thread: ranks on this host have priority
 
@@ -52,12 +51,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A checkpoint or a file on its way into the run directory. The run fails if it is `vital` and is not saved."""
+    """A checkpoint (with its step) or a file to move into the run directory; the run fails if a `vital` one is lost."""
 
     rank: int
     what: str
     work: Callable[[], Path]
     vital: bool = True
+    step: int | None = None
 
 
 class TransferQueue:
@@ -94,7 +94,7 @@ class TransferQueue:
                     folders.append(self._local_folder(copies, source, part.staging, part.files))
                 return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:], self._moved)
 
-        self._add(Transfer(rank, f"{CHECKPOINT}step-{event.step}", work))
+        self._add(Transfer(rank, f"checkpoint step-{event.step}", work, step=event.step))
 
     def _local_folder(self, copies: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
         """Return the folder `name` of a rank's staging folder, or a copy that exists until `copies` is closed."""
@@ -165,7 +165,7 @@ class TransferQueue:
                     ArtifactFailed(transfer.rank, transfer.what, cause or error, transfer.vital, unreachable)
                 )
             else:
-                self.inbox.put(ArtifactStored(transfer.rank, transfer.what, str(path)))
+                self.inbox.put(ArtifactStored(transfer.rank, str(path), transfer.step))
             self.pending.remove(transfer)
 
     def _with_retries(self, transfer: Transfer) -> Path:

@@ -90,7 +90,7 @@ class GradientSteps:
         for window in self._windows:
             if window.done and all(parameter.grad is None for parameter in window.parameters()):
                 raise RuntimeError(
-                    f"the gradients of the last {window.done} batches are gone: remove optimizer.zero_grad(), because "
+                    f"the gradients of the last {window.done} batches are lost: remove optimizer.zero_grad(), because "
                     "ctx.step calls it after each step of the optimizer"
                 )
         self._update_scale()

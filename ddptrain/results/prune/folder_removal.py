@@ -111,7 +111,7 @@ def _locked(layout: RunLayout) -> Iterator[None]:
         descriptor = run_lock.take(layout.lock_file)
     except ResultsError:
         if not layout.root.is_dir():  # another prune was faster
-            raise RunLocked(f"run {layout.root.name} is gone already") from None
+            raise RunLocked(f"run {layout.root.name} was deleted already") from None
         raise
     try:
         yield

@@ -49,7 +49,7 @@ def entry(name: str, address: str = "") -> Deployment:
 def test_address_where_nobody_listens_is_gone_for_certain(dead_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "LOOK_TIMEOUT_S", 60.0)
     view = status.at(entry("dev", dead_address))
-    assert (view.state, view.certain) == (State.GONE, True)
+    assert (view.state, view.certain) == (State.ENDED, True)
     assert view.reason == f"no scheduler listens at {dead_address} any more"
 
 
@@ -68,7 +68,7 @@ def test_refusal_is_certain_also_where_dask_has_given_up_at_the_same_time(monkey
 
 def test_scheduler_that_is_silent_may_just_be_slow(silent_address: str) -> None:
     view = status.at(entry("dev", silent_address))
-    assert (view.state, view.certain) == (State.GONE, False)
+    assert (view.state, view.certain) == (State.ENDED, False)
     assert view.reason == f"{silent_address} does not answer within 2 s"
 
 
@@ -78,14 +78,14 @@ def test_many_silent_schedulers_take_no_longer_than_one(silent_address: str) -> 
     began = time.monotonic()
     views = status.every()
     assert time.monotonic() - began < 20 * status.LOOK_TIMEOUT_S  # one after the other they take 40 times as long
-    assert len(views) == 40 and {view.state for view in views} == {State.GONE}
+    assert len(views) == 40 and {view.state for view in views} == {State.ENDED}
 
 
 @pytest.mark.parametrize(
     ("host", "state_", "certain", "reason"),
     [
         (HostId("login2", "m2", "b2", "p"), State.ELSEWHERE, False, "it runs on the host login2, and this is "),
-        (dataclasses.replace(this_host(), boot="b0"), State.GONE, True, "was restarted after the cluster was started"),
+        (dataclasses.replace(this_host(), boot="b0"), State.ENDED, True, "was restarted after the cluster was started"),
     ],
 )
 def test_cluster_of_another_host_or_boot_is_not_connected_to(
@@ -108,7 +108,7 @@ def test_cluster_that_ended_by_itself_says_when_and_why(dead_address: str) -> No
     deployment = entry("dev", dead_address)
     (deployment.folder / "ended.json").write_text(json.dumps({"reason": "idle for 60 s", "at": "2026-01-02T03:04:05"}))
     view = status.at(deployment)
-    assert view.state == State.GONE
+    assert view.state == State.ENDED
     assert view.reason == "it ended by itself at 2026-01-02T03:04:05: idle for 60 s"
 
 
@@ -117,7 +117,7 @@ def test_cluster_without_a_scheduler_is_starting_while_a_command_holds_it() -> N
     with cluster_records.locked("dev"):
         assert status.at(deployment).state == State.STARTING
     view = status.at(deployment)
-    assert (view.state, view.reason) == (State.GONE, "its start was interrupted")
+    assert (view.state, view.reason) == (State.ENDED, "its start was interrupted")
 
 
 def test_look_at_a_cluster_does_not_keep_a_command_from_starting_it() -> None:

@@ -213,7 +213,7 @@ def test_checkpoint_is_staged_and_its_metric_is_checked_once(bench: Bench) -> No
     bench.recorder.rank_event(3, saved)
     bench.recorder.rank_event(3, saved)
     staged = {"event": "checkpoint_staged", "rank": 3, "step": 7, "epoch": 1.0}
-    assert [line["event"] for line in bench.lines()] == ["checkpoint_staged", "warning", "checkpoint_staged"]
+    assert [line["event"] for line in bench.lines()] == ["checkpoint_staged", "notice", "checkpoint_staged"]
     assert bench.lines()[0] == staged and ("checkpoint", 3, saved) in bench.shown
 
 
@@ -279,20 +279,21 @@ def test_end_of_a_rank_is_recorded_and_shown(bench: Bench, ok: bool, stopped: bo
     assert bench.shown == [("rank_ended", 3, ok, stopped)]
 
 
-def test_fault_is_shown_once_in_an_attempt_and_that_of_a_victim_not(bench: Bench) -> None:
+def test_root_cause_is_shown_once_in_an_attempt(bench: Bench) -> None:
     hang = Fault(1, FaultKind.HANG, AT, "no step")
     victim = Fault(2, FaultKind.EXCEPTION, AT, "lost", type="E", victim=True)
     same = dataclasses.replace(hang, rank=3)
     for fault in (hang, victim, same):
         bench.recorder.fault(fault)
-    notices = [entry for entry in bench.shown if entry[0] == "notice"]
-    assert notices == [("notice", "rank 1 hung: no step", {"level": "error"})]
+    assert not [entry for entry in bench.shown if entry[0] == "notice"]
+    bench.recorder.show_cause(hang)
+    bench.recorder.attempt_over(same)
+    assert bench.shown[-1] == ("notice", "rank 1 hung: no step", {"level": "error"})
+    assert len([entry for entry in bench.shown if entry[0] == "notice"]) == 1
     assert [line["victim"] for line in bench.lines()] == [False, True, False]
     assert bench.lines()[1] == {"event": "fault", "rank": 2, "kind": "exception", "message": "E: lost", "victim": True}
     bench.recorder.attempt_over(victim)
     assert bench.shown[-1] == ("notice", "rank 2 failed: E: lost", {"level": "error"})
-    bench.recorder.fault(hang)
-    assert bench.shown[-1] == ("notice", "rank 1 hung: no step", {"level": "error"})
 
 
 def test_slow_rank_is_recorded_with_its_host(bench: Bench) -> None:
@@ -318,13 +319,15 @@ def test_notices_are_recorded_and_shown_as_such(bench: Bench) -> None:
     bench.recorder.status("waits")
     bench.recorder.notice("well")
     bench.recorder.warn("bad")
-    bench.recorder.brought_home(3, "file", "a/b")
+    bench.recorder.stored(3, "artifacts/a/b", None)
+    bench.recorder.stored(3, "checkpoints/step-4", 4)
     bench.recorder.flush()
     assert bench.shown[:3] == [("status", "waits"), ("notice", "well"), ("notice", "bad", {"level": "warning"})]
     assert bench.lines() == [
-        {"event": "notice", "message": "well"},
-        {"event": "warning", "message": "bad"},
-        {"event": "brought_home", "rank": 3, "what": "file", "path": "a/b"},
+        {"event": "notice", "level": "info", "message": "well"},
+        {"event": "notice", "level": "warning", "message": "bad"},
+        {"event": "artifact_saved", "rank": 3, "path": "artifacts/a/b"},
+        {"event": "checkpoint_saved", "rank": 3, "step": 4, "path": "checkpoints/step-4"},
     ]
     sample = SystemSample(1, 3, AT, "h1", {}, {})
     bench.recorder.system(sample)

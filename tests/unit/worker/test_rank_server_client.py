@@ -39,9 +39,9 @@ def test_lost_server_is_an_error_with_the_end_of_its_log(bench: Bench) -> None:
     with bench.own() as server:
         bench.order(server, "r", PARENT)
         server_of(bench, "r").kill()
-        with pytest.raises(RankServerLost, match=r"the rank server \(pid \d+\) is gone \(status -9\)"):
+        with pytest.raises(RankServerLost, match=r"the rank server \(pid \d+\) has ended \(status -9\)"):
             status(server, "r")
-        with pytest.raises(RankServerLost, match="is gone"):
+        with pytest.raises(RankServerLost, match="has ended"):
             bench.order(server, "another", "pass")
 
 
@@ -109,7 +109,7 @@ def test_killed_shared_server_is_replaced_and_leaves_no_folder(bench: Bench) -> 
     with bench.shared() as server:
         bench.order(server, "r", PARENT)
         server_of(bench, "r").kill()
-        with pytest.raises(RankServerLost, match="the rank server is gone"):
+        with pytest.raises(RankServerLost, match="the rank server has ended"):
             status(server, "r")
         until(lambda: not bench.shared_folder.exists(), "the folder's removal")
         with bench.shared() as another:

@@ -145,7 +145,7 @@ class _Forward:
         service = await api.get(CORE, f"services/{self.service}")
         if service is None:
             self.gone.set()
-            raise ClusterError(f"the service {self.service} is gone")
+            raise ClusterError(f"the service {self.service} does not exist any more")
         pods = await api.items(CORE, "pods", service["spec"]["selector"])
         ready = [str(pod["metadata"]["name"]) for pod in pods if is_ready(pod)]
         if not ready:

@@ -115,7 +115,7 @@ class _Order:
         async with connected(place.context, place.namespace) as api:
             found = await api.get(DASK, f"daskclusters/{name}")
             if parts is not None and found is None:
-                raise ClusterError(f"the DaskCluster {name} is gone from the namespace {api.namespace}")
+                raise ClusterError(f"the DaskCluster {name} does not exist in the namespace {api.namespace}")
             if parts is not None:
                 await resize(api, self.cluster, self._workers(parts.slots, slots), parts.slots, self.tell)
             elif found is not None:

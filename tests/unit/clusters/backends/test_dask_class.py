@@ -199,7 +199,7 @@ def test_who_speaks_another_language_does_not_end_the_keeper(cluster: Deployment
 
 
 def test_keeper_that_is_gone_is_told(cluster: Deployment) -> None:
-    with pytest.raises(ClusterError, match=r"the process that holds the cluster dev \(keeper, pid 1\) does not answer"):
+    with pytest.raises(ClusterError, match=r"the process that holds the cluster dev \(pid 1\) does not answer"):
         dask_class._order(cluster, KEEPER, 3)
 
 
@@ -207,7 +207,7 @@ def test_cluster_whose_scheduler_is_too_busy_to_tell_its_runs_is_not_scaled(
     cluster: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its backend may end the very workers that runs are on."""
-    silent = status.View(cluster, status.State.GONE, "tcp://h:1 does not answer within 15 s", certain=False)
+    silent = status.View(cluster, status.State.ENDED, "tcp://h:1 does not answer within 15 s", certain=False)
     monkeypatch.setattr(status, "probe", lambda deployment, timeout_s: silent)
     with pytest.raises(ClusterError, match="can't find out which runs use the cluster dev: tcp://h:1 does not answer"):
         foreign_cluster.spare_runs(cluster, 1)

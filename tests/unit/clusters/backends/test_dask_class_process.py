@@ -396,8 +396,8 @@ def test_keeper_is_started_with_the_order(there: Processes, ranks: Any, slots: i
     ("reason", "log", "kind", "told"),
     [
         ({"reason": "bad class", "is_usage": True}, "trace", UsageError, "bad class"),
-        ({"reason": "quota"}, "one\ntwo\n", ClusterError, "quota\nlast lines of keeper:\n  one\n  two"),
-        ({}, " ", ClusterError, "the process that holds the cluster (keeper, pid 4711) has ended"),
+        ({"reason": "quota"}, "one\ntwo\n", ClusterError, "quota\nlast lines of its log:\n  one\n  two"),
+        ({}, " ", ClusterError, "the process that holds the cluster (pid 4711) has ended"),
     ],
 )
 def test_keeper_that_ends_while_it_starts_is_told(
@@ -419,7 +419,7 @@ def test_cluster_that_does_not_come_up_is_told_after_its_time(there: Processes) 
     there.log = "asks\n"
     with pytest.raises(ClusterError) as error:
         DeployProvider().scale(cluster, None, told.append)
-    text = "x.Cluster is not up after 12 s (cluster.start_timeout_s)\nlast lines of keeper:\n  asks"
+    text = "x.Cluster is not up after 12 s (cluster.start_timeout_s)\nlast lines of its log:\n  asks"
     assert str(error.value) == text and told == ["x.Cluster is starting"] * 2
 
 
@@ -448,7 +448,7 @@ def test_keeper_is_told_to_end_and_waited_for(
     provider.stop(cluster, told.append)
     assert len(told) == 11 and cluster.record.parts
     provider.stop(cluster, told.append)
-    killed = "the process that holds the cluster (keeper, pid 4711) was killed"
+    killed = "the process that holds the cluster (pid 4711) was killed"
     assert told[11:] == [f"{killed}: what x.Cluster has started on other hosts may still run"]
     (cluster.folder / "ended.json").write_text('{"reason": "no permission", "is_left": true}')
     with pytest.raises(ClusterError, match=r"^no permission; ddptrain cluster down dev deletes its record$"):

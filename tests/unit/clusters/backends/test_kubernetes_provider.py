@@ -141,7 +141,7 @@ def test_existing_cluster_is_used_as_it_is(api: Api, tmp_path: Path, ours: bool)
 def test_cluster_that_someone_has_deleted_is_not_made_again(api: Api, tmp_path: Path) -> None:
     cluster = deployment(tmp_path)
     Parts("there", "ml", "0123").save(cluster)
-    with pytest.raises(ClusterError, match=r"^the DaskCluster dev is gone from the namespace ml$"):
+    with pytest.raises(ClusterError, match=r"^the DaskCluster dev does not exist in the namespace ml$"):
         scaled(cluster, 2)
     assert api.asked[0] == ("there", "ml")
 
@@ -402,7 +402,7 @@ def test_workers_are_known_only_while_the_scheduler_answers(monkeypatch: pytest.
     monkeypatch.setattr("ddptrain.clusters.status.probe", lambda cluster, timeout_s: view)
     cluster = deployment(tmp_path)
     assert provider._joined(cluster) == {"a": view.workers[0], "b": view.workers[1]}
-    view.state = State.GONE
+    view.state = State.ENDED
     with pytest.raises(ClusterError, match=r"^it is not known which workers are free: why$"):
         provider._joined(cluster)
 

@@ -198,7 +198,7 @@ def test_stop_ends_each_process_and_keeps_those_that_may_still_run(hosts: Hosts)
     with pytest.raises(ClusterError) as left:
         SshProvider().stop(made, print)
     text = (
-        "b: no answer; the worker b (pid 101) may still run there; if it is gone for good, forget the cluster: rm -r "
+        "b: no answer; the worker b (pid 101) may still run there; if it will not come back, forget the cluster: rm -r "
     )
     assert str(left.value) == f"{text}{made.folder}"
     assert list(made.record.parts) == ["worker b"] and {given["timeout_s"] for given in hosts.of("end")} == {10.0}

@@ -94,7 +94,7 @@ def test_failures_that_are_named_are_final(fault: AttemptEnd, named: str) -> Non
 def test_full_disk_and_a_lost_scheduler_are_final() -> None:
     policy = restarts(max_restarts=1, max_losses=1)
     assert after(policy, failed(FaultKind.RESULTS)) == NoRestart("a restart would fail in the same way")
-    assert after(policy, failed(FaultKind.WORKER_LOST), there=False) == NoRestart("the Dask scheduler is gone")
+    assert after(policy, failed(FaultKind.WORKER_LOST), there=False) == NoRestart("the Dask scheduler has ended")
 
 
 @pytest.mark.parametrize("kind", [FaultKind.REFUSED, FaultKind.RESULTS])

@@ -32,9 +32,9 @@ CASES = [
     Case((199.0, 199.0), 60.0, ()),
     Case((199.0, 160.0), 60.0, ()),  # a cut that is shorter
     Case((170.0, 170.0), 60.0, ()),
-    Case((199.0, 139.0), 60.0, (1,), "nothing was heard from host h1 for 60 s"),
-    Case((139.0, 139.0), 60.0, (0, 1), "nothing was heard from the cluster for 60 s"),
-    Case((199.0, 187.0), 12.0, (1,), "nothing was heard from host h1 for 12 s"),
+    Case((199.0, 139.0), 60.0, (1,), "no message came from host h1 for 60 s"),
+    Case((139.0, 139.0), 60.0, (0, 1), "no message came from the cluster for 60 s"),
+    Case((199.0, 187.0), 12.0, (1,), "no message came from host h1 for 12 s"),
     Case((199.0, 150.0), 300.0, ()),
 ]
 
@@ -51,7 +51,7 @@ def test_worker_that_says_nothing_is_given_up_after_lost_after_s(case: Case) -> 
 def test_host_on_which_all_ranks_run_is_named() -> None:
     ranks = [running(rank, "h0") for rank in (0, 1)]
     lost = list(heartbeat().lost_ranks(ranks, [Activity(notice_at=139.0)] * 2, 200.0))
-    text = "nothing was heard from host h0 for 60 s: is it down, or the network to it?"
+    text = "no message came from host h0 for 60 s: is it down, or the network to it?"
     assert [loss for _, loss in lost] == [Loss(FaultKind.WORKER_LOST, text)] * 2
 
 
@@ -82,7 +82,7 @@ def test_rank_that_was_not_submitted_is_not_missed() -> None:
     [
         (True, None, 210.0, None),
         (False, None, 202.5, None),  # 3 s are not over
-        (False, None, 202.6, "the Dask scheduler is gone"),
+        (False, None, 202.6, "the Dask scheduler has ended"),
         (False, "the worker ended: exit code 1", 199.6, "the worker ended: exit code 1"),
         (True, "the worker ended: exit code 1", 199.6, "the worker ended: exit code 1"),
     ],

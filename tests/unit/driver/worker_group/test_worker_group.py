@@ -146,7 +146,7 @@ def test_worker_that_comes_back_is_avoided_no_longer(worker_group: WorkerGroup, 
     assert inbox.get_nowait() == WorkerLost("tcp://h0:1")
     assert reserved(worker_group) == ["tcp://h1:1", "tcp://h2:1"]
     worker_group._on_all((1.0, {"action": "add-worker", "worker": "tcp://h0:1"}))
-    assert reserved(worker_group) == ["tcp://h0:1", "tcp://h1:1"]
+    assert reserved(worker_group) == ["tcp://h0:1", "tcp://h1:1"] and worker_group.has("tcp://h0:1")
     worker_group._on_all((1.0, "noise"))
     assert inbox.empty()
 
@@ -185,7 +185,7 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: Work
     ("status", "connection", "text"),
     [
         ("error", "running", "no rank server"),
-        ("cancelled", "connecting", "the Dask scheduler is gone, or the network to it: tcp://s:1"),
+        ("cancelled", "connecting", "the Dask scheduler has ended, or the network to it is down: tcp://s:1"),
         ("cancelled", "running", "its Dask task was cancelled: has somebody restarted the cluster's workers?"),
         ("finished", "running", ""),
     ],

@@ -85,7 +85,7 @@ def test_run_is_under_way_while_its_lock_is_fresh(runs: StoreRuns) -> None:
     assert runs.find("a").status == "running"
     hold(run, time_s=time.time() - 1000)
     (view,) = runs.list()
-    assert view.record.failure is not None and "the driver is gone" in view.record.failure.message
+    assert view.record.failure is not None and "the driver has ended" in view.record.failure.message
 
 
 def test_what_is_needed_is_fetched_and_the_rest_is_known_by_name(runs: StoreRuns) -> None:
