@@ -26,7 +26,7 @@ AGAIN = {"failure": {"max_restarts": 1, "backoff_s": 0.1}}
 
 def warnings(project: Project) -> list[str]:
     found = lines(project.run_directories()[-1] / "events.jsonl")
-    return [line["message"] for line in found if line.get("level") == "warning"]
+    return [line["message"] for line in found if line["event"] == "note" and line["level"] == "warning"]
 
 
 def test_forgotten_ctx_resume_is_named_with_the_line_to_add(project: Project, shared_cluster: str) -> None:
