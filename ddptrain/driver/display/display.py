@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -67,6 +67,7 @@ class Display(RunDisplay):
         self._groups_ranks = groups_ranks
         self._grouper: LineGrouper | None = None
         self._tails: Mapping[int, LogTail] = {}
+        self._hidden: Collection[int] = ()
         self._inbox: deque[output_api.Message] = deque()
         self._grown: deque[int] = deque()  # ranks whose logs have grown
         self._unread: set[int] = set()  # ranks of which more can be read or shown
@@ -97,6 +98,10 @@ class Display(RunDisplay):
             for rank in range(world_size)
         }
         self._send(output_api.WorldSize(world_size))
+
+    def hide(self, ranks: Collection[int]) -> None:
+        """Do not show the output of these ranks; their logs are complete."""
+        self._hidden = ranks
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """Show that the rank's process runs."""
@@ -278,6 +283,8 @@ class Display(RunDisplay):
             self._renderer.log(ranks, lines)
 
     def _show_lines(self, rank: int, lines: Sequence[RankLine]) -> None:
+        if rank in self._hidden:
+            return
         if self._grouper is not None:
             self._grouper.add(rank, lines, time.monotonic())
         else:
@@ -295,7 +302,9 @@ class Display(RunDisplay):
             if tail.offset - before == READ_BYTES or tail.is_redrawn:
                 self._unread.add(rank)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
-            if state is not None and (self._grouper is None or rank == 0):  # of a group: rank 0's bar
+            if (
+                state is not None and rank not in self._hidden and (self._grouper is None or rank == 0)
+            ):  # of a group: rank 0's bar
                 self._renderer.handle(output_api.RedrawnLine(rank, state))
         return longest
 
