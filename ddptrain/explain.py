@@ -199,8 +199,8 @@ EXPLANATIONS: dict[int, Explanation] = {
     ),
     ExitCode.HANG: Explanation(
         "hang: no progress in time",
-        "ddptrain: rank 1 hung: no progress for 41 s, it is in train.py:13 in load while rank 0 waits for it "
-        "in all_reduce (stacks: artifacts/stacks/)",
+        "ddptrain: run train-20260612-080000-a1b2 failed: rank 1 on vm hung: no progress for 41 s, it is in "
+        "train.py:13 in load while rank 0 waits for it in all_reduce (stacks: artifacts/stacks/)",
         (
             Cause(
                 "the rank is in a line of your code: a lock, a download, an endless loop", "give requests a time limit"

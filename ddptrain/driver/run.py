@@ -285,7 +285,8 @@ class _Run:
         with self.signals.interrupting():
             checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
-        self.display.notice(f"resuming{f' from {checkpoint.description}' if checkpoint else from_start}")
+        with_checkpoint = f" with the checkpoint of {checkpoint.description}" if checkpoint else from_start
+        self.display.notice(f"resuming{with_checkpoint}")
         return checkpoint
 
     def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks) -> list[RankPlace]:

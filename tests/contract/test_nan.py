@@ -84,7 +84,7 @@ def test_ignore_says_nothing(project: Project, shared_cluster: str) -> None:
 def test_built_in_workloads_stop_unless_told_otherwise(project: Project) -> None:
     project.write("names.yaml", "workload: petnames")
     assert "nan: stop" in project("train", "names.yaml", "--dry-run", rc=0).stdout
-    assert "nan: warn" in project("train", "names.yaml", "--dry-run", "--set", "failure.nan=warn", rc=0).stdout
+    assert "nan: ignore" in project("train", "names.yaml", "--dry-run", "--set", "failure.nan=ignore", rc=0).stdout
 
 
 @pytest.mark.parametrize(

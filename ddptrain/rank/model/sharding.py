@@ -96,7 +96,7 @@ def shard_model(
     if is_empty:
         _check_initializers(model)
     else:
-        copy_from_rank_zero(model, device)
+        _copy_from_rank_zero(model, device)
     reduced = torch.float32 if dtype is not None else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
     for block in reversed(blocks):  # inner layers come before those that contain them
@@ -126,7 +126,7 @@ def _mesh(device: torch.device, settings: Mapping[str, Any]) -> DeviceMesh:
     return init_device_mesh(device.type, (hosts, on_host), mesh_dim_names=("replicate", "shard"))
 
 
-def copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
+def _copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
     """Give every rank the weights and buffers of rank 0, as DDP does; on `device`, one tensor at a time."""
     from torch.distributed import broadcast
 

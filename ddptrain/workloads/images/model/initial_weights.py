@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ddptrain.config.wording import shorten
 from ddptrain.file_ops import sha256
 from ddptrain.protocol.starting_weights import StartingWeights, names_model, weights_in
-from ddptrain.rank.model.sharding import copy_from_rank_zero
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.download import DownloadFailed, Progress, ServerUnreachable, fetch_file
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
@@ -103,11 +102,19 @@ def begin_with_weights(
     new_head = not keep_head and other_classes
     fitting, others = fit(model, read(path), model_config, str(path), keep_head=keep_head, new_head=new_head)
     model.load_state_dict(with_module_versions(model, fitting), strict=False)
-    copy_from_rank_zero(model, ctx.device)  # hosts may have different files at this path, and DDP exists already
+    _share_weights(model)  # hosts may have different files at this path, and DDP exists already
     if ctx.rank == 0:
         source = settings.weights if names_model(settings.weights) else path
         print(f"weights: {source}{_replaced(others, model_config['n_outputs'])}", flush=True)
         _tell_size(settings, settings.weights)
+
+
+def _share_weights(model: nn.Module) -> None:
+    """Copy the weights of rank 0 to all ranks."""
+    for weight in (*model.parameters(), *model.buffers()):
+        whole = weight.detach().contiguous()
+        distributed.broadcast(whole, 0)
+        weight.detach().copy_(whole)
 
 
 def _has_other_classes(settings: ImagesParams, model_config: Mapping[str, Any], inputs: Path | None) -> bool:

@@ -146,10 +146,8 @@ class Beginning:
         known = PretrainedWeights(self.path.as_uri(), MEAN, STD, 300)
         monkeypatch.setattr(initial_weights, "find_pretrained", lambda *_: known)
         monkeypatch.setattr(initial_weights, "weights_file", lambda *_: self.path)
-        monkeypatch.setattr(initial_weights, "copy_from_rank_zero", lambda *_: None)  # there is no process group
-        self.ctx = cast(
-            "RankContext", SimpleNamespace(rank=0, inputs=None, device=None, progress=lambda *_, **__: None)
-        )
+        monkeypatch.setattr(initial_weights, "_share_weights", lambda _: None)  # there is no process group
+        self.ctx = cast("RankContext", SimpleNamespace(rank=0, inputs=None, progress=lambda *_, **__: None))
 
     def keeps_head(self, weights: str, **params: Any) -> bool:
         settings = ImagesParams(architecture="squeezenet1_1", weights=weights, image_size=64, **params)
