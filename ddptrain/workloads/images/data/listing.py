@@ -95,7 +95,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
     if known is None and settings.weights is not None and not is_weights_name(settings.weights):
         from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
 
-        check_weights_fit(settings, manifest.classes, labels, tell, folder)
+        check_weights_fit(settings, settings.weights, manifest.classes, labels, folder)
     if settings.scheduler == "plateau" and not manifest.val:
         raise UsageError(
             "params.scheduler: plateau watches val/loss, and there are too few images to hold some out: lower "

@@ -16,7 +16,6 @@ from ddptrain.workloads.images.model.label_file import MAX_BYTES, read_labels
 from ddptrain.workloads.images.model.labels import Labels
 from ddptrain.workloads.images.params import WEIGHTS_NAME, ImagesParams
 
-_HERE = "file://"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # formats of torch.save, since 1.6 and before
 
 
@@ -24,43 +23,29 @@ class BadWeights(UsageError):
     """Weights that can't be fetched, read, or loaded into the model."""
 
 
-class WeightsNotReached(BadWeights):
-    """Weights that this host can't fetch, but other hosts may."""
-
-
 def is_weights_name(weights: str) -> bool:
-    """Return whether it is a name of torchvision's weights, as DEFAULT, not a path or a URL."""
+    """Return whether it is a name of torchvision's weights, as DEFAULT, not a path."""
     return WEIGHTS_NAME.fullmatch(weights) is not None
-
-
-def is_weights_url(weights: str) -> bool:
-    """Return whether it is a URL that must be downloaded."""
-    return is_url(weights) and not weights.startswith(_HERE)
 
 
 def check_weights(params: ImagesParams) -> None:
     """Check the weights file if params.weights is a path. Raises BadWeights."""
     weights = params.weights
-    if weights is None or is_weights_url(weights) or is_weights_name(weights) or names_model(weights):
+    if weights is None or is_weights_name(weights) or names_model(weights):
         return
     weights_path(weights)
 
 
 def weights_path(weights: str) -> Path:
     """Return the path of a weights file that looks valid. Raises BadWeights."""
-    path = Path(weights.removeprefix(_HERE)).expanduser()
-    check_weights_file(path, shorten(str(path.absolute()), 300))
-    return path
-
-
-def check_weights_file(path: Path, where: str) -> None:
-    """Check by its first bytes and size that a file has weights; messages call it `where`. Raises BadWeights."""
+    path = Path(weights).expanduser()
+    where = shorten(str(path.absolute()), 300)
     if path.is_dir():
         raise BadWeights(f"{where} is a folder: name the file in it, as model.safetensors, as params.weights")
     if not path.exists():
         raise BadWeights(
             f"there are no weights {where}: params.weights is the path of a file that the command and all ranks can "
-            "read, or a URL"
+            "read"
         )
     try:
         with path.open("rb") as file:
@@ -78,6 +63,7 @@ def check_weights_file(path: Path, where: str) -> None:
         raise BadWeights(
             f"the weights {where} are incomplete: the file has {path.stat().st_size:,} bytes; download it again"
         )
+    return path
 
 
 def _is_whole(path: Path, first: bytes) -> bool:

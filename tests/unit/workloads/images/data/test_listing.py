@@ -148,8 +148,9 @@ def test_labels_that_miss_a_class_end_it_before_anything_starts(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddptrain.workloads.images.model.initial_weights.check_weights_fit", lambda *_: None)
+    monkeypatch.setattr("ddptrain.workloads.images.data.listing.check_weights", lambda *_: None)
     labels = tmp_path / "labels.json"
-    mapped = {"weights": "https://nowhere/weights.pth", "label_map": str(labels)}
+    mapped = {"weights": "weights.pth", "label_map": str(labels)}
     labels.write_text(json.dumps(["Chihuahua", "beagle"]))
     with pytest.raises(UsageError, match="golden_retriever"):
         prepared(tmp_path / "inputs", source, **mapped)

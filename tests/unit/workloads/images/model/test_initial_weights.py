@@ -11,11 +11,11 @@ import torch
 
 from ddptrain.errors import UsageError
 from ddptrain.protocol.starting_weights import StartingWeights
-from ddptrain.storage.download import DownloadFailed, ServerUnreachable
+from ddptrain.storage.download import DownloadFailed
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD
 from ddptrain.workloads.images.model.label_file import parse_labels
-from ddptrain.workloads.images.model.preflight import BadWeights, WeightsNotReached
+from ddptrain.workloads.images.model.preflight import BadWeights
 from ddptrain.workloads.images.params import ImagesParams
 
 KNOWN = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), image_size=64, url="https://w/net-1.pth")
@@ -115,57 +115,23 @@ def test_model_of_the_registry_may_have_other_classes(
     assert initial_weights._has_other_classes(settings, config, tmp_path) is False
 
 
-@pytest.mark.parametrize(
-    ("weights", "url", "name", "checked"),
-    [
-        ("DEFAULT", KNOWN.url, "net-1.pth", True),
-        ("https://x/a/own.pth?sig=1", "https://x/a/own.pth?sig=1", "ddptrain-cb3c9fa6fc9cfa01-own.pth", False),
-    ],
-)
-def test_weights_are_fetched_into_the_folder_of_torchvision(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: str, url: str, name: str, checked: bool
-) -> None:
+def test_weights_are_fetched_into_the_folder_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
-    def fetch(source: str, target: Path, options: Any, *, progress: Any, tell: Any, check_name: bool) -> Path:
-        asked.append((source, target.parent, check_name, progress, tell))
+    def fetch(source: str, target: Path, *, progress: Any, tell: Any) -> Path:
+        asked.append((source, progress))
         return target
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(initial_weights, "fetch_file", fetch)
-    path = initial_weights.weights_file(ImagesParams(weights=weights), weights, "p", "t")  # type: ignore[arg-type]
-    assert asked == [(url, tmp_path / "hub/checkpoints", checked, "p", "t")]
-    assert path.name == name if checked else path.name.endswith("-own.pth") and len(path.name) == len(name)
+    path = initial_weights.weights_file("resnet50", "DEFAULT", None, "p")  # type: ignore[arg-type]
+    assert asked == [(KNOWN.url, "p")] and path == tmp_path / "hub/checkpoints/net-1.pth"
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "kind", "told"),
-    [
-        ("DEFAULT", DownloadFailed("404"), BadWeights, "the weights DEFAULT of resnet50 can't be fetched: 404; fetch"),
-        (
-            "https://x/a.pth",
-            ServerUnreachable("no route"),
-            WeightsNotReached,
-            "the weights can't be fetched: no route; f",
-        ),
-    ],
-)
-def test_download_that_fails_is_told(
-    monkeypatch: pytest.MonkeyPatch, weights: str, error: Exception, kind: type[Exception], told: str
-) -> None:
+def test_download_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(*_: Any, **__: Any) -> Path:
-        raise error
+        raise DownloadFailed("404")
 
     monkeypatch.setattr(initial_weights, "fetch_file", fetch)
-    with pytest.raises(kind) as failed:
-        initial_weights.weights_file(ImagesParams(weights=weights), weights, print, print)
-    assert str(failed.value).startswith(told) and type(failed.value) is kind
-
-
-def test_download_is_reported_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [100.0], list[str]()
-    monkeypatch.setattr(initial_weights, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    report = initial_weights._download_report("w", told.append)
-    for now[0], total in ((110.0, None), (110.1, None), (120.1, 5000.0), (120.2, 5000.0), (120.3, 5000.0)):
-        report(1234.4, total)
-    assert told == ["fetching w: 1,234 MB so far", "fetching w: 1,234 of 5,000 MB so far"]
+    with pytest.raises(BadWeights, match=r"^the weights DEFAULT of resnet50 can't be fetched: 404; fetch"):
+        initial_weights.weights_file("resnet50", "DEFAULT", None, print)
