@@ -71,9 +71,9 @@ class ImagesParams(BaseModel):
     )
     label_map: FilledText | None = Field(
         None,
-        description="Path or URL of the class names of the weights' outputs, {0: 'tench, Tinca tinca', ...}: the "
-        "head is "
-        "kept, and folders are matched to outputs by name; null replaces the head by one for the data's classes.",
+        description='Path of a JSON file with the label of each output of the weights, as {"0": "tench"} or, with '
+        'WordNet ids, {"0": ["n01440764", "tench"]}: the head is kept, and a folder is the output with its id or name; '
+        "null replaces the head by one for the data's classes.",
     )
 
     epochs: int = Field(6, ge=1, description="Epochs; in each, all ranks together see every image once.")

@@ -18,7 +18,7 @@ from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, PARTS, Manifest, is_plain_key
 from ddptrain.workloads.images.data.split import sample, split
-from ddptrain.workloads.images.model.labels import matches
+from ddptrain.workloads.images.model.labels import outputs_of
 from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -91,7 +91,7 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         tell(f"{_summary(manifest)}{source.description}")
     labels = labels_of(settings)
     if labels is not None:
-        matches(manifest.classes, labels)
+        outputs_of(manifest.classes, labels)
     if known is None and settings.weights is not None and not is_weights_name(settings.weights):
         from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
 

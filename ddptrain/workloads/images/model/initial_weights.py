@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ddptrain.config.wording import shorten
 from ddptrain.protocol.starting_weights import StartingWeights, names_model, weights_in
 from ddptrain.storage.download import DownloadFailed, Progress, fetch_file
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
-from ddptrain.workloads.images.model.labels import Labels, matches
+from ddptrain.workloads.images.model.labels import Labels, outputs_of
 from ddptrain.workloads.images.model.preflight import (
     BadWeights,
     is_weights_name,
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
 
-def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
+def described_model(settings: ImagesParams, classes: Sequence[str]) -> dict[str, Any]:
     """Return the description of the model that the parameters select; see build_model.describe.
-
-    `tell` gets a line for each class whose name differs from that of its output.
 
     Raises: UsageError if the label map is unreadable, ambiguous or of another model; BadWeights for an unknown name.
     """
@@ -43,15 +41,11 @@ def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callab
     labels = labels_of(settings)
     if labels is None:
         return describe(settings.architecture, settings.image_size, classes, mean=mean, std=std)
-    matched = matches(classes, labels)
-    for match in matched:
-        if match.remark:
-            tell(f"{shorten(match.name)}: {match.remark}")
     return describe(
         settings.architecture,
         settings.image_size,
         classes,
-        outputs=[match.label.output for match in matched],
+        outputs=outputs_of(classes, labels),
         output_names=labels.names,
         mean=mean,
         std=std,

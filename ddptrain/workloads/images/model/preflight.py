@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.protocol.starting_weights import names_model
-from ddptrain.storage.remote_folder import is_url
-from ddptrain.storage.store import fetch
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
-from ddptrain.workloads.images.model.label_file import MAX_BYTES, read_labels
-from ddptrain.workloads.images.model.labels import Labels
+from ddptrain.workloads.images.model.labels import Labels, read_labels
 from ddptrain.workloads.images.params import WEIGHTS_NAME, ImagesParams
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # formats of torch.save, since 1.6 and before
@@ -82,13 +78,5 @@ def labels_of(params: ImagesParams) -> Labels | None:
     """The labels in params.label_map, if set. Raises UsageError, also if their number is not that of the weights."""
     if params.label_map is None:
         return None
-    where = params.label_map
-    read = (lambda url: fetch(url, options_for(params, url), "params.label_map", MAX_BYTES)) if is_url(where) else None
     n_outputs = N_OUTPUTS if params.weights is not None and is_weights_name(params.weights) else None
-    return read_labels(where, read, n_outputs)
-
-
-def options_for(params: ImagesParams, url: str) -> dict[str, Any]:
-    """Return the options of the source, if `url` has the same protocol; else none."""
-    same = url.partition("://")[0].lower() == params.source.partition("://")[0].lower()
-    return dict(params.source_options) if same else {}
+    return read_labels(Path(params.label_map).expanduser(), n_outputs)

@@ -14,7 +14,6 @@ from ddptrain.protocol.starting_weights import StartingWeights
 from ddptrain.storage.download import DownloadFailed
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD
-from ddptrain.workloads.images.model.label_file import parse_labels
 from ddptrain.workloads.images.model.preflight import BadWeights
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -26,9 +25,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial_weights, "find_pretrained", lambda architecture, weights: KNOWN)
 
 
-def described(tell: Any = print, **params: Any) -> dict[str, Any]:
+def described(**params: Any) -> dict[str, Any]:
     settings = ImagesParams.model_validate({"architecture": "resnet50", "image_size": 32, **params})
-    return initial_weights.described_model(settings, ["cat", "dog"], tell)
+    return initial_weights.described_model(settings, ["cat", "dog"])
 
 
 @pytest.mark.parametrize(
@@ -41,14 +40,10 @@ def test_pixels_are_normalised_as_for_the_weights(weights: str | None, mean: Any
     assert (found["image_size"], found["classes"], found["n_outputs"]) == (32, ["cat", "dog"], 2)
 
 
-def test_labels_are_the_outputs_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = parse_labels(b"bird\nDog\ncat\n", "labels.txt")
-    monkeypatch.setattr(initial_weights, "labels_of", lambda settings: labels)
-    told: list[str] = []
-    found = described(told.append, weights="DEFAULT")
-    assert (found["outputs"], found["output_names"], found["n_outputs"]) == ([2, 1], ["bird", "Dog", "cat"], 3)
-    assert tuple(found["mean"]) == KNOWN.mean and tuple(found["std"]) == KNOWN.std
-    assert len(told) <= 1 and all(line.startswith("dog: ") for line in told)
+def test_labels_are_the_outputs_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "labels.json").write_text('{"0": "bird", "1": "dog", "2": "cat"}')
+    found = described(weights="own.pth", label_map=str(tmp_path / "labels.json"))
+    assert (found["outputs"], found["output_names"], found["n_outputs"]) == ([2, 1], ["bird", "dog", "cat"], 3)
 
 
 class Broken(torch.nn.Module):
@@ -59,7 +54,7 @@ class Broken(torch.nn.Module):
 
 
 def test_model_is_tried_with_an_image_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = initial_weights.described_model(ImagesParams(architecture="small_cnn", image_size=32), ["a", "b"], print)
+    config = initial_weights.described_model(ImagesParams(architecture="small_cnn", image_size=32), ["a", "b"])
     model = initial_weights.built_model(config)
     assert model.training and model(torch.zeros(2, 3, 32, 32)).shape == (2, 2)
     monkeypatch.setattr(initial_weights, "build", lambda config: Broken())

@@ -121,10 +121,10 @@ def test_weights_pass_for_a_model_that_computes_its_shapes(tmp_path: Path, prepa
 def test_head_that_the_label_map_does_not_name_is_refused(tmp_path: Path, preparing: Preparing) -> None:
     weights, labels = tmp_path / "w.bin", tmp_path / "labels.json"
     save_file(pretrained(7), weights)
-    labels.write_text(json.dumps([*CLASSES, "elk"]))
+    labels.write_text(json.dumps(dict(enumerate([*CLASSES, "elk"]))))
     told = preparing.refused(weights, label_map=str(labels))
     assert told.startswith(f"the weights {weights} have 7 outputs, but params.label_map names 4")
-    labels.write_text(json.dumps([*CLASSES, "elk", "fox", "gnu", "hare"]))
+    labels.write_text(json.dumps(dict(enumerate([*CLASSES, "elk", "fox", "gnu", "hare"]))))
     preparing(weights, label_map=str(labels))
     assert preparing.is_done
 
@@ -147,7 +147,7 @@ class Beginning:
 
     def keeps_head(self, weights: str, **params: Any) -> bool:
         settings = ImagesParams(architecture="squeezenet1_1", weights=weights, image_size=64, **params)
-        described = described_model(settings, [f"class {number}" for number in range(1000)], lambda _: None)
+        described = described_model(settings, [f"class {number}" for number in range(1000)])
         model = build(described)
         begin_with_weights(self.ctx, settings, model, described)
         assert torch.equal(model.state_dict()["features.0.weight"], self.theirs["features.0.weight"])
@@ -172,7 +172,7 @@ def test_torchvisions_head_is_replaced_where_the_classes_are_as_many_by_chance(
 def test_head_is_kept_with_a_label_map_or_in_a_file_of_ones_own(
     begun: Beginning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "labels.json").write_text(json.dumps([f"class {number}" for number in range(1000)]))
+    (tmp_path / "labels.json").write_text(json.dumps({number: f"class {number}" for number in range(1000)}))
     assert begun.keeps_head("DEFAULT", label_map=str(tmp_path / "labels.json"))
     capsys.readouterr()
     assert begun.keeps_head(str(begun.path))
