@@ -97,6 +97,8 @@ class AttemptSeries:
                     if reason:
                         self.recorder.warn(f"not started again: {reason}")
                     self._warn_of_rejected()
+                    if end.fault is not None and not end.fault.victim and end.fault.line not in run_end.cause:
+                        self.recorder.show_cause(end.fault)  # the run ends for another reason, such as a signal
                     return run_end
                 case Restart() as again:
                     self.recorder.attempt_over(end.fault)
@@ -130,10 +132,11 @@ class AttemptSeries:
         number = len(context.writer.record.attempts) + 1
         set_context(attempt=number)
         self.tracking.go_on_from(self.checkpoint, context.writer.go_on_from(self.checkpoint, self.policy))
-        specs = [
-            (spec, place, context.writer.layout.log(place.rank))
-            for spec, place in zip(self.specs.build(number, places, self.checkpoint), places, strict=True)
-        ]
+        with context.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
+            built = self.specs.build(number, places, self.checkpoint)
+        built = context.worker_group.sealed(built, places)
+        logs = [context.writer.layout.log(place.rank) for place in places]
+        specs = list(zip(built, places, logs, strict=True))
         self.recorder.event(
             "run_started",
             run_id=context.writer.run_id,
@@ -165,12 +168,13 @@ class AttemptSeries:
     def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
         *others, last = self.context.writer.record.attempts
         ranks = tuple(rank.record() for rank in end.ranks)
-        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks)
+        failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure and not end.moves else None
+        ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks, failure=failure)
         self.context.writer.update(attempts=(*others, ended))
 
 
 def starting_point(checkpoint: VerifiedCheckpoint | None, *, is_script: bool) -> str:
     """Return the start of the next attempt as text. The driver does not see state that a script has saved itself."""
     if checkpoint is not None:
-        return f"from {checkpoint.description}"
+        return f"with the checkpoint of {checkpoint.description}"
     return "the script starts again" if is_script else "from the start: there is no checkpoint yet"

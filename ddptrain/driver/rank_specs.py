@@ -14,7 +14,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
 from ddptrain.driver.failure.watchdog import alive_s
 from ddptrain.driver.tracking.setup import TrackingSetup
-from ddptrain.driver.transfer.code_package import pack, project_of
+from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
 from ddptrain.driver.transfer.code_upload import check_imports, upload_code
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.worker_group.rank_place import RankPlace
@@ -37,9 +37,12 @@ from ddptrain.results.run_record import CodeRecord
 from ddptrain.results.run_writer import RunWriter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankSpecs:
-    """Builds the specs of all ranks, and copies the files in the specs to workers that do not see them."""
+    """Builds the specs of all ranks, and copies the files in the specs to workers that do not see them.
+
+    All attempts use the code that was packed for the first one.
+    """
 
     resolved: ResolvedConfig
     writer: RunWriter
@@ -49,15 +52,18 @@ class RankSpecs:
     tell: Callable[[str], None]
     full_traceback: bool
     evaluation: EvaluationPlan | None = None
+    package: CodePackage | None = None
 
     def build(self, attempt: int, places: Sequence[RankPlace], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
-        """Return the specs in the order of `places`, with secrets encrypted for the rank's worker."""
+        """Return the specs in the order of `places`. A signal may interrupt it, so it imports nothing."""
         folders = [""] * len(places)
+        resume_step = 0
         if checkpoint is not None:
+            resume_step = checkpoint.step
             folders = self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
         inputs = self.inputs.place(self.worker_group, places)
         placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
-        template = self._template(attempt, places, placements[0])
+        template = self._template(attempt, places, placements[0], resume_step)
         specs = [
             self._spec(template, place, placement, folder, prepared)
             for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
@@ -66,9 +72,9 @@ class RankSpecs:
             specs = self._with_checkpoints(specs, places, self.evaluation)
         if not self.resolved.config.cluster.is_embedded:
             specs = self._with_code(specs, places)
-        return self.worker_group.sealed(specs, places)
+        return specs
 
-    def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement) -> RankSpec:
+    def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement, resume_step: int) -> RankSpec:
         """Return a spec with the fields that are equal for all ranks."""
         config = self.resolved.config
         # The worker of a local cluster has the whole environment of the shell.
@@ -79,7 +85,7 @@ class RankSpecs:
             rank=0,
             placement=placement,
             group=process_group(config, places),
-            checkpointing=checkpointing(config),
+            checkpointing=dataclasses.replace(checkpointing(config), resume_step=resume_step),
             code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
@@ -120,12 +126,15 @@ class RankSpecs:
         project = project_of(self.resolved)
         if project is None:
             return specs
-        package = pack(project.folder, [self.writer.layout.root.parent])
+        is_first = self.package is None
+        package = self.package = self.package or pack(project.folder, [self.writer.layout.root.parent])
         shipped = upload_code(
             self.worker_group, places, package, project.file, self.resolved.config.code.max_mb, self.tell
         )
         if not any(shipped.roots):
             return specs
+        if not is_first and shipped.code != package.hash:
+            self.tell("the code has changed since the first attempt, and a new host needs it: all use the changed code")
         size = len(package.names), package.size_bytes
         self.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
         moved_specs = [

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display.run_display import RunDisplay
-from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread
+from ddptrain.driver.failure.fault import Fault, describe_thread
 from ddptrain.driver.failure.slow_ranks import SlowRank
 from ddptrain.log import Log
 from ddptrain.protocol import events
@@ -59,7 +59,8 @@ class Recorder:
         self.display = display
         self._metric = metric
         self._logged: set[str] = set()
-        self._shown: set[str] = set()
+        self._failed = False  # a rank has failed in this attempt, and not as a consequence
+        self._shown: Fault | None = None  # the root cause, if it was shown
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Add a line to events.jsonl and to --output json."""
@@ -88,7 +89,7 @@ class Recorder:
         """
         attempts = self.writer.record.attempts
         self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
-        if not self._shown:
+        if not self._failed:
             self.display.status(self._activity)
 
     def warn(self, text: str) -> None:
@@ -225,23 +226,21 @@ class Recorder:
         self.display.rank_ended(record.rank, ok, stopped)
 
     def fault(self, fault: Fault) -> None:
-        """Record the fault of a rank; that of a victim is not shown."""
+        """Record the fault of a rank. The end of the run names the root cause, so that nothing is shown here."""
         self.event("fault", rank=fault.rank, kind=fault.kind, message=fault.line, victim=fault.victim)
-        if not fault.victim:
-            self._show_once(fault)
+        self._failed = self._failed or not fault.victim
 
     def attempt_over(self, cause: Fault | None) -> None:
-        """Prepare for another attempt: show the root cause if it was not shown, and forget the shown faults."""
+        """Prepare for another attempt: show the root cause if it was not shown."""
         if cause is not None:
-            self._show_once(cause)
-        self._shown.clear()
-        self._is_finite = True
+            self.show_cause(cause)
+        self._failed, self._shown, self._is_finite = False, None, True
 
-    def _show_once(self, fault: Fault) -> None:
-        if fault.line not in self._shown:
-            self._shown.add(fault.line)  # an error that occurs on every rank is shown once
-            what = "hung" if fault.kind is FaultKind.HANG else "failed"
-            self.display.notice(f"rank {fault.rank} {what}: {fault.line}", level="error")
+    def show_cause(self, fault: Fault) -> None:
+        """Show the root cause of an attempt, once."""
+        if self._shown is None or self._shown.line != fault.line:
+            self._shown = fault
+            self.display.notice(f"rank {fault.rank} {fault.verb}: {fault.line}", level="error")
 
     def system(self, sample: SystemSample) -> None:
         """Record and show the use of a host and its ranks."""

@@ -73,6 +73,7 @@ class LaunchOptions:
     ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
     full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
     all_ranks: bool = False  # each rank is shown separately, even if there are many
+    shows: Callable[[int], bool] | None = None  # whether the output of this local rank is shown; None: of all
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     ended: Callable[[RunView], None] | None = None  # called with the run when it has ended and all has been shown
@@ -284,7 +285,8 @@ class _Run:
         with self.signals.interrupting():
             checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
         from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
-        self.display.notice(f"resuming{f' from {checkpoint.description}' if checkpoint else from_start}")
+        with_checkpoint = f" with the checkpoint of {checkpoint.description}" if checkpoint else from_start
+        self.display.notice(f"resuming{with_checkpoint}")
         return checkpoint
 
     def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks) -> list[RankPlace]:
@@ -294,6 +296,8 @@ class _Run:
         with self.signals.interrupting():
             places = worker_group.reserve(request, hooks)
         self.display.expect(len(places), self.log_sizes)
+        if (shows := self.options.shows) is not None:
+            self.display.hide({place.rank for place in places if not shows(place.local_rank)})
         if self.machine is None:
             self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
         return places

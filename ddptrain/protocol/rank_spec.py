@@ -97,7 +97,10 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """When and how a rank saves. `resume_from` is the folder of the checkpoint to load, "" to start from scratch."""
+    """When and how a rank saves.
+
+    `resume_from` is the folder of the checkpoint to load, that of step `resume_step`; "" to start from scratch.
+    """
 
     every_epochs: int | None = None
     every_steps: int | None = None
@@ -105,6 +108,7 @@ class Checkpointing:
     asynchronous: bool = True
     max_failures: int = 5
     resume_from: str = ""
+    resume_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

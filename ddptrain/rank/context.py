@@ -65,6 +65,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._loaders: list[RankLoader] = []
         self._loader_states: list[dict[str, int]] = []  # from the loaded checkpoint
         self._first_epoch = 1
+        self._has_resumed = False
+        self._checks_steps = bool(spec.checkpointing.resume_from)  # until the first step is known to be right or wrong
         self.device = device
         self._watch_steps(spec.profile)
 
@@ -94,6 +96,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         event = events.Metrics(time.time_ns(), numbers(values), optional_whole("step", step), optional("epoch", epoch))
         self._emitter.emit(event)
         self._tracked.numbers(event)
+        if self._checks_steps and event.step is not None and not self._has_resumed:
+            self._check_first_step(event.step)
         if self._profiler is not None and event.step is not None:
             self._report_step(event.step)
 
@@ -297,6 +301,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         step = whole("step", step)
         self._collective_calls.enter("checkpoint")
         self._report_step(step)
+        if self._checks_steps:
+            self._check_first_step(step)
         with self._collective_calls.waiting("checkpoint", step, self._waits_for_others):
             due, ends = self._is_due(step, epoch, last=last)
             if not due:
@@ -310,6 +316,24 @@ class RankContext(OptimizerCalls, ProfiledSteps):
                 self._emitter.emit(events.Preempted(time.time_ns(), step))
                 raise PreemptedExit
             return True
+
+    def _check_first_step(self, step: int) -> None:
+        """Warn if the first step is not after that of the checkpoint: work is done again, and steps run backwards.
+
+        After ctx.resume only the steps of checkpoints are compared: those of ctx.log may count something else.
+        """
+        self._checks_steps = False
+        saved = self._spec.checkpointing.resume_step
+        if step > saved:
+            return
+        text = (
+            f"step {step} follows step {saved}, from which ctx.resume has loaded the state: begin at resumed.step + 1"
+            if self._has_resumed
+            else f"the code begins at step {step}, although the run has a checkpoint of step {saved}: it has not "
+            "called ctx.resume, so that this work is done again. Add this before the first step: resumed = "
+            "ctx.resume(model=model, optimizer=optimizer), and begin at resumed.step + 1 unless it is None"
+        )
+        self._note(text, "warning")
 
     def _waits_for_others(self) -> bool:
         return self._writer.waits_for_ranks or (self.rank != 0 and not self._writer.is_writing)
@@ -389,12 +413,15 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         for loader, state in zip(self._loaders, self._loader_states, strict=False):
             loader.load_state_dict(state)
         self._report_step(resumed.step)
+        self._has_resumed = True
+        epoch = "" if resumed.epoch is None else f", epoch {resumed.epoch:g}"
+        self._note(f"continues from step {resumed.step}{epoch}")
         return resumed
 
     @property
     def _known_step(self) -> int:
         return self._schedule.step
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, level: str = "info") -> None:
         if self.rank == 0:
-            self._emitter.emit(events.Note(time.time_ns(), text))
+            self._emitter.emit(events.Note(time.time_ns(), text, level))

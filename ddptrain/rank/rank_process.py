@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import itertools
 import multiprocessing
 import os
 import random
@@ -50,12 +51,13 @@ def run_rank(spec: RankSpec, log_fd: int, events_fd: int, commands_fd: int, *, w
     _enter_environment(spec)
     if not why_cold:
         _forget_server()
+    newest = next(reversed(sys.modules))
     rank = RankLifecycle(spec, emitter, CommandReader(commands_fd))
     try:
         code = rank.run()
         rank.tracked.bound_exit(code)
     finally:
-        _end_program(spec)
+        _end_program(spec, newest)
     return code
 
 
@@ -102,24 +104,27 @@ def _enter_environment(spec: RankSpec) -> None:
     time.tzset()
 
 
-def _end_program(spec: RankSpec) -> None:
-    """Do what the interpreter does at exit, but call no C++ destructors, which can abort a finished rank."""
+def _end_program(spec: RankSpec, newest: str) -> None:
+    """Do what the interpreter does at exit, but call no C++ destructors, which can abort a finished rank.
+
+    `newest` is the module that was imported last before the user's code.
+    """
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # joins the user's threads, as Python does at exit
         atexit._run_exitfuncs()  # noqa: SLF001
     except BaseException:
         traceback.print_exc()
     _flush_files()  # before the garbage collector, which closes the buffer of a text file before the text is in it
-    _release_objects(spec)
+    _release_objects(spec, newest)
     _flush_files()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
 
 
-def _release_objects(spec: RankSpec) -> None:
+def _release_objects(spec: RankSpec, newest: str) -> None:
     """Release the objects of the user's modules. Some complete their files only then, as those of zip and Parquet."""
-    names = _names_of_users_modules(spec)
+    names = _names_of_users_modules(spec, newest)
     for name in names:
         del sys.modules[name]
     gc.collect()
@@ -133,17 +138,19 @@ def _release_objects(spec: RankSpec) -> None:
     gc.collect()
 
 
-def _names_of_users_modules(spec: RankSpec) -> set[str]:
+def _names_of_users_modules(spec: RankSpec, newest: str) -> set[str]:
     script = getattr(sys.modules.get("__main__"), "__file__", None) if spec.code.is_script else None
     folders = [*spec.code.sys_path, spec.code.workdir, *([os.path.dirname(script)] if script else [])]
     inside = tuple(path + os.sep for folder in folders for path in (folder, os.path.realpath(folder)))
-    files = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
+    # Only modules that were imported since: to look into all would copy memory that the fork shares with the server.
+    new = itertools.takewhile(lambda name: name != newest, reversed(list(sys.modules)))
+    files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in new}
     names = {
         name
         for name, file in files.items()
         if file.startswith(inside) and "site-packages" not in file and name.partition(".")[0] != "ddptrain"
     }
-    return names | ({"__main__", "__mp_main__"} & files.keys() if spec.code.is_script else set())
+    return names | ({"__main__", "__mp_main__"} & sys.modules.keys() if spec.code.is_script else set())
 
 
 def _flush_files() -> None:

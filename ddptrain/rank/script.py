@@ -75,12 +75,11 @@ def forget_hidden_modules(folders: Iterable[str], needed: frozenset[str] = froze
     A new process would import the user's. Modules in `needed`, torch and ddptrain itself stay.
     """
     kept = {"ddptrain", "torch", *needed, *bare_process.MODULES, *sys.builtin_module_names}
-    loaded = {name for name in sys.modules if "." not in name} - kept
     for folder in dict.fromkeys(folders):
         names = {entry.partition(".")[0] for entry in os.listdir(folder)} if os.path.isdir(folder) else set()
-        for hidden in loaded & names:
-            if _is_hidden(hidden, folder):
-                loaded.remove(hidden)
+        # Not a walk through all modules: to touch them would copy the memory that the fork shares with the server.
+        for hidden in names - kept:
+            if hidden in sys.modules and _is_hidden(hidden, folder):
                 for name in [name for name in sys.modules if name == hidden or name.startswith(f"{hidden}.")]:
                     del sys.modules[name]
 
@@ -133,7 +132,13 @@ def _enter_module(main: types.ModuleType, module: importlib.machinery.ModuleSpec
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec:
     """Return the spec of the module, or of a package's __main__ module. Raises ModuleNotFoundError."""
-    module = importlib.util.find_spec(name)
+    try:
+        module = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not name.endswith(".py"):
+            raise
+        text = f"{error}. Try using {name[:-3]!r} instead of {name!r} as the module name"
+        raise ModuleNotFoundError(text, name=name) from None
     if module is not None and module.submodule_search_locations is not None:
         name = f"{name}.__main__"
         module = importlib.util.find_spec(name)

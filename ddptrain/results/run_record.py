@@ -72,7 +72,8 @@ class RankRecord(_Part):
 class AttemptRecord(_Part):
     """One attempt of a run; `outcome` is None while it is running, else, for example, succeeded or failed.
 
-    It continued from the checkpoint of step `resumed_from`, at `resumed_epoch`; both are None if it began at the start.
+    failure: the root cause, without its traceback. It continued from the checkpoint of step `resumed_from`, at
+    `resumed_epoch`; both are None if it began at the start.
     """
 
     attempt: int = 1
@@ -83,6 +84,7 @@ class AttemptRecord(_Part):
     ranks: tuple[RankRecord, ...] = ()
     resumed_from: int | None = None
     resumed_epoch: float | None = None
+    failure: FailureRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,11 @@ class FailureRecord(_Part):
     def line(self) -> str:
         """Type, and the first line of the message."""
         return ": ".join(filter(None, (self.type, one_line(self.message))))
+
+    @property
+    def located_line(self) -> str:
+        """The line after the rank and the host, such as "rank 1 on vm: ValueError: no"."""
+        return self.line if self.rank is None else f"rank {self.rank} on {self.host}: {self.line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +269,12 @@ class RunRecord(_Part):
     checkpoints: tuple[str, ...] = ()
     tracking: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tracker: its url, id, ...
     result: Any = None  # what rank 0's function returned: JSON
+
+    @property
+    def failed_attempts(self) -> list[tuple[str, str]]:
+        """The root causes of the attempts that were followed by another one, by "attempt 1" and so on."""
+        failed = [(attempt.attempt, attempt.failure) for attempt in self.attempts[:-1]]
+        return [(f"attempt {number}", failure.located_line) for number, failure in failed if failure is not None]
 
     @property
     def status_text(self) -> str:

@@ -68,7 +68,7 @@ def assert_equal_after_a_fault(
     assert whole.rc == 0, whole.stderr
     killed = run_cli("train", config, "--run-id", "killed", "--set", "params.die_at=6")
     assert killed.rc == 0, killed.stderr
-    assert "starting the ranks again in 0.1 s, from step 6" in killed.stderr
+    assert "starting the ranks again in 0.1 s, with the checkpoint of step 6" in killed.stderr
     runs = run_cli.folder / "runs"
     assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == result
     assert weights(runs / "killed", 12) == weights(runs / "whole", 12)
@@ -157,7 +157,7 @@ def test_profile_of_the_configuration_is_recorded_by_its_rank(run_cli: Cli, warm
     assert done.rc == 0, done.stderr
     run = run_cli.folder / "runs" / "profiled"
     folder = run / "artifacts" / "profile" / "steps-2-4"
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.csv", "rank-1.pt.trace.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.pt.trace.json.gz"]
     with gzip.open(folder / "rank-1.pt.trace.json.gz") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{step}" for step in (2, 3, 4)}

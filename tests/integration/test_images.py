@@ -64,7 +64,7 @@ def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, di
     last = record(tmp_path)["last_metrics"]
     assert last["val/accuracy"] >= 0.975
     assert last["val/top5"] >= last["val/accuracy"]
-    check_summary(ended, last)
+    check_summary(tmp_path, ended, last)
     check_steps(tmp_path)
     check_predictions(tmp_path, last["val/accuracy"])
     check_checkpoint(tmp_path)
@@ -72,12 +72,15 @@ def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, di
         assert picture.size == (8 * 16, 16)
 
 
-def check_summary(ended: Finished, last: dict[str, float]) -> None:
-    """run.json and the last lines tell the figures of the last epoch that the log tells."""
+def check_summary(folder: Path, ended: Finished, last: dict[str, float]) -> None:
+    """run.json and the last lines have the metrics of the last epoch; train/loss, logged each step, of the last one."""
     told = re.findall(r"epoch 6/6: (.*), [\d,]+ images/s", ended.stdout)[0]
     figures = dict(each.rsplit(" ", 1) for each in told.split(", "))
     assert {"train/loss", "train/accuracy", "val/loss"} < figures.keys()
+    del figures["train/loss"]
     assert {name: f"{last[name]:.4f}" for name in figures} == figures
+    losses = [[line["train/loss"] for line in lines_of(folder, rank) if "train/loss" in line][-1] for rank in range(2)]
+    assert last["train/loss"] == pytest.approx(sum(losses) / 2)
     assert f"train/loss {last['train/loss']:.4g}" in ended.stdout.partition("  last ")[2]
 
 

@@ -95,7 +95,9 @@ def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(
 
     resumed = second("train", second.config(die_in=3, how="wait", wait_for=go), "--resume", "auto")
     assert resumed.rc == 0, resumed.stderr
-    assert "continuing run night" in resumed.stderr and "resuming from step 2, epoch 2" in resumed.stderr
+    assert (
+        "continuing run night" in resumed.stderr and "resuming with the checkpoint of step 2, epoch 2" in resumed.stderr
+    )
     assert second.weights("night") == first.weights("undisturbed")
     record = second.record("night")
     assert record["status"] == "succeeded" and record["checkpoints"] == ["step-4", "step-3", "step-2"]

@@ -132,7 +132,7 @@ def test_killed_rank_is_started_again_and_the_weights_are_those_of_an_undisturbe
     ended = trainer.train("--run-id", "killed", max_restarts=1, die_in=3)
     assert ended.rc == 0, ended.stderr
     assert "rank 1 failed: killed by SIGKILL" in ended.stderr
-    assert "starting the ranks again in 0.1 s, from step 2, epoch 2 (restart 1 of 1)" in ended.stderr
+    assert "starting the ranks again in 0.1 s, with the checkpoint of step 2, epoch 2 (restart 1 of 1)" in ended.stderr
     assert "[rank 1] attempt 2 begins with epoch 3 note of 2" in ended.stdout
     assert [attempt["outcome"] for attempt in trainer.record("killed")["attempts"]] == ["failed", "succeeded"]
     assert trainer.record("killed")["checkpoints"] == ["step-4", "step-3", "step-2"]
@@ -176,7 +176,7 @@ def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer)
     resumed = trainer.train("--resume", "night", die_in=3, how="wait", wait_for=go)
     assert resumed.rc == 0, resumed.stderr
     assert "continuing run night, which failed (the driver has ended without a result (killed?))" in resumed.stderr
-    assert "resuming from step 2, epoch 2" in resumed.stderr
+    assert "resuming with the checkpoint of step 2, epoch 2" in resumed.stderr
     assert "[rank 0] attempt 2 begins with epoch 3 note of 2" in resumed.stdout
     assert "attempt 1" not in resumed.stdout  # what was shown before is not shown again
     assert trainer.weights("night") == trainer.weights("undisturbed")
@@ -209,7 +209,7 @@ def test_damaged_newest_checkpoint_gives_way_to_the_one_before(trainer: Trainer)
     resumed = trainer.train("--resume", "damaged", die_in=4)
     assert resumed.rc == 0, resumed.stderr
     assert "checkpoint step-3 is skipped: the SHA-256 of model.safetensors is not" in resumed.stderr
-    assert "resuming from step 2, epoch 2" in resumed.stderr
+    assert "resuming with the checkpoint of step 2, epoch 2" in resumed.stderr
     assert trainer.weights("damaged") == trainer.weights("undisturbed")
 
 
@@ -277,7 +277,7 @@ def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None
     assert trainer.record("nightly") == record
     further = trainer.train(*command, "--allow-changes", epochs=5, die_in=3)
     assert further.rc == 0 and "with params.epochs 4, its default (now 5)" in further.stderr
-    assert "resuming from step 4, epoch 4" in further.stderr
+    assert "resuming with the checkpoint of step 4, epoch 4" in further.stderr
     assert os.listdir(trainer.cli.folder / "runs") == ["nightly"]
 
 
@@ -285,7 +285,9 @@ def test_auto_that_allows_changes_goes_on_with_more_epochs(trainer: Trainer) -> 
     assert trainer.train("--run-id", "failed", die_in=3).rc == 1
     longer = trainer.train("--resume", "auto", "--allow-changes", epochs=5, die_in=3)
     assert longer.rc == 0, longer.stderr
-    assert "continuing run failed" in longer.stderr and "resuming from step 2, epoch 2" in longer.stderr
+    assert (
+        "continuing run failed" in longer.stderr and "resuming with the checkpoint of step 2, epoch 2" in longer.stderr
+    )
     assert os.listdir(trainer.cli.folder / "runs") == ["failed"]
 
 

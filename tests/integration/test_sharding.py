@@ -85,7 +85,7 @@ def test_killed_sharded_run_goes_on_with_more_ranks_as_if_nothing_had_happened(r
     assert run_cli("train", config(folder, 2, die_at=3)).rc == 1
     resumed = run_cli("train", config(folder, 3), "--resume", "auto", "--allow-changes")
     assert resumed.rc == 0, resumed.stderr
-    assert "resuming from step 2" in resumed.stderr
+    assert "resuming with the checkpoint of step 2" in resumed.stderr
 
     (run,) = (folder / "runs").glob("fsdp-*")
     home = run / "checkpoints" / "step-4"

@@ -92,7 +92,14 @@ class RejectNotice(Action):
 
 @dataclass(frozen=True, slots=True)
 class RecordFault(Action):
-    """Record and show the fault of a rank."""
+    """Record the fault of a rank."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class ShowCause(Action):
+    """Show the root cause now, because the end of the run, which names it, is not near."""
 
     fault: Fault
 

@@ -6,6 +6,7 @@ The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead, SpareSlots
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddptrain.driver.failure.fault import Loss
@@ -107,12 +108,29 @@ class Tick:
     """Time has passed.
 
     connected: whether the scheduler can be reached. worker_fault: why a worker process that the driver itself started
-    has ended; None if none has. all_read: the inbox is empty.
+    has ended; None if none has. read_until: all messages that had arrived at this time (monotonic seconds) have been
+    read; None if that is not known.
     """
 
     connected: bool = True
     worker_fault: str | None = None
-    all_read: bool = True
+    read_until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFetched:
+    """Missing bytes of a rank's files were fetched from its host, in a thread; `read` completes what needed them."""
+
+    attempt: int
+    rank: int
+    read: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMark:
+    """The loop puts it into an inbox that is never empty: all earlier messages have been read when it is read."""
+
+    put_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +156,16 @@ class OutputRead:
 
 
 InboxMessage = (
-    Notice | TaskFailed | WorkerLost | SignalReceived | ArtifactStored | ArtifactFailed | ArtifactRetried | ResultsLost
+    Notice
+    | TaskFailed
+    | WorkerLost
+    | SignalReceived
+    | ArtifactStored
+    | ArtifactFailed
+    | ArtifactRetried
+    | ResultsLost
+    | ReadMark
+    | OutputFetched
 )
 Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | SpareSlots | NotFinite
 Inbox = queue.SimpleQueue[InboxMessage]

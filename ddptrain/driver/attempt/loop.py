@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import queue
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -68,6 +69,9 @@ class Attempt:
         )
         self._silence_s = _SILENCE * lost_after_s
         self._ticked_at = 0.0
+        self._why_lost_until = 0.0
+        self._marked = False  # a ReadMark is in the inbox
+        self._fetching: dict[int, list[Callable[[], None]]] = {}  # rank -> what waits for its missing bytes
         self._tick_s = min(len(watched) * _TICK_S_PER_RANK, _MAX_TICK_S)
 
     def _mirror(self, spec: RankSpec, place: RankPlace, home_log: Path) -> LogMirror:
@@ -123,7 +127,16 @@ class Attempt:
             message = self.inbox.get(timeout=timeout_s)
         except queue.Empty:
             return
+        if isinstance(message, inbox.ReadMark):
+            self._marked = False
+            self._look(message.put_at)
+            return
+        if isinstance(message, inbox.OutputFetched):
+            self._fetched(message)
+            return
         if isinstance(message, inbox.WorkerLost):
+            if self.worker_group.has(message.address):
+                return  # it was lost before this attempt, and is back
             message = dataclasses.replace(message, reason=self._why_lost(message.address))
         self.handle(message)
 
@@ -131,13 +144,19 @@ class Attempt:
         """Handle a Tick if one is due: at once if a deadline has passed, else at intervals, preferably with an empty
         inbox.
         """
-        now, due, all_read = time.monotonic(), self.state.due(), self.inbox.empty()
-        tick_at = self._ticked_at + max(_MIN_TICK_S if all_read else _TICK_S, self._tick_s)
+        now, due, is_empty = time.monotonic(), self.state.due(), self.inbox.empty()
+        tick_at = self._ticked_at + max(_MIN_TICK_S if is_empty else _TICK_S, self._tick_s)
         if now < tick_at and (due is None or now < due):
             return
         self._ticked_at = now
         self.recorder.flush()
-        self.handle(inbox.Tick(self.worker_group.connected, self.worker_fault(), all_read))
+        if not is_empty and not self._marked:  # silence must be judged even if the inbox is never empty
+            self._marked = True
+            self.inbox.put(inbox.ReadMark(now))
+        self._look(now if is_empty else None)
+
+    def _look(self, read_until: float | None) -> None:
+        self.handle(inbox.Tick(self.worker_group.connected, self.worker_fault(), read_until))
 
     def handle(self, message: Message) -> None:
         """Pass a message to the state machine, and execute the actions."""
@@ -158,9 +177,12 @@ class Attempt:
             _log.info("asking all ranks for their stacks", signs_of_life=inquiry.signs)
 
     def _why_lost(self, address: str) -> str:
-        """Return why the driver's own worker process has ended; "" for other workers, or if it still runs."""
-        deadline = time.monotonic() + _WHY_LOST_S
-        while (fault := self.worker_fault()) is None and time.monotonic() < deadline:
+        """Return why the driver's own worker process has ended; "" for other workers, or if it still runs.
+
+        Waits only once, because many workers of another cluster may be lost together.
+        """
+        self._why_lost_until = self._why_lost_until or time.monotonic() + _WHY_LOST_S
+        while (fault := self.worker_fault()) is None and time.monotonic() < self._why_lost_until:
             if all(rank.worker != address for rank in self.state.ranks):
                 break
             time.sleep(0.01)
@@ -195,13 +217,18 @@ class Attempt:
             case actions.ReadOutput(rank, log_size, events_size, ended):
                 if self.mirrors[rank].log_grew(log_size):
                     self.recorder.display.log_grew(rank)
-                self._read(rank, lambda mirror: mirror.advance(log_size, events_size), ended=ended)
+                needed = {"log": log_size, "events": events_size}
+                self._read(rank, needed, lambda mirror: mirror.advance(log_size, events_size), ended=ended)
             case actions.ReceiveOutput(output):
-                self._read(output.rank, lambda mirror: mirror.receive(output.stream, output.offset, output.data))
+                needed = {output.stream: output.offset}
+                self._read(
+                    output.rank, needed, lambda mirror: mirror.receive(output.stream, output.offset, output.data)
+                )
             case actions.ReadRest(rank, loss):
                 if self._place(rank).shared:
                     self.mirrors[rank].catch_up()
-                self._take_events(rank)
+                if rank not in self._fetching:
+                    self._take_events(rank)
                 self.handle(inbox.OutputRead(rank, loss=loss))
 
     def _record(self, action: Action) -> None:
@@ -221,21 +248,65 @@ class Attempt:
                 recorder.stored(rank, path, step)
             case actions.Warn(text):
                 recorder.warn(text)
-            case actions.Announce(text):
-                recorder.notice(text)
-            case actions.ShowStatus(text, silence):
-                (recorder.display.silence if silence else recorder.status)(text)
+            case _:
+                self._show(action)
 
-    def _read(self, rank: int, read: Callable[[LogMirror], None], *, ended: RankExit | None = None) -> None:
-        error = ""
+    def _show(self, action: Action) -> None:
+        match action:
+            case actions.ShowCause(fault):
+                self.recorder.show_cause(fault)
+            case actions.Announce(text):
+                self.recorder.notice(text)
+            case actions.ShowStatus(text, silence):
+                (self.recorder.display.silence if silence else self.recorder.status)(text)
+
+    def _read(
+        self,
+        rank: int,
+        needed: Mapping[str, int],
+        read: Callable[[LogMirror], None],
+        *,
+        ended: RankExit | None = None,
+    ) -> None:
+        """Read output of a rank. If bytes before the sizes in `needed` must be fetched from its host, a thread waits
+        for them, and what follows for this rank waits, too.
+        """
+        mirror = self.mirrors[rank]
+        if rank in self._fetching:
+            self._fetching[rank].append(lambda: self._read(rank, needed, read, ended=ended))
+        elif any(mirror.lacks(stream, size) for stream, size in needed.items()):
+            self._fetching[rank] = []
+            attempt = self.state.ranks[rank].spec.attempt
+
+            def fetch() -> None:
+                error = self._error_of(rank, read)
+                self.inbox.put(inbox.OutputFetched(attempt, rank, lambda: self._finish_read(rank, error, ended)))
+
+            threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
+        else:
+            self._finish_read(rank, self._error_of(rank, read), ended)
+
+    def _error_of(self, rank: int, read: Callable[[LogMirror], None]) -> str:
+        """Read, and return the error as text, "" for none."""
         try:
             read(self.mirrors[rank])
         except Exception as raised:  # the files are on another machine, and their content is not trusted
             # If the worker is lost, a message says so, with the reason.
-            error = (str(raised) or repr(raised)) if self.worker_group.has(self._place(rank).slot.worker) else ""
+            return (str(raised) or repr(raised)) if self.worker_group.has(self._place(rank).slot.worker) else ""
+        return ""
+
+    def _finish_read(self, rank: int, error: str, ended: RankExit | None) -> None:
         self._take_events(rank)
         if error or ended is not None:
             self.handle(inbox.OutputRead(rank, ended=ended, error=error))
+
+    def _fetched(self, message: inbox.OutputFetched) -> None:
+        if message.attempt != self.state.ranks[0].spec.attempt:
+            return  # of an earlier attempt
+        waiting = self._fetching.pop(message.rank)
+        message.read()
+        for read in waiting:
+            read()
 
     def _take_events(self, rank: int) -> None:
         """Handle new events.

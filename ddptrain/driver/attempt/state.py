@@ -90,14 +90,18 @@ class AttemptState(NamedTuple):
         """Whether the ranks end because of a signal or a notice."""
         return self.signum is not None or self.notice is not None
 
+    def cause(self) -> Fault | None:
+        """Return the root cause of the faults so far; None without a fault."""
+        if not self.faults:
+            return None
+        finished = [rank.spec.rank for rank in self.ranks if rank.finished]
+        return self.inquiry.explained(find_root_cause(self.faults, finished))
+
     def end(self, unsaved: str = "") -> AttemptEnd:
         """Return the result of the attempt. Must be called only when it is over. `unsaved`: see AttemptEnd."""
-        finished = [rank.spec.rank for rank in self.ranks if rank.finished]
-        fault = find_root_cause(self.faults, finished) if self.faults else None
-        explained = self.inquiry.explained(fault) if fault is not None else None
         age_s = self.noticed_at - self.saved_at if self.saved_at is not None else None
         return AttemptEnd(
-            self.ranks, explained, self.signum, self.notice, self.loss, self.leaving, self.moving, age_s, unsaved
+            self.ranks, self.cause(), self.signum, self.notice, self.loss, self.leaving, self.moving, age_s, unsaved
         )
 
 

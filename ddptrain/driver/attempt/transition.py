@@ -341,27 +341,27 @@ class Transition(SlowRankDraft):
         if suspended_s:
             shifted = (activity.shifted(suspended_s, self.now) for activity in self.state.activities)
             self.change(activities=tuple(shifted))
-        if tick.all_read:
-            for watched, loss in heartbeat.lost_ranks(self.state.ranks, self.state.activities, self.now):
+        if tick.read_until is not None:
+            for watched, loss in heartbeat.lost_ranks(self.state.ranks, self.state.activities, tick.read_until):
                 if loss.kind is FaultKind.WORKER_LOST:
                     self._on_worker_lost(watched.worker, loss.text)
                 else:
                     self._give_up(watched.spec.rank, loss)
-            self._suspect()
+            self._suspect(tick.read_until)
         self._check_deadlines()
 
-    def _suspect(self) -> None:
-        """Begin an inquiry if the ranks may hang. Show for how long they are silent."""
+    def _suspect(self, read_until: float) -> None:
+        """Begin an inquiry if the ranks may hang, judged by what had arrived at `read_until`. Show their silence."""
         state = self.state
-        quiet = "" if state.stopping else state.watchdog.silence(state.ranks, state.activities, self.now)
+        quiet = "" if state.stopping else state.watchdog.silence(state.ranks, state.activities, read_until)
         if quiet != state.quiet:
             self.change(quiet=quiet)
             self.do(actions.ShowStatus(quiet, silence=True))
         if state.stopping or state.faults or not state.inquiry.may_begin(self.now):
             return
-        hang = state.watchdog.overdue(state.ranks, state.activities, self.now)
+        hang = state.watchdog.overdue(state.ranks, state.activities, read_until)
         if hang is not None:
-            if self.now - hang.silent_s >= state.inquiry.not_before:  # else an inquiry has just found a rank working
+            if read_until - hang.silent_s >= state.inquiry.not_before:  # else an inquiry has just found a rank working
                 silent = f"no report or line for {hang.silent_s:.0f} s"
                 self.do(actions.ShowStatus(f"{silent}: asking the ranks where they are"))
             self._begin_inquiry(hang)
@@ -402,6 +402,8 @@ class Transition(SlowRankDraft):
                 self._stop(grace_periods.PREEMPT_STOP_S)
         if self._is_due(self.state.spare_until):
             self.change(spare_until=None)
+            if (cause := self.state.cause()) is not None:
+                self.do(actions.ShowCause(cause))
             self._stop(self.grace_s)
         if self._is_due(self.state.stop_until):
             for rank in range(len(self.state.ranks)):

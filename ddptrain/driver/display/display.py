@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 from ddptrain import ci, log
 from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.ci_folding import FoldingRenderer
-from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper
+from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper, TracebackFilter
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.live import LiveRenderer, LiveRows
@@ -61,12 +61,14 @@ class Display(RunDisplay):
         *,
         groups_ranks: bool = False,
     ) -> None:
-        """`groups_ranks`: equal lines of a run with many ranks are shown once."""
+        """`groups_ranks`: equal tracebacks, and equal lines of a run with many ranks, are shown once."""
         self._renderer, self._stdout, self._stderr = renderer, stdout, stderr
         self._logs_dir = logs_dir
         self._groups_ranks = groups_ranks
         self._grouper: LineGrouper | None = None
+        self._tracebacks = TracebackFilter()
         self._tails: Mapping[int, LogTail] = {}
+        self._hidden: Collection[int] = ()
         self._inbox: deque[output_api.Message] = deque()
         self._grown: deque[int] = deque()  # ranks whose logs have grown
         self._unread: set[int] = set()  # ranks of which more can be read or shown
@@ -90,13 +92,11 @@ class Display(RunDisplay):
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
         """Follow the logs of `world_size` ranks, from `offsets` (in bytes, by rank) on."""
-        known, is_large = self._tails, world_size > _FEW_LOGS
-        self._tails = {
-            rank: known.get(rank)
-            or LogTail(self._logs_dir / f"rank-{rank}.log", (offsets or {}).get(rank, 0), keep_open=not is_large)
-            for rank in range(world_size)
-        }
-        self._send(output_api.WorldSize(world_size))
+        self._send(output_api.WorldSize(world_size, offsets or {}))
+
+    def hide(self, ranks: Collection[int]) -> None:
+        """Do not show the output of these ranks; their logs are complete."""
+        self._hidden = ranks
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """Show that the rank's process runs."""
@@ -267,21 +267,41 @@ class Display(RunDisplay):
     def _pass_on(self, message: output_api.Message) -> None:
         """Pass a message on. Before a notice, for example of a failure, show the lines that the grouper holds."""
         if isinstance(message, output_api.DriverNotice | output_api.Closing | output_api.WorldSize):
-            self._show(self._grouper.flush() if self._grouper is not None else ())
+            self._show((self._grouper or self._tracebacks).flush())
         if isinstance(message, output_api.WorldSize):
+            self._follow_logs(message)
             is_group = self._groups_ranks and message.world_size >= MIN_RANKS
             self._grouper = LineGrouper(message.world_size) if is_group else None
+            self._tracebacks = TracebackFilter()
         self._renderer.handle(message)
+
+    def _follow_logs(self, message: output_api.WorldSize) -> None:
+        """Follow the logs of these ranks; show the rest of the others."""
+        before, is_large = self._tails, message.world_size > _FEW_LOGS
+        self._tails = {
+            rank: before.get(rank)
+            or LogTail(self._logs_dir / f"rank-{rank}.log", message.offsets.get(rank, 0), keep_open=not is_large)
+            for rank in range(message.world_size)
+        }
+        for rank in before.keys() - self._tails.keys():
+            tail = before[rank]
+            tail.end = tail.size()
+            while lines := tail.read():
+                self._show_lines(rank, lines)
+            self._finish_log(rank, tail)
+            tail.close()
 
     def _show(self, groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> None:
         for ranks, lines in groups:
             self._renderer.log(ranks, lines)
 
     def _show_lines(self, rank: int, lines: Sequence[RankLine]) -> None:
+        if rank in self._hidden:
+            return
         if self._grouper is not None:
             self._grouper.add(rank, lines, time.monotonic())
-        else:
-            self._renderer.log([rank], lines)
+        elif shown := self._tracebacks.add(rank, lines) if self._groups_ranks else lines:
+            self._renderer.log([rank], shown)
 
     def _read_logs(self) -> int:
         """Show the next piece of every log; return the size in bytes of the longest piece."""
@@ -295,7 +315,9 @@ class Display(RunDisplay):
             if tail.offset - before == READ_BYTES or tail.is_redrawn:
                 self._unread.add(rank)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
-            if state is not None and (self._grouper is None or rank == 0):  # of a group: rank 0's bar
+            if (
+                state is not None and rank not in self._hidden and (self._grouper is None or rank == 0)
+            ):  # of a group: rank 0's bar
                 self._renderer.handle(output_api.RedrawnLine(rank, state))
         return longest
 

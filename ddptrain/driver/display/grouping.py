@@ -15,6 +15,8 @@ from ddptrain.driver.failure.fault import format_ranks
 MIN_RANKS = 17  # the smallest run whose ranks are shown as a group
 HOLD_S = 0.4  # how long a line waits for the same line of other ranks; the display adds at most 0.1 s
 MAX_HELD_CHARS = 1 << 20
+TRACEBACK = "Traceback (most recent call last):"
+MAX_TRACEBACK_LINES, MAX_TRACEBACKS = 1000, 100
 _MAX_LABEL_CHARS = 40
 
 
@@ -74,6 +76,42 @@ class LineGrouper:
             if not numbers:
                 del self._numbers[group.line]
             yield group
+
+
+class TracebackFilter:
+    """Replaces a traceback that another rank has printed already by its last line, for runs that are not grouped."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[RankLine]] = {}  # rank -> the lines of a traceback whose last line is missing
+        self._first: dict[tuple[RankLine, ...], int] = {}  # traceback -> the rank that has printed it first
+
+    def add(self, rank: int, lines: Sequence[RankLine]) -> list[RankLine]:
+        """Return the lines to show of those that a rank has printed."""
+        shown: list[RankLine] = []
+        for line in lines:
+            held = self._open.get(rank)
+            if held is None:
+                if line.text == TRACEBACK:
+                    self._open[rank] = [line]
+                else:
+                    shown.append(line)
+                continue
+            held.append(line)
+            if line.text[:1] in ("", " ") and len(held) < MAX_TRACEBACK_LINES:
+                continue  # a frame; the exception is the first line that is not indented
+            del self._open[rank]
+            if len(self._first) >= MAX_TRACEBACKS:
+                self._first.clear()
+            first = self._first.setdefault(tuple(held), rank)
+            same = RankLine(f"{line.text} (the traceback is that of rank {first})", line.ended)
+            shown += held if first == rank else [same]
+        return shown
+
+    def flush(self) -> Iterator[tuple[list[int], list[RankLine]]]:
+        """Yield everything that is held."""
+        while self._open:
+            rank, held = self._open.popitem()
+            yield [rank], held
 
 
 def _runs(groups: Iterator[_Group]) -> Iterator[tuple[list[int], list[RankLine]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ddptrain.driver.display.line_assembler import RankLine
@@ -13,9 +13,10 @@ from ddptrain.protocol.worker_notices import SystemSample
 
 @dataclass(frozen=True, slots=True)
 class WorldSize:
-    """The number of ranks is known."""
+    """The number of ranks is known. `offsets`: the bytes of their logs, by rank, that were shown before."""
 
     world_size: int
+    offsets: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

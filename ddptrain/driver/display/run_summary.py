@@ -7,7 +7,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.wording import counted
+from ddptrain.config.wording import counted, shorten
 from ddptrain.results.run_record import RunStatus, as_json_data, status_text
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.timing.time_use import time_use, timed_events
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddptrain.results.run_record import FailureRecord, RunRecord
 
 _MOST_FIGURES = 20  # of the last metrics; run.json and `ddptrain results show` have all
+_MOST_FAILED, _CAUSE_WIDTH = 10, 300
 _RUNS_DIR = "runs"  # the default of results.dir, and of --runs-dir
 
 
@@ -67,6 +68,10 @@ def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list
     resumed = f" ({duration_s - earlier_s:.1f} s since it was resumed)" if earlier_s else ""
     how = status_text(run_end.status, run_end.failure, record.checkpoints)
     text = [f"run {writer.run_id} {how} after {duration_s:.1f} s{resumed}{ranks}"]
+    failed = record.failed_attempts
+    if len(failed) > _MOST_FAILED:
+        text.append(f"  failed  {counted(len(failed) - _MOST_FAILED, 'attempt')} before these: see results show")
+    text += [f"  failed  {attempt}: {shorten(cause, _CAUSE_WIDTH)}" for attempt, cause in failed[-_MOST_FAILED:]]
     figures = [f"{name} {_figure(value)}" for name, value in sorted(record.last_metrics.items()) if value is not None]
     if figures:
         more = f", and {len(figures) - _MOST_FIGURES:,} more" if len(figures) > _MOST_FIGURES else ""

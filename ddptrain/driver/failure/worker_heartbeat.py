@@ -44,7 +44,7 @@ class WorkerHeartbeat:
     def lost_ranks(
         self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float
     ) -> Iterator[tuple[RankState, Loss]]:
-        """Yield ranks that are lost. Must be called when all messages have been read."""
+        """Yield ranks that are lost. All messages that had arrived at the time `now` must have been read."""
         waiting = [pair for pair in zip(ranks, activities, strict=True) if pair[0].submitted_at and not pair[0].over]
         yield from self._silent([pair for pair in waiting if pair[1].notice_at], now)
         yield from self._not_begun([rank for rank, activity in waiting if not activity.notice_at], now)

@@ -113,10 +113,11 @@ class CodePackage:
             f"what is not needed in {self.folder / IGNORE_FILE}, or raise code.max_mb"
         )
 
+    @cached_property
     def archive(self) -> tuple[bytes, str]:
-        """Return a tar.gz file, equal for equal content, and the hash of its content.
+        """A tar.gz file, equal for equal content, and the hash of its content.
 
-        The hash may differ from `hash` if files change meanwhile. Raises UsageError if a file cannot be read.
+        The hash differs from `hash` if files have changed meanwhile. Raises UsageError if a file cannot be read.
         """
         buffer, whole = io.BytesIO(), sha256()
         with (

@@ -52,7 +52,7 @@ def upload_code(
         code = package.hash
         folders |= _run_on(worker_group, without, driver_calls.use_code, worker_group.run_id, code)
     if not all(folders[worker] for worker in without):
-        archive, code = package.archive()
+        archive, code = package.archive
         for worker in without:
             # It may be in the cache by now: another worker of this host may just have got it.
             folders |= _run_on(worker_group, [worker], driver_calls.use_code, worker_group.run_id, code)

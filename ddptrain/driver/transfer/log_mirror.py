@@ -58,7 +58,7 @@ class LogMirror:
         fetch = read_chunk if shared else fetch
         self._events = _GrowingFile(spool.events, fetch, self._take_events)
         self._log: _GrowingFile | None = _GrowingFile(spool.log, fetch, self._append)  # None if home_log is a hard link
-        self._may_link = shared
+        self._shared = self._may_link = shared
         self._log_size = 0
         self._partial_line = b""
         self._lines: list[bytes] = []
@@ -72,6 +72,11 @@ class LogMirror:
             self._events.receive(offset, data)
         elif self._log is not None:
             self._log.receive(offset, data)
+
+    def lacks(self, stream: str, size: int) -> bool:
+        """Return whether bytes before `size` must be fetched; `stream` is "log" or "events"."""
+        file = self._events if stream == "events" else self._log
+        return not self._shared and file is not None and file.have < size
 
     def log_grew(self, log_size: int) -> bool:
         """Return whether the rank's log has more bytes than at the last call."""

@@ -142,7 +142,8 @@ class WorkerGroup:
         self.client.run_on_scheduler(slots.learn, offers)
 
     def _placed(self, chosen: Sequence[slots.Slot], lost_after_s: float | None) -> list[RankPlace]:
-        self._workers = {slot.worker for slot in chosen}
+        # A worker that is avoided was lost after the scheduler had reserved its slots.
+        self._workers = {slot.worker for slot in chosen} - self._avoided
         about = self._about({slot.worker: slot.host for slot in chosen}, lost_after_s)
         shared = {worker: _same_token(Path(of["scratch"]) / "token", of["token"]) for worker, of in about.items()}
         places = rank_places(chosen, about, shared)
@@ -370,20 +371,28 @@ class WorkerGroup:
     def place(
         self, places: Iterable[RankPlace], folder: Path, files: Sequence[str], manifest: str, what: str
     ) -> list[str]:
-        """The path of a folder for each place's worker: the driver's own path, or that of a copy that is made there.
+        """The path of a folder for each place's worker: the driver's own path, or that of a copy on the worker's host.
 
-        A worker sees the driver's folder if the file `manifest` has the same text there. `what` names the folder's
-        content in errors. Raises ClusterError.
+        A worker sees a folder if the file `manifest`, one of `files`, has the same text there. `what` names the
+        folder's content in errors. Raises ClusterError.
         """
+        places = list(places)
+        host_of = {place.slot.worker: place.slot.host for place in places}
         found: dict[str, str] = {}
-        marker = folder / manifest
-        for worker in dict.fromkeys(place.slot.worker for place in places):
-            try:
-                text = marker.read_text(encoding="utf-8")
-                seen = self.client.run(driver_calls.holds_file, str(marker), text, workers=[worker])[worker]
-                found[worker] = str(folder) if seen else copy_folder(self.client, self.run_id, worker, folder, files)
-            except Exception as error:  # a worker's own exception arrives as it was raised there
-                raise ClusterError(f"could not copy {what} {folder} to the worker {worker}: {error}") from error
+        try:
+            text = (folder / manifest).read_text(encoding="utf-8")
+            seen = self.client.run(driver_calls.holds_file, str(folder / manifest), text, workers=list(host_of))
+            found |= {worker: str(folder) for worker, is_seen in seen.items() if is_seen}
+            while without := [worker for worker in host_of if worker not in found]:
+                first = {host_of[worker]: worker for worker in reversed(without)}  # one for each host
+                found |= (copies := copy_folder(self.client, self.run_id, list(first.values()), folder, files))
+                for worker, copy in copies.items():
+                    others = [each for each in without if host_of[each] == host_of[worker] and each != worker]
+                    path = str(Path(copy) / manifest)
+                    seen = self.client.run(driver_calls.holds_file, path, text, workers=others) if others else {}
+                    found |= {other: copy for other, is_seen in seen.items() if is_seen}
+        except Exception as error:  # a worker's own exception arrives as it was raised there
+            raise ClusterError(f"could not copy {what} {folder} to the workers: {error}") from error
         return [found[place.slot.worker] for place in places]
 
 

@@ -124,6 +124,7 @@ def sections(view: RunView) -> list[Section]:
         (view.run_id, about),
         ("where the time went", time_use.shown() if (time_use := time_use_of(view)) else []),
         ("end" if record.failure and record.failure.is_order else "failure", _failure(record.failure)),
+        ("failed attempts", record.failed_attempts),
         ("not finite", [(f"rank {bad.rank}", bad.description)] if (bad := record.not_finite) else []),
         ("slow ranks", [(slow.found_at, slow.description) for slow in record.slow_ranks]),
         *(_attempt(attempt, len(record.attempts)) for attempt in record.attempts),

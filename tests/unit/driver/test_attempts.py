@@ -19,14 +19,14 @@ from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from tests.unit.driver.attempt.ranks import running
 from tests.unit.notes import Notes
 
-SAVED: Any = SimpleNamespace(description="checkpoint step-3", step=3)
+SAVED: Any = SimpleNamespace(description="step 3", step=3)
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "is_script", "words"),
     [
-        (SAVED, False, "from checkpoint step-3"),
-        (SAVED, True, "from checkpoint step-3"),
+        (SAVED, False, "with the checkpoint of step 3"),
+        (SAVED, True, "with the checkpoint of step 3"),
         (None, False, "from the start: there is no checkpoint yet"),
         (None, True, "the script starts again"),
     ],
@@ -119,7 +119,7 @@ def test_failure_is_followed_by_another_attempt_from_the_newest_checkpoint(monke
     bench.newest = SAVED
     assert bench.series.run().status == RunStatus.SUCCEEDED
     assert bench.series.checkpoint is SAVED and len(bench.places) == 2
-    told = "starting the ranks again in 4 s, from checkpoint step-3 (restart 1 of 1)"
+    told = "starting the ranks again in 4 s, with the checkpoint of step 3 (restart 1 of 1)"
     assert bench.notes[1:-1] == [
         ("recorder.attempt_over", cause),
         ("group.end_attempt",),
@@ -189,70 +189,6 @@ def test_step_of_the_rank_that_failed_counts_and_not_that_of_the_checkpoint(monk
     assert (bench.series._last_step(end, 0), bench.series._last_step(end, 1)) == (0, 3)
     bench.series.checkpoint = None
     assert bench.series._last_step(end, 1) is None
-
-
-def test_next_attempt_is_numbered_recorded_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt proper: what it gets from the configuration, and what is recorded before it begins."""
-    bench = Bench(monkeypatch)
-    series: Any = bench.series
-    seen: dict[str, Any] = {}
-    del series._attempt
-    config = {
-        "checkpoint": SimpleNamespace(max_failures=2),
-        "cluster": SimpleNamespace(start_timeout_s=30.0),
-        "failure": FailureConfig(hang_timeout_s=50.0, lost_after_s=40.0, slow="warn", slow_factor=2.0),
-    }
-    series.config, series.checkpoint, series.policy = SimpleNamespace(**config), SAVED, "policy"
-    series.tracking = Notes(bench.notes, "tracking")
-    series.specs = Notes(bench.notes, "specs", build=lambda *_: ["spec-0", "spec-1"])
-    bench.group._returns["inbox"] = "inbox"
-    record = AttemptRecord(attempt=2)
-    bench.writer._returns.update(go_on_from=lambda *_: "series", next_attempt=lambda *_: record)
-    series.context.cluster._returns["worker_fault"] = "fault"
-    transfer = Notes(bench.notes, "transfer")
-
-    class Attempt:
-        def __init__(self, *arguments: Any) -> None:
-            seen["arguments"] = arguments
-
-        def run(self) -> str:
-            if seen.get("fails"):
-                raise RuntimeError("no")
-            return "end"
-
-    made: list[Any] = []
-    monkeypatch.setattr(attempts, "Attempt", Attempt)
-    monkeypatch.setattr(attempts, "set_context", lambda **fields: made.append(fields))
-
-    def new_transfer(*arguments: Any) -> Any:
-        made.append(arguments)
-        return transfer
-
-    monkeypatch.setattr(attempts, "TransferQueue", new_transfer)
-    monkeypatch.setattr(attempts, "new_watchdog", lambda *limits: ("watchdog", *limits))
-    places: Any = [SimpleNamespace(rank=0), SimpleNamespace(rank=1)]
-    assert series._attempt(places) == "end"
-    assert made == [{"attempt": 2}, (bench.writer, "policy", "inbox", 2)]
-    group, specs, *parts, lost_after_s, slow = seen["arguments"]
-    assert group is bench.group and (slow.action, slow.factor) == ("warn", 2.0) and lost_after_s == 40.0
-    assert specs == [("spec-0", places[0], "log-0"), ("spec-1", places[1], "log-1")]
-    assert parts == [transfer, series.recorder, "inbox", "fault", ("watchdog", 50.0, 30.0), 30.0]
-    started = {"run_id": "r", "run_dir": "runs/r", "world_size": 2, "attempt": 2, "resumed_from": 3}
-    assert bench.notes == [
-        ("writer.go_on_from", SAVED, "policy"),
-        ("tracking.go_on_from", SAVED, "series"),
-        ("specs.build", 2, places, SAVED),
-        ("recorder.event", "run_started", started),
-        ("writer.next_attempt", SAVED, 2),
-        ("writer.update", {"world_size": 2, "attempts": (*bench.record.attempts, record), "waiting": False}),
-        ("transfer.close", 60.0),
-    ]
-    bench.notes.clear()
-    seen["fails"], series.checkpoint = True, None
-    with pytest.raises(RuntimeError, match="no"):
-        series._attempt(places)
-    assert bench.notes[-2:] == [("transfer.stop_retrying",), ("transfer.close", 60.0)]
-    assert bench.calls("recorder.event") == [("recorder.event", "run_started", {**started, "resumed_from": None})]
 
 
 def test_reservation_is_asked_for_before_each_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

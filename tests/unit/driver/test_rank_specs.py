@@ -170,14 +170,14 @@ def test_specs_of_an_attempt_have_their_places_inputs_and_checkpoint(tmp_path: P
         assert (spec.group.backend, spec.supervision) == ("gloo", rank_specs.supervision(config))
         assert (spec.prepare, spec.profile) == (config.prepare.model_dump(), None)
     brought = ("group.place", two, Path("/c/step-3"), ("a", "b"), MANIFEST, "the checkpoint")
-    assert bench.notes[0] == brought and bench.notes[-1] == ("group.sealed", specs, two)
+    assert bench.notes[0] == brought
 
 
 def test_first_attempt_brings_no_checkpoint_and_gpus_can_be_off(tmp_path: Path) -> None:
     bench = Bench(tmp_path, embedded=True, config={"cluster": {"gpus": 0}})
     (spec,) = bench.specs.build(1, places("a"), None)
     assert spec.checkpointing.resume_from == "" and not spec.placement.use_gpu
-    assert [call[0] for call in bench.notes] == ["inputs.place", "tracking.of", "group.sealed"]
+    assert [call[0] for call in bench.notes] == ["inputs.place", "tracking.of"]
 
 
 def test_ranks_of_an_evaluation_run_its_function_on_the_checkpoints_and_are_not_profiled(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ class CodeUpload:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *roots: str) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.package = SimpleNamespace(folder=folder, names=["a", "b"], size_bytes=9)
+        self.package = SimpleNamespace(folder=folder, names=["a", "b"], size_bytes=9, hash="hash")
         self.project = SimpleNamespace(folder=folder, file=folder / "m.py")
         monkeypatch.setattr(rank_specs, "project_of", lambda resolved: self.project)
         uploaded = SimpleNamespace(roots=list(roots), code="hash")
@@ -230,6 +230,8 @@ def test_code_is_copied_to_workers_that_do_not_see_the_project(tmp_path: Path, m
     assert first.code.sys_path[0] == "/cache/1" and second.code.sys_path[0] == str(tmp_path)
     (update,) = [call for call in bench.notes if call[0] == "writer.update"]
     assert update[1] == {"code": CodeRecord("hash", str(tmp_path), 2, 9)}
+    bench.specs.build(2, two, None)
+    assert [call[0] for call in code.calls] == ["pack", "upload", "check", "upload", "check"], "packed once for a run"
 
 
 @pytest.mark.parametrize(

@@ -279,20 +279,21 @@ def test_end_of_a_rank_is_recorded_and_shown(bench: Bench, ok: bool, stopped: bo
     assert bench.shown == [("rank_ended", 3, ok, stopped)]
 
 
-def test_fault_is_shown_once_in_an_attempt_and_that_of_a_victim_not(bench: Bench) -> None:
+def test_root_cause_is_shown_once_in_an_attempt(bench: Bench) -> None:
     hang = Fault(1, FaultKind.HANG, AT, "no step")
     victim = Fault(2, FaultKind.EXCEPTION, AT, "lost", type="E", victim=True)
     same = dataclasses.replace(hang, rank=3)
     for fault in (hang, victim, same):
         bench.recorder.fault(fault)
-    notices = [entry for entry in bench.shown if entry[0] == "notice"]
-    assert notices == [("notice", "rank 1 hung: no step", {"level": "error"})]
+    assert not [entry for entry in bench.shown if entry[0] == "notice"]
+    bench.recorder.show_cause(hang)
+    bench.recorder.attempt_over(same)
+    assert bench.shown[-1] == ("notice", "rank 1 hung: no step", {"level": "error"})
+    assert len([entry for entry in bench.shown if entry[0] == "notice"]) == 1
     assert [line["victim"] for line in bench.lines()] == [False, True, False]
     assert bench.lines()[1] == {"event": "fault", "rank": 2, "kind": "exception", "message": "E: lost", "victim": True}
     bench.recorder.attempt_over(victim)
     assert bench.shown[-1] == ("notice", "rank 2 failed: E: lost", {"level": "error"})
-    bench.recorder.fault(hang)
-    assert bench.shown[-1] == ("notice", "rank 1 hung: no step", {"level": "error"})
 
 
 def test_slow_rank_is_recorded_with_its_host(bench: Bench) -> None:

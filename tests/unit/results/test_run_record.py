@@ -161,7 +161,7 @@ def test_fields_that_are_missing_have_their_defaults() -> None:
         "resumed_at": None,
         "world_size": 0,
         "params": None,
-        "attempts": [{**attempt, "resumed_from": None, "resumed_epoch": None}],
+        "attempts": [{**attempt, "resumed_from": None, "resumed_epoch": None, "failure": None}],
         "failure": failure,
         "slow_ranks": [{**slow, "found_at": "", "causes": []}],
         "not_finite": None,

@@ -31,7 +31,7 @@ def package(folder: Path, text: str) -> CodePackage:
 def unpacked(cache: CodeCache, folder: Path, run: str, text: str) -> str:
     of = package(folder / "project", text)
     archive = folder / "archive"
-    archive.write_bytes(of.archive()[0])
+    archive.write_bytes(of.archive[0])
     return cache.unpack(run, of.hash, archive, of.names)
 
 
@@ -49,7 +49,7 @@ def test_code_with_another_hash_is_refused(cache: CodeCache, tmp_path: Path) -> 
     of = package(tmp_path / "project", "print(1)")
     assert len(of.hash) == 64
     archive = tmp_path / "archive"
-    archive.write_bytes(package(tmp_path / "project", "print(2)").archive()[0])
+    archive.write_bytes(package(tmp_path / "project", "print(2)").archive[0])
     with pytest.raises(ClusterError, match="damaged: its hash is not"):
         cache.unpack("one", of.hash, archive, of.names)
     archive.write_bytes(b"no archive")

@@ -108,7 +108,7 @@ class Play:
     def tick(self, seconds: float = 0.0, **more: Any) -> None:
         """Let time pass, in one step."""
         self.now += seconds
-        self.send(inbox.Tick(connected=self.connected, **more))
+        self.send(inbox.Tick(connected=self.connected, **{"read_until": self.now, **more}))
 
     def wait(self, seconds: float, *, alive: bool = True, every_s: float = 0.1) -> None:
         """Let time pass in small steps; the workers of running ranks send their heartbeats."""

@@ -6,7 +6,10 @@ import io
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +25,11 @@ from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.transfer.log_mirror import LogMirror
 from ddptrain.driver.transfer.transfer_queue import Transfer
 from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.worker.spool import RankSpool, rank_spool
@@ -41,6 +46,7 @@ class StubGroup:
     def __init__(self, inbox: Inbox, scratch: Path) -> None:
         self.inbox, self.scratch = inbox, scratch
         self.submitted: list[int] = []
+        self.lost: set[str] = set()
 
     def submit(self, specs: Sequence[RankSpec], _: object) -> None:
         for spec in specs:
@@ -50,10 +56,16 @@ class StubGroup:
             for notice in train(spec, rank_spool(self.scratch, spec.run_id, spec.attempt, spec.rank)):
                 self.inbox.put(notice)
 
-    def has(self, _: str) -> bool:
-        return True
+    def has(self, worker: str) -> bool:
+        return worker not in self.lost
 
-    def fetch(self, *_: object) -> bytes:
+    def forget(self, worker: str) -> None:
+        self.lost.add(worker)
+
+    def stop(self, specs: Sequence[RankSpec], grace_s: float) -> None:
+        """Nothing runs."""
+
+    def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
         raise AssertionError("the ranks share the driver's file system")
 
 
@@ -86,16 +98,18 @@ def display(writer: RunWriter) -> Iterator[Display]:
         yield opened
 
 
-def attempt_of(count: int, writer: RunWriter, display: Display, folder: Path) -> Attempt:
+def attempt_of(
+    count: int, writer: RunWriter, display: Display, folder: Path, lost_after_s: float = 60.0, *, shared: bool = True
+) -> Attempt:
     inbox = Inbox()
     ranks = []
     for rank in range(count):
         node, slot = divmod(rank, _SLOTS)
         place = RankPlace(
-            rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, True
+            rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, shared
         )
         ranks.append((make_spec(rank=rank, world_size=count), place, writer.layout.log(rank)))
-    parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, 60.0
+    parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, lost_after_s
     group = StubGroup(inbox, folder)
     return Attempt(cast(Any, group), ranks, cast(Any, None), *parts, SlowPolicy("warn", 1.5))
 
@@ -148,6 +162,96 @@ def test_only_the_last_of_numbers_in_a_row_changes_the_state(
     attempt.recorder.flush()
     assert handled == [messages.RankEvent(1, batch[1], 2), *(messages.RankEvent(1, event) for event in batch[2:])]
     assert [row["step"] for row in json_lines(writer.layout.metrics_jsonl)] == [0, 1, 2]
+
+
+def test_loss_of_a_worker_that_is_back_does_not_end_the_next_attempt(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
+    attempt.inbox.put(messages.WorkerLost("tcp://h0"))  # lost in the pause before this attempt
+    assert attempt.run().finished
+
+
+def test_many_workers_that_are_lost_together_do_not_block_the_loop(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    attempt = attempt_of(_RANKS, writer, display, tmp_path / "scratch")
+    group = cast(StubGroup, attempt.worker_group)
+    group.submit = lambda specs, _: None  # type: ignore[method-assign]
+    nodes = range(_RANKS // _SLOTS)
+    for node in nodes:
+        group.forget(f"tcp://h{node}")
+    for node in [*nodes] * 8:  # as many messages as a cluster with 64 hosts sends
+        attempt.inbox.put(messages.WorkerLost(f"tcp://h{node}"))
+    began = time.monotonic()
+    end = attempt.run()
+    assert end.fault is not None and end.fault.kind is FaultKind.WORKER_LOST
+    assert time.monotonic() - began < 3.0  # with 0.1 s for each message: over 6 s
+
+
+def test_silence_is_judged_while_the_inbox_is_never_empty(
+    tmp_path: Path, writer: RunWriter, display: Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch", lost_after_s=0.5)
+    group = cast(StubGroup, attempt.worker_group)
+    group.submit = lambda specs, _: None  # type: ignore[method-assign]
+    handle = attempt.handle
+
+    def busy(message: messages.Message) -> None:
+        handle(message)
+        if not attempt.state.over:
+            attempt.inbox.put(worker_notices.Alive(1, 1, None))  # rank 1's worker sends more than can be read
+
+    monkeypatch.setattr(attempt, "handle", busy)
+    attempt.inbox.put(worker_notices.Alive(1, 0, None))
+    end = attempt.run()
+    assert end.fault is not None and (end.fault.rank, end.fault.kind) == (0, FaultKind.WORKER_LOST)
+
+
+class FarGroup(StubGroup):
+    """Its ranks are on other hosts: bytes come in notices, and some must be fetched, which takes until a command."""
+
+    def __init__(self, inbox: Inbox, scratch: Path) -> None:
+        super().__init__(inbox, scratch)
+        self.released = threading.Event()
+        self.in_time: list[bool] = []
+        self.told: list[Command] = []
+
+    def submit(self, specs: Sequence[RankSpec], _: object) -> None:
+        for spec in specs:
+            if spec.rank == 0:
+                self.inbox.put(worker_notices.StoreOpened(spec.attempt, 0, 4711))
+            at = spec.attempt, spec.rank
+            written = b"".join(map(events.encode, [events.Started(1, 100 + spec.rank, "h"), events.Entered(2)]))
+            self.inbox.put(worker_notices.OutputBytes(*at, "events", 0, written))
+            if spec.rank == 1:
+                self.inbox.put(worker_notices.Growth(*at, 4, len(written)))  # four bytes of the log are missing
+                self.inbox.put(messages.SignalReceived(signal.SIGTERM))
+
+    def fetch(self, worker: str, path: Path, offset: int, size_bytes: int) -> bytes:
+        self.in_time.append(self.released.wait(20.0))
+        return b"line"[offset : offset + size_bytes]
+
+    def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
+        self.told.append(command)
+        self.released.set()
+        for spec in specs:
+            self.inbox.put(worker_notices.RankExit(spec.attempt, spec.rank, 100, 1, 100, 4 * spec.rank, 0))
+
+
+def test_command_to_save_does_not_wait_for_bytes_of_a_host_that_is_cut_off(
+    tmp_path: Path, writer: RunWriter, display: Display
+) -> None:
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch", shared=False)
+    group = FarGroup(attempt.inbox, tmp_path / "scratch")
+    attempt.worker_group = cast(Any, group)
+    attempt.mirrors = [
+        LogMirror(mirror.spool, mirror.home_log, shared=False, fetch=partial(group.fetch, "far"))
+        for mirror in attempt.mirrors
+    ]
+    attempt.run()
+    assert group.told == [Command.PREEMPT] and group.in_time == [True]
+    assert writer.layout.log(1).read_bytes() == b"line"  # and its exit is handled after its last bytes
 
 
 class StubTransfer:

@@ -16,7 +16,7 @@ from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
 from ddptrain.driver.failure.slow_ranks import SlowPolicy, SlowRank
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
+from ddptrain.protocol.worker_notices import RankExit, SystemSample
 from tests import fake_time
 from tests.unit.driver.attempt.ranks import running
 from tests.unit.notes import Notes, noted
@@ -53,6 +53,7 @@ class Bench:
             "mirrors": [self._mirror(0), self._mirror(1)],
             "state": SimpleNamespace(ranks=ranks),
             "handle": self.handled.append,
+            "_fetching": {},
         }
         for name, part in parts.items():
             setattr(self.attempt, name, part)
@@ -63,6 +64,7 @@ class Bench:
             self.notes,
             f"mirror{rank}",
             log_grew=lambda size: self.grew,
+            lacks=lambda stream, size: False,
             take_events=lambda: iter(()),
             spool=found,
             refused=0,
@@ -142,17 +144,6 @@ def test_ends_and_the_training_are_recorded_with_the_ranks(bench: Bench) -> None
 # --- output ---
 
 
-@pytest.mark.parametrize("grew", [True, False])
-def test_output_is_read_as_far_as_it_is_told(bench: Bench, grew: bool) -> None:
-    bench.grew = grew
-    done(bench, actions.ReadOutput(1, 100, 50))
-    shown = [("display.log_grew", 1)] if grew else []
-    read = [("mirror1.advance", 100, 50), ("mirror1.take_events",)]
-    assert bench.notes == [("mirror1.log_grew", 100), *shown, *read] and bench.handled == []
-    done(bench, actions.ReadOutput(1, 100, 50, ENDED))
-    assert bench.handled == [inbox.OutputRead(1, ended=ENDED, error="")]
-
-
 @pytest.mark.parametrize(
     ("error", "has", "ended", "handled"),
     [
@@ -172,12 +163,6 @@ def test_output_that_cant_be_read_is_an_error_while_the_worker_is_there(
     bench.attempt.mirrors[1]._returns["advance"] = advance  # type: ignore[attr-defined]
     done(bench, actions.ReadOutput(1, 100, 50, ended))
     assert bench.handled == handled and ("mirror1.take_events",) in bench.notes
-
-
-def test_output_that_was_sent_is_received(bench: Bench) -> None:
-    output = OutputBytes(1, 1, "log", 7, b"data")
-    done(bench, actions.ReceiveOutput(output))
-    assert bench.notes == [("mirror1.receive", "log", 7, b"data"), ("mirror1.take_events",)]
 
 
 def test_rest_of_the_output_of_a_lost_rank_is_read_where_it_is_shared(bench: Bench) -> None:
@@ -222,51 +207,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.mark.parametrize(
-    ("address", "faults", "told", "waited_s"),
-    [
-        ("tcp://h1", [None, None, "killed"], "killed", 0.02),
-        ("tcp://h1", [None], "", 0.1),
-        ("tcp://elsewhere", [None], "", 0.0),
-        ("tcp://elsewhere", ["killed"], "killed", 0.0),
-    ],
-)
-def test_why_a_worker_was_lost_is_waited_for_a_moment(
-    bench: Bench, clock: Clock, address: str, faults: list[str | None], told: str, waited_s: float
-) -> None:
-    bench.attempt.worker_fault = lambda: faults.pop(0) if len(faults) > 1 else faults[0]
-    assert bench.attempt._why_lost(address) == told
-    assert clock.now - 100.0 == pytest.approx(waited_s, abs=0.011)
-
-
-@pytest.mark.parametrize(
-    ("looked_at", "due", "all_read", "tick_s", "looks"),
-    [
-        (0.0, None, True, 0.0, True),
-        (99.96, None, True, 0.0, False),
-        (99.95, None, True, 0.0, True),
-        (99.81, None, False, 0.0, False),  # while messages wait it looks less often
-        (99.8, None, False, 0.0, True),
-        (99.6, None, True, 0.5, False),  # many ranks
-        (99.96, 100.0, True, 0.0, True),  # a deadline has passed
-        (99.96, 100.1, True, 0.0, False),
-    ],
-)
-def test_loop_looks_now_and_then_and_at_deadlines(
-    bench: Bench, clock: Clock, looked_at: float, due: float | None, all_read: bool, tick_s: float, looks: bool
-) -> None:
-    attempt: Any = bench.attempt
-    attempt.state = SimpleNamespace(due=lambda: due)
-    attempt.inbox = SimpleNamespace(empty=lambda: all_read)
-    attempt._ticked_at, attempt._tick_s = looked_at, tick_s
-    attempt.worker_fault, attempt.worker_group._returns["connected"] = lambda: "fault", True
-    attempt._tick()
-    assert bench.handled == ([inbox.Tick(True, "fault", all_read)] if looks else [])
-    assert bench.notes == ([("recorder.flush",)] if looks else []) and attempt._ticked_at == (
-        100.0 if looks else looked_at
-    )
-
-
 @pytest.mark.parametrize(("due", "timeout_s"), [(None, 0.2), (100.05, 0.05), (99.0, 0.0), (101.0, 0.2)])
 def test_message_is_waited_for_until_the_next_deadline(
     bench: Bench, clock: Clock, due: float | None, timeout_s: float
@@ -282,16 +222,6 @@ def test_message_is_waited_for_until_the_next_deadline(
     attempt.inbox = SimpleNamespace(empty=lambda: True, get=get)
     attempt._handle_next()
     assert waits == [pytest.approx(timeout_s)] and bench.notes == [("recorder.flush",)] and bench.handled == []
-
-
-def test_loss_of_a_worker_comes_with_its_reason(bench: Bench, clock: Clock) -> None:
-    lost = inbox.WorkerLost("tcp://h1")
-    attempt: Any = bench.attempt
-    attempt.state = SimpleNamespace(due=lambda: None, ranks=bench.ranks)
-    attempt.inbox = SimpleNamespace(empty=lambda: False, get=lambda timeout: lost)
-    attempt.worker_fault = lambda: "killed"
-    attempt._handle_next()
-    assert bench.handled == [inbox.WorkerLost("tcp://h1", reason="killed")] and bench.notes == []
 
 
 def test_step_is_taken_and_its_actions_are_done_in_their_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

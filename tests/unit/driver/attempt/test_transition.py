@@ -608,8 +608,19 @@ def test_time_in_which_the_driver_was_suspended_counts_for_nothing() -> None:
 def test_messages_that_wait_are_read_before_a_worker_is_given_up() -> None:
     play = Play().start()
     for _ in range(65):
-        play.tick(1.0, all_read=False)
+        play.tick(1.0, read_until=None)
     assert play.state.faults == ()
+
+
+def test_driver_that_is_always_behind_gives_up_a_silent_worker() -> None:
+    """What had arrived when the inbox was marked has been read; later messages may still wait."""
+    play = Play().start()
+    for _ in range(65):
+        play.tick(1.0, read_until=play.now - 29.0)
+    assert not play.state.faults
+    for _ in range(30):
+        play.tick(1.0, read_until=play.now - 29.0)
+    assert {fault.kind for fault in play.state.faults} == {FaultKind.WORKER_LOST}
 
 
 # Hangs.

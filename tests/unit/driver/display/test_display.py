@@ -275,7 +275,9 @@ def test_numbers_dropped_for_a_stuck_reader_are_counted(tmp_path: Path, monkeypa
     with out:
         display = open_display("json", tmp_path, "run-1", out, out, {})
         display.expect(1)
-        wait_until(lambda: display._tails[0].offset, "the thread that is stuck with the log line")
+        wait_until(
+            lambda: 0 in display._tails and display._tails[0].offset, "the thread that is stuck with the log line"
+        )
         for _ in range(60):
             display.metrics(0, Metrics(0, {"loss": 1.0}))
         closer = threading.Thread(target=display.close)
@@ -417,13 +419,26 @@ def test_lines_that_are_held_back_come_before_the_notice_of_a_failure(tmp_path: 
         (logs / "rank-3.log").write_text("one\ntwo\n")
         (logs / "rank-4.log").write_text("three\n")
         display.log_grew()
-        tails = display._tails
-        wait_until(lambda: tails[3].offset == 8 and tails[4].offset == 6, "the logs to be read")
+        wait_until(lambda: sum(tail.offset for tail in display._tails.values()) == 14, "the logs to be read")
         display.notice("rank 3 failed: ValueError", "error")
         wait_until(lambda: "failed" in path.read_text(), "the notice")
         display.close()
     notice = "ddptrain: rank 3 failed: ValueError\n"
     assert path.read_text() == f"[rank 3] one\n[rank 3] two\n[rank 4] three\n{notice}"
+
+
+def test_restart_with_fewer_ranks_shows_what_the_others_had_printed(tmp_path: Path) -> None:
+    path = tmp_path / "all"
+    with path.open("w") as file:
+        display = open_display("plain", tmp_path, "run-1", file, file, {})
+        display.expect(4)
+        for rank in range(4):
+            (tmp_path / f"rank-{rank}.log").write_text(f"of {rank}\nthe end")
+        display.expect(2)
+        display.close()
+        assert not display.broken
+    expected = [line for rank in range(4) for line in (f"[rank {rank}] of {rank}", f"[rank {rank}] the end")]
+    assert sorted(path.read_text().splitlines()) == sorted(expected)
 
 
 def test_only_line_of_one_rank_among_many_is_shown_within_half_a_second(tmp_path: Path) -> None:

@@ -146,20 +146,23 @@ def test_display_that_has_failed_is_broken(idle: Idle) -> None:
 
 def test_logs_are_followed_from_where_they_were_and_stay_open_unless_there_are_many(idle: Idle) -> None:
     idle.display.expect(2, {1: 7})
+    assert idle.delivered() == [output_api.WorldSize(2, {1: 7})]
     first, second = idle.display._tails.values()
     assert (first.path.name, first.offset, second.path.name, second.offset) == ("rank-0.log", 0, "rank-1.log", 7)
-    assert idle.delivered() == [output_api.WorldSize(2)]
     idle.display.expect(64)
+    idle.delivered()
     assert idle.display._tails[1] is second and len(idle.display._tails) == 64
     assert idle.display._tails[63]._keep_open
     idle.display.expect(1)
     idle.display.expect(65)
+    idle.delivered()
     assert not idle.display._tails[64]._keep_open
 
 
 def test_of_many_logs_those_are_read_that_grew_or_are_not_at_their_end(idle: Idle, clock: SimpleNamespace) -> None:
     display = idle.display
     display.expect(65)
+    idle.delivered()
     assert display._logs_to_read() is display._tails
     clock.now += 2.0
     for rank in (9, 3, 9, 70):
@@ -177,6 +180,7 @@ def test_of_many_logs_those_are_read_that_grew_or_are_not_at_their_end(idle: Idl
 
 def test_few_logs_are_all_read_each_time(idle: Idle) -> None:
     idle.display.expect(64)
+    idle.delivered()
     assert idle.display._logs_to_read() is idle.display._logs_to_read() is idle.display._tails
 
 
@@ -188,6 +192,7 @@ def test_round_reads_a_piece_of_each_log_and_reads_on_where_there_is_more(
     (tmp_path / "rank-0.log").write_bytes(b"one\ntwo\nthree\n")
     (tmp_path / "rank-1.log").write_bytes(b"uno\n")
     idle.display.expect(3)
+    idle.delivered()
     assert idle.display._read_logs() == 8
     assert idle.renderer.logged == [([0], ["one", "two"]), ([1], ["uno"])] and idle.display._unread == {0}
     assert idle.display._read_logs() == 6 and idle.display._unread == set()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.driver.display.grouping import HOLD_S, MAX_HELD_CHARS, LineGrouper, label
+from ddptrain.driver.display.grouping import HOLD_S, MAX_HELD_CHARS, LineGrouper, TracebackFilter, label
 from ddptrain.driver.display.line_assembler import RankLine
 
 
@@ -118,3 +118,26 @@ def test_label_of_40_characters_is_shown_whole() -> None:
     assert label(ranks) == "[ranks 10, 12, 14, 16, 18, 20, 22, 24, 26, 300]"
     assert label([*ranks[:-1], 3000]) == "[ranks 10, 12, 14, 16, 18, 20, 22, 24, 26, 3000]"
     assert label([*ranks[:-1], 30000]) == "[10 ranks: 10, 12, 14, 16, 18, 20, 22, 24, 26, ...]"
+
+
+TRACE = ("Traceback (most recent call last):", '  File "train.py", line 3, in train', "    f()", "", "ValueError: no")
+
+
+def test_traceback_of_another_rank_is_replaced_by_its_last_line() -> None:
+    shown = TracebackFilter()
+    assert shown.add(0, lines("before", *TRACE, "after")) == lines("before", *TRACE, "after")
+    assert not shown.add(1, lines(*TRACE[:2]))  # its end is missing
+    assert shown.add(2, lines("between")) == lines("between")
+    (same, after) = shown.add(1, lines(*TRACE[2:], "after"))
+    assert same.text == "ValueError: no (the traceback is that of rank 0)" and after.text == "after"
+    assert shown.add(0, lines(*TRACE)) == lines(*TRACE)  # the same rank again
+    other = (*TRACE[:-1], "ValueError: yes")
+    assert shown.add(1, lines(*other)) == lines(*other)
+
+
+def test_traceback_without_an_end_is_shown_at_the_next_flush() -> None:
+    shown = TracebackFilter()
+    assert not shown.add(1, lines(*TRACE[:3]))
+    assert list(shown.flush()) == [([1], lines(*TRACE[:3]))]
+    assert not list(shown.flush())
+    assert shown.add(1, lines("after")) == lines("after")

@@ -91,7 +91,7 @@ def test_links_go_along_as_links_unless_they_lead_out(project: Path) -> None:
     os.mkfifo(project / "pipe")
     package = pack(project, [project / "runs"])
     assert package.names == ["alias.py", "data/names.txt", "train.py"]
-    with tarfile.open(fileobj=BytesIO(package.archive()[0])) as archive:
+    with tarfile.open(fileobj=BytesIO(package.archive[0])) as archive:
         assert archive.getmember("alias.py").linkname == "train.py"
 
 
@@ -113,10 +113,10 @@ def test_hash_is_of_names_contents_and_whether_a_file_is_a_program(project: Path
 
 
 def test_archive_is_the_same_for_the_same_content(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = pack(project, []).archive()
+    first = pack(project, []).archive
     os.utime(project / "train.py", (1, 1))
     fake_time.replace(monkeypatch, "time", lambda: 1.0)  # gzip has a clock in its header
-    assert pack(project, []).archive() == first
+    assert pack(project, []).archive == first
     assert first[1] == pack(project, []).hash
 
 
@@ -125,7 +125,7 @@ def test_file_that_changes_while_it_is_packed_has_the_hash_of_what_was_packed(pr
     before = package.hash
     with (project / "train.py").open("a") as file:
         file.write("  # edited")
-    assert package.archive()[1] == pack(project, []).hash != before
+    assert package.archive[1] == pack(project, []).hash != before
     assert inode_digest(project, package.names) == inode_digest(project, package.names)
 
 
@@ -189,7 +189,7 @@ def test_absolute_link_to_a_place_inside_is_right_wherever_the_folder_is(project
     (project / "data" / "alias.py").symlink_to(project / "train.py")
     (project / "texts").symlink_to(project / "data")
     package = pack(project, [project / "runs"])
-    with tarfile.open(fileobj=BytesIO(package.archive()[0])) as archive:
+    with tarfile.open(fileobj=BytesIO(package.archive[0])) as archive:
         archive.extractall(project.parent / "there", filter="data")
     assert (project.parent / "there" / "data" / "alias.py").readlink() == Path("../train.py")
     assert (project.parent / "there" / "texts" / "names.txt").read_text() == "Rex"
@@ -213,7 +213,7 @@ def test_file_that_goes_while_it_is_packed_is_told(project: Path) -> None:
     package = pack(project, [])
     (project / "train.py").unlink()
     with pytest.raises(UsageError, match=r"cannot read .*train\.py, which would be uploaded"):
-        package.archive()
+        _ = package.archive
 
 
 def test_sample_is_all_files_or_those_that_were_changed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_archive_has_nothing_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("true\n")
     (tmp_path / "run.sh").chmod(0o700)
     (tmp_path / "a-link").symlink_to("b.py")
-    archive, code = pack(tmp_path, []).archive()
+    archive, code = pack(tmp_path, []).archive
     assert code == pack(tmp_path, []).hash
     with tarfile.open(fileobj=BytesIO(archive)) as found:
         members = [(each.name, each.issym(), each.linkname, each.size, each.mode) for each in found.getmembers()]
@@ -251,7 +251,7 @@ def test_file_that_grows_meanwhile_is_archived_as_it_was_read(tmp_path: Path, mo
     (tmp_path / "a.py").write_text("x\n")
     package = pack(tmp_path, [])
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"x = 12345\n")
-    archive, _ = package.archive()
+    archive, _ = package.archive
     with tarfile.open(fileobj=BytesIO(archive)) as found:
         file = found.extractfile("a.py")
         assert file is not None and file.read() == b"x = 12345\n"

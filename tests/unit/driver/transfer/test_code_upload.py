@@ -91,7 +91,7 @@ def test_two_workers_of_one_host_get_one_copy(package: CodePackage) -> None:
     assert done.code == package.hash
     assert [workers for name, workers in cluster.calls if name == "unpack_code"] == [["w2"]]
     assert lines == [f"uploading 1 files of {package.folder} to host b"]
-    assert cluster.archive == package.archive()[0]
+    assert cluster.archive == package.archive[0]
     again, lines = upload(cluster, hosts, package)
     assert (again.roots, lines) == (["", CACHE, CACHE], []), "it is in the cache of the host"
 

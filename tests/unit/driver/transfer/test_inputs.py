@@ -163,13 +163,12 @@ class Elsewhere:
         self.root, self.far = root, far
         self.scheduler = SimpleNamespace(address="tcp://s")
 
-    def run(self, function: object, *words: Any, workers: list[str]) -> dict[str, Any]:
-        (worker,) = workers
+    def run(self, function: object, *words: Any, workers: list[str], on_error: str = "") -> dict[str, Any]:
         if function is driver_calls.holds_file:
-            return {worker: worker not in self.far and Path(words[0]).read_text() == words[1]}
+            return {worker: worker not in self.far and Path(words[0]).read_text() == words[1] for worker in workers}
         assert function is driver_calls.write_spool
         _, path, offset, data = words
-        return {worker: driver_calls._write_below(self.root / worker, path, offset, data)}
+        return {worker: driver_calls._write_below(self.root / worker, path, offset, data) for worker in workers}
 
 
 def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:

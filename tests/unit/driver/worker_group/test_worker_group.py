@@ -146,7 +146,7 @@ def test_worker_that_comes_back_is_avoided_no_longer(worker_group: WorkerGroup, 
     assert inbox.get_nowait() == WorkerLost("tcp://h0:1")
     assert reserved(worker_group) == ["tcp://h1:1", "tcp://h2:1"]
     worker_group._on_all((1.0, {"action": "add-worker", "worker": "tcp://h0:1"}))
-    assert reserved(worker_group) == ["tcp://h0:1", "tcp://h1:1"]
+    assert reserved(worker_group) == ["tcp://h0:1", "tcp://h1:1"] and worker_group.has("tcp://h0:1")
     worker_group._on_all((1.0, "noise"))
     assert inbox.empty()
 

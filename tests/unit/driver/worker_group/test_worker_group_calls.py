@@ -26,7 +26,7 @@ from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.worker import driver_calls
 from tests.fake_time import Clock
-from tests.unit.notes import Notes, noted
+from tests.unit.notes import Notes
 from tests.unit.specs import make_spec
 
 A, B = "tcp://a:1", "tcp://b:1"
@@ -433,26 +433,6 @@ def test_loss_of_a_worker_is_waited_for_half_a_second_before_an_error_is_told(
     with pytest.raises(ClusterError):
         group.fetch(A, Path("/s/log"), 5, 9)
     assert clock.now == pytest.approx(100.5, abs=0.02) and group.inbox.empty()
-
-
-def test_folder_that_a_worker_sees_stays_where_it_is_and_others_get_a_copy(
-    group: WorkerGroup, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "manifest").write_text("text")
-    client.answer(driver_calls.holds_file, {B: True}, {A: False})
-    copied: list[Any] = []
-    monkeypatch.setattr(module, "copy_folder", lambda *call: noted(copied, call, "/copy"))
-    places = [place(0, B), place(1, A), place(2, B)]
-    assert group.place(places, tmp_path, ["f"], "manifest", "the checkpoint") == [str(tmp_path), "/copy", str(tmp_path)]
-    marker = str(tmp_path / "manifest")
-    assert client.calls == [
-        (driver_calls.holds_file, marker, "text", {"workers": [B]}),
-        (driver_calls.holds_file, marker, "text", {"workers": [A]}),
-    ]
-    assert copied == [(client, "r-1", A, tmp_path, ["f"])]
-    client.answer(driver_calls.holds_file, OSError("cut"))
-    with pytest.raises(ClusterError, match=rf"could not copy the checkpoint {tmp_path} to the worker {B}: cut"):
-        group.place(places, tmp_path, ["f"], "manifest", "the checkpoint")
 
 
 # --- the end ---
