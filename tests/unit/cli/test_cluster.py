@@ -137,7 +137,10 @@ def test_list_says_why_a_cluster_is_ended(call: Call) -> None:
     assert dev == f"dev   ended  local    -      -     2026-01-01 00:00:00  no scheduler listens at {address} any more"
     assert half.endswith("its start was interrupted")
     views = json.loads(call("list", "--json")[1])
-    assert [(view["name"], view["state"], view["slots"]) for view in views] == [("dev", "ended", 0), ("half", "ended", 0)]
+    assert [(view["name"], view["state"], view["slots"]) for view in views] == [
+        ("dev", "ended", 0),
+        ("half", "ended", 0),
+    ]
 
 
 def test_status_of_a_cluster_that_is_ended_exits_with_4(call: Call) -> None:
