@@ -66,6 +66,8 @@ _UNSHOWN = Problem("", "", "")
 _REMOVED = {
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
+    "failure.slow": "leave it out; a slow rank is always named, and stays where it is",
+    "failure.slow_factor": "leave it out; a slow rank is named if the others wait for it for a fifth of each step",
 }
 # Follow-up errors of a field that has an error of its own.
 _CONSEQUENCES = {"default_factory_not_called"}

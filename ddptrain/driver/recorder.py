@@ -13,7 +13,7 @@ from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, describe_thread
-from ddptrain.driver.failure.slow_ranks import SlowRank
+from ddptrain.driver.failure.slow_ranks import SlowRanks
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import SystemSample
@@ -61,6 +61,8 @@ class Recorder:
         self._logged: set[str] = set()
         self._failed = False  # a rank has failed in this attempt, and not as a consequence
         self._shown: Fault | None = None  # the root cause, if it was shown
+        self._slow_ranks: SlowRanks | None = None
+        self._is_slow_shown = False  # in this attempt
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Add a line to events.jsonl and to --output json."""
@@ -171,6 +173,8 @@ class Recorder:
                 self._returned(rank, event)
             case events.Tracked():
                 self._tracked(rank, event)
+            case events.StepTimes():
+                self._step_times(rank, event)
             case events.Timed():
                 fields = {"activity": shorten(event.activity), "seconds": event.seconds}
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
@@ -235,6 +239,7 @@ class Recorder:
         if cause is not None:
             self.show_cause(cause)
         self._failed, self._shown, self._is_finite = False, None, True
+        self._slow_ranks, self._is_slow_shown = None, False
 
     def show_cause(self, fault: Fault) -> None:
         """Show the root cause of an attempt, once."""
@@ -247,12 +252,18 @@ class Recorder:
         self.writer.system(sample)
         self.display.system(sample)
 
-    def slow_rank(self, slow: SlowRank, causes: Sequence[str], record: RankRecord) -> None:
-        """Record and show that a rank is slow."""
-        attempt = self.writer.record.attempts[-1].attempt
-        own_s, median_s = round(slow.own_s, 6), round(slow.median_s, 6)
-        where = attempt, slow.rank, record.host, record.gpu
-        entry = SlowRankRecord(*where, own_s, median_s, slow.steps, utc_now(), tuple(causes))
+    def _step_times(self, rank: int, step: events.StepTimes) -> None:
+        """Record and show, once in an attempt, that a rank is slow."""
+        attempt = self.writer.record.attempts[-1]
+        if self._is_slow_shown or self._failed or not attempt.ranks:
+            return
+        self._slow_ranks = self._slow_ranks or SlowRanks(len(attempt.ranks))
+        if (slow := self._slow_ranks.after(rank, step)) is None:
+            return
+        self._is_slow_shown = True
+        where = attempt.ranks[slow.rank]
+        times = round(slow.own_s, 6), round(slow.others_s, 6)
+        entry = SlowRankRecord(attempt.attempt, slow.rank, where.host, where.gpu, *times, slow.computes, utc_now())
         self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, entry))
         self.event("slow_rank", **dataclasses.asdict(entry))
         self.display.notice(entry.description, level="warning")

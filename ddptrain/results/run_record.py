@@ -89,10 +89,10 @@ class AttemptRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class SlowRankRecord(_Part):
-    """A rank whose own work takes longer than the work of other ranks.
+    """A rank for which the other ranks wait in each step.
 
-    own_s: seconds of its own work in each step; median_s: the median over all ranks. steps: how many steps were
-    measured. causes: what the system metrics showed at `found_at`, as text.
+    own_s: seconds of its own work in a step; median_s: the median of the other ranks. computes: its forward and
+    backward passes take longer, too.
     """
 
     attempt: int = 1
@@ -101,17 +101,17 @@ class SlowRankRecord(_Part):
     gpu: str | None = None
     own_s: float = 0.0
     median_s: float = 0.0
-    steps: int = 0
+    computes: bool = False
     found_at: str = ""
-    causes: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
         """The record as a line."""
-        times = f"{self.own_s / self.median_s:.1f} times" if self.median_s else "longer than"
-        reason = "; ".join(self.causes) or "the system metrics show no reason"
-        text = f"rank {self.rank} on {self.host} is slow: its own work takes {_seconds(self.own_s)} in each step, "
-        return f"{text}{times} the median of {_seconds(self.median_s)}; {reason}"
+        part = "forward and backward passes take" if self.computes else "work between the passes, such as data, takes"
+        return (
+            f"rank {self.rank} on {self.host} needs {_seconds(self.own_s)} a step, the other ranks "
+            f"{_seconds(self.median_s)} (median): they wait for it, because its {part} longer"
+        )
 
 
 @dataclass(frozen=True, slots=True)
