@@ -20,6 +20,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "run": ("run --ranks 4 train.py -- --lr 0.1", "run -m package.train", "run --set failure.max_restarts=3 train.py"),
     "retrain": ("retrain nightly.yaml", 'retrain nightly.yaml --promote-anyway "new labels"'),
     "sweep": ("sweep petnames-sweep --set sweep.trials=16", "sweep sweep.yaml --resume"),
+    "watch": ("watch latest", "watch s3://bucket/runs/petnames-20250101-120000-ab12"),
     "stop": ("stop latest", "stop latest --now"),
     "evaluate": ("evaluate latest", "evaluate pets@candidate --against pets@champion"),
     "generate": ("generate latest --count 3 --seed 1", "generate petnames@champion --prefix Mi"),
