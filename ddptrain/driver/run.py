@@ -73,6 +73,7 @@ class LaunchOptions:
     ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
     full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
     all_ranks: bool = False  # each rank is shown separately, even if there are many
+    shows: Callable[[int], bool] | None = None  # whether the output of this local rank is shown; None: of all
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     ended: Callable[[RunView], None] | None = None  # called with the run when it has ended and all has been shown
@@ -296,6 +297,8 @@ class _Run:
         with self.signals.interrupting():
             places = worker_group.reserve(request, hooks)
         self.display.expect(len(places), self.log_sizes)
+        if (shows := self.options.shows) is not None:
+            self.display.hide({place.rank for place in places if not shows(place.local_rank)})
         if self.machine is None:
             self.recorder.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
         return places
