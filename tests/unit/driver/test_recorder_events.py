@@ -330,21 +330,6 @@ def test_root_cause_is_shown_once_in_an_attempt(bench: Bench) -> None:
     assert bench.shown[-1] == ("notice", "rank 2 failed: E: lost", {"level": "error"})
 
 
-<<<<<<< HEAD
-=======
-def test_slow_rank_is_recorded_with_its_host(bench: Bench) -> None:
-    slow = SlowRank(3, 20, 0.12345678, 0.5, 0.05)
-    bench.recorder.slow_rank(slow, ["the GPU is throttled"], RankRecord(rank=3, host="h1", gpu="A100"))
-    found = SlowRankRecord(2, 3, "h1", "A100", 0.123457, 0.05, 20, "now", ("the GPU is throttled",))
-    assert bench.writer.record.slow_ranks == (found,)
-    assert bench.lines()[0] == {"event": "slow_rank", **dataclasses.asdict(found)}
-    assert bench.shown[-1] == ("notice", found.description, {"level": "warning"})
-    assert "2.5 times the median" in found.description
-    bench.recorder.slow_rank(slow, [], RankRecord(rank=3))
-    assert len(bench.writer.record.slow_ranks) == 2
-
-
->>>>>>> h4
 def test_ranks_are_recorded_in_the_last_attempt_when_all_train(bench: Bench) -> None:
     ranks = (RankRecord(rank=0), RankRecord(rank=1))
     bench.recorder.training(ranks)
