@@ -216,12 +216,21 @@ class RunWriter:
         if "rank_environment" in changes:
             changes["rank_environment"] = without_secrets(changes["rank_environment"])
         if failure := changes.get("failure"):
-            shown = {name: str(hide_known(getattr(failure, name), self.secrets)) for name in ("message", "traceback")}
-            texts = {name: hide_credentials(text) for name, text in shown.items()}
-            changes["failure"] = dataclasses.replace(failure, **texts)
+            changes["failure"] = self._redacted(failure)
+        if attempts := changes.get("attempts"):
+            *others, last = attempts
+            changes["attempts"] = (*others, dataclasses.replace(last, failure=self._redacted(last.failure)))
         with self._mutex:
             self._record = dataclasses.replace(self._record, **changes)
             self._save()
+
+    def _redacted(self, failure: FailureRecord | None) -> FailureRecord | None:
+        if failure is None:
+            return None
+        message, traceback = (
+            hide_credentials(str(hide_known(text, self.secrets))) for text in (failure.message, failure.traceback)
+        )
+        return dataclasses.replace(failure, message=message, traceback=traceback)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
