@@ -24,6 +24,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "retrain": ("retrain nightly.yaml", 'retrain nightly.yaml --promote-anyway "new labels"'),
     "sweep": ("sweep petnames-sweep --set sweep.trials=16", "sweep sweep.yaml --resume"),
+    "watch": ("watch latest", "watch s3://bucket/runs/petnames-20250101-120000-ab12"),
     "stop": ("stop latest", "stop latest --now"),
     "evaluate": ("evaluate latest", "evaluate pets@candidate --against pets@champion"),
     "generate": ("generate latest --count 3 --seed 1", "generate petnames@champion --prefix Mi"),

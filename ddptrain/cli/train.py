@@ -124,7 +124,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     lines = [
         f"run {begun.run_id} in {begun.run_dir} continues without this shell: process {begun.pid} on {begun.host}",
         *([begun.reason] if begun.reason else []),
-        f"follow it with ddptrain results logs {run} --follow, stop it with ddptrain stop {run}",
+        f"follow it with ddptrain watch {run}, stop it with ddptrain stop {run}",
     ]
     for line in [begun.reason] if begun.done else lines:
         say(f"ddptrain: {line}")

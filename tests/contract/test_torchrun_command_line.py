@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,19 @@ def test_program_that_is_not_python(project: Project, shared_cluster: str) -> No
     assert all(f"shell {rank} of 2: 0 --lr\n" in done.stdout for rank in "01")
     assert project.run_directories()[0].name.startswith("bash-")
     assert "exit" in project("run", *options, "3", rc=1).stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_program_that_is_not_python_gets_the_signals(
+    project: Project, shared_cluster: str, number: signal.Signals, code: int
+) -> None:
+    project.write("job.sh", 'trap "echo saved; exit 0" INT TERM\necho ready\nsleep 60 & wait\n')
+    options = ("--cluster", shared_cluster, "--nproc-per-node", "1", "--no-python", "bash", "job.sh")
+    running = project.start("run", *options)
+    running.wait_for("ready")
+    running.popen.send_signal(number)
+    done = running.finish(60.0)
+    assert (done.rc, "saved" in done.stdout) == (code, True), done.stderr
 
 
 def test_role_and_virtual_local_rank_are_in_the_environment(project: Project, shared_cluster: str) -> None:

@@ -364,13 +364,14 @@ def open_display(
     all_ranks: bool = False,
     stage: str = "",
     bars: LiveRows | None = None,
+    elapsed_s: float = 0.0,
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
     Call `expect` when the number of ranks is known. "live" without a terminal is "plain". From 17 ranks on, ranks
     are shown as a group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "". In a CI job,
-    "plain" folds long output of ranks. `bars` are shown instead of those of the ranks. Raises UsageError for an
-    unknown mode, and for an unknown value of DDPTRAIN_CI.
+    "plain" folds long output of ranks. `bars` are shown instead of those of the ranks. `elapsed_s`: how long
+    the run has already been running. Raises UsageError for an unknown mode, and for an unknown value of DDPTRAIN_CI.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
@@ -388,6 +389,6 @@ def open_display(
                 renderer = FoldingRenderer(renderer, out, service)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, bars=bars)
+            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, bars=bars, elapsed_s=elapsed_s)
     groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
     return Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks).start()

@@ -157,6 +157,7 @@ def test_fields_that_are_missing_have_their_defaults() -> None:
         "rank_environment": {"A": {"value": "", "source": ""}},
         "driver": {"pid": 0, "host": "", "boot_id": ""},
         "last_metrics": {},
+        "progress": None,
         "time_use_s": {},
         "goodput": None,
         "best": {"metric": "", "mode": "min", "value": None, "step": 0},

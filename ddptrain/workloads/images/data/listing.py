@@ -18,7 +18,7 @@ from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, PARTS, Manifest, is_plain_key
 from ddptrain.workloads.images.data.split import sample, split
-from ddptrain.workloads.images.model.labels import matches
+from ddptrain.workloads.images.model.labels import outputs_of
 from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -91,11 +91,11 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         tell(f"{_summary(manifest)}{source.description}")
     labels = labels_of(settings)
     if labels is not None:
-        matches(manifest.classes, labels)
+        outputs_of(manifest.classes, labels)
     if known is None and settings.weights is not None and not is_weights_name(settings.weights):
         from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
 
-        check_weights_fit(settings, manifest.classes, labels, tell, folder)
+        check_weights_fit(settings, settings.weights, manifest.classes, labels, folder)
     if settings.scheduler == "plateau" and not manifest.val:
         raise UsageError(
             "params.scheduler: plateau watches val/loss, and there are too few images to hold some out: lower "
