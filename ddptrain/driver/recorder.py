@@ -169,6 +169,9 @@ class Recorder:
                 self._checkpoint_failed(rank, event)
             case events.Returned():
                 self._returned(rank, event)
+            case events.Epochs(total=total) if rank == 0:
+                self.event("epochs", total=total)
+                self.display.epochs(total)
             case events.Tracked():
                 self._tracked(rank, event)
             case events.Timed():
@@ -261,6 +264,7 @@ class Recorder:
         """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
         if step is not None:
             self.event("checkpoint_saved", rank=rank, step=step, path=path)
+            self.display.saved(step, time.time(), self.writer.record.best)
         else:
             self.event("artifact_saved", rank=rank, path=path)
 
