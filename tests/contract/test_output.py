@@ -56,12 +56,12 @@ def test_built_in_workload_prints_each_epoch_once(project: Project) -> None:
     assert [line.partition(":")[0] for line in shown] == ["[rank 0] epoch 1/2", "[rank 0] epoch 2/2"]
 
 
-# Runs a command on a terminal of 60 columns; its output is passed on.
+# Runs a command on a terminal of 120 columns; its output is passed on.
 ON_TERMINAL = """
 import fcntl, os, pty, struct, sys, termios
 pid, fd = pty.fork()
 if pid == 0:
-    fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 60, 0, 0))
+    fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 35, 120, 0, 0))
     os.execvp(sys.argv[1], sys.argv[1:])
 while True:
     try:
