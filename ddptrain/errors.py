@@ -9,7 +9,7 @@ DdptrainError               3  (the base class; raised itself, it is usually a b
 ├── TrainingFailed          1  the training code failed
 ├── HangDetected            5  no progress in time
 ├── RunPreempted           75  the run was preempted and has saved a checkpoint
-└── Interrupted       130/143  Ctrl-C or SIGTERM
+└── Interrupted   128+signal  Ctrl-C, SIGTERM, SIGHUP or SIGQUIT
 """
 
 from __future__ import annotations
@@ -41,8 +41,14 @@ class ExitCode(IntEnum):
     DEADLINE = 8  # retrain: out of time; it has saved, and the next start continues
     LATE = 9  # schedule check: a model has no successful retraining for longer than its schedule allows
     PREEMPTED = 75
+    HUNG_UP = 129  # SIGHUP
     INTERRUPTED = 130
+    QUIT = 131  # SIGQUIT
     TERMINATED = 143
+
+
+# The driver was ended by a signal.
+SIGNALLED = frozenset({ExitCode.HUNG_UP, ExitCode.INTERRUPTED, ExitCode.QUIT, ExitCode.TERMINATED})
 
 
 class DdptrainError(Exception):

@@ -56,7 +56,8 @@ _INTERRUPTED = Explanation(
         Cause("the function does not call ctx.checkpoint", "call it on all ranks", "SIGTERM|ddptrain stop"),
         Cause("a script without a handler for SIGTERM", "the handler of a script should save, and exit with 0 or 75"),
     ),
-    "130 after Ctrl-C, also if the run has saved; 143 after SIGTERM, if there is no checkpoint.\n"
+    "130 after Ctrl-C, 129 after SIGHUP, 131 after SIGQUIT, also if the run has saved; 143 after SIGTERM, if there is "
+    "no checkpoint.\n"
     "If there is a checkpoint, --resume RUN continues from it. Every process of the run has ended.",
 )
 
@@ -235,8 +236,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause(
                 "another shell or cron job runs it",
-                "nothing: this start was not needed. ddptrain results logs RUN --follow watches it, "
-                "ddptrain stop RUN ends it",
+                "nothing: this start was not needed. ddptrain watch RUN shows it, ddptrain stop RUN ends it",
             ),
             Cause(
                 "its driver on another host is silent",
@@ -286,7 +286,9 @@ EXPLANATIONS: dict[int, Explanation] = {
         "Nothing is lost. In a batch script: ddptrain train CONFIG --run-id nightly --resume auto, and submit "
         "the same script again on exit code 75.",
     ),
+    ExitCode.HUNG_UP: replace(_INTERRUPTED, title="interrupted by SIGHUP: the terminal was closed"),
     ExitCode.INTERRUPTED: replace(_INTERRUPTED, title="interrupted by Ctrl-C"),
+    ExitCode.QUIT: replace(_INTERRUPTED, title="interrupted by SIGQUIT"),
     ExitCode.TERMINATED: replace(_INTERRUPTED, title="ended by SIGTERM or ddptrain stop, without a new checkpoint"),
     KILLED: Explanation(
         "ddptrain itself was killed by SIGKILL",

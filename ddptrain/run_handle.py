@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ddptrain.errors import (
+    SIGNALLED,
     ClusterError,
     DdptrainError,
     ExitCode,
@@ -40,7 +41,7 @@ _ERRORS: dict[int, type[DdptrainError]] = {
 
 def error_of(exit_code: int, cause: str) -> DdptrainError:
     """Return the error for the exit code of a driver."""
-    if exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+    if exit_code in SIGNALLED:
         return Interrupted(exit_code - 128)
     if exit_code < 0:
         return ClusterError(f"the driver was killed by {signal.Signals(-exit_code).name}")

@@ -182,7 +182,8 @@ def down(name: str, tell: Tell, *, now: bool = False) -> None:
     """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
     with _held(name) as deployment:
         view = None if now else status.probe(deployment, _SURE_S)
-        if view and view.state == State.UP and not (view.runs or view.waiting):
+        stays = deployment.record.parts.get("attached")  # it is another user's: only the record here is deleted
+        if view and view.state == State.UP and not (view.runs or view.waiting or stays):
             with contextlib.suppress(Exception):  # it failed meanwhile, or is of a version without this call
                 view = status.refuse_runs(deployment, _SURE_S)
         if view and (runs := [run.run_id for run in (*view.runs, *view.waiting)]):

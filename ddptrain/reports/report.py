@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Problem, one_line
+from ddptrain.errors import SIGNALLED, ConfigError, DdptrainError, ExitCode, Problem, one_line
 from ddptrain.results.lookup import RunView
 
 CANDIDATE, CHAMPION = "candidate", "champion"
-_NOT_WRONG = (ExitCode.REJECTED, ExitCode.DEADLINE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+_NOT_WRONG = SIGNALLED | {ExitCode.REJECTED, ExitCode.DEADLINE, ExitCode.PREEMPTED}
 
 
 class Condition(Protocol):

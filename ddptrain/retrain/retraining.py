@@ -22,6 +22,7 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import counted
 from ddptrain.driver.control.signals import signals_to
 from ddptrain.errors import (
+    SIGNALLED,
     DdptrainError,
     ExitCode,
     Interrupted,
@@ -50,13 +51,12 @@ from ddptrain.retrain.start import End, RetrainOptions, Start
 _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
 _PROGRESS_EVERY_S = 30.0
-_SIGHUP_CODE, _SIGQUIT_CODE = 129, 131
 _ENDED: Mapping[str, str] = {
     RetrainStatus.RUNNING: "was killed",
     RetrainStatus.FAILED: "had failed",
     RetrainStatus.DEADLINE: "had reached its deadline",
 }
-_SIGNALLED = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED, _SIGHUP_CODE, _SIGQUIT_CODE})
+_SIGNALLED = SIGNALLED | {ExitCode.PREEMPTED}
 
 
 def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:

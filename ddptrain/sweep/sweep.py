@@ -42,7 +42,6 @@ _PLAIN = frozenset({"grid", "random", "tpe", "none", "median", "asha"})  # witho
 _TICK_S = 0.5
 _SAVE_EVERY_S = 1.0
 _UPLOAD_S = 2.0  # between two checks for signals while a point is uploaded
-_SIGHUP_CODE = 129
 _log = Log(__name__)
 
 
@@ -319,8 +318,7 @@ class Sweep:
 
     def _end_early(self, signum: int) -> None:
         if self.exit_code is None:
-            codes = {signal.SIGTERM: ExitCode.PREEMPTED, signal.SIGHUP: _SIGHUP_CODE}
-            self.exit_code = int(codes.get(signal.Signals(signum), 128 + signum))
+            self.exit_code = int(ExitCode.PREEMPTED) if signum == signal.SIGTERM else 128 + signum
             self.record.message = f"the driver was sent {signal.Signals(signum).name}"
             running = counted(len(self.running), "trial")
             self.display.notice(

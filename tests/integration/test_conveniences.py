@@ -157,7 +157,7 @@ def test_profile_of_the_configuration_is_recorded_by_its_rank(run_cli: Cli, warm
     assert done.rc == 0, done.stderr
     run = run_cli.folder / "runs" / "profiled"
     folder = run / "artifacts" / "profile" / "steps-2-4"
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.csv", "rank-1.pt.trace.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.pt.trace.json.gz"]
     with gzip.open(folder / "rank-1.pt.trace.json.gz") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     assert {name for name in names if name.startswith("ProfilerStep")} == {f"ProfilerStep#{step}" for step in (2, 3, 4)}

@@ -64,7 +64,7 @@ def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, di
     last = record(tmp_path)["last_metrics"]
     assert last["val/accuracy"] >= 0.975
     assert last["val/top5"] >= last["val/accuracy"]
-    check_summary(ended, last)
+    check_summary(tmp_path, ended, last)
     check_steps(tmp_path)
     check_predictions(tmp_path, last["val/accuracy"])
     check_checkpoint(tmp_path)
@@ -72,12 +72,15 @@ def test_small_network_reads_handwritten_digits(tmp_path: Path, run_cli: Cli, di
         assert picture.size == (8 * 16, 16)
 
 
-def check_summary(ended: Finished, last: dict[str, float]) -> None:
-    """run.json and the last lines tell the figures of the last epoch that the log tells."""
+def check_summary(folder: Path, ended: Finished, last: dict[str, float]) -> None:
+    """run.json and the last lines have the metrics of the last epoch; train/loss, logged each step, of the last one."""
     told = re.findall(r"epoch 6/6: (.*), [\d,]+ images/s", ended.stdout)[0]
     figures = dict(each.rsplit(" ", 1) for each in told.split(", "))
     assert {"train/loss", "train/accuracy", "val/loss"} < figures.keys()
+    del figures["train/loss"]
     assert {name: f"{last[name]:.4f}" for name in figures} == figures
+    losses = [[line["train/loss"] for line in lines_of(folder, rank) if "train/loss" in line][-1] for rank in range(2)]
+    assert last["train/loss"] == pytest.approx(sum(losses) / 2)
     assert f"train/loss {last['train/loss']:.4g}" in ended.stdout.partition("  last ")[2]
 
 
@@ -161,7 +164,7 @@ def test_images_with_parts_of_their_own_train_and_validate_as_they_are_split(
     assert f"80 to train on, 24 from {val} to validate with" in ended.stderr
     assert predicted_keys(tmp_path / "runs" / "own") == {"0", "1"}
     ended = run_cli("train", digits_config(tmp_path, digits, **small, val_source=val), "--run-id", "unlike")
-    assert ended.rc == ExitCode.USAGE and "has no images of 2/, 3/" in ended.stderr
+    assert ended.rc == ExitCode.USAGE and "has no images of 2, 3" in ended.stderr
 
 
 def predicted_keys(run: Path) -> set[str]:

@@ -35,7 +35,7 @@ def test_failures_are_errors(exit_code: int) -> None:
     assert RunReport("m", "x", exit_code).level == "error"
 
 
-@pytest.mark.parametrize("exit_code", [7, 8, 75, 130, 143])
+@pytest.mark.parametrize("exit_code", [7, 8, 75, 129, 130, 131, 143])
 def test_early_ends_and_rejections_are_warnings(exit_code: int) -> None:
     assert RunReport("m", "x", exit_code).level == "warning"
 
