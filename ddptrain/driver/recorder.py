@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display.progress_bars import Pace
+from ddptrain.driver.display.pace import Pace
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, describe_thread
 from ddptrain.driver.failure.slow_ranks import SlowRanks
