@@ -95,7 +95,8 @@ def test_wandb_has_an_artifact_for_each_version_with_its_aliases(registry: Model
         assert aliases(backend) == {1: {"previous", "version-1"}, 2: {"champion", "version-2"}}
         rolled_back = ("models", "rollback", "names", "--reason", "too slow")
         succeeded(run_cli(*rolled_back, env={**env, "DDPTRAIN_MODEL_MIRRORS": "wandb"}))
-        assert aliases(backend) == {1: {"champion", "version-1"}, 2: {"previous", "version-2"}}
+        assert registry.state("names").aliases == {"champion": 1}
+        assert aliases(backend) == {1: {"champion", "previous", "version-1"}, 2: {"version-2"}}, "W&B keeps previous"
 
         first = next(each for each in backend.artifacts.values() if each.metadata["version"] == 1)
         assert (first.type, first.name, first.state) == ("model", "names", "COMMITTED")
@@ -215,7 +216,7 @@ def test_mlflow_server_has_the_versions_with_their_aliases(
         succeeded(run_cli("models", "rollback", "names", "--mirror", "mlflow", env=env))
         assert server.aliases() == {"champion": "1"}
         assert len(server.versions()) == len(server.runs()) == 2
-    done = succeeded(run_cli(*promote, "2", env=env))
+    done = succeeded(run_cli(*promote, "2", "--mirror", "mlflow", env=env))
     assert "warning: mirror mlflow is not up to date: MlflowException: " in done.stderr
     assert "Connection refused" in done.stderr or "Max retries exceeded" in done.stderr
 
