@@ -118,8 +118,9 @@ def _end_program(spec: RankSpec, newest: str) -> None:
     _release_objects(spec, newest)
     _flush_files()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        if stream is not None:  # the script may have set it to None
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
 
 
 def _release_objects(spec: RankSpec, newest: str) -> None:

@@ -909,7 +909,6 @@ CASES = [*EXITS, *SIGNALS, *MODULES, *FILES, *RESTARTS, *PROCESSES, *ENCODINGS, 
 _each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # What ddptrain gets wrong.
 DEFECTS = {
-    "stdout-is-none": "exit code 70 if the script has set sys.stdout to None",
     "finalizers-at-exit": "weakref.finalize runs after the exit handlers, because torch has used it before the script",
 }
 
