@@ -236,8 +236,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause(
                 "another shell or cron job runs it",
-                "nothing: this start was not needed. ddptrain results logs RUN --follow watches it, "
-                "ddptrain stop RUN ends it",
+                "nothing: this start was not needed. ddptrain watch RUN shows it, ddptrain stop RUN ends it",
             ),
             Cause(
                 "its driver on another host is silent",

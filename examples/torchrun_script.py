@@ -1,7 +1,7 @@
 """Fits a small network, as any script for torchrun does; nothing here knows ddptrain.
 
 torchrun --nproc-per-node 2 examples/torchrun_script.py --epochs 2
-ddptrain run --ranks 2 examples/torchrun_script.py -- --epochs 2
+ddptrain run --ranks 2 examples/torchrun_script.py --epochs 2
 """
 
 import argparse

@@ -104,8 +104,9 @@ class Cli:
         output.mkdir(exist_ok=True)
         stdout, stderr = (output / f"{len(self.started)}.{name}" for name in ("out", "err"))
         environment = {**os.environ, "XDG_STATE_HOME": str(self.folder / ".state")}
-        if self.fork_server is None and environment.get("PYTHONPATH") == QUICK_START:
-            del environment["PYTHONPATH"]
+        if self.fork_server is None:  # twice in a process of pytest-xdist
+            paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path != QUICK_START]
+            environment |= {"PYTHONPATH": os.pathsep.join(paths)} if any(paths) else {}
         environment.update(env or {})
         words, folder = list(map(str, args)), cwd or self.folder
         popen: subprocess.Popen[bytes] | ForkedProcess

@@ -51,8 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("GITHUB_ACTIONS", "GITLAB_CI", "DDPTRAIN_CI"):  # where this suite runs must not change what it sees
         os.environ.pop(name, None)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
-    # A shell's `&` ignores SIGINT, nohup ignores SIGHUP, and children would inherit it. A handler they do not inherit.
-    for number in (signal.SIGINT, signal.SIGHUP):
+    # A shell's `&` ignores SIGINT and SIGQUIT, nohup ignores SIGHUP, and children would inherit it. A handler they do
+    # not inherit.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 

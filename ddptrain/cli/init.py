@@ -1,4 +1,4 @@
-"""`ddptrain init FOLDER`: writes a small project to start from, or the YAML file for a command of torchrun."""
+"""`ddptrain init FOLDER`: writes a small project to start from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.printing import say
 from ddptrain.errors import UsageError
 
 _SCHEMA = "ddptrain.schema.json"
@@ -39,21 +38,11 @@ def init(
         str, typer.Argument(metavar="FOLDER", help="Folder to write into; created if it does not exist.")
     ] = ".",
     workload: Annotated[Workload, typer.Option(help="What the project trains.")] = Workload.FUNCTION,
-    origin: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--from", metavar="torchrun COMMAND", help='Write the YAML file for "torchrun ... train.py".'),
-    ] = None,
 ) -> None:
     """Write a small training function and its YAML file; existing files are not changed."""
-    notes: tuple[str, ...] = ()
-    if origin is None:
-        files = _starter(workload)
-    else:
-        files, notes = _translated(*origin)
+    files = _starter(workload)
     target = Path(folder)
     _write(target, files)
-    for note in notes:
-        say(f"init: {note}")
     place = "" if target.resolve() == Path.cwd() else f"cd {shlex.quote(folder)} && "
     config = next(iter(files))
     typer.echo(f"wrote {', '.join(files)}; train it with: {place}ddptrain train {shlex.quote(config)}")
@@ -72,22 +61,6 @@ def _starter(workload: Workload) -> dict[str, str]:
     else:
         contents = {f"{workload}.yaml": shipped_configs()[_SHIPPED[workload]].read_text("utf-8")}
     return {**contents, ".gitignore": (package / "gitignore").read_text("utf-8"), _SCHEMA: _schema()}
-
-
-def _translated(tool: str, command: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the YAML file for a command of torchrun, and what the user should know. Raises UsageError."""
-    import yaml
-
-    from ddptrain.config.torchrun import translate
-
-    if tool != "torchrun":
-        raise UsageError(f'--from {tool}: only commands of torchrun are known: --from torchrun "torchrun ... train.py"')
-    found = translate(command)
-    notes = found.notes
-    if name := found.config["cluster"].get("name"):
-        notes += (f'cluster.name is "{name}": start this cluster once: ddptrain cluster up --help',)
-    text = yaml.safe_dump(found.config, sort_keys=False, allow_unicode=True, width=120)
-    return {f"{found.name}.yaml": _SCHEMA_LINE + text, _SCHEMA: _schema()}, notes
 
 
 def _schema() -> str:

@@ -41,6 +41,7 @@ from ddptrain.cli.unattended.notify import app as notify
 from ddptrain.cli.unattended.retrain import retrain
 from ddptrain.cli.unattended.schedule import app as schedule
 from ddptrain.cli.usage_errors import RootGroup
+from ddptrain.cli.watch import watch
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, limit_error, one_line
 
 PROGRAM = "ddptrain"
@@ -95,6 +96,7 @@ app.command(
 )(run)
 app.command("retrain", short_help="Train a model again, and use the new version if it is better.")(retrain)
 app.command("sweep", short_help="Search for the best values of some fields.")(sweep)
+app.command("watch", short_help="Show a run that another shell has started.")(watch)
 app.command("stop", short_help="End a run that another shell has started.")(stop)
 app.add_typer(cluster, name="cluster")
 app.command("evaluate", short_help="Score a run or a model.")(evaluate)

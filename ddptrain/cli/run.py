@@ -1,7 +1,8 @@
-"""`ddptrain run SCRIPT -- ARGS`: runs a torchrun script without a configuration file."""
+"""`ddptrain run SCRIPT ARGS`: runs a torchrun script without a configuration file."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from functools import partial
 from pathlib import Path
@@ -10,46 +11,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddptrain.cli import options as opt
+from ddptrain.cli import torchrun
 from ddptrain.cli.examples import Command
-from ddptrain.cli.train import reporting_of, start
-from ddptrain.config.torchrun import REPLACEMENTS
+from ddptrain.cli.printing import say
+from ddptrain.cli.train import TORCHRUN, reporting_of, start
 from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
     from ddptrain.config.resolved import ResolvedConfig
 
+_RANKS = "cluster.ranks"
 # All arguments after the script belong to it, even if they look like our options.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
 
 
 class RunCommand(Command):
-    """Names the option of `ddptrain run` that takes the place of an option of torchrun."""
+    """Takes the options of torchrun, too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises UsageError for an option of torchrun."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:  # typer has a copy of click's exceptions, which is private
-            option = str(getattr(error, "option_name", ""))
-            name = option.replace("_", "-")
-            hint = REPLACEMENTS["--standalone"] if name.startswith("--rdzv-") else REPLACEMENTS.get(name)
-            if hint is None:
-                raise
-            raise UsageError(f"{option} is an option of torchrun: {hint}") from None
+        """Parse the arguments; the options of torchrun are in ctx.meta. Raises UsageError."""
+        own = {name: not getattr(param, "is_flag", True) for param in self.params for name in param.opts}
+        ctx.meta[TORCHRUN], rest = torchrun.read(args, os.environ, own)
+        return super().parse_args(ctx, rest)
 
 
 def run(
     ctx: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python file, or with -m a module.")],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="-- ARGS", help="The script's own arguments, after --.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments: all that follows it.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")] = False,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
     runs_dir: opt.RunsDirOption = None,
     run_id: opt.RunIdOption = None,
-    overrides: Annotated[list[str] | None, opt.set_option("failure.max_restarts=3")] = None,
+    overrides: Annotated[list[str] | None, opt.set_option("env.LEVEL=info")] = None,
     local_rank: Annotated[
         bool, typer.Option("--local-rank", help="Give the script --local-rank=N first, as torch.distributed.launch.")
     ] = False,
@@ -65,23 +62,47 @@ def run(
     junit: opt.JunitOption = None,
     ready_fd: opt.ReadyFdOption = None,
 ) -> None:
-    """Run an unmodified torchrun script on every GPU: on this machine, or on a running cluster."""
-    given = args or []
-    own = given[1:] if given[:1] == ["--"] else given
-    workload = {"module" if module else "script": script, "args": own, "local_rank_arg": local_rank}
+    """Run an unmodified torchrun script: on this machine, or on a running cluster.
+
+    All options of torchrun are taken, too, such as --nproc-per-node, --nnodes, --max-restarts and --standalone.
+    """
+    given: torchrun.TorchrunOptions = ctx.meta[TORCHRUN]
+    own = args[1:] if args and args[0] == "--" else args or []
     with reporting_of(script, report, junit) as reporting:
-        if not module and script.lower().endswith((".yaml", ".yml")):  # Python would not run it
+        is_module = module or given.on("--module")
+        data = torchrun.program(script, own, given, module=is_module)
+        data["workload"]["local_rank_arg"] = local_rank
+        if not is_module and script.lower().endswith((".yaml", ".yml")):  # Python would not run it
             raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
-        resolved = _load(workload, overrides or [], opt.field_options(ranks, cluster, runs_dir))
+        resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir))
+        if ignored := given.ignored(ranks=ranks is not None, runs_dir=runs_dir is not None):
+            say(f"ddptrain: options of torchrun that have no use here and are ignored: {', '.join(ignored)}")
         from ddptrain.driver.run import LaunchOptions
 
-        launch = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks)
+        launch = LaunchOptions(
+            run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks, given.shown()
+        )
         start(ctx, resolved, reporting, launch, dry_run=dry_run, detach=detach)
 
 
-def _load(workload: dict[str, Any], overrides: list[str], options: dict[str, str]) -> ResolvedConfig:
-
+def _load(
+    data: dict[str, Any], overrides: list[str], given: torchrun.TorchrunOptions, options: dict[str, str]
+) -> ResolvedConfig:
+    """Load the configuration. --set has precedence over PET_* variables, and an option over --set."""
     from ddptrain.config.load import COMMAND_LINE, load_mapping
 
-    load = partial(load_mapping, {"workload": workload}, Path.cwd(), source=COMMAND_LINE)
-    return opt.checked(lambda changes: load(overrides=changes), overrides, options)
+    def load(more: dict[str, str]) -> ResolvedConfig:
+        of_mapping = partial(load_mapping, data, Path.cwd(), source=COMMAND_LINE)
+        return opt.checked(lambda changes: of_mapping(overrides=changes), overrides, {**fields, **options, **more})
+
+    own, changed = ({text.partition("=")[0] for text in texts} for texts in (options, overrides))
+    fields = given.fields(own, changed)
+    resolved = load({})
+    if _RANKS in own and given.typed_ranks:
+        raise UsageError(f"--ranks is the number of all ranks, and {given.typed_ranks} is given, too: leave one out")
+    if _RANKS in own or (_RANKS in changed and not given.typed_ranks):
+        return resolved
+    ranks, notice = given.ranks(resolved.config.cluster)
+    if notice:
+        say(f"ddptrain: {notice}")
+    return load(ranks) if ranks else resolved

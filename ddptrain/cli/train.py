@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ddptrain.driver.run import LaunchOptions
     from ddptrain.reports.destinations import Reporting
 
+TORCHRUN = "ddptrain.torchrun"  # the key of torchrun's options in the context of `ddptrain run`
+
 
 def train(
     ctx: typer.Context,
@@ -122,7 +124,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     lines = [
         f"run {begun.run_id} in {begun.run_dir} continues without this shell: process {begun.pid} on {begun.host}",
         *([begun.reason] if begun.reason else []),
-        f"follow it with ddptrain results logs {run} --follow, stop it with ddptrain stop {run}",
+        f"follow it with ddptrain watch {run}, stop it with ddptrain stop {run}",
     ]
     for line in [begun.reason] if begun.done else lines:
         say(f"ddptrain: {line}")
@@ -132,7 +134,7 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
 
 def _typed(ctx: typer.Context, leave_out: Container[str]) -> list[str]:
     """Return the options and arguments of this command as they were typed, except `leave_out`."""
-    options: list[str] = []
+    options = list(ctx.meta[TORCHRUN].words) if TORCHRUN in ctx.meta else []
     arguments: list[str] = []
     for param in ctx.command.params:
         source = ctx.get_parameter_source(param.name or "")

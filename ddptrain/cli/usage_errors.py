@@ -123,10 +123,8 @@ def _option_hint(name: str, ctx: Any) -> str:
     match = nearest(word, [option[2:] for option in known if option.startswith("--")])
     if match:
         return f" (did you mean --{match}?)"
-    if ctx is not None and ctx.command.name == "init":
-        return ' (put the whole command in quotes: --from torchrun "torchrun ...")'
     if "--local-rank" in known:
-        return f" (arguments of the script come after it and --: SCRIPT -- {shorten(name)} ...)"
+        return f" (arguments of the script come after it: SCRIPT {shorten(name)} ...)"
     return f" (a field is changed as --set {shorten(_field(name))}=VALUE)" if "--set" in known else ""
 
 

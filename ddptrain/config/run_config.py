@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.sections.clusters import ClusterConfig
@@ -23,7 +23,6 @@ from ddptrain.config.types import (
     VariableName,
     Word,
     default_name,
-    off_word,
     slug,
     wrong_field,
 )
@@ -180,15 +179,6 @@ class FailureConfig(Strict):
     lost_after_s: Annotated[Seconds, Field(ge=1)] = Field(
         default=LOST_AFTER_S,
         description="Seconds without a message from a worker, or without the scheduler, after which it counts as lost.",
-    )
-    slow: Annotated[Literal["off", "warn", "replace"], BeforeValidator(off_word)] = Field(
-        default="warn",
-        description="What happens if a rank's own work is slower than that of others: warn reports it; replace also "
-        "moves it to a slot of another host with the next ctx.checkpoint, if one is free; off does not look.",
-        json_schema_extra={"enum": ["off", "warn", "replace", False]},
-    )
-    slow_factor: Annotated[float, Field(gt=1)] = Field(
-        default=1.5, description="A rank is slow if its own time in a step is this many times the median of all ranks."
     )
     nan: Literal["warn", "stop", "ignore"] = Field(
         default="warn",

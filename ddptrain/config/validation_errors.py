@@ -62,10 +62,12 @@ _PATTERNS = {
 }
 MAX_PROBLEMS = 50
 _UNSHOWN = Problem("", "", "")
-# Fields of earlier versions, and what replaces them.
+# Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
 _REMOVED = {
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
+    "failure.slow": "leave it out; a slow rank is always named, and stays where it is",
+    "failure.slow_factor": "leave it out; a slow rank is named if the others wait for it for a fifth of each step",
 }
 # Follow-up errors of a field that has an error of its own.
 _CONSEQUENCES = {"default_factory_not_called"}
@@ -197,9 +199,10 @@ def _expected(details: ErrorDetails) -> str:
 
 
 def _unknown_hint(path: PathKey, schema: Schema) -> str:
-    if replaced := _REMOVED.get(dotted(path)):
-        return replaced
     name, parent = str(path[-1]), path[:-1]
+    removed = getattr(schema.params, "REMOVED", {}).get(name) if parent == ("params",) else _REMOVED.get(dotted(path))
+    if removed:
+        return str(removed)
     siblings = schema.siblings(parent)
     match = nearest(name, siblings)
     elsewhere = [key for key in schema.keys() if key.rpartition(".")[2] == name]  # noqa: SIM118

@@ -16,7 +16,6 @@ from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
-from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.recorder import Recorder
@@ -157,8 +156,7 @@ class AttemptSeries:
             watchdog = new_watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
             parts = (transfer, self.recorder, context.worker_group.inbox, fault, watchdog, start_timeout_s)
             lost_after_s = self.config.failure.lost_after_s
-            slow = SlowPolicy(self.config.failure.slow, self.config.failure.slow_factor)
-            return Attempt(context.worker_group, specs, *parts, lost_after_s, slow).run()
+            return Attempt(context.worker_group, specs, *parts, lost_after_s).run()
         except BaseException:
             transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise
@@ -168,7 +166,7 @@ class AttemptSeries:
     def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
         *others, last = self.context.writer.record.attempts
         ranks = tuple(rank.record() for rank in end.ranks)
-        failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure and not end.moves else None
+        failure = dataclasses.replace(run_end.failure, traceback="") if run_end.failure else None
         ended = dataclasses.replace(last, ended_at=utc_now(), outcome=str(run_end.status), ranks=ranks, failure=failure)
         self.context.writer.update(attempts=(*others, ended))
 

@@ -11,15 +11,17 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
+from ddptrain.driver.display.progress_bars import Pace
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, describe_thread
-from ddptrain.driver.failure.slow_ranks import SlowRank
+from ddptrain.driver.failure.slow_ranks import SlowRanks
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.run_record import (
     EnvironmentValue,
     NotFiniteRecord,
+    ProgressRecord,
     RankRecord,
     SlowRankRecord,
     as_json_data,
@@ -30,6 +32,7 @@ from ddptrain.results.run_writer import RunWriter
 _MOST_RETURNED = 1 << 16  # characters of a return value
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
 _MOST_NAMES = 20
+_PROGRESS_EVERY_S = 2.0
 _DECIDING = ("ddptrain", "torch", "python")
 _DEFAULT_METRIC = CheckpointConfig().metric
 _NOT_LOGGED = frozenset({"traceback", "rank_time_ns", "run_id"})
@@ -57,10 +60,15 @@ class Recorder:
         self._activity = activity
         self.writer = writer
         self.display = display
+        self._paces: dict[int, Pace] = {}  # of the ranks of this attempt
+        self._progress_at = 0.0  # monotonic seconds, when the progress is due in run.json
+        self._status = ""
         self._metric = metric
         self._logged: set[str] = set()
         self._failed = False  # a rank has failed in this attempt, and not as a consequence
         self._shown: Fault | None = None  # the root cause, if it was shown
+        self._slow_ranks: SlowRanks | None = None
+        self._is_slow_shown = False  # in this attempt
 
     def event(self, kind: str, /, **fields: Any) -> None:
         """Add a line to events.jsonl and to --output json."""
@@ -74,13 +82,16 @@ class Recorder:
         return line
 
     def status(self, text: str) -> None:
-        """Show what the run waits for."""
+        """Show and record what the run waits for."""
+        if text != self._status:
+            self._status = text
+            self._recorded("status", {"message": text})
         self.display.status(text)
 
-    def notice(self, text: str) -> None:
-        """Show and record information that is not a warning."""
-        self._recorded("notice", {"level": "info", "message": text})
-        self.display.notice(text)
+    def notice(self, text: str, level: str = "info") -> None:
+        """Show and record a message; level is "info", "warning" or "error". `ddptrain watch` shows what is recorded."""
+        self._recorded("notice", {"level": level, "message": text})
+        self.display.notice(text, level=level)
 
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
         """Record in run.json where each rank runs, when every rank has entered the workload.
@@ -90,12 +101,11 @@ class Recorder:
         attempts = self.writer.record.attempts
         self.writer.update(attempts=(*attempts[:-1], dataclasses.replace(attempts[-1], ranks=ranks)))
         if not self._failed:
-            self.display.status(self._activity)
+            self.status(self._activity)
 
     def warn(self, text: str) -> None:
         """Show and record a warning."""
-        self._recorded("notice", {"level": "warning", "message": text})
-        self.display.notice(text, level="warning")
+        self.notice(text, "warning")
 
     def flush(self) -> None:
         """Write the buffered metrics into the run directory."""
@@ -109,9 +119,23 @@ class Recorder:
         for each in metrics:
             self._logged |= each.values.keys()
             self.display.metrics(rank, each)
-        for event in numbers:
-            if isinstance(event, events.Progress):
-                self.display.progress(rank, event)
+        progress = [event for event in numbers if isinstance(event, events.Progress)]
+        for event in progress:
+            self.display.progress(rank, event)
+        if progress:
+            self._progress(rank, progress[-1])
+
+    def _progress(self, rank: int, event: events.Progress) -> None:
+        self._paces.setdefault(rank, Pace()).update(event)
+        if time.monotonic() < self._progress_at:
+            return
+        self._progress_at = time.monotonic() + _PROGRESS_EVERY_S
+        ranks = {str(rank): pace.done for rank, pace in self._paces.items() if pace.done is not None}
+        slowest = min(self._paces.values(), key=lambda pace: (pace.fraction or 0.0, pace.done or 0.0))
+        record = ProgressRecord(
+            time.time(), slowest.done or 0.0, slowest.total, shorten(slowest.unit), slowest.eta_s, ranks
+        )
+        self.writer.set_progress(record)
 
     def rank_event(self, rank: int, event: events.Event) -> None:
         """Show and record an event that a rank sent."""
@@ -120,9 +144,7 @@ class Recorder:
                 self._started(rank, event)
             case events.Note():
                 self.event("note", rank=rank, level=event.level, message=event.message)
-                self.display.notice(
-                    f"rank {rank}: {event.message}", level="warning" if event.level == "warning" else "info"
-                )
+                self.notice(f"rank {rank}: {event.message}", "warning" if event.level == "warning" else "info")
             case events.Entered() | events.Finished():
                 self.event(event.kind, rank=rank, rank_time_ns=event.time_ns)
             case events.Failure():
@@ -160,7 +182,7 @@ class Recorder:
         self.event("not_finite", **dataclasses.asdict(found))
         if self._nan == "stop":
             return f"{found.description} (failure.nan is stop)"
-        self.display.notice(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)", level="warning")
+        self.warn(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)")
         return ""
 
     def _rare_event(self, rank: int, event: events.Event) -> None:
@@ -171,6 +193,8 @@ class Recorder:
                 self._returned(rank, event)
             case events.Tracked():
                 self._tracked(rank, event)
+            case events.StepTimes():
+                self._step_times(rank, event)
             case events.Timed():
                 fields = {"activity": shorten(event.activity), "seconds": event.seconds}
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
@@ -179,7 +203,7 @@ class Recorder:
             case events.ThreadFailure():
                 self.event("thread_failure", rank=rank, **_fields(event))
                 text = f"rank {rank}: thread {event.thread} has ended with {describe_thread(event)}; the rank continues"
-                self.display.notice(text, level="warning")
+                self.warn(text)
 
     def _returned(self, rank: int, event: events.Returned) -> None:
         if rank != 0 or len(event.value) > _MOST_RETURNED:
@@ -204,7 +228,7 @@ class Recorder:
         self.event("checkpoint_failed", rank=rank, **_fields(event))
         then = "not tried again" if event.given_up else "trying again"
         text = f"rank {rank}: checkpoint step-{event.step} could not be written (failure {event.failures} in a row)"
-        self.display.notice(f"{text}, {then}: {event.message}", level="warning")
+        self.warn(f"{text}, {then}: {event.message}")
 
     def _started(self, rank: int, event: events.Started) -> None:
         if rank == 0:
@@ -235,27 +259,36 @@ class Recorder:
         if cause is not None:
             self.show_cause(cause)
         self._failed, self._shown, self._is_finite = False, None, True
+        self._slow_ranks, self._is_slow_shown = None, False
+        self._paces.clear()
+        self.writer.set_progress(None)
 
     def show_cause(self, fault: Fault) -> None:
         """Show the root cause of an attempt, once."""
         if self._shown is None or self._shown.line != fault.line:
             self._shown = fault
-            self.display.notice(f"rank {fault.rank} {fault.verb}: {fault.line}", level="error")
+            self.notice(f"rank {fault.rank} {fault.verb}: {fault.line}", "error")
 
     def system(self, sample: SystemSample) -> None:
         """Record and show the use of a host and its ranks."""
         self.writer.system(sample)
         self.display.system(sample)
 
-    def slow_rank(self, slow: SlowRank, causes: Sequence[str], record: RankRecord) -> None:
-        """Record and show that a rank is slow."""
-        attempt = self.writer.record.attempts[-1].attempt
-        own_s, median_s = round(slow.own_s, 6), round(slow.median_s, 6)
-        where = attempt, slow.rank, record.host, record.gpu
-        entry = SlowRankRecord(*where, own_s, median_s, slow.steps, utc_now(), tuple(causes))
+    def _step_times(self, rank: int, step: events.StepTimes) -> None:
+        """Record and show, once in an attempt, that a rank is slow."""
+        attempt = self.writer.record.attempts[-1]
+        if self._is_slow_shown or self._failed or not attempt.ranks:
+            return
+        self._slow_ranks = self._slow_ranks or SlowRanks(len(attempt.ranks))
+        if (slow := self._slow_ranks.after(rank, step)) is None:
+            return
+        self._is_slow_shown = True
+        where = attempt.ranks[slow.rank]
+        times = round(slow.own_s, 6), round(slow.others_s, 6)
+        entry = SlowRankRecord(attempt.attempt, slow.rank, where.host, where.gpu, *times, slow.computes, utc_now())
         self.writer.update(slow_ranks=(*self.writer.record.slow_ranks, entry))
         self.event("slow_rank", **dataclasses.asdict(entry))
-        self.display.notice(entry.description, level="warning")
+        self.warn(entry.description)
 
     def stored(self, rank: int, path: str, step: int | None) -> None:
         """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""

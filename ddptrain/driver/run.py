@@ -73,6 +73,7 @@ class LaunchOptions:
     ready_fd: int | None = None  # of a detached driver: the pipe to report to that the run has begun
     full_traceback: bool = False  # in the ranks' logs; run.json always has all frames
     all_ranks: bool = False  # each rank is shown separately, even if there are many
+    shows: Callable[[int], bool] | None = None  # whether the output of this local rank is shown; None: of all
     evaluation: EvaluationPlan | None = None  # the ranks score checkpoints instead of training
     to_stderr: bool = False  # where everything is shown, because stdout is for the result of the command
     ended: Callable[[RunView], None] | None = None  # called with the run when it has ended and all has been shown
@@ -202,7 +203,8 @@ class _Run:
             if shared is None
             else shared.cluster
         )
-        self.keeping.listen(Recorder(self.writer, self.display).warn, self._abort)
+        self.recorder = Recorder(self.writer, self.display)
+        self.keeping.listen(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
 
     def _abort(self, error: DdptrainError) -> None:
@@ -251,7 +253,7 @@ class _Run:
                 if self.options.shared is not None:
                     session = self.options.shared.session
                 else:
-                    session = stack.enter_context(open_session(self.cluster, self.config, self.display.status))
+                    session = stack.enter_context(open_session(self.cluster, self.config, self.recorder.status))
                 client, foreign, lost_after_s = session.client, session.target.foreign, self.config.failure.lost_after_s
                 worker_group = stack.enter_context(
                     WorkerGroup(
@@ -295,8 +297,10 @@ class _Run:
         with self.signals.interrupting():
             places = worker_group.reserve(request, hooks)
         self.display.expect(len(places), self.log_sizes)
+        if (shows := self.options.shows) is not None:
+            self.display.hide({place.rank for place in places if not shows(place.local_rank)})
         if self.machine is None:
-            self.display.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
+            self.recorder.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
         return places
 
     def _wait_hooks(self, client: Client, target: Target) -> WaitHooks:
@@ -306,7 +310,7 @@ class _Run:
             check=self._check_of(client) if target.foreign else None,
             worker_fault=self._worker_fault,
             last_words=self.cluster.last_words,
-            tell=self.display.status,
+            tell=self.recorder.status,
             cluster=target.name,
             fixed=target.fixed,
         )
@@ -336,9 +340,9 @@ class _Run:
             self.display.expect(self.machine.ranks, self.log_sizes)
             for warning in resource_warnings(self.machine, usable_cores()) if self.options.shared is None else ():
                 self.display.notice(warning, level="warning")
-            self.display.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
+            self.recorder.status(f"starting {counted(self.machine.ranks, 'rank')} on a local cluster")
         else:
-            self.display.status(f"connecting to {self.cluster.description}")
+            self.recorder.status(f"connecting to {self.cluster.description}")
 
     def _end(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Write the end to run.json, then show it, so that the file is complete when the last line appears.

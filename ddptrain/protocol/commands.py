@@ -19,7 +19,6 @@ class Command(StrEnum):
     INTERRUPT = "interrupt"  # the same, but a script gets SIGINT
     HANG_UP = "hang-up"  # the same with SIGHUP
     QUIT = "quit"  # the same with SIGQUIT
-    MOVE = "move"  # save with the next checkpoint, whenever that is, and end: the ranks start again in other slots
     STACKS = "stacks"  # report the stacks of all threads
     STOP = "stop"  # end: the worker group is being stopped; SIGTERM follows
     NOTICED = "noticed"  # from this process's own handler of SIGTERM; not accepted from the pipe

@@ -249,14 +249,14 @@ class Timed(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes(Event):
-    """The mean times per step of the rank's last `steps` gradient exchanges, in seconds.
+    """A step that DDP has measured, in seconds.
 
-    own_s: the rank's own work, without the longest tenth of the steps. waited_s: the wait for other ranks, with the
-    exchange itself.
+    step_s: the mean duration since the measured step before. compute_s: the forward and the backward pass. waited_s:
+    from the end of the backward pass to the end of the gradient exchange, in which the rank waits for other ranks.
     """
 
-    steps: int
-    own_s: float
+    step_s: float
+    compute_s: float
     waited_s: float
 
 

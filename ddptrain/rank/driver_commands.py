@@ -56,7 +56,6 @@ class CommandHandler:
         self.commands.on(Command.INTERRUPT, lambda: self._preempt(signal.SIGINT))
         self.commands.on(Command.HANG_UP, lambda: self._preempt(signal.SIGHUP))
         self.commands.on(Command.QUIT, lambda: self._preempt(signal.SIGQUIT))
-        self.commands.on(Command.MOVE, self._move)
         self.commands.on(Command.STOP, self._stop)
         self.commands.on(Command.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
         self.commands.listen()
@@ -93,12 +92,6 @@ class CommandHandler:
             process_control.die_of_sigterm()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
-
-    def _move(self) -> None:
-        """End with the next call of ctx.checkpoint. A workload that does not call it continues to train."""
-        if self.state() == "crashed":
-            self.calls.notified = True
-            self.calls.tell_to_end()
 
     def _stop(self) -> None:
         self.report_handled()

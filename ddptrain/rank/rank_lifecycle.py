@@ -137,16 +137,15 @@ class RankLifecycle:
         return device
 
     def _measure_steps(self) -> None:
-        """Measure the steps: rank 0 sums up its waits; all ranks report their own time, which shows a slow rank."""
-        from ddptrain.rank.steps.step_clock import measure_steps
+        """Measure the steps: rank 0 sums up its waits; all ranks report steps of DDP, which shows a slow rank."""
+        from ddptrain.rank.steps.ddp_times import report_steps
         from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
 
         if self.spec.rank == 0:
             self.waiting = WaitingTime(self.emitter)
             measure_data(self.waiting)
-        compares = self.spec.supervision.measure_steps and self.spec.placement.world_size > 1
-        if compares or self.waiting is not None:
-            measure_steps(self.emitter if compares else None, self.waiting)
+        if (world_size := self.spec.placement.world_size) > 1:
+            report_steps(self.emitter, world_size, self.waiting.first_step if self.waiting is not None else None)
 
     def _emit_started(self, device: torch.device) -> None:
         import torch

@@ -132,7 +132,13 @@ def _enter_module(main: types.ModuleType, module: importlib.machinery.ModuleSpec
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec:
     """Return the spec of the module, or of a package's __main__ module. Raises ModuleNotFoundError."""
-    module = importlib.util.find_spec(name)
+    try:
+        module = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not name.endswith(".py"):
+            raise
+        text = f"{error}. Try using {name[:-3]!r} instead of {name!r} as the module name"
+        raise ModuleNotFoundError(text, name=name) from None
     if module is not None and module.submodule_search_locations is not None:
         name = f"{name}.__main__"
         module = importlib.util.find_spec(name)

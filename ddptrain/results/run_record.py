@@ -89,10 +89,10 @@ class AttemptRecord(_Part):
 
 @dataclass(frozen=True, slots=True)
 class SlowRankRecord(_Part):
-    """A rank whose own work takes longer than the work of other ranks.
+    """A rank for which the other ranks wait in each step.
 
-    own_s: seconds of its own work in each step; median_s: the median over all ranks. steps: how many steps were
-    measured. causes: what the system metrics showed at `found_at`, as text.
+    own_s: seconds of its own work in a step; median_s: the median of the other ranks. computes: its forward and
+    backward passes take longer, too.
     """
 
     attempt: int = 1
@@ -101,17 +101,17 @@ class SlowRankRecord(_Part):
     gpu: str | None = None
     own_s: float = 0.0
     median_s: float = 0.0
-    steps: int = 0
+    computes: bool = False
     found_at: str = ""
-    causes: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
         """The record as a line."""
-        times = f"{self.own_s / self.median_s:.1f} times" if self.median_s else "longer than"
-        reason = "; ".join(self.causes) or "the system metrics show no reason"
-        text = f"rank {self.rank} on {self.host} is slow: its own work takes {_seconds(self.own_s)} in each step, "
-        return f"{text}{times} the median of {_seconds(self.median_s)}; {reason}"
+        part = "forward and backward passes take" if self.computes else "work between the passes, such as data, takes"
+        return (
+            f"rank {self.rank} on {self.host} needs {_seconds(self.own_s)} a step, the other ranks "
+            f"{_seconds(self.median_s)} (median): they wait for it, because its {part} longer"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +230,38 @@ class BestRecord(_Part):
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressRecord(_Part):
+    """How far the slowest rank was at `time_s` (seconds since 1970): `done` of `total`, counted in `unit`.
+
+    eta_s: seconds until all is done, at the rate of that time; None if it is not known. ranks: `done` of each rank.
+    """
+
+    time_s: float = 0.0
+    done: float = 0.0
+    total: float | None = None
+    unit: str = ""
+    eta_s: float | None = None
+    ranks: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> str:
+        """As "epoch 3/12" or "24 %"; "" if the end is not known."""
+        if not self.total:
+            return ""
+        if self.unit in ("epoch", "epochs"):
+            return f"epoch {self.done:g}/{self.total:g}"
+        return f"{min(self.done / self.total, 1.0):.0%}".replace("%", " %")
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord(_Part):
     """All of run.json. Times are ISO 8601 in UTC; `checkpoints` holds folder names, newest first.
 
     waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
     inputs. duration_s: of all parts of a resumed run, in seconds; earlier_s: the same without the last part, which
     began at `resumed_at`. params: as in config.yaml; None in records of older versions. last_metrics: one value for all
-    ranks, None if it is not finite; see results/latest_metrics.py.
+    ranks, None if it is not finite; see results/latest_metrics.py. progress: that of
+    the last attempt.
     """
 
     schema: int = SCHEMA
@@ -263,6 +288,7 @@ class RunRecord(_Part):
     rank_environment: Mapping[str, EnvironmentValue] = field(default_factory=dict)
     driver: DriverRecord = field(default_factory=DriverRecord)
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
+    progress: ProgressRecord | None = None
     time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/timing/time_use.py
     goodput: float | None = None  # the share of training
     best: BestRecord | None = None

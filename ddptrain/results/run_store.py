@@ -80,7 +80,7 @@ class LocalRuns:
         """Change the tags and the note of a run; return them. Raises RunNotFound, ResultsError."""
         return edit_folder(find_run(self.folder, run), change)
 
-    def follow(self, view: RunView, rank: int | None) -> Callable[[], bool] | None:
+    def follow(self, view: RunView, rank: int | None, *, numbers: bool = False) -> Callable[[], bool] | None:
         """Return None: the files of the run itself are read."""
         return None
 

@@ -28,14 +28,22 @@ from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
-from ddptrain.results.run_record import AttemptRecord, DriverRecord, FailureRecord, RunRecord, RunStatus, utc_now
+from ddptrain.results.run_record import (
+    AttemptRecord,
+    DriverRecord,
+    FailureRecord,
+    ProgressRecord,
+    RunRecord,
+    RunStatus,
+    utc_now,
+)
 from ddptrain.results.secure_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.select.recorded_config import parsed_config
 from ddptrain.results.staged_files import adopt_file
 from ddptrain.results.system.system_file import SystemFile
 
-_METRICS_EVERY_S = 1.0
-_SAVING_SHARE = 50  # at most one part in so many of the time is for metrics in run.json, which grows with the ranks
+_NUMBERS_EVERY_S = 1.0  # metrics and progress
+_SAVING_SHARE = 50  # at most one part in so many of the time is for numbers in run.json, which grows with the ranks
 _SETTLE_S = 1.0  # for two hosts that do not see each other's lock: both then see the last heartbeat
 _OWN_FIELDS = frozenset({"event", "run_id", "run_dir", "status"})  # fields of events in which no secret is looked for
 
@@ -123,6 +131,7 @@ class RunWriter:
                 resumed_at=utc_now(),
                 failure=None,
                 result=None,
+                progress=None,
                 params=_params_in(config_text),
                 git=git_state(Path.cwd()),
                 versions=installed_versions(),
@@ -243,8 +252,17 @@ class RunWriter:
                 if self.loss is None:
                     self._metrics.add(_metrics_line(event, rank, attempt))
                 self._latest.logged(rank, event.step, event.values)
-            if time.monotonic() - self._saved_at >= max(_METRICS_EVERY_S, _SAVING_SHARE * self._saving_s):
-                self._save()
+            self._save_if_due()
+
+    def set_progress(self, progress: ProgressRecord | None) -> None:
+        """Set the progress of the attempt; run.json follows a second or more later."""
+        with self._mutex:
+            self._record = dataclasses.replace(self._record, progress=progress)
+            self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        if time.monotonic() - self._saved_at >= max(_NUMBERS_EVERY_S, _SAVING_SHARE * self._saving_s):
+            self._save()
 
     def system(self, sample: SystemSample) -> None:
         """Append the use of a host and its ranks to system.jsonl."""

@@ -1,28 +1,22 @@
-"""Downloads one large file from a URL to this host's disk, once for all of its ranks and runs."""
+"""Downloads one large file, weights of torchvision, to this host's disk, once for all of its ranks and runs."""
 
 from __future__ import annotations
 
-import base64
 import glob
 import http.client
 import os
 import re
 import secrets
-import string
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 from ddptrain import file_ops
 from ddptrain.errors import UsageError
 from ddptrain.log import Log
-from ddptrain.redact import hide_credentials
-from ddptrain.storage.store import Limits, StoreError, StoreUnreachable, Transient, fetch_chunks
 
 _log = Log(__name__)
 _TRIES = 3
@@ -43,25 +37,13 @@ class DownloadFailed(UsageError):
     """A file can't be downloaded from its URL."""
 
 
-class ServerUnreachable(DownloadFailed):
-    """The server did not answer: from another host, or later, the file may be available."""
-
-
-def fetch_file(
-    url: str,
-    path: Path,
-    options: Mapping[str, Any],
-    *,
-    progress: Progress,
-    tell: Callable[[str], None],
-    check_name: bool = False,
-) -> Path:
-    """Download the URL to `path`, unless it exists; return `path`. At most 32 GiB, within 4 hours.
+def fetch_file(url: str, path: Path, *, progress: Progress, tell: Callable[[str], None]) -> Path:
+    """Download an http or https URL to `path`, unless it exists; return `path`. At most 32 GiB, within 4 hours.
 
     If several processes of this host call this, one downloads and the others wait; `progress` is called meanwhile.
-    check_name: the content's SHA-256 must begin as the name says, as in resnet50-11ad3fa6.pth.
+    The content's SHA-256 must begin as the name says, as in resnet50-11ad3fa6.pth.
 
-    Raises DownloadFailed, ServerUnreachable.
+    Raises DownloadFailed.
     """
     if path.exists():
         return path
@@ -70,12 +52,11 @@ def fetch_file(
         with _locked(path.with_name(f".{path.name}.lock"), progress):
             if not path.exists():
                 _delete_abandoned(path)
-                tell(f"fetching {hide_credentials(url)} to {path}")
-                digest = _HASH_IN_NAME.search(path.name) if check_name else None
-                _download(url, path, options, progress, digest[1] if digest else "")
+                tell(f"fetching {url} to {path}")
+                digest = _HASH_IN_NAME.search(path.name)
+                _download(url, path, progress, digest[1] if digest else "")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        kind = DownloadFailed if _is_final(error) else ServerUnreachable
-        raise kind(f"can't fetch {hide_credentials(url)} to {path}: {_reason(error)}") from None
+        raise DownloadFailed(f"can't fetch {url} to {path}: {_reason(error)}") from None
     return path
 
 
@@ -92,14 +73,14 @@ def _locked(lock: Path, progress: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progress, digest: str) -> None:
+def _download(url: str, path: Path, progress: Progress, digest: str) -> None:
     """Write a temporary file, check its hash, and rename it."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     deadline = time.monotonic() + _DEADLINE_S
     try:
         for attempt in range(1, _TRIES + 1):
             try:
-                digest_found = _write(url, beside, options, progress, deadline)
+                digest_found = _write(url, beside, progress, deadline)
                 break
             except (OSError, ValueError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
@@ -110,9 +91,7 @@ def _download(url: str, path: Path, options: Mapping[str, Any], progress: Progre
                 _log.info("download failed, trying again", url=url, attempt=attempt, error=error)
                 time.sleep(attempt * _PAUSE_S)
         if not digest_found.startswith(digest):
-            raise DownloadFailed(
-                f"{hide_credentials(url)} is damaged: its SHA-256 is {digest_found[:16]}..., not {digest}..."
-            )
+            raise DownloadFailed(f"{url} is damaged: its SHA-256 is {digest_found[:16]}..., not {digest}...")
         file_ops.publish(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -126,20 +105,19 @@ def _delete_abandoned(path: Path) -> None:
                 left.unlink()
 
 
-def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progress, deadline: float) -> str:
+def _write(url: str, beside: Path, progress: Progress, deadline: float) -> str:
     """Write the URL's content into a file; return its SHA-256 in hex."""
     digest, done = file_ops.sha256(), 0
-    is_http = urlsplit(url).scheme.lower() in ("http", "https")
     with os.fdopen(file_ops.open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
-        for chunk, total in _http_chunks(url) if is_http else _store_chunks(url, options):
+        for chunk, total in _http_chunks(url):
             digest.update(chunk)
             file.write(chunk)
             done += len(chunk)
             _refuse_too_large(url, done)
             progress(done / 1e6, total / 1e6 if total else None)
             if time.monotonic() > deadline:
-                raise ServerUnreachable(
-                    f"can't fetch {hide_credentials(url)}: after {_DEADLINE_S:g} s there are {done:,} bytes of "
+                raise DownloadFailed(
+                    f"can't fetch {url}: after {_DEADLINE_S:g} s there are {done:,} bytes of "
                     f"{f'{total:,}' if total else 'an unknown number'}: is the server too slow?"
                 )
     return digest.hexdigest()
@@ -147,7 +125,7 @@ def _write(url: str, beside: Path, options: Mapping[str, Any], progress: Progres
 
 def _http_chunks(url: str) -> Iterator[tuple[bytes, int]]:
     """Yield pieces of the content, each with the total size in bytes, or 0 if it is not known."""
-    with urllib.request.urlopen(_request(url), timeout=_TIMEOUT_S) as answer:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
         total, done = answer.length or 0, 0
         _refuse_too_large(url, total)
         while chunk := answer.read1(_CHUNK_BYTES):  # read() would wait for the complete chunk
@@ -157,31 +135,9 @@ def _http_chunks(url: str) -> Iterator[tuple[bytes, int]]:
         raise ConnectionError(f"it ended after {done:,} of {total:,} bytes")
 
 
-def _request(url: str) -> urllib.request.Request:
-    """Return the request for a URL that may have a user and password, blanks, and letters that are not ASCII."""
-    user_info, at, _ = urlsplit(url).netloc.rpartition("@")
-    request = urllib.request.Request(quote(url.replace(user_info + at, "", 1), safe=string.punctuation))
-    if at:  # urllib would take it for a part of the host's name
-        basic = base64.b64encode(unquote_to_bytes(user_info)).decode()
-        request.add_unredirected_header("Authorization", f"Basic {basic}")
-    return request
-
-
 def _refuse_too_large(url: str, size_bytes: int) -> None:
     if size_bytes > _MOST_BYTES:
-        raise DownloadFailed(
-            f"can't fetch {hide_credentials(url)}: it has more than {_MOST_BYTES:,} bytes; is it the right file?"
-        )
-
-
-def _store_chunks(url: str, options: Mapping[str, Any]) -> Iterator[tuple[bytes, int]]:
-    try:
-        for chunk in fetch_chunks(url, options, setting="params.weights", limits=Limits(timeout_s=600.0)):
-            yield chunk, 0
-    except (Transient, StoreUnreachable) as error:
-        raise ConnectionError(str(error)) from None
-    except (StoreError, UsageError) as error:
-        raise DownloadFailed(f"can't fetch {hide_credentials(url)}: {error}") from None
+        raise DownloadFailed(f"can't fetch {url}: it has more than {_MOST_BYTES:,} bytes; is it the right file?")
 
 
 def _is_final(error: Exception) -> bool:

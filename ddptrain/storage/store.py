@@ -105,7 +105,7 @@ class Location:
         """The configuration field with the store's options; "" if all options come from the environment."""
         if not self.setting.startswith("params."):
             return ""
-        # One parameter has the options of all places of images: of both sources, the weights and the label map.
+        # One parameter has the options of both sources of images.
         return "params.names_options" if self.setting == "params.names" else "params.source_options"
 
     @property

@@ -122,14 +122,16 @@ def _torchrun_variables(spec: RankSpec, gpu: str | None, staging: str) -> dict[s
     if gpu is not None:
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML counts; by default CUDA counts the fastest GPU first
     if spec.code.is_script:
-        variables |= {  # all ranks have one role
+        variables |= {  # all ranks have one role, which `env` of the configuration may name
             "GROUP_WORLD_SIZE": spec.placement.hosts,
-            "ROLE_NAME": "default",
+            "ROLE_NAME": spec.env.get("ROLE_NAME", "default"),
             "ROLE_RANK": spec.rank,
             "ROLE_WORLD_SIZE": spec.placement.world_size,
             "TORCHELASTIC_ERROR_FILE": f"{staging}/{ERROR_FILE}",
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         }
-        if gpu is not None and spec.placement.local_gpus:
+        if spec.env.get("LOCAL_RANK") == "0":  # each rank sees only its own GPU: torchrun's --virtual-local-rank
+            variables["LOCAL_RANK"] = 0
+        elif gpu is not None and spec.placement.local_gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(spec.placement.local_gpus)  # LOCAL_RANK is an index into these
     return {name: str(value) for name, value in variables.items()}

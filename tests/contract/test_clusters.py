@@ -52,7 +52,7 @@ def test_record_that_can_not_be_read_is_called_so_and_hides_no_other_cluster(pro
     for text in ('{"name": "bro', '{"name": "broken", "backend": "local", "started_at": "x", "host": "text"}'):
         broken.write_text(text)
         listed = json.loads(project("cluster", "list", "--json", rc=0).stdout)
-        assert [(each["name"], each["state"]) for each in listed] == [("broken", "gone"), ("whole", "up")]
+        assert [(each["name"], each["state"]) for each in listed] == [("broken", "ended"), ("whole", "up")]
         assert "can't be read" in listed[0]["reason"]
         failed = project("cluster", "down", "broken", rc=4)
         assert f"rm -r {broken.parent}" in failed.stderr

@@ -76,7 +76,7 @@ def test_pretrained_weights_of_images_are_those_of_rank_0(project: Project, shar
         def train(ctx):
             path = f"{ctx.rank}.safetensors"
             settings = ImagesParams(architecture="small_cnn", image_size=16, weights=path)
-            described = described_model(settings, ["a", "b"], print)
+            described = described_model(settings, ["a", "b"])
             torch.manual_seed(ctx.rank)
             save_file(built_model(described).state_dict(), path)
             model = ctx.prepare(built_model(described))

@@ -24,7 +24,7 @@ _PAGES |= dict.fromkeys((129, 130, 131, 143), "130-143.md")
 CODE = (
     'env: {CUDA_LAUNCH_BLOCKING: "1"}', "env: {NCCL_SOCKET_IFNAME: eth0, GLOO_SOCKET_IFNAME: eth0}",
     "env: {NCCL_DEBUG: INFO, NCCL_SOCKET_IFNAME: eth0}", "prepare: {precision: bf16}", "killed by SIGKILL",
-    "killed by SIGSEGV or SIGABRT", "CUDA out of memory", "No module named ...", "ddptrain results logs RUN --follow",
+    "killed by SIGSEGV or SIGABRT", "CUDA out of memory", "No module named ...", "ddptrain watch RUN",
     "ddptrain train CONFIG --run-id nightly --resume auto", "ddptrain train CONFIG --dry-run",
     "ddptrain results prune --keep 20", "ddptrain models promote MODEL VERSION", "ddptrain models show MODEL",
     "ddptrain cluster status NAME", "ddptrain cluster list", "ddptrain doctor --cluster NAME", "ddptrain schedule list",

@@ -148,10 +148,10 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     settings = ["--set", "params.epochs=1", "--runs-dir", "runs"]
     trained = clusters.cli("train", "petnames", "--cluster", "dev", *settings)
     assert trained.rc == 0, trained
-    nameless = clusters.cli("train", "petnames", "--cluster", "dev", *settings, "--set", "params.names=missing.csv")
+    nameless = clusters.cli("train", "petnames", "--cluster", "dev", *settings, "--set", "params.names=missing.txt")
     assert nameless.rc == 2 and "Traceback" not in nameless.stderr + nameless.stdout
-    assert " failed: can't read params.names 'missing.csv': " in nameless.stderr
-    assert "missing.csv does not exist; a path is relative to the working directory" in nameless.stderr
+    assert " failed: can't read params.names 'missing.txt': " in nameless.stderr
+    assert "missing.txt does not exist; a path is relative to the working directory" in nameless.stderr
     assert clusters.finish(clusters.start_run()).rc == 0
     assert clusters.status()["free"] == 2
 

@@ -59,7 +59,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageBucket]:
     for name in HARD_NAMES:
         (hard / name).parent.mkdir(parents=True)
         (hard / name).write_bytes(draw(seed=name))
-    for part, number in (("train", 2), ("valid", 1), ("test", 3)):
+    for part, number in (("train", 2), ("val", 1), ("test", 3)):
         draw_folder(folder / "buckets" / "split" / "pets" / part, ("cat", "dog"), number, (24, 24))
     (folder / "buckets" / "runs").mkdir()
     with images_on_s3(folder) as bucket:
@@ -114,8 +114,8 @@ def test_a_split_source_and_a_folder_of_its_own_in_a_store(bucket: ImageBucket, 
     prepare(params, tmp_path / "split", said.append)
     manifest = Manifest.read(tmp_path / "split")
     assert (len(manifest.train), len(manifest.val), manifest.classes) == (4, 2, ("cat", "dog"))
-    assert [manifest.keys[index] for index in manifest.val] == ["valid/cat/cat_0.jpg", "valid/dog/dog_0.jpg"]
-    assert "train/ trains, valid/ validates, test/ is not used" in said[-1]
+    assert [manifest.keys[index] for index in manifest.val] == ["val/cat/cat_0.jpg", "val/dog/dog_0.jpg"]
+    assert "train/ trains, val/ validates" in said[-1]
     params |= {"source": "s3://split/pets/test", "val_source": "s3://split/pets/train"}
     prepare(params, tmp_path / "own", said.append)
     manifest = Manifest.read(tmp_path / "own")

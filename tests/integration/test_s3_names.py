@@ -16,7 +16,7 @@ from tests.integration.s3server import s3_server
 
 @pytest.fixture
 def s3(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """Options for fsspec that reach a server with one bucket, `pets`, that holds names.txt."""
+    """Options that reach a server with one bucket, `pets`, that holds names.txt."""
     with s3_server(tmp_path) as server:
         (server.buckets / "pets").mkdir()
         (server.buckets / "pets" / "names.txt").write_text("rex\nbella\nN0t a name\n")

@@ -13,7 +13,6 @@ import typer
 from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
 from ddptrain.cli.options import VerboseOption
 from ddptrain.cli.printing import say, write
-from ddptrain.redact import LEFT_OUT
 from ddptrain.text_tables import clean, clean_line
 
 if TYPE_CHECKING:
@@ -33,9 +32,7 @@ class Device(StrEnum):
 
 def predict(
     run: RunOrModel,
-    images: Annotated[
-        list[str], typer.Argument(metavar="PATH|URL", help="Images, folders of any layout, and URLs of either.")
-    ],
+    images: Annotated[list[str], typer.Argument(metavar="PATH", help="Images, and folders of any layout.")],
     top: Annotated[
         int, typer.Option(min=1, help="Number of classes to print for each image, the most probable first.")
     ] = 5,
@@ -45,13 +42,6 @@ def predict(
         int | None, typer.Option(min=1, max=65536, help="Images in a batch. Default: 128 on a GPU, else 16.")
     ] = None,
     device: Annotated[Device, typer.Option(help="auto is a GPU where there is one.")] = Device.AUTO,
-    source_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="An option of the URLs' store as fsspec names it, such as anon=true; repeatable.",
-        ),
-    ] = None,
     runs_dir: TrainedRunsDir = "runs",
     models_dir: ModelsDir = None,
     verbose: VerboseOption = False,
@@ -64,9 +54,8 @@ def predict(
 
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv, not both")
-    options = _source_options(source_option or [])
     run_dir, source = open_trained(run, runs_dir, models_dir, "images")
-    given = find_images(images, options)  # before torch is imported: most mistakes are in the paths
+    given = find_images(images)  # before torch is imported: most mistakes are in the paths
 
     from ddptrain.workloads.images.model.saved_classifier import load_model
     from ddptrain.workloads.images.predict import Classifier, choose_device, default_batch_size
@@ -91,19 +80,6 @@ def _counted(results: Iterable[ImageResult], count: Counter[bool]) -> Iterator[I
     for result in results:
         count[bool(result.error)] += 1
         yield result
-
-
-def _source_options(given: Iterable[str]) -> dict[str, object]:
-    from ddptrain.config.yaml_reader import scalar
-
-    options: dict[str, object] = {}
-    for option in given:
-        name, equals, value = option.partition("=")
-        if not name or not equals:
-            # The text may be a secret without its name, so it is not shown.
-            raise typer.BadParameter(f"--source-option {LEFT_OUT} is not NAME=VALUE, as anon=true is")
-        options[name] = scalar(value)
-    return options
 
 
 def _json(head: dict[str, str], results: Iterable[ImageResult]) -> Iterator[str]:

@@ -48,8 +48,8 @@ class Slot:
 class Request:
     """The request of a driver: `count` slots (None: all), with `gpus_only` only those with a GPU.
 
-    `without` are addresses of workers to avoid, `without_slots` single slots of workers. `lost_after_s` is how long the
-    run survives a network cut (None: the limits of the cluster stay).
+    `without` are addresses of workers to avoid. `lost_after_s` is how long the run survives a network cut
+    (None: the limits of the cluster stay).
     """
 
     client: str
@@ -57,7 +57,6 @@ class Request:
     count: int | None
     gpus_only: bool
     without: frozenset[str]
-    without_slots: frozenset[tuple[str, int]]
     lost_after_s: float | None
 
     def suits(self, slot: Slot) -> bool:
@@ -65,8 +64,8 @@ class Request:
         return not self.avoids(slot) and (slot.gpu or not self.gpus_only)
 
     def avoids(self, slot: Slot) -> bool:
-        """Return whether the request does not want that slot, or any of its worker."""
-        return slot.worker in self.without or (slot.worker, slot.index) in self.without_slots
+        """Return whether the request does not want a slot of that worker."""
+        return slot.worker in self.without
 
 
 @dataclass(slots=True)
@@ -286,7 +285,6 @@ def reserve(
     in_line: bool = False,
     without: Sequence[str] = (),
     lost_after_s: float | None = None,
-    without_slots: Sequence[tuple[str, int]] = (),
 ) -> dict[str, Any]:
     """For run_on_scheduler: reserve slots for a run, or queue with `in_line`; `count` None requests all slots.
 
@@ -301,8 +299,7 @@ def reserve(
         raise ClusterError("a command is ending this cluster (ddptrain cluster down): start it again, or use another")
     if unknown := table.unknown():
         return {"unknown": unknown}
-    single = frozenset((worker, index) for worker, index in without_slots)
-    request = Request(client, run_id, count, gpus_only, frozenset(without), single, lost_after_s)
+    request = Request(client, run_id, count, gpus_only, frozenset(without), lost_after_s)
     answer = table.reserve(request, in_line=in_line)
     if isinstance(answer, Refusal):
         return {"refusal": {name: getattr(answer, name) for name in Refusal.__slots__}}
@@ -311,23 +308,6 @@ def reserve(
         return {"slots": found}
     apply_tcp_timeout(dask_scheduler, table.lost_after_s)
     return {"slots": found, "lost_after_s": table.lost_after_s}
-
-
-def find_spare(run_id: str, slow: Sequence[tuple[str, int]], dask_scheduler: Scheduler) -> dict[str, Any]:
-    """For run_on_scheduler: whether a run could have slots of other hosts in place of these of its own.
-
-    Returns {"found": bool, "avoid": [[worker, number], ...]} with these slots and the free ones of their hosts.
-    """
-    table = _table(dask_scheduler)
-    grant = table.grants.get(run_id)
-    mine = [slot for slot in grant.slots if (slot.worker, slot.index) in slow] if grant else []
-    if grant is None or not mine:
-        return {"found": False, "avoid": []}
-    hosts = {slot.host for slot in mine}
-    free = table.free(grant.request)
-    elsewhere = [slot for slot in free if slot.host not in hosts and slot.gpu >= mine[0].gpu]
-    avoid = [*mine, *(slot for slot in free if slot.host in hosts)]
-    return {"found": len(elsewhere) >= len(mine), "avoid": [[slot.worker, slot.index] for slot in avoid]}
 
 
 def learn(offers: Mapping[str, tuple[int, int]], dask_scheduler: Scheduler) -> None:

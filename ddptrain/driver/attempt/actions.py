@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddptrain.driver.failure.fault import Fault, Loss
-from ddptrain.driver.failure.slow_ranks import SlowRank
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.events import CheckpointSaved, FileSaved
 from ddptrain.protocol.worker_notices import OutputBytes, RankExit, SystemSample
@@ -154,18 +153,3 @@ class RecordSystem(Action):
     """Record a sample of the system metrics."""
 
     sample: SystemSample
-
-
-@dataclass(frozen=True, slots=True)
-class RecordSlowRank(Action):
-    """Record and show that a rank is slow, and what the system metrics show about it."""
-
-    slow: SlowRank
-    causes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FindSpareSlots(Action):
-    """Find free slots on other hosts for these ranks. The answer is SpareSlots."""
-
-    ranks: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Messages to the attempt. Dask's threads, signal handlers and the artifact thread put theirs into the inbox.
 
-The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead, SpareSlots and NotFinite.
+The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead and NotFinite.
 """
 
 from __future__ import annotations
@@ -91,14 +91,6 @@ class ResultsLost:
 
 
 @dataclass(frozen=True, slots=True)
-class SpareSlots:
-    """Whether slots on other hosts are free for these slow ranks. If so, the next reservation avoids their slots."""
-
-    ranks: tuple[int, ...]
-    found: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Begin:
     """The attempt begins."""
 
@@ -167,5 +159,5 @@ InboxMessage = (
     | ReadMark
     | OutputFetched
 )
-Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | SpareSlots | NotFinite
+Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | NotFinite
 Inbox = queue.SimpleQueue[InboxMessage]

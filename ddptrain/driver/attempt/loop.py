@@ -17,7 +17,6 @@ from ddptrain.driver.attempt.inbox import Inbox, Message
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
 from ddptrain.driver.attempt.state import AttemptState, Moment, new_state
 from ddptrain.driver.attempt.transition import step
-from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.transfer.log_mirror import LogMirror
@@ -56,17 +55,13 @@ class Attempt:
         watchdog: Watchdog,
         start_timeout_s: float,
         lost_after_s: float,
-        slow: SlowPolicy,
     ) -> None:
         """`ranks` has the spec, the place and the log file of each rank, in the order of ranks."""
         self.worker_group, self.transfer, self.recorder, self.inbox = worker_group, transfer, recorder, inbox
         self.worker_fault = worker_fault
         self.mirrors = [self._mirror(*rank) for rank in ranks]
         watched = [RankState(spec, place) for spec, place, _ in ranks]
-        steps = slow.comparison(len(watched))
-        self.state = new_state(
-            watched, watchdog, start_timeout_s, lost_after_s, _now(), steps, replaces=slow.action == "replace"
-        )
+        self.state = new_state(watched, watchdog, start_timeout_s, lost_after_s, _now())
         self._silence_s = _SILENCE * lost_after_s
         self._ticked_at = 0.0
         self._why_lost_until = 0.0
@@ -204,9 +199,6 @@ class Attempt:
                 (self.worker_group.forget if lost else self.worker_group.avoid)(address)
             case actions.RejectNotice(reason):
                 self.worker_group.reject(reason)
-            case actions.FindSpareSlots(ranks):
-                are_free = self.worker_group.spares.find([self._place(rank).slot for rank in ranks])
-                self.handle(inbox.SpareSlots(ranks, are_free))
             case actions.RecordSystem(sample):
                 self.recorder.system(sample)
             case _:
@@ -242,8 +234,6 @@ class Attempt:
                 if refused := self.mirrors[rank].refused:
                     recorder.warn(f"rank {rank} wrote {refused} invalid event lines; they were ignored")
                 recorder.rank_ended(self.state.ranks[rank].record(), ok=ok, stopped=stopped)
-            case actions.RecordSlowRank(slow, causes):
-                recorder.slow_rank(slow, causes, self.state.ranks[slow.rank].record())
             case actions.RecordStored(rank, path, step):
                 recorder.stored(rank, path, step)
             case actions.Warn(text):

@@ -89,9 +89,9 @@ class AttemptEnd:
     """The result of an attempt: a fault, a signal to the driver, a preemption, a loss of the results, or success.
 
     notice: why the ranks had to save and end. loss: why the run directory cannot be written any more. leaving:
-    a worker is about to end. moving: the ranks had to save and end, so that a slow rank gets another slot. age_s: the
-    age of the attempt's newest checkpoint at the notice, negative if it was saved later; None if there is none.
-    unsaved: checkpoints and files that were not saved because a signal ended their transfer.
+    a worker is about to end. age_s: the age of the attempt's newest checkpoint at the notice, negative if it was saved
+    later; None if there is none. unsaved: checkpoints and files that were not saved because a signal ended their
+    transfer.
     """
 
     ranks: Sequence[RankState]
@@ -100,15 +100,8 @@ class AttemptEnd:
     notice: str | None = None
     loss: DdptrainError | None = None
     leaving: bool = False
-    moving: bool = False
     age_s: float | None = None
     unsaved: str = ""
-
-    @property
-    def moves(self) -> bool:
-        """Whether the ranks have saved and ended only so that a slow rank gets another slot."""
-        undisturbed = self.fault is None and self.signum is None and self.notice is None and self.loss is None
-        return self.moving and undisturbed and self.saved_itself
 
     @property
     def saved_itself(self) -> bool:

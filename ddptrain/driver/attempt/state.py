@@ -9,8 +9,6 @@ from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.root_cause import find_root_cause
-from ddptrain.driver.failure.slow_causes import RankUse
-from ddptrain.driver.failure.slow_ranks import StepComparison
 from ddptrain.driver.failure.stack_collector import StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Watchdog
 from ddptrain.driver.failure.worker_heartbeat import WorkerHeartbeat
@@ -38,8 +36,7 @@ class AttemptState(NamedTuple):
     attempt arrived in the run directory. loss: why the run directory cannot be
     written. settle_until: end of the wait for an earlier fault. preempt_until: when ranks must have saved. stop_until:
     when stopped ranks are given up. spare_until: when also the rank that failed is stopped. transfers: checkpoints and
-    files on their way into the run directory. steps: own times of the ranks; None: not compared. uses: the newest
-    system metrics, by rank. replaces: slow ranks move to other hosts. moving: the ranks must save and end for that.
+    files on their way into the run directory.
     """
 
     ranks: tuple[RankState, ...]
@@ -61,10 +58,6 @@ class AttemptState(NamedTuple):
     stop_until: float | None = None
     spare_until: float | None = None
     transfers: int = 0
-    steps: StepComparison | None = None
-    uses: tuple[RankUse, ...] = ()
-    replaces: bool = False
-    moving: bool = False
     running: int = 0  # ranks that are not over
     outside: int = 0  # ranks that have not entered the workload
     quiet: str = ""  # for how long a rank has not reported, as shown
@@ -100,9 +93,7 @@ class AttemptState(NamedTuple):
     def end(self, unsaved: str = "") -> AttemptEnd:
         """Return the result of the attempt. Must be called only when it is over. `unsaved`: see AttemptEnd."""
         age_s = self.noticed_at - self.saved_at if self.saved_at is not None else None
-        return AttemptEnd(
-            self.ranks, self.cause(), self.signum, self.notice, self.loss, self.leaving, self.moving, age_s, unsaved
-        )
+        return AttemptEnd(self.ranks, self.cause(), self.signum, self.notice, self.loss, self.leaving, age_s, unsaved)
 
 
 def new_state(
@@ -111,16 +102,12 @@ def new_state(
     start_timeout_s: float,
     lost_after_s: float,
     now: Moment,
-    steps: StepComparison | None = None,
-    *,
-    replaces: bool = False,
 ) -> AttemptState:
     """Return the state before the first message."""
     heartbeat = WorkerHeartbeat(start_timeout_s, lost_after_s, now.monotonic, now.monotonic)
     count = len(ranks)
     outside = sum(not rank.entered for rank in ranks)
-    state = AttemptState(tuple(ranks), (Activity(),) * count, watchdog, heartbeat, running=count, outside=outside)
-    return state._replace(steps=steps, uses=(RankUse({}, {}),) * count, replaces=replaces)
+    return AttemptState(tuple(ranks), (Activity(),) * count, watchdog, heartbeat, running=count, outside=outside)
 
 
 class Draft:

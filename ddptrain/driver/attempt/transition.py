@@ -21,8 +21,7 @@ from ddptrain.driver.attempt import actions, inbox
 from ddptrain.driver.attempt.actions import Action
 from ddptrain.driver.attempt.inbox import Message
 from ddptrain.driver.attempt.rank_state import RankState
-from ddptrain.driver.attempt.slow_rank_step import SlowRankDraft
-from ddptrain.driver.attempt.state import AttemptState, Moment
+from ddptrain.driver.attempt.state import AttemptState, Draft, Moment
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure import grace_periods
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
@@ -51,7 +50,7 @@ def step(state: AttemptState, message: Message, now: Moment) -> tuple[AttemptSta
     return work.state, work.actions
 
 
-class Transition(SlowRankDraft):
+class Transition(Draft):
     """One step of the state machine, while it is being computed."""
 
     def handle(self, message: Message) -> None:
@@ -73,8 +72,6 @@ class Transition(SlowRankDraft):
                 self._on_worker_lost(address, reason)
             case inbox.SignalReceived(signum):
                 self._on_signal(signum)
-            case inbox.SpareSlots():
-                self.on_spare_slots(message)
             case _:
                 self._on_results(message)
 
@@ -124,7 +121,7 @@ class Transition(SlowRankDraft):
                 # While the group is stopping, ranks that were not submitted are already lost.
                 self._submit(lambda watched: not watched.submitted_at and not watched.over, notice.port)
             case worker_notices.SystemSample():
-                self.on_sample(notice)
+                self.do(actions.RecordSystem(notice))
             case worker_notices.Broken(message=text):
                 self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
             case worker_notices.Leaving():
@@ -189,8 +186,6 @@ class Transition(SlowRankDraft):
         self.put_activity(rank, state.watchdog.after_event(state.activities[rank], event, self.now, count))
         if (inquiry := state.inquiry.after(rank, event)) is not state.inquiry:
             self.change(inquiry=inquiry)
-        if isinstance(event, events.StepTimes):
-            self.on_step_times(rank, event)
         if (watched := state.ranks[rank].after(event)) is not state.ranks[rank]:
             if isinstance(event, events.Finished) and state.ordered and watched.spec.code.is_script:
                 watched = watched._replace(finished=False, preempted=True)  # the signal may have ended its work early

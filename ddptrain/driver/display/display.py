@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -68,6 +68,7 @@ class Display(RunDisplay):
         self._grouper: LineGrouper | None = None
         self._tracebacks = TracebackFilter()
         self._tails: Mapping[int, LogTail] = {}
+        self._hidden: Collection[int] = ()
         self._inbox: deque[output_api.Message] = deque()
         self._grown: deque[int] = deque()  # ranks whose logs have grown
         self._unread: set[int] = set()  # ranks of which more can be read or shown
@@ -92,6 +93,10 @@ class Display(RunDisplay):
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
         """Follow the logs of `world_size` ranks, from `offsets` (in bytes, by rank) on."""
         self._send(output_api.WorldSize(world_size, offsets or {}))
+
+    def hide(self, ranks: Collection[int]) -> None:
+        """Do not show the output of these ranks; their logs are complete."""
+        self._hidden = ranks
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """Show that the rank's process runs."""
@@ -291,6 +296,8 @@ class Display(RunDisplay):
             self._renderer.log(ranks, lines)
 
     def _show_lines(self, rank: int, lines: Sequence[RankLine]) -> None:
+        if rank in self._hidden:
+            return
         if self._grouper is not None:
             self._grouper.add(rank, lines, time.monotonic())
         elif shown := self._tracebacks.add(rank, lines) if self._groups_ranks else lines:
@@ -308,7 +315,9 @@ class Display(RunDisplay):
             if tail.offset - before == READ_BYTES or tail.is_redrawn:
                 self._unread.add(rank)
             state = tail.redrawn(time.monotonic(), self._renderer.redraw_every_s)
-            if state is not None and (self._grouper is None or rank == 0):  # of a group: rank 0's bar
+            if (
+                state is not None and rank not in self._hidden and (self._grouper is None or rank == 0)
+            ):  # of a group: rank 0's bar
                 self._renderer.handle(output_api.RedrawnLine(rank, state))
         return longest
 
@@ -355,13 +364,14 @@ def open_display(
     all_ranks: bool = False,
     stage: str = "",
     bars: LiveRows | None = None,
+    elapsed_s: float = 0.0,
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
     Call `expect` when the number of ranks is known. "live" without a terminal is "plain". From 17 ranks on, ranks
     are shown as a group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "". In a CI job,
-    "plain" folds long output of ranks. `bars` are shown instead of those of the ranks. Raises UsageError for an
-    unknown mode, and for an unknown value of DDPTRAIN_CI.
+    "plain" folds long output of ranks. `bars` are shown instead of those of the ranks. `elapsed_s`: how long
+    the run has already been running. Raises UsageError for an unknown mode, and for an unknown value of DDPTRAIN_CI.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
@@ -379,6 +389,6 @@ def open_display(
                 renderer = FoldingRenderer(renderer, out, service)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, bars=bars)
+            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, bars=bars, elapsed_s=elapsed_s)
     groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
     return Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks).start()

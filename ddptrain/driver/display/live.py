@@ -47,10 +47,11 @@ class LiveRenderer:
         *,
         all_ranks: bool = False,
         bars: LiveRows | None = None,
+        elapsed_s: float = 0.0,
     ) -> None:
         """`size` returns columns and rows; with `all_ranks` each rank has a bar, however many there are.
 
-        `bars` are shown instead of those of the ranks.
+        `bars` are shown instead of those of the ranks. `elapsed_s`: how long the run has already been running.
         """
         glyphs = progress_bars.UNICODE_GLYPHS if stdout.is_unicode else progress_bars.ASCII_GLYPHS
         self._bars: LiveRows = bars or progress_bars.Bars(run_id, glyphs, all_ranks=all_ranks)
@@ -58,7 +59,7 @@ class LiveRenderer:
         self._above: list[str] = []  # to be printed above the bars with the next frame
         self._drawn: list[progress_bars.Row] = []
         self._drawn_size = (0, 0)
-        self._started_s = time.monotonic()
+        self._started_s = time.monotonic() - elapsed_s
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Print the lines above the bars, with the next frame."""

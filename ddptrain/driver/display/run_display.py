@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
@@ -17,6 +17,9 @@ class RunDisplay:
 
     def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
         """Set the number of ranks; `offsets`: the bytes of their logs that were shown before."""
+
+    def hide(self, ranks: Collection[int]) -> None:
+        """Do not show the output of these ranks."""
 
     def rank_started(self, rank: int, host: str, pid: int) -> None:
         """Show that the rank's process runs."""

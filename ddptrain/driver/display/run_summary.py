@@ -8,6 +8,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.wording import counted, shorten
+from ddptrain.errors import ExitCode
 from ddptrain.results.run_record import RunStatus, as_json_data, status_text
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.timing.time_use import time_use, timed_events
@@ -33,7 +34,12 @@ def last_event(writer: RunWriter, run_end: RunEnd, duration_s: float) -> dict[st
 def past_run_event(view: RunView) -> dict[str, Any]:
     """Return the object of `last_event` for a run that ended earlier."""
     record = view.record
-    return _finished(view.layout, record, record.status, record.exit_code or 0, view.duration_s or 0.0, record.failure)
+    return _finished(view.layout, record, record.status, exit_code_of(record), view.duration_s or 0.0, record.failure)
+
+
+def exit_code_of(record: RunRecord) -> int:
+    """Return the exit code of a run that has ended; that of a lost cluster if its driver could not write one."""
+    return ExitCode.CLUSTER if record.exit_code is None else record.exit_code
 
 
 def _finished(
@@ -62,12 +68,22 @@ def _finished(
 
 def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list[str]:
     """Return the lines of the summary: status, metrics, best checkpoint, use of the time, run directory."""
-    record = writer.record
+    return _lines(writer.layout, writer.record, run_end.status, run_end.failure, duration_s)
+
+
+def past_run_lines(view: RunView) -> list[str]:
+    """Return the lines of `summary_lines` for a run that ended earlier."""
+    return _lines(view.layout, view.record, view.status, view.record.failure, view.duration_s or 0.0)
+
+
+def _lines(
+    layout: RunLayout, record: RunRecord, status: str, failure: FailureRecord | None, duration_s: float
+) -> list[str]:
     ranks = f" on {counted(record.world_size, 'rank')}" if record.world_size else ""  # 0: no rank was started
     earlier_s = record.earlier_s
     resumed = f" ({duration_s - earlier_s:.1f} s since it was resumed)" if earlier_s else ""
-    how = status_text(run_end.status, run_end.failure, record.checkpoints)
-    text = [f"run {writer.run_id} {how} after {duration_s:.1f} s{resumed}{ranks}"]
+    how = status_text(status, failure, record.checkpoints)
+    text = [f"run {record.run_id} {how} after {duration_s:.1f} s{resumed}{ranks}"]
     failed = record.failed_attempts
     if len(failed) > _MOST_FAILED:
         text.append(f"  failed  {counted(len(failed) - _MOST_FAILED, 'attempt')} before these: see results show")
@@ -78,25 +94,25 @@ def summary_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list
         text.append(f"  last    {', '.join(figures[:_MOST_FIGURES])}{more}")
     if record.best is not None:
         text.append(f"  best    {record.best.metric} {record.best.value:.4f} at step {record.best.step}")
-    if (bad := record.not_finite) is not None and run_end.status == RunStatus.SUCCEEDED:
+    if (bad := record.not_finite) is not None and status == RunStatus.SUCCEEDED:
         text.append(f"  nan     rank {bad.rank}: {bad.description}")
-    spent = time_use(record, timed_events(writer.layout), duration_s).line()
+    spent = time_use(record, timed_events(layout), duration_s).line()
     if spent and record.attempts:
         text.append(f"  time    {spent}")
-    text.append(f"  results {writer.layout.where}")
-    if run_end.status != RunStatus.SUCCEEDED:
-        text.append(f"  next    {_next_step(writer)}")
+    text.append(f"  results {layout.where}")
+    if status != RunStatus.SUCCEEDED:
+        text.append(f"  next    {_next_step(layout, record)}")
     return text
 
 
-def _next_step(writer: RunWriter) -> str:
+def _next_step(layout: RunLayout, record: RunRecord) -> str:
     """Return the commands for a run that has not succeeded: explain, and resume if it has a checkpoint."""
-    place = os.path.dirname(writer.layout.where)
+    place = os.path.dirname(layout.where)
     option = "" if place == os.path.abspath(_RUNS_DIR) else f" --runs-dir {shlex.quote(place)}"
-    step = f"ddptrain explain {writer.run_id}{option}"
-    if not writer.record.checkpoints:
+    step = f"ddptrain explain {record.run_id}{option}"
+    if not record.checkpoints:
         return step
-    return f"{step}; --resume {writer.run_id} continues from {writer.record.checkpoints[0]}"
+    return f"{step}; --resume {record.run_id} continues from {record.checkpoints[0]}"
 
 
 def evaluation_lines(writer: RunWriter, run_end: RunEnd, duration_s: float) -> list[str]:

@@ -38,8 +38,6 @@ class RestartPolicy:
 
     def after(self, end: AttemptEnd, step: int | None, *, scheduler_is_there: bool) -> Restart | NoRestart:
         """Return what follows an attempt; `step` is the last step that the failed rank logged."""
-        if end.moves and scheduler_is_there:
-            return Restart(0.0, "for the slow rank: this counts neither as a restart nor as a loss")
         if end.signum is not None or end.loss is not None or (end.fault is None and end.notice is None):
             return NoRestart()
         if self._exhausted(lost := _lost(end)):

@@ -24,7 +24,6 @@ from ddptrain.driver.worker_group.dask_call import WorkerTask
 from ddptrain.driver.worker_group.folder_copy import copy_folder
 from ddptrain.driver.worker_group.rank_place import RankPlace, rank_places
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
-from ddptrain.driver.worker_group.spare_slots import SpareSlots
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
@@ -76,7 +75,6 @@ class WorkerGroup:
         self._topic = rank_task.topic(run_id)
         self._workers: set[str] = set()
         self._avoided: set[str] = set()
-        self.spares = SpareSlots(client, run_id)
         self._worker_of: dict[int, str] = {}
         self._heard: Counter[str] = Counter()  # notices, by worker
         self.rejected = 0
@@ -105,7 +103,7 @@ class WorkerGroup:
             elif "slots" in answer:
                 chosen = [slots.Slot(*item) for item in answer["slots"]]
                 return self._placed(chosen, answer.get("lost_after_s"))
-            elif not self.spares.give_up():
+            else:
                 _log.debug("no slots yet", **answer["refusal"])
                 count = queue.wait(slots.Refusal(**answer["refusal"]))
 
@@ -120,7 +118,6 @@ class WorkerGroup:
                 in_line=request.wait_s > 0,
                 without=sorted(self._avoided),
                 lost_after_s=self._cluster_limit_s,
-                without_slots=self.spares.avoided,
             )
         except OSError as error:  # what Dask raises if the scheduler went while we waited
             text = f"the Dask scheduler has ended, or the network to it is down: {self._address} ({error})"

@@ -17,7 +17,6 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.timed_activities import other_time
 
 FIRST_REPORT_S = 2.0  # from the start of a wait to its first report; each further interval is twice as long
 _MAX_INTERVAL_S = 60.0
@@ -105,8 +104,6 @@ class _Waiting(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before, self._calls.current = self._calls.current, self._wait
-        other_time.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        other_time.__exit__()
         self._calls.current = self._before

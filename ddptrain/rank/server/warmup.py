@@ -20,7 +20,7 @@ _MODULES = (
     "ddptrain.rank.context",
     "ddptrain.rank.data.dataloader_workers",
     "ddptrain.rank.rank_process",
-    "ddptrain.rank.steps.step_clock",
+    "ddptrain.rank.steps.ddp_times",
     "ddptrain.rank.steps.waiting_time",
 )
 

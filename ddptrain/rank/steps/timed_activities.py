@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,37 +11,6 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_identity import RankIdentity
 
 _MIN_S = 0.01  # shorter activities are not recorded, because ctx.checkpoint may be called after each step
-
-
-class OtherTime:
-    """Sums up the time of this process without training: checkpoints, evaluations, calls that wait for other ranks.
-
-    `with other_time:` adds the duration of a block in the main thread. A block inside a block counts once.
-
-    A class takes a third of the time of a generator, and ctx.checkpoint may be called after each step.
-    """
-
-    def __init__(self) -> None:
-        self.total_s = 0.0
-        self._depth = 0
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return  # training continues meanwhile
-        if not self._depth:
-            self._began = time.perf_counter()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
-        self._depth -= 1
-        if not self._depth:
-            self.total_s += time.perf_counter() - self._began
-
-
-other_time = OtherTime()  # of this process
 
 
 class TimedActivities(RankIdentity):
@@ -58,8 +26,7 @@ class TimedActivities(RankIdentity):
         """
         began = time.monotonic()
         try:
-            with other_time:
-                yield
+            yield
         finally:
             seconds = time.monotonic() - began
             if self.rank == 0 and seconds >= _MIN_S:

@@ -1,11 +1,10 @@
-"""Sums up how long rank 0 waits for data and for other ranks, and reports this for the line `time` of the run."""
+"""Sums up how long rank 0 waits for data, and reports this for the line `time` of the run."""
 
 from __future__ import annotations
 
 import functools
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -17,16 +16,16 @@ _MIN_S = 0.01
 
 
 class WaitingTime:
-    """Sums up the waits of this process in seconds, for "data" and for "ranks"; reports them as timed activities."""
+    """Sums up the waits of this process for data; reports them, and the first step, as timed activities."""
 
     def __init__(self, emitter: Emitter) -> None:
         self._emitter = emitter
-        self._seconds: Counter[str] = Counter()
+        self._seconds = 0.0
         self._began = self._reported_at = time.monotonic()
 
-    def add(self, name: str, seconds: float) -> None:
-        """Add a wait that has just ended."""
-        self._seconds[name] += seconds  # type: ignore[assignment]  # Counter counts seconds as well
+    def add(self, seconds: float) -> None:
+        """Add a wait for data that has just ended."""
+        self._seconds += seconds
         if time.monotonic() - self._reported_at >= _EVERY_S:
             self.flush()
 
@@ -37,9 +36,8 @@ class WaitingTime:
     def flush(self) -> None:
         """Report the waits since the last report."""
         self._reported_at = time.monotonic()
-        for name, seconds in self._seconds.items():
-            self._emit(name, seconds)
-        self._seconds.clear()
+        self._emit("data", self._seconds)
+        self._seconds = 0.0
 
     def _emit(self, name: str, seconds: float) -> None:
         if seconds >= _MIN_S:
@@ -63,6 +61,6 @@ def measure_data(waiting: WaitingTime) -> None:
             return next_batch(self)
         finally:
             if threading.get_ident() == threading.main_thread().ident:
-                waiting.add("data", time.monotonic() - began)
+                waiting.add(time.monotonic() - began)
 
     base.__next__ = measured

@@ -127,8 +127,11 @@ class StoreRuns:
         _write_changed(folder / ANNOTATIONS, changed.to_json())
         return changed
 
-    def follow(self, view: RunView, rank: int | None) -> Callable[[], bool] | None:
-        """Return a function that downloads new log lines every few seconds, and returns whether the run is running."""
+    def follow(self, view: RunView, rank: int | None, *, numbers: bool = False) -> Callable[[], bool] | None:
+        """Return a function that downloads new log lines every few seconds, and returns whether the run is running.
+
+        numbers: also new lines of the events, the metrics, and the use of hosts.
+        """
         folder, fetched_at = view.layout.root, float("-inf")
         if folder.parent != self.copies:
             return None
@@ -138,7 +141,7 @@ class StoreRuns:
             if time.monotonic() - fetched_at >= _FOLLOW_EVERY_S:
                 self._copy_records([folder.name])
                 running = load_run(folder).is_running
-                self._append_logs(folder, rank)
+                self._append_new(folder, rank, numbers=numbers)
                 fetched_at = time.monotonic()
                 return running
             return True
@@ -267,11 +270,12 @@ class StoreRuns:
             restore.download_checkpoints(run, folder)
         _fetch_changed(run, folder, {path: file for path, file in files.items() if _is_needed(path, need, rank)})
 
-    def _append_logs(self, folder: Path, rank: int | None) -> None:
+    def _append_new(self, folder: Path, rank: int | None, *, numbers: bool = False) -> None:
         run = self.store.below(folder.name)
-        for path, file in run.files("logs").items():
+        for path, file in run.files("" if numbers else "logs").items():
             target = folder / path
-            if not (is_plain(path) and _is_needed(path, NeededFiles.LOGS, rank)):
+            is_log = path.startswith("logs/") and is_plain(path) and _is_needed(path, NeededFiles.LOGS, rank)
+            if not (is_log or path in _NUMBERS):
                 continue
             local_size = target.stat().st_size if target.exists() else 0
             if file.size_bytes < local_size:  # another driver has started it again
@@ -319,6 +323,7 @@ _NEEDED_FILES = {
     NeededFiles.REPORT: ("metrics.jsonl", "events.jsonl", "system.jsonl", "config.yaml", "git.diff"),
     NeededFiles.MODEL: ("config.yaml",),
 }
+_NUMBERS = ("events.jsonl", "metrics.jsonl", "system.jsonl")
 _IN_REPORT = (".csv", ".png", ".jpg", ".jpeg", ".webp", ".json")
 
 

@@ -97,7 +97,7 @@ def _next(view: RunView, runs_dir: str) -> Iterator[str]:
     if view.problem:
         yield "restore run.json from a backup, or delete the directory when its logs and checkpoints are not needed"
     elif view.is_running:
-        yield f"ddptrain results logs {view.run_id} --follow{runs_dir}"
+        yield f"ddptrain watch {view.run_id}{runs_dir}"
         yield f"ddptrain stop {view.run_id}{runs_dir}"
     elif view.status == RunStatus.SUCCEEDED:
         yield f"ddptrain results plot {view.run_id}{runs_dir}"

@@ -34,7 +34,7 @@ class LogCursor:
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self._path = path
         self._partial = b""
-        self._offset = 0 if lines is None else _start_of_last(path, lines)
+        self._offset = 0 if lines is None else start_of_last(path, lines)
 
     def read(self) -> Iterator[str]:
         """Yield the lines that have ended since the last call; none while there is no file."""
@@ -65,7 +65,7 @@ def _decoded(line: bytes) -> str:
     return final_text(line.decode("utf-8", "replace"))
 
 
-def _start_of_last(path: Path, lines: int) -> int:
+def start_of_last(path: Path, lines: int) -> int:
     """Return the offset of the last `lines` lines of a file; a last line without a newline counts."""
     with results_errors(path, "read"):
         try:

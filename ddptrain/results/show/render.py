@@ -12,7 +12,14 @@ from ddptrain.config.wording import counted, shorten
 from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.layout import TRACKING, RunLayout
 from ddptrain.results.lookup import RunView, time_text
-from ddptrain.results.run_record import AttemptRecord, FailureRecord, RankRecord, RunStatus
+from ddptrain.results.run_record import (
+    AttemptRecord,
+    FailureRecord,
+    ProgressRecord,
+    RankRecord,
+    RunRecord,
+    RunStatus,
+)
 from ddptrain.results.select.expression import Field
 from ddptrain.results.select.fields import RunFields
 from ddptrain.results.select.table import cells, header
@@ -80,11 +87,34 @@ def _result(view: RunView) -> str:
     if record.failure is not None:
         rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
         return _short(rank + record.failure.summary)
+    if view.is_running and record.progress is not None and record.progress.share:
+        return ", ".join(filter(None, (record.progress.share, _eta(record.progress), *_loss(record))))
     if record.best is not None:
         return f"best {record.best.metric} {number(record.best.value)} at step {record.best.step}"
+    return "".join(_loss(record))
+
+
+def _loss(record: RunRecord) -> list[str]:
+    """Return the last loss, or another metric if there is none, as text; an empty list without metrics."""
     losses = [name for name in record.last_metrics if "loss" in name]
     name = next((name for name in ("val/loss", *losses, *record.last_metrics) if name in record.last_metrics), None)
-    return "" if name is None else f"{name} {number(record.numbers[name])}"
+    return [] if name is None else [f"{name} {number(record.numbers[name])}"]
+
+
+def _eta(progress: ProgressRecord) -> str:
+    return "" if progress.eta_s is None else f"ETA {duration(progress.eta_s)}"
+
+
+def _progress(view: RunView) -> str:
+    """Return the progress of a running run, as "24 % of 12,500 images, ETA 3m 05s"."""
+    progress = view.record.progress
+    if progress is None or not view.is_running:
+        return ""
+    if not progress.total:
+        done = f"{progress.done:,g} {progress.unit}"
+    else:
+        done = progress.share + ("" if "/" in progress.share else f" of {progress.total:,.0f} {progress.unit}")
+    return ", ".join(filter(None, (done, _eta(progress))))
 
 
 def _short(text: str) -> str:
@@ -111,6 +141,7 @@ def sections(view: RunView) -> list[Section]:
         ("ranks", str(record.world_size or "")),
         ("driver", record.driver.description if record.driver.host else ""),
         ("attempt", str(record.attempts[-1].attempt) if view.is_running and record.attempts else ""),
+        ("progress", _progress(view)),
         ("driver's output", _path_of(view.layout, view.layout.driver_log)),
         ("log for bug reports", _path_of(view.layout, view.layout.decision_log)),
         ("git", _git(view)),

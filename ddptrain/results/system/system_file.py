@@ -78,10 +78,11 @@ def read_system(path: Path) -> list[SystemLine]:
         with os.fdopen(descriptor, "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _READ_BYTES))
             data = file.read(_READ_BYTES)
-    return [line for raw in data.split(b"\n") if (line := _parse(raw)) is not None]
+    return [line for raw in data.split(b"\n") if (line := parse_line(raw)) is not None]
 
 
-def _parse(raw: bytes) -> SystemLine | None:
+def parse_line(raw: bytes) -> SystemLine | None:
+    """Return what a line says; None for a damaged one."""
     fields = json_object(raw)
     time_s, host, rank = _number(fields.get("time_s")), fields.get("host"), fields.get("rank")
     if time_s is None or not isinstance(host, str) or (rank is not None and type(rank) is not int):

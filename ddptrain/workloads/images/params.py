@@ -12,7 +12,7 @@ from ddptrain.config.wording import describe_value, did_you_mean, nearest
 from ddptrain.storage.store import BUILTIN
 from ddptrain.workloads.images.model.catalogue import SMALL_CNN, architectures, weight_names
 
-WEIGHTS_NAME = re.compile(r"[A-Z][A-Z0-9_]*")  # as DEFAULT, IMAGENET1K_V1; anything else is a path or a URL
+WEIGHTS_NAME = re.compile(r"[A-Z][A-Z0-9_]*")  # as DEFAULT, IMAGENET1K_V1; or a path, or a model of the registry
 
 
 class CacheParams(BaseModel):
@@ -66,14 +66,14 @@ class ImagesParams(BaseModel):
     weights: FilledText | None = Field(
         None,
         description="Initial weights: DEFAULT or another name that torchvision has for the architecture, "
-        "a path or URL of safetensors or a state dict, or a model of the registry, as model:dogs@champion; null "
+        "the path of a file of safetensors or a state dict, or a model of the registry, as model:dogs@champion; null "
         "starts with random weights.",
     )
     label_map: FilledText | None = Field(
         None,
-        description="Path or URL of the class names of the weights' outputs, {0: 'tench, Tinca tinca', ...}: the "
-        "head is "
-        "kept, and folders are matched to outputs by name; null replaces the head by one for the data's classes.",
+        description='Path of a JSON file with the label of each output of the weights, as {"0": "tench"} or, with '
+        'WordNet ids, {"0": ["n01440764", "tench"]}: the head is kept, and a folder is the output with its id or name; '
+        "null replaces the head by one for the data's classes.",
     )
 
     epochs: int = Field(6, ge=1, description="Epochs; in each, all ranks together see every image once.")
@@ -139,6 +139,9 @@ class ImagesParams(BaseModel):
 
     @model_validator(mode="after")
     def _weights_are_known(self) -> Self:
+        if self.weights is not None and "://" in self.weights:
+            message = "a URL is not read: expected a name of torchvision's weights, a path, or model:NAME@ALIAS"
+            raise wrong_field("weights", message, "download the file, and give its path")
         if self.weights is None or not WEIGHTS_NAME.fullmatch(self.weights):
             return self
         if self.architecture == SMALL_CNN:

@@ -89,7 +89,7 @@ class ImageTrainer:
         self._rate = 0.0
 
         torch.manual_seed(settings.seed)
-        self._model_config = described_model(settings, manifest.classes, self._say)
+        self._model_config = described_model(settings, manifest.classes)
         model = built_model(self._model_config)
         self._model = _distributed(ctx, settings, model, min(len(plan[0].index), settings.batch_size))
         self._optimizer = make_optimizer(settings, self._model.parameters(), highest_rate(settings, ctx.world_size))

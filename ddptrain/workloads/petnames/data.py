@@ -19,7 +19,7 @@ class Rows:
     """The training data, as a whole on the device of the rank.
 
     symbols: uint8 [rows, width]. The inputs of a row are all columns except the last.
-    lengths: int64 [rows], on the CPU. The number of inputs of a row without blanks.
+    lengths: int64 [rows], on the CPU. The number of inputs of a row: of a name without its padding.
     n_targets: int64 [rows], on the CPU. The number of symbols to predict in a row.
     context: "window" (a row is a context and the symbol after it) or "full" (a row is a whole name).
     """
@@ -32,35 +32,20 @@ class Rows:
     def __len__(self) -> int:
         return len(self.symbols)
 
-    def parts(self, index: Tensor, most_rows: int) -> Sequence[Tensor]:
-        """Cut `index`, which is sorted by length, into parts of at most `most_rows` rows; a part has few lengths."""
-        sizes: list[int] = []
-        pending = 0
-        _, runs = self.lengths[index].unique_consecutive(return_counts=True)
-        for run in runs.tolist():
-            pending += run
-            if pending >= most_rows // 4:  # smaller parts cost as much time as the padding that they save
-                sizes += _near_equal(pending, most_rows)
-                pending = 0
-        parts: Sequence[Tensor] = index.split(sizes + _near_equal(pending, most_rows))
-        return parts
-
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs [n, t] and targets: [n, t] for names, [n, 1] for windows. BLANK is never a target.
 
-        t is the largest length of the rows. Names are cut at their end, windows lose blanks at their start.
+        t is the largest length of the rows.
         """
         rows = self.symbols[index.to(self.symbols.device, non_blocking=True)]
-        longest = int(self.lengths[index].max())
         if self.context == "window":
-            return rows[:, -1 - longest : -1], rows[:, -1:].long()
+            return rows[:, :-1], rows[:, -1:].long()
+        longest = int(self.lengths[index].max())
         return rows[:, :longest], rows[:, 1 : longest + 1].long()
 
 
-def make_rows(
-    names: Sequence[str], context: str, window: int, device: torch.device, *, skip_blanks: bool = True
-) -> Rows:
-    """Encode names; at least one is needed. `skip_blanks` affects only windows: false counts blanks as inputs."""
+def make_rows(names: Sequence[str], context: str, window: int, device: torch.device) -> Rows:
+    """Encode names; at least one is needed."""
     texts = [BLANK + name + STOP for name in names] if context == "full" else _windows(names, window)
     width = max(len(text) for text in texts)
     symbols = torch.tensor([encode(text.ljust(width, BLANK)) for text in texts], dtype=torch.uint8)
@@ -68,7 +53,7 @@ def make_rows(
         lengths = n_targets = (symbols[:, 1:] != BLANK_ID).sum(1)
     else:
         n_targets = torch.ones(len(symbols), dtype=torch.int64)
-        lengths = (symbols[:, :-1] != BLANK_ID).sum(1).clamp(min=1) if skip_blanks else n_targets * window
+        lengths = n_targets * window
     return Rows(symbols.to(device), lengths, n_targets, context)
 
 
@@ -103,12 +88,6 @@ def _group_by_length(
         pool = torch.cat(list(batches[start : start + pool_steps]))
         grouped += pool[lengths[pool].argsort(stable=True)].split(sizes)
     return [grouped[i] for i in torch.randperm(len(grouped), generator=draw).tolist()]
-
-
-def _near_equal(total: int, most: int) -> list[int]:
-    """Return the fewest whole numbers that sum to `total`, differ by at most 1, and are not above `most`."""
-    n_parts = -(-total // most)
-    return [(total + i) // n_parts for i in range(n_parts)]
 
 
 def _windows(names: Sequence[str], window: int) -> list[str]:

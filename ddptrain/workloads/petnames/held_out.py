@@ -54,10 +54,7 @@ def read_names(folder: Path) -> list[str]:
 
 def _names_of_source(request: Mapping[str, Any]) -> list[str]:
     params = PetnamesParams.model_validate_json(json.dumps(request["params"]), strict=True)
-    changed: dict[str, object] = {"names": request["data"], "unique": True}
-    if request["data"] != params.names:
-        changed["names_format"] = "auto"
-    return _clean(load_names(params.model_copy(update=changed)).names)
+    return _clean(load_names(params.model_copy(update={"names": request["data"], "unique": True})).names)
 
 
 def _clean(entries: Sequence[object]) -> list[str]:

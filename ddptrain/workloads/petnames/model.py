@@ -18,8 +18,6 @@ from ddptrain.workloads.petnames.params import PetnamesParams
 
 State = tuple[Tensor, Tensor]
 
-_BLANK_COPIES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -89,15 +87,10 @@ class CharacterModel(nn.Module):
             return cls(ModelConfig.restored(stored))
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Return logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows.
-
-        A window with less than `window` symbols stands for one with blanks before them.
-        """
-        windowed = self.config.context == "window"
-        n_blanks = self.config.window - symbols.shape[1] if windowed else 0
+        """Return logits for symbols [n, t]: [n, t, 31] with full context, [n, 1, 31] for windows."""
         with _lstm_precision(symbols.device):
-            hidden, _ = self.lstm(self._enter(symbols), self._after_blanks(n_blanks, len(symbols)))
-        if windowed:
+            hidden, _ = self.lstm(self._enter(symbols))
+        if self.config.context == "window":
             hidden = hidden[:, -1:]
         scores: Tensor = self.linear(self.output_dropout(hidden))
         return scores
@@ -106,20 +99,6 @@ class CharacterModel(nn.Module):
         """Return logits [n, 31] and the new state after one more symbol per row, [n]; state None is the initial one."""
         hidden, state = self.lstm(self._enter(symbols[:, None]), state)
         return self.linear(hidden[:, 0]), state
-
-    def _after_blanks(self, n_blanks: int, n_rows: int) -> State | None:
-        """Return the state of `n_rows` rows after `n_blanks` blanks.
-
-        More than half of the symbols in windows are blanks at the start. This reads them once instead of in each row.
-        It reads a few copies instead of one, so that dropout also differs between rows in this part.
-        """
-        if n_blanks == 0:
-            return None
-        copies = min(n_rows, _BLANK_COPIES)
-        blanks = torch.full((copies, n_blanks), BLANK_ID, device=self.linear.weight.device)
-        _, (hidden, cell) = self.lstm(self._enter(blanks))
-        times = -(-n_rows // copies)
-        return hidden.repeat(1, times, 1)[:, :n_rows].contiguous(), cell.repeat(1, times, 1)[:, :n_rows].contiguous()
 
     def _enter(self, symbols: Tensor) -> Tensor:
         if self.embedding is not None:

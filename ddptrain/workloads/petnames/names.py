@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import difflib
 import importlib.resources
-import io
 import json
-import lzma
 import random
-import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
-from zipfile import BadZipFile
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.store import Limits, StoreError, fetch_chunks
+from ddptrain.storage.store import StoreError, fetch
 from ddptrain.workloads.petnames.alphabet import foreign_characters, normalise
 from ddptrain.workloads.petnames.params import PetnamesParams
 
-_LIMITS = Limits(timeout_s=300.0, retries=2)
-_DEADLINE_S = 600.0  # for the whole source; the limit of the store is for one request, and a large file takes many
 MAX_SOURCE_BYTES = 256 * 2**20  # lists of names are small: a larger file is the wrong one
-_FORMATS = {".json": "json", ".txt": "text", ".text": "text", ".csv": "csv"}
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zip"}
 _EXAMPLES = 3
 
 
@@ -80,8 +68,7 @@ def load_names(settings: PetnamesParams) -> CleanNames:
         file = importlib.resources.files(__package__).joinpath("names.txt")
         entries: Sequence[object] = file.read_text(encoding="utf-8").splitlines()
     else:
-        kind = _format_of(source, settings.names_format)
-        entries = _parse(_read(source, settings.names_options), kind, settings.names_column, source)
+        entries = _entries(settings)
     clean = clean_names(entries, unique=settings.unique, max_length=settings.max_name_length)
     if not clean.names:
         raise UsageError(
@@ -139,126 +126,28 @@ def _left_out(names: Sequence[str], why: str) -> str:
     return f"{len(names):,} {why} (such as {examples})"
 
 
-def _format_of(source: str, names_format: str) -> str:
-    """Return the requested format, or the one that belongs to the suffix. Raises UsageError for an unknown suffix."""
-    if names_format != "auto":
-        return names_format
-    path = PurePosixPath(source.partition("?")[0] if "://" in source else source)
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
-    if suffixes and suffixes[-1] in _FORMATS:
-        return _FORMATS[suffixes[-1]]
-    raise UsageError(
-        f"can't recognise the format of params.names {hide_credentials(source)!r} by its suffix: "
-        "set params.names_format to json, text or csv"
-    )
-
-
-def _read(source: str, options: Mapping[str, Any]) -> str:
-    """Return the text of a path or URL, decompressed according to its suffix. Raises UsageError."""
+def _entries(settings: PetnamesParams) -> Sequence[object]:
+    """Return the lines of a text file, or the values of a JSON list. Raises UsageError."""
+    what = f"params.names {hide_credentials(settings.names)!r}"
+    suffix = PurePosixPath(settings.names).suffix.lower()
+    if suffix not in (".txt", ".json"):
+        raise UsageError(f"{what} ends in neither .txt (a name on each line) nor .json (a list of names): convert it")
     try:
-        content = _unpacked(_limited(fetch_chunks(source, options, setting="params.names", limits=_LIMITS)), source)
-    except _TooSlow:
+        content = fetch(settings.names, settings.names_options, "params.names", MAX_SOURCE_BYTES)
+    except (StoreError, UsageError, OSError, ValueError) as error:
         raise UsageError(
-            f"params.names {hide_credentials(source)!r} could not be read within {_DEADLINE_S:g} s: "
-            "is the server too slow?"
-        ) from None
-    except (StoreError, UsageError, OSError, ValueError, EOFError, zlib.error, lzma.LZMAError, BadZipFile) as error:
-        raise UsageError(
-            f"can't read params.names {hide_credentials(source)!r}: {hide_credentials(str(error))}; "
-            "a path is relative to the working directory, options of a URL go into params.names_options"
+            f"can't read {what}: {hide_credentials(str(error))}; a path is relative to the working directory, "
+            "options of an object store go into params.names_options"
         ) from None
     if len(content) > MAX_SOURCE_BYTES:
-        raise UsageError(f"params.names {hide_credentials(source)!r} holds more than {MAX_SOURCE_BYTES // 2**20} MiB")
+        raise UsageError(f"{what} holds more than {MAX_SOURCE_BYTES // 2**20} MiB")
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
+        document = json.loads(text) if suffix == ".json" else text.splitlines()
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"params.names {hide_credentials(source)!r} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
-        ) from None
-
-
-def _limited(chunks: Iterable[bytes]) -> bytes:
-    """Return the content, but at most one chunk more than the limit. Raises _TooSlow."""
-    deadline = time.monotonic() + _DEADLINE_S
-    parts, size = [], 0
-    for part in chunks:
-        parts.append(part)
-        size += len(part)
-        if size > MAX_SOURCE_BYTES:
-            break
-        if time.monotonic() > deadline:
-            raise _TooSlow
-    return b"".join(parts)
-
-
-def _unpacked(content: bytes, source: str) -> bytes:
-    """Return the content, decompressed according to the suffix of the source; at most one byte more than the limit."""
-    from fsspec.compression import compr
-    from fsspec.utils import infer_compression
-
-    name = infer_compression(source.partition("?")[0])
-    if name is None or len(content) > MAX_SOURCE_BYTES:
-        return content
-    with compr[name](io.BytesIO(content), mode="rb") as file:
-        unpacked: bytes = file.read(MAX_SOURCE_BYTES + 1)
-    return unpacked
-
-
-class _TooSlow(Exception):
-    """The deadline passed before the end of the file."""
-
-
-def _parse(text: str, kind: str, column: str | None, source: str) -> Sequence[object]:
-    try:
-        if kind == "json":
-            return _parse_json(text, column)
-        return _parse_csv(text, column) if kind == "csv" else text.splitlines()
-    except (json.JSONDecodeError, RecursionError, csv.Error) as error:
-        raise UsageError(
-            f"params.names {hide_credentials(source)!r} is not valid {kind}: {error}; see params.names_format"
-        ) from None
-    except UsageError as error:
-        raise UsageError(f"params.names {hide_credentials(source)!r}: {error}") from None
-
-
-def _parse_json(text: str, column: str | None) -> Sequence[object]:
-    document = json.loads(text)
-    if not isinstance(document, list):
-        raise UsageError(f"expected a JSON list of names, found a {type(document).__name__}")
-    return [_json_entry(entry, position, column) for position, entry in enumerate(document)]
-
-
-def _json_entry(entry: object, position: int, column: str | None) -> object:
-    if isinstance(entry, dict):
-        if column is None:
-            raise UsageError(
-                f"entry {position} is an object with {_listed(list(entry))}: select one with params.names_column"
-            )
-        if column not in entry:
-            raise _missing(f"entry {position}", column, list(entry))
-        return entry[column]
-    if isinstance(entry, list):
-        raise UsageError(f"entry {position} is a list; expected a list of names")
-    return entry
-
-
-def _parse_csv(text: str, column: str | None) -> Sequence[object]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    columns = list(reader.fieldnames or [])
-    if not columns:
-        raise UsageError("the CSV file is empty; expected a line of column names, then one name per line")
-    if column is None:
-        raise UsageError(f"the CSV file has {_listed(columns)}: select one with params.names_column")
-    if column not in columns:
-        raise _missing("the CSV file", column, columns)
-    return [row[column] for row in reader]
-
-
-def _missing(where: str, column: str, columns: Sequence[str]) -> UsageError:
-    nearest = difflib.get_close_matches(column, columns, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else "; set params.names_column to one of them"
-    return UsageError(f"{where} has no {column!r} but {_listed(columns)}{hint}")
-
-
-def _listed(columns: Sequence[str]) -> str:
-    return "the columns " + ", ".join(repr(name) for name in columns[:12]) if columns else "no columns"
+        raise UsageError(f"{what} is not UTF-8 text (byte {error.start}): convert it to UTF-8") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(document, list) or any(isinstance(entry, dict | list) for entry in document):
+        raise UsageError(f'{what} is not a JSON list of names, as ["Luna", "Max"]')
+    return document

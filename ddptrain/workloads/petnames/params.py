@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,16 +11,21 @@ class PetnamesParams(BaseModel):
     """The parameters of `workload: petnames`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    REMOVED: ClassVar[dict[str, str]] = {
+        "names_format": "leave it out; params.names is a .txt file with a name on each line, or a .json list of names",
+        "names_column": "write the names of that column to a .txt file, a name on each line",
+        "skip_blanks": "leave it out; context: full reads no blanks, and is faster",
+        "loss_microbatch": "set batch_size, and prepare.accumulate for a step of several batches",
+    }
 
-    names: str = Field("builtin", min_length=1, description="Where names come from: builtin, a path, or a URL.")
-    names_format: Literal["auto", "json", "text", "csv"] = Field(
-        "auto", description="Format of the names; auto uses the suffix: .json, .txt or .csv (also with .gz)."
-    )
-    names_column: str | None = Field(
-        None, description="Column of a CSV file, or key of the objects in a JSON list, that holds the name."
+    names: str = Field(
+        "builtin",
+        min_length=1,
+        description="Where names come from: builtin, or a file, also in an object store (s3://, gs://, az://): .txt "
+        "with a name on each line, or .json with a list of names.",
     )
     names_options: dict[str, Any] = Field(
-        default_factory=dict, description="Options for fsspec, such as {anon: true, endpoint_url: ...} for S3."
+        default_factory=dict, description="Options of the object store, such as {anon: true, endpoint_url: ...} for S3."
     )
     unique: bool = Field(True, description="Train on each distinct name once, even if the source repeats it.")
     max_name_length: int = Field(
@@ -34,11 +39,6 @@ class PetnamesParams(BaseModel):
         "window", description="What a prediction sees: the last characters only (window), or the whole name so far."
     )
     window: int = Field(8, ge=1, le=64, description="Characters that a prediction sees with context: window.")
-    skip_blanks: bool = Field(
-        True,
-        description="Read the blanks before a name once for many windows, about twice as fast; "
-        "false reads them in every window, as the tutorial does.",
-    )
     input: Literal["one_hot", "embedding"] = Field("one_hot", description="How a symbol enters the LSTM.")
     embedding_size: int = Field(32, ge=1, le=4096, description="Width of the embedding with input: embedding.")
     hidden_size: int = Field(128, ge=1, le=8192, description="Width of each LSTM layer.")
@@ -61,11 +61,6 @@ class PetnamesParams(BaseModel):
     )
     weight_decay: float = Field(0.0, ge=0.0, le=10.0, description="Weight decay of AdamW; with 0 it is Adam.")
     grad_clip: float = Field(0.0, ge=0.0, description="Largest norm of the gradient (clipping); 0 does not clip.")
-    loss_microbatch: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
-        "auto",
-        description="Rows of one forward and backward; a step sums them up, its gradient stays the same. "
-        "0 takes the whole batch; auto is 512 on a CPU, where caches are small, and 0 on a GPU.",
-    )
     samples: int = Field(
         16, ge=0, le=1000, description="Names that the model writes at the end, for the table generated_names; 0: none."
     )

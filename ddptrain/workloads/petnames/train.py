@@ -31,7 +31,6 @@ from ddptrain.workloads.petnames.sampling import sample_names
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext, Resumed
 
-_CPU_MICROBATCH = 512  # rows whose activations fit into the caches of a core
 _VALIDATION_ROWS = 1024  # of one forward pass
 _RISE = 0.3  # one_cycle: share of the run in which the rate rises (Smith and Topin, 2017: super-convergence)
 _START = 0.04  # one_cycle: rate of the first step relative to the highest
@@ -43,8 +42,8 @@ def train(ctx: RankContext, **params: Any) -> None:
     """Train the character model on all ranks; `params` are those of PetnamesParams."""
     settings = PetnamesParams.model_validate(params)
     split = _load_split(ctx, settings)
-    rows = _rows(ctx, settings, split.train)
-    held_out = _rows(ctx, settings, split.held_out) if split.held_out else None
+    rows = make_rows(split.train, settings.context, settings.window, ctx.device)
+    held_out = make_rows(split.held_out, settings.context, settings.window, ctx.device) if split.held_out else None
 
     torch.manual_seed(settings.seed)
     config = ModelConfig.of(settings)
@@ -100,7 +99,6 @@ class NamesTrainer:
     ) -> None:
         self._ctx, self._settings, self._rows, self._model, self._optimizer = ctx, settings, rows, model, optimizer
         self._step_rows = settings.batch_size * accumulate
-        self._microbatch = _microbatch_rows(settings, ctx.device, accumulate)
         self._model_config = model.module.config.plain()
         self.epochs_done, self.step = (int(resumed.epoch or 0), resumed.step) if resumed else (0, 0)
         plan = self._plan(self.epochs_done + 1)
@@ -170,14 +168,14 @@ class NamesTrainer:
         return loss_sum
 
     def _parts(self, share: RankShare) -> Iterator[tuple[Tensor, float, bool]]:
-        """Yield micro-batches of a share: rows, weight, and whether it is the last one, after which DDP reduces.
+        """Yield the batches of a share: rows, weight, and whether it is the last one, after which DDP reduces.
 
         A rank with an empty share computes one row with weight 0, because DDP waits for all ranks in each step.
         """
         if len(share.index) == 0:
             yield torch.zeros(1, dtype=torch.int64), 0.0, True
             return
-        parts = self._rows.parts(share.index, self._microbatch) if self._microbatch else [share.index]
+        parts = share.index.split(self._settings.batch_size)
         for number, index in enumerate(parts, start=1):
             yield index, 1.0, number == len(parts)
 
@@ -247,10 +245,6 @@ def _begin_with_weights(ctx: RankContext, model: CharacterModel, weights: str) -
         print(f"weights: {weights}", flush=True)
 
 
-def _rows(ctx: RankContext, settings: PetnamesParams, names: Sequence[str]) -> Rows:
-    return make_rows(names, settings.context, settings.window, ctx.device, skip_blanks=settings.skip_blanks)
-
-
 def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: NamesTrainer) -> None:
     if ctx.rank == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -260,13 +254,6 @@ def _greet(ctx: RankContext, model: CharacterModel, rows: Rows, trainer: NamesTr
             + (f", continuing after epoch {trainer.epochs_done}, step {trainer.step}" if trainer.step else ""),
             flush=True,
         )
-
-
-def _microbatch_rows(settings: PetnamesParams, device: torch.device, accumulate: int = 1) -> int:
-    """Return rows of one forward and backward pass; 0 is the whole batch."""
-    chosen = settings.loss_microbatch
-    rows = (_CPU_MICROBATCH if device.type == "cpu" else 0) if chosen == "auto" else chosen
-    return rows if accumulate == 1 else min(rows or settings.batch_size, settings.batch_size)
 
 
 def log_generated_names(

@@ -57,10 +57,10 @@ class _Trainings:
         took_s = max(end["ends_s"][-1] - end["ends_s"][0] for end in ends)
         return {"windows_per_s": sum(end["samples_per_epoch"] for end in ends) / took_s}
 
-    def windows(self, batch_size: int, *, skip_blanks: bool) -> Figures:
+    def windows(self, batch_size: int) -> Figures:
         """The shipped configuration with the tutorial's figures; names a second are those with all windows done."""
         names = self._names(batch_size)
-        rate = self._train(names, batch_size=batch_size, epochs=2, skip_blanks=skip_blanks)
+        rate = self._train(names, batch_size=batch_size, epochs=2)
         listed = json.loads(names.read_text())
         return {"windows_per_s": rate, "names_per_s": rate * len(listed) / sum(len(name) + 1 for name in listed)}
 
@@ -103,50 +103,33 @@ def _open(stage: Stage) -> Iterator[Variants]:
     trainings = _Trainings(stage)
     yield {
         "tutorial-16384": partial(trainings.tutorial, 16384),
-        "windows-16384": partial(trainings.windows, 16384, skip_blanks=True),
-        "whole-windows-16384": partial(trainings.windows, 16384, skip_blanks=False),
+        "windows-16384": partial(trainings.windows, 16384),
         "full-16384": partial(trainings.full, 16384),
         "tutorial-1024": partial(trainings.tutorial, 1024),
-        "windows-1024": partial(trainings.windows, 1024, skip_blanks=True),
+        "windows-1024": partial(trainings.windows, 1024),
     }
 
 
-def _against_tutorial(batch_size: int, *, skip_blanks: bool = True) -> Row:
-    variant = "windows" if skip_blanks else "whole-windows"
+def _against_tutorial(batch_size: int) -> Row:
     return Row(
-        name=f"petnames-{batch_size}" + ("" if skip_blanks else "-whole"),
+        name=f"petnames-{batch_size}",
         unit="windows/s",
-        ours=Source(f"{variant}-{batch_size}", "windows_per_s"),
+        ours=Source(f"windows-{batch_size}", "windows_per_s"),
         peer=Source(f"tutorial-{batch_size}", "windows_per_s"),
         peer_name="the tutorial's loop (per-sample Dataset, DataLoader) under torchrun",
-        goal=Goal("ratio", ">=", 2) if skip_blanks else None,
-        what=f"configs/petnames-tutorial.yaml, batches of {batch_size}, 2 ranks, second epoch with its checkpoint"
-        if skip_blanks
-        else f"as petnames-{batch_size} with skip_blanks: false, each window read from its first blank on",
+        goal=Goal("ratio", ">=", 1),
+        what=f"configs/petnames-tutorial.yaml, batches of {batch_size}, 2 ranks, second epoch with its checkpoint",
     )
 
 
-def _full(*, skip_blanks: bool) -> Row:
-    variant = "windows" if skip_blanks else "whole-windows"
-    return Row(
-        name="full-skip" if skip_blanks else "full",
-        unit="names/s",
-        ours=Source("full-16384", "names_per_s"),
-        peer=Source(f"{variant}-16384", "names_per_s"),
-        peer_name=f"ddptrain, context: window, skip_blanks: {str(skip_blanks).lower()}",
-        goal=None if skip_blanks else Goal("ratio", ">=", 5),
-        what="names trained with context: full against the same model on windows"
-        + (", whose blanks are read once for many" if skip_blanks else ", as many symbols in a step"),
-    )
-
-
-EXPERIMENT = Experiment(
-    rows=(
-        _against_tutorial(16384),
-        _against_tutorial(16384, skip_blanks=False),
-        _against_tutorial(1024),
-        _full(skip_blanks=False),
-        _full(skip_blanks=True),
-    ),
-    open=_open,
+_FULL = Row(
+    name="full",
+    unit="names/s",
+    ours=Source("full-16384", "names_per_s"),
+    peer=Source("windows-16384", "names_per_s"),
+    peer_name="ddptrain, context: window",
+    goal=Goal("ratio", ">=", 5),
+    what="names trained with context: full against the same model on windows, as many symbols in a step",
 )
+
+EXPERIMENT = Experiment(rows=(_against_tutorial(16384), _against_tutorial(1024), _FULL), open=_open)

@@ -127,24 +127,27 @@ def test_no_cluster_is_an_empty_list(call: Call) -> None:
     assert call("list", "--json") == (0, "[]\n", "")
 
 
-def test_list_says_why_a_cluster_is_gone(call: Call) -> None:
+def test_list_says_why_a_cluster_is_ended(call: Call) -> None:
     address = dead_address()
     entry("dev", address=address)
     entry("half")
     code, out, _ = call("list")
     header, dev, half = out.splitlines()
     assert code == 0 and header.split()[:3] == ["NAME", "STATE", "BACKEND"]
-    assert dev == f"dev   gone   local    -      -     2026-01-01 00:00:00  no scheduler listens at {address} any more"
+    assert dev == f"dev   ended  local    -      -     2026-01-01 00:00:00  no scheduler listens at {address} any more"
     assert half.endswith("its start was interrupted")
     views = json.loads(call("list", "--json")[1])
-    assert [(view["name"], view["state"], view["slots"]) for view in views] == [("dev", "gone", 0), ("half", "gone", 0)]
+    assert [(view["name"], view["state"], view["slots"]) for view in views] == [
+        ("dev", "ended", 0),
+        ("half", "ended", 0),
+    ]
 
 
-def test_status_of_a_cluster_that_is_gone_exits_with_4(call: Call) -> None:
+def test_status_of_a_cluster_that_is_ended_exits_with_4(call: Call) -> None:
     entry("dev", parts={"worker": {"pid": 17}, "job": "18\x1b[2J"})
     code, out, _ = call("status", "dev")
     assert code == 4
-    assert out.startswith("cluster dev\n  state    gone: its start was interrupted\n")
+    assert out.startswith("cluster dev\n  state    ended: its start was interrupted\n")
     assert "  worker  process 17\n" in out and "\x1b" not in out
     assert call("status", "dev", "--json")[0] == 4
 

@@ -39,21 +39,6 @@ def test_each_workload_is_a_valid_configuration_with_a_schema(
     assert (tmp_path / ".gitignore").is_file()
 
 
-def test_command_of_torchrun_becomes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "fit.py").touch()
-    command = "torchrun --standalone --nproc-per-node 2 --rdzv-id 7 fit.py --lr 0.1"
-    assert main(["init", str(tmp_path), "--from", "torchrun", command]) == 0
-    config = load_config(tmp_path / "fit.yaml").config
-    assert config.script is not None and config.script.args == ["--lr", "0.1"]
-    assert config.cluster.ranks == 2
-    told = capsys.readouterr()
-    assert told.err == "init: --rdzv-id is left out: the hosts and the rendezvous are those of the cluster\n"
-    assert "wrote fit.yaml, ddptrain.schema.json" in told.out
-    assert main(["init", str(tmp_path), "--from", "torchrun", command]) == 2
-    assert main(["init", str(tmp_path), "--from", "mpirun", command]) == 2
-    assert "--from mpirun: only commands of torchrun are known" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["train.yaml", "train.py", ".gitignore"])
 def test_nothing_is_overwritten(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / name).write_text("mine")

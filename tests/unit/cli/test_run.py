@@ -105,22 +105,6 @@ def test_wrong_options_are_named_as_they_were_typed(capsys: pytest.CaptureFixtur
     assert "--ranks 0: cluster.ranks: expected" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("--nproc-per-node=2", "--nproc-per-node is an option of torchrun: use --ranks N"),
-        ("--nproc_per_node=2", "--nproc_per_node is an option of torchrun: use --ranks N"),
-        ("--max-restarts=3", "--max-restarts is an option of torchrun: use --set failure.max_restarts=N"),
-        ("--rdzv-backend=c10d", "--rdzv-backend is an option of torchrun: leave it out"),
-    ],
-)
-def test_option_of_torchrun_is_answered_with_ours(
-    capsys: pytest.CaptureFixture[str], option: str, expected: str
-) -> None:
-    assert main(["run", option, "script.py"]) == 2
-    assert expected in capsys.readouterr().err
-
-
 def test_option_that_nobody_has_is_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--nope", "script.py"]) == 2
     assert "there is no option --nope" in capsys.readouterr().err

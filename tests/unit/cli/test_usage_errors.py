@@ -38,11 +38,7 @@ from ddptrain.cli.main import main
         ),
         (
             "run --lr 0.1 x.py",
-            "there is no option --lr (arguments of the script come after it and --: SCRIPT -- --lr ...); see ",
-        ),
-        (
-            "init --from torchrun torchrun --standalone x.py",
-            'there is no option --standalone (put the whole command in quotes: --from torchrun "torchrun ..."); see ',
+            "there is no option --lr (arguments of the script come after it: SCRIPT --lr ...); see ",
         ),
         ("resume latest", 'there is no command "resume" (did you mean ddptrain train CONFIG --resume RUN?); see '),
         ("registry", 'there is no command "registry" (did you mean ddptrain models?); see ddptrain --help'),

@@ -10,11 +10,16 @@ import pytest
 
 from ddptrain.driver import recorder as recorder_module
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.slow_ranks import SlowRank
 from ddptrain.driver.recorder import Recorder, metric_problem
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import SystemSample
-from ddptrain.results.run_record import AttemptRecord, EnvironmentValue, RankRecord, RunRecord, SlowRankRecord
+from ddptrain.results.run_record import (
+    AttemptRecord,
+    EnvironmentValue,
+    ProgressRecord,
+    RankRecord,
+    RunRecord,
+)
 
 AT = 5_000_000_000
 
@@ -45,12 +50,17 @@ class Writer:
     def flush(self) -> None:
         self.flushed += 1
 
+    def set_progress(self, progress: ProgressRecord | None) -> None:
+        self.update(progress=progress)
+
 
 class Bench:
     """A recorder, and what came of it."""
 
+    now: float = 0.0
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(recorder_module, "time", SimpleNamespace(time=lambda: 12.34567))
+        monkeypatch.setattr(recorder_module, "time", SimpleNamespace(time=lambda: 12.34567, monotonic=lambda: self.now))
         monkeypatch.setattr(recorder_module, "utc_now", lambda: "now")
         self.writer, self.shown = Writer(), list[tuple[Any, ...]]()
         self.recorder = Recorder(self.writer, self, "acc")  # type: ignore[arg-type]
@@ -59,6 +69,8 @@ class Bench:
         """A method of the display."""
 
         def told(*arguments: Any, **options: Any) -> None:
+            if options.get("level") == "info":
+                options = {}
             self.shown.append((name, *arguments, *([options] if options else [])))
 
         return told
@@ -90,7 +102,7 @@ FAILED = events.CheckpointFailed(AT, 7, "disk full", 2)
         (
             events.Note(AT, "told", "debug"),
             {"event": "note", "rank": 3, "level": "debug", "message": "told"},
-            [("notice", "rank 3: told", {"level": "info"})],
+            [("notice", "rank 3: told")],
         ),
         (events.Entered(AT), {"event": "entered", "rank": 3, "rank_time_ns": AT}, []),
         (events.Finished(AT), {"event": "finished", "rank": 3, "rank_time_ns": AT}, []),
@@ -175,7 +187,11 @@ def test_event_of_a_rank_is_recorded_and_shown(
     bench: Bench, event: events.Event, line: dict[str, Any], shown: list[Any]
 ) -> None:
     bench.recorder.rank_event(3, event)
-    assert bench.lines() == [line]
+    notices = [
+        {"event": "notice", "level": options[0]["level"] if options else "info", "message": text}
+        for _, text, *options in shown
+    ]
+    assert bench.lines() == [line, *notices]
     (told, *others) = bench.shown
     assert told[0] == "event" and told[1] == {**line, "time_s": 12.346} and others == shown
 
@@ -240,6 +256,24 @@ def test_numbers_of_a_rank_are_written_and_shown_in_their_order(bench: Bench) ->
     assert bench.recorder._logged == {"a", "b"}
 
 
+def test_progress_of_the_slowest_rank_is_recorded_every_two_seconds(bench: Bench) -> None:
+    def report(rank: int, done: float, time_s: float) -> None:
+        bench.now = time_s
+        bench.recorder.rank_numbers(rank, [events.Progress(int(time_s * 1e9), done, 100.0, "images")])
+
+    report(0, 10, 5.0)
+    assert bench.writer.record.progress == ProgressRecord(12.34567, 10, 100, "images", None, {"0": 10})
+    report(1, 4, 5.1)
+    report(0, 20, 6.9)
+    assert bench.writer.record.progress.ranks == {"0": 10}
+    report(1, 8, 7.1)
+    progress = bench.writer.record.progress
+    assert (progress.done, progress.ranks) == (8, {"0": 20, "1": 8})
+    assert progress.eta_s == pytest.approx(46)
+    bench.recorder.attempt_over(None)
+    assert bench.writer.record.progress is None
+
+
 @pytest.mark.parametrize(
     ("rank", "value", "result"),
     [
@@ -290,22 +324,11 @@ def test_root_cause_is_shown_once_in_an_attempt(bench: Bench) -> None:
     bench.recorder.attempt_over(same)
     assert bench.shown[-1] == ("notice", "rank 1 hung: no step", {"level": "error"})
     assert len([entry for entry in bench.shown if entry[0] == "notice"]) == 1
-    assert [line["victim"] for line in bench.lines()] == [False, True, False]
-    assert bench.lines()[1] == {"event": "fault", "rank": 2, "kind": "exception", "message": "E: lost", "victim": True}
+    faults = [line for line in bench.lines() if line["event"] == "fault"]
+    assert [line["victim"] for line in faults] == [False, True, False]
+    assert faults[1] == {"event": "fault", "rank": 2, "kind": "exception", "message": "E: lost", "victim": True}
     bench.recorder.attempt_over(victim)
     assert bench.shown[-1] == ("notice", "rank 2 failed: E: lost", {"level": "error"})
-
-
-def test_slow_rank_is_recorded_with_its_host(bench: Bench) -> None:
-    slow = SlowRank(3, 20, 0.12345678, 0.5, 0.05)
-    bench.recorder.slow_rank(slow, ["the GPU is throttled"], RankRecord(rank=3, host="h1", gpu="A100"))
-    found = SlowRankRecord(2, 3, "h1", "A100", 0.123457, 0.05, 20, "now", ("the GPU is throttled",))
-    assert bench.writer.record.slow_ranks == (found,)
-    assert bench.lines() == [{"event": "slow_rank", **dataclasses.asdict(found)}]
-    assert bench.shown[-1] == ("notice", found.description, {"level": "warning"})
-    assert "2.5 times the median" in found.description
-    bench.recorder.slow_rank(slow, [], RankRecord(rank=3))
-    assert len(bench.writer.record.slow_ranks) == 2
 
 
 def test_ranks_are_recorded_in_the_last_attempt_when_all_train(bench: Bench) -> None:
@@ -324,6 +347,7 @@ def test_notices_are_recorded_and_shown_as_such(bench: Bench) -> None:
     bench.recorder.flush()
     assert bench.shown[:3] == [("status", "waits"), ("notice", "well"), ("notice", "bad", {"level": "warning"})]
     assert bench.lines() == [
+        {"event": "status", "message": "waits"},
         {"event": "notice", "level": "info", "message": "well"},
         {"event": "notice", "level": "warning", "message": "bad"},
         {"event": "artifact_saved", "rank": 3, "path": "artifacts/a/b"},

@@ -98,14 +98,6 @@ def test_forked_child_ends_on_sigterm(bench: Bench) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_moved_rank_ends_with_its_next_checkpoint_unless_it_has_ended(bench: Bench) -> None:
-    bench.handler._move()
-    assert bench.calls.notified and bench.actions == ["end with next checkpoint"]
-    bench.state, bench.calls.notified = "finished", False
-    bench.handler._move()
-    assert not bench.calls.notified and len(bench.actions) == 1
-
-
 @pytest.mark.parametrize(("state", "pauses"), [("finished", [1.0]), ("crashed", [])])
 def test_stopped_rank_that_has_finished_with_trackers_may_exit_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str, pauses: list[float]
@@ -142,10 +134,10 @@ def test_handler_listens_to_sigterm_forks_and_each_command(bench: Bench, monkeyp
     handlers[Command.NOTICED]()
     handlers[Command.STACKS]()
     listening, noticed, reporter = emitted
-    assert listening == "listens to 8" and isinstance(noticed, events.Noticed)
+    assert listening == "listens to 7" and isinstance(noticed, events.Noticed)
     assert reporter == (handler.spec, handler.emitter, handler.collective_calls)
-    others = (Command.PREEMPT, Command.MOVE, Command.STOP)
-    assert [handlers[command] for command in others] == [handler._preempt, handler._move, handler._stop]
+    others = (Command.PREEMPT, Command.STOP)
+    assert [handlers[command] for command in others] == [handler._preempt, handler._stop]
 
 
 def test_forked_child_keeps_a_handler_of_the_users_code(bench: Bench) -> None:

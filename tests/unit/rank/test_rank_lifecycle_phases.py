@@ -24,7 +24,6 @@ from ddptrain.rank.checkpoint.coordination import PreemptedExit
 from ddptrain.rank.data import dataloader_workers
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_lifecycle import RankLifecycle
-from ddptrain.rank.steps import step_clock, waiting_time
 from tests.unit.specs import make_spec
 
 CPU = torch.device("cpu")
@@ -345,32 +344,6 @@ def test_gpu_that_torch_does_not_see_is_told(monkeypatch: pytest.MonkeyPatch, pr
     rank = RankLifecycle(make_spec(gpu="GPU-1"), None, None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="this rank was given GPU GPU-1, but torch sees none: check the driver"):
         rank._set_up_torch()
-
-
-@pytest.mark.parametrize(
-    ("spec", "waits", "compares"),
-    [
-        ({"rank": 0}, True, True),
-        ({"rank": 1}, False, True),
-        ({"rank": 0, "world_size": 1}, True, False),
-        ({"rank": 1, "measure_steps": False}, False, None),
-        ({"rank": 0, "measure_steps": False}, True, False),
-    ],
-)
-def test_rank_0_measures_its_waits_and_all_ranks_their_steps(
-    monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], waits: bool, compares: bool | None
-) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(waiting_time, "measure_data", calls.append)
-    monkeypatch.setattr(step_clock, "measure_steps", lambda emitter, waiting: calls.append((emitter, waiting)))
-    emitter: Any = object()
-    rank = RankLifecycle(make_spec(**{"measure_steps": True, **spec}), emitter, None)  # type: ignore[arg-type]
-    rank._measure_steps()
-    assert (rank.waiting is not None) is waits
-    expected: list[Any] = [rank.waiting] if waits else []
-    if compares is not None:
-        expected.append((emitter if compares else None, rank.waiting))
-    assert calls == expected
 
 
 @pytest.mark.parametrize(("backend", "barriers"), [("gloo", 1), ("nccl", 0)])

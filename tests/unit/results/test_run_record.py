@@ -20,7 +20,6 @@ from ddptrain.results.run_record import (
     RecordError,
     RunRecord,
     RunStatus,
-    SlowRankRecord,
     as_json_data,
     ascii_json,
     utc_now,
@@ -124,19 +123,6 @@ def test_numbers_that_are_not_finite_are_written_as_null() -> None:
     assert '"x": null' in RunRecord(run_id="r", last_metrics={"x": math.nan}).to_json()
 
 
-@pytest.mark.parametrize(
-    ("own_s", "median_s", "causes", "words"),
-    [
-        (1.5, 1.0, ("low clock", "swap"), "1.5 s in each step, 1.5 times the median of 1 s; low clock; swap"),
-        (0.9994, 0.25, (), "999 ms in each step, 4.0 times the median of 250 ms; the system metrics show no reason"),
-        (2.0, 0.0, ("x",), "2 s in each step, longer than the median of 0 ms; x"),
-    ],
-)
-def test_a_slow_rank_is_told_with_its_times(own_s: float, median_s: float, causes: tuple[str, ...], words: str) -> None:
-    record = SlowRankRecord(rank=3, host="h", own_s=own_s, median_s=median_s, causes=causes)
-    assert record.description == f"rank 3 on h is slow: its own work takes {words}"
-
-
 def test_fields_that_are_missing_have_their_defaults() -> None:
     text = (
         '{"run_id": "r", "status": "running", "attempts": [{"ranks": [{}]}], "slow_ranks": [{}], "failure": {}, '
@@ -144,7 +130,7 @@ def test_fields_that_are_missing_have_their_defaults() -> None:
     )
     rank = {"rank": 0, "local_rank": 0, "node_rank": 0, "host": "", "pid": None, "gpu": None, "exit": None}
     attempt = {"attempt": 1, "started_at": "", "ended_at": None, "world_size": 0, "outcome": None, "ranks": [rank]}
-    slow = {"attempt": 1, "rank": 0, "host": "", "gpu": None, "own_s": 0.0, "median_s": 0.0, "steps": 0}
+    slow = {"attempt": 1, "rank": 0, "host": "", "gpu": None, "own_s": 0.0, "median_s": 0.0, "computes": False}
     failure = {"rank": None, "host": "", "kind": "", "type": "", "message": "", "traceback": "", "log": ""}
     assert RunRecord.from_json(text).as_dict() == {
         "schema": 1,
@@ -163,7 +149,7 @@ def test_fields_that_are_missing_have_their_defaults() -> None:
         "params": None,
         "attempts": [{**attempt, "resumed_from": None, "resumed_epoch": None, "failure": None}],
         "failure": failure,
-        "slow_ranks": [{**slow, "found_at": "", "causes": []}],
+        "slow_ranks": [{**slow, "found_at": ""}],
         "not_finite": None,
         "git": {"commit": "", "dirty": False},
         "code": {"hash": "", "folder": "", "files": 0, "size_bytes": 0},
@@ -171,6 +157,7 @@ def test_fields_that_are_missing_have_their_defaults() -> None:
         "rank_environment": {"A": {"value": "", "source": ""}},
         "driver": {"pid": 0, "host": "", "boot_id": ""},
         "last_metrics": {},
+        "progress": None,
         "time_use_s": {},
         "goodput": None,
         "best": {"metric": "", "mode": "min", "value": None, "step": 0},

@@ -1,4 +1,4 @@
-"""Weights from a URL: once for a host, whole or not at all, and a clear word where they can't be had."""
+"""Weights of torchvision: once for a host, whole or not at all, and a clear word where they can't be had."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 
 from ddptrain.storage import download
-from ddptrain.storage.download import DownloadFailed, ServerUnreachable, fetch_file
+from ddptrain.storage.download import DownloadFailed, fetch_file
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.preflight import BadWeights, weights_path
 from ddptrain.workloads.images.model.pretrained_weights import PretrainedWeights
-from ddptrain.workloads.images.params import ImagesParams
 
 CONTENT = b"weights" * 100_000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()[:8]
@@ -91,8 +89,8 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
         thread.join()
 
 
-def fetched(url: str, path: Path, **more: Any) -> Path:
-    return fetch_file(url, path, {}, progress=lambda *_: None, tell=lambda _: None, **more)
+def fetched(url: str, path: Path) -> Path:
+    return fetch_file(url, path, progress=lambda *_: None, tell=lambda _: None)
 
 
 def test_file_is_fetched_once_however_many_want_it(web: Web, tmp_path: Path) -> None:
@@ -132,7 +130,7 @@ def test_nobody_else_can_hold_the_lock(web: Web, tmp_path: Path) -> None:
 def test_progress_and_a_line_are_told(web: Web, tmp_path: Path) -> None:
     done: list[tuple[float, float | None]] = []
     said: list[str] = []
-    fetch_file(f"{web.url}/a", tmp_path / "a", {}, progress=lambda *now: done.append(now), tell=said.append)
+    fetch_file(f"{web.url}/a", tmp_path / "a", progress=lambda *now: done.append(now), tell=said.append)
     assert done[-1] == (0.7, 0.7)
     assert said == [f"fetching {web.url}/a to {tmp_path / 'a'}"]
 
@@ -149,29 +147,6 @@ def test_what_cannot_be_had_leaves_nothing_behind(web: Web, tmp_path: Path, path
         fetched(f"{web.url}{path}", tmp_path / "a")
     assert len(web.asked) == asked
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
-
-
-def test_user_and_password_of_a_url_are_sent_to_its_host_alone(web: Web, tmp_path: Path) -> None:
-    with Web(("127.0.0.1", 0), Handler) as other:
-        other.asked, other.headers, other.timeout = [], [], 5.0  # of handle_request
-        thread = threading.Thread(target=other.handle_request)
-        thread.start()
-        url = f"{web.url}/to/{other.server_port}".replace("://", "://me:pass%2Fw0rd@")
-        assert fetched(url, tmp_path / "a").read_bytes() == CONTENT
-        thread.join()
-    assert web.headers == ["Basic bWU6cGFzcy93MHJk"] and other.headers == [""]
-
-
-def test_password_is_not_in_the_error(web: Web, tmp_path: Path) -> None:
-    with pytest.raises(DownloadFailed) as caught:
-        fetched("http://me:passw0rd@127.0.0.1:9/a", tmp_path / "a")
-    assert str(caught.value).startswith("can't fetch http://<left out>@127.0.0.1:9/a to ")
-    assert "passw0rd" not in str(caught.value) and "refused" in str(caught.value)
-
-
-def test_url_may_have_blanks_and_any_letters(web: Web, tmp_path: Path) -> None:
-    fetched(f"{web.url}/an ü%20.pth?x=a b&y=%25", tmp_path / "a")
-    assert web.asked == ["/an%20%C3%BC%20.pth?x=a%20b&y=%25"]
 
 
 @pytest.mark.parametrize("url", ["http://host:port/w.pth", "http://[::1/w.pth", "http://a b/w.pth"])
@@ -202,7 +177,7 @@ def test_file_that_never_ends_is_cut_off(web: Web, tmp_path: Path, monkeypatch: 
     with pytest.raises(DownloadFailed, match="more than 2,000,000 bytes"):
         fetched(f"{web.url}/flood", tmp_path / "a")
     monkeypatch.setattr(download, "_DEADLINE_S", 0.2)
-    with pytest.raises(ServerUnreachable, match=r"after 0.2 s there are .* bytes of an unknown number"):
+    with pytest.raises(DownloadFailed, match=r"after 0.2 s there are .* bytes of an unknown number"):
         fetched(f"{web.url}/drip", tmp_path / "a")
     assert web.asked == ["/flood", "/drip"], "it is not tried again"
     assert [file.name for file in tmp_path.iterdir()] == [".a.lock"]
@@ -217,21 +192,10 @@ def test_what_was_left_of_a_file_when_its_process_was_killed_is_cleared_away(web
     assert not left.exists() and anothers.exists(), "another host may be writing to it"
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/missing", DownloadFailed), ("/broken", ServerUnreachable), ("/short", ServerUnreachable)]
-)
-def test_that_there_is_no_such_file_is_another_thing_than_that_it_does_not_come(
-    web: Web, tmp_path: Path, path: str, kind: type[DownloadFailed]
-) -> None:
-    with pytest.raises(DownloadFailed) as caught:
-        fetched(f"{web.url}{path}", tmp_path / "a")
-    assert type(caught.value) is kind
-
-
 def test_content_must_be_what_the_name_promises(web: Web, tmp_path: Path) -> None:
-    fetched(web.url, tmp_path / f"model-{DIGEST}.pth", check_name=True)
+    fetched(web.url, tmp_path / f"model-{DIGEST}.pth")
     with pytest.raises(DownloadFailed, match="is damaged: its SHA-256 is"):
-        fetched(web.url, tmp_path / "model-0123abcd.pth", check_name=True)
+        fetched(web.url, tmp_path / "model-0123abcd.pth")
     assert not (tmp_path / "model-0123abcd.pth").exists()
 
 
@@ -244,9 +208,8 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
     )
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
-    settings = ImagesParams(architecture="resnet18", weights="DEFAULT")
     with pytest.raises(BadWeights) as caught:
-        initial_weights.weights_file(settings, "DEFAULT", lambda *_: None, lambda _: None)
+        initial_weights.weights_file("resnet18", "DEFAULT", None, lambda *_: None)
     told = str(caught.value)
     assert told.startswith(
         f"the weights DEFAULT of resnet18 can't be fetched: can't fetch {url} to {tmp_path}/checkpoints/"
@@ -260,18 +223,3 @@ def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:
         weights_path("/nowhere/w.pth")
     with pytest.raises(BadWeights, match="is a folder: name the file in it"):
         weights_path(str(tmp_path))
-
-
-def test_file_of_a_store_is_downloaded_and_checked(tmp_path: Path) -> None:
-    fsspec.filesystem("memory").pipe_file("/weights/a.pt", CONTENT)
-    done: list[float] = []
-    path = tmp_path / f"a-{DIGEST}.pt"
-    fetch_file("memory://weights/a.pt", path, {}, progress=lambda mb, _: done.append(mb), tell=print, check_name=True)
-    assert path.read_bytes() == CONTENT and done[-1] == len(CONTENT) / 1e6
-    with pytest.raises(
-        DownloadFailed, match=r"can't fetch memory://weights/none\.pt: memory://weights/none\.pt does not"
-    ):
-        fetch_file("memory://weights/none.pt", tmp_path / "none", {}, progress=lambda *_: None, tell=print)
-    wrong = tmp_path / "a-00000000.pt"
-    with pytest.raises(DownloadFailed, match="is damaged: its SHA-256"):
-        fetch_file("memory://weights/a.pt", wrong, {}, progress=lambda *_: None, tell=print, check_name=True)

@@ -148,12 +148,12 @@ def test_a_folder_that_a_host_does_not_see_is_told_instead_of_its_images(tmp_pat
 
 
 def test_one_file_is_fetched_by_its_path_or_url(tmp_path: Path) -> None:
-    (tmp_path / "labels.txt").write_bytes(b"tench")
-    assert fetch(str(tmp_path / "labels.txt"), {}, "params.label_map", 10) == b"tench"
-    fsspec.filesystem("memory").pipe_file("/fetched/labels.txt", b"tench")
-    assert fetch("memory://fetched/labels.txt", {}, "params.label_map", 10) == b"tench"
+    (tmp_path / "names.txt").write_bytes(b"tench")
+    assert fetch(str(tmp_path / "names.txt"), {}, "params.names", 10) == b"tench"
+    fsspec.filesystem("memory").pipe_file("/fetched/names.txt", b"tench")
+    assert fetch("memory://fetched/names.txt", {}, "params.names", 10) == b"tench"
     with pytest.raises(StoreMissing, match=r"none\.txt does not exist"):
-        fetch(str(tmp_path / "none.txt"), {}, "params.label_map", 10)
+        fetch(str(tmp_path / "none.txt"), {}, "params.names", 10)
 
 
 # --- what fsspec knows ---
@@ -236,7 +236,7 @@ class Endless(BaseHTTPRequestHandler):
 
 def test_small_file_without_end_is_cut_off() -> None:
     with serving(Endless) as url:
-        assert 1_000_000 < len(fetch(f"{url}/labels.txt", {}, "params.label_map", 1_000_000)) < 20_000_000
+        assert 1_000_000 < len(fetch(f"{url}/names.txt", {}, "params.names", 1_000_000)) < 20_000_000
 
 
 def test_an_unknown_protocol_is_a_clear_error() -> None:

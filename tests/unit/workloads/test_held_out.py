@@ -65,24 +65,20 @@ def test_names_that_a_run_held_out_are_used_whatever_their_order(tmp_path: Path)
 
 def test_names_of_another_source_are_all_used(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("Rex\nLuna\nRex\n")
-    told = prepared(names, tmp_path / "a", data=str(tmp_path / "own.txt"), params={"names_format": "csv"})
+    told = prepared(names, tmp_path / "a", data=str(tmp_path / "own.txt"))
     assert told["n"] == 2 and names.read_names(tmp_path / "a") == ["luna", "rex"]
 
 
-def test_names_of_the_source_of_the_training_have_its_format_and_any_usual_length(tmp_path: Path) -> None:
+def test_names_of_the_source_of_the_training_have_any_usual_length(tmp_path: Path) -> None:
     long = "a" * 1000
-    (tmp_path / "own.data").write_text(f"pet\nRex\n{long}\nLuna\nRex\n{long}b")
+    (tmp_path / "own.txt").write_text(f"Rex\n{long}\nLuna\nRex\n{long}b")
     params = {
-        "names": str(tmp_path / "own.data"),
-        "names_format": "csv",
-        "names_column": "pet",
+        "names": str(tmp_path / "own.txt"),
         "unique": False,
         "max_name_length": 1000,
     }
     told = prepared(names, tmp_path / "a", data=params["names"], params=params)
     assert told["n"] == 3 and names.read_names(tmp_path / "a") == [long, "luna", "rex"]
-    with pytest.raises(UsageError, match="can't recognise the format"):
-        prepared(names, tmp_path / "b", data=params["names"], params={**params, "names": "builtin"})
 
 
 @pytest.mark.parametrize(

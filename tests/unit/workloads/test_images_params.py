@@ -34,6 +34,8 @@ def problem(tmp_path: Path, line: str) -> str:
         ("architecture: zzz", "ours is small_cnn"),
         ("weights: IMAGENET1K_V3", "resnet50 has no such weights"),
         ("weights: IMAGENET1K_V3", "did you mean IMAGENET1K_V2?"),
+        ("weights: s3://b/w.pth", "a URL is not read"),
+        ("weights: s3://b/w.pth", "download the file, and give its path"),
         ("label_map: labels.txt", "names the outputs of params.weights, which are not set"),
         ("{scheduler: plateau, train_pct: 1.0}", "expected"),
         ("train_pct: 0.0", "params.train_pct: expected more than 0"),

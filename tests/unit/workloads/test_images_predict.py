@@ -1,5 +1,3 @@
-import functools
-import http.server
 import os
 import threading
 from collections.abc import Generator, Iterator
@@ -8,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddptrain.errors import ExitCode, UsageError
-from ddptrain.workloads.images.data.predict_inputs import InputProblem, NoInputs, PredictInput, find_images
+from ddptrain.errors import UsageError
+from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput, find_images
 from ddptrain.workloads.images.model.build_model import build
 from ddptrain.workloads.images.model.saved_classifier import SavedConfig, SavedModel
 from ddptrain.workloads.images.predict import Classifier, ImageResult, choose_device, default_batch_size
@@ -38,11 +36,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def given(*arguments: object) -> list[PredictInput | InputProblem]:
-    return [*find_images(map(str, arguments), {})]
+    return [*find_images(map(str, arguments))]
 
 
 def results(saved: SavedModel, *arguments: object, batch_size: int = 16, top: int = 1) -> list[ImageResult]:
-    return [*Classifier(saved, top, CPU).results(find_images(map(str, arguments), {}), batch_size)]
+    return [*Classifier(saved, top, CPU).results(find_images(map(str, arguments)), batch_size)]
 
 
 # --- what is given ---
@@ -55,53 +53,30 @@ def test_folders_are_entered_whatever_their_layout(folder: Path) -> None:
 
 def test_names_are_told_as_they_were_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert [one.name for one in given("deep/er", "./b-red.png", "notes.txt", f"file://{folder}/deep/er")] == [
+    assert [one.name for one in given("deep/er", "./b-red.png", "notes.txt")] == [
         "deep/er/c-blue.gif",
         "./b-red.png",
         "notes.txt",
-        f"{folder}/deep/er/c-blue.gif",
     ]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        ("*", ["a-green.JPG", "b-red.png", "deep/er/c-blue.gif"]),
-        ("?-*.png", ["b-red.png"]),
-        ("**/*.gif", ["deep/er/c-blue.gif"]),
-    ],
-)
-def test_patterns_that_no_shell_has_read_are_read(folder: Path, pattern: str, names: list[str]) -> None:
-    (folder / "deep" / "circle").unlink()
-    assert [one.name for one in given(folder / pattern)] == [f"{folder}/{name}" for name in names]
 
 
 def test_what_is_missing_is_told_in_its_place(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    troubles = [one for one in given("nowhere.png", tmp_path / "empty", folder, "x*") if isinstance(one, InputProblem)]
+    found = given("nowhere.png", tmp_path / "empty", folder, "s3://b/x.png")
+    troubles = [one for one in found if isinstance(one, InputProblem)]
     assert [(one.name.rpartition("/")[2], one.reason.partition(" (")[0]) for one in troubles] == [
         ("nowhere.png", "no such file or folder"),
         ("empty", "no images in it"),
-        ("x*", "no image matches the pattern"),
+        ("x.png", "predict takes files and folders; download it first"),
     ]
 
 
 def test_nothing_at_all_is_an_error_of_usage(tmp_path: Path) -> None:
-    with pytest.raises(NoInputs, match=r"^nowhere: no such file or folder$") as refused:
+    with pytest.raises(UsageError, match=r"^nowhere: no such file or folder$"):
         given("nowhere")
-    assert refused.value.exit_code == ExitCode.USAGE
-    with pytest.raises(NoInputs) as refused:
+    with pytest.raises(UsageError) as refused:
         given(*(f"nowhere{number}" for number in range(12)))
     assert str(refused.value).splitlines()[-2:] == ["  nowhere9: no such file or folder", "  and 2 more"]
-
-
-def test_a_store_that_does_not_answer_is_another_error() -> None:
-    with pytest.raises(NoInputs, match=r"^http://127.0.0.1:9/x: can't be listed: ") as refused:
-        given("http://127.0.0.1:9/x/")
-    assert refused.value.exit_code == ExitCode.CLUSTER
-    with pytest.raises(NoInputs, match=r"^nope://x: can't be opened: .*; see --source-option$") as refused:
-        given("nope://x")
-    assert refused.value.exit_code == ExitCode.USAGE
 
 
 # --- what they show ---
@@ -158,7 +133,7 @@ def test_memory_is_bounded_and_threads_end(saved: SavedModel, folder: Path) -> N
         nonlocal taken
         while True:
             taken += 1
-            yield PredictInput(path, path)
+            yield PredictInput(path)
 
     some = Classifier(saved, 1, CPU).results(endless(), batch_size=10)
     assert [next(some).predictions[0].name for _ in range(200)] == ["red"] * 200
@@ -170,44 +145,6 @@ def test_memory_is_bounded_and_threads_end(saved: SavedModel, folder: Path) -> N
     for thread in threads:
         thread.join(20)
     assert threads and not any(thread.is_alive() for thread in threads)
-
-
-def test_images_come_from_the_web_one_by_one_or_by_their_links(saved: SavedModel, folder: Path) -> None:
-    (folder / "deep" / "circle").unlink()
-    (folder / "broken.jpg").write_text("no image")
-    with web_server(folder) as url:
-        found = results(saved, f"{url}/deep/", f"{url}/b-red.png?width=64", f"{url}/gone.png", f"{url}/broken.jpg")
-    assert [(one.file.removeprefix(url), one.predictions[0].name if one.predictions else one.error) for one in found][
-        :3
-    ] == [
-        ("/deep/er/c-blue.gif", "blue"),
-        ("/b-red.png?width=64", "red"),
-        ("/gone.png", "it is not there"),
-    ]
-    assert found[3].error.startswith("not an image")
-
-
-class web_server:  # noqa: N801  # used as a context manager
-    """A folder on loopback, with pages of links."""
-
-    def __init__(self, folder: Path) -> None:
-        handler = functools.partial(_Quiet, directory=str(folder))
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,11 +162,11 @@ def test_a_batch_that_is_too_large_is_told(saved: SavedModel, folder: Path, monk
     classifier = Classifier(saved, 1, CPU)
     monkeypatch.setattr(classifier, "_model", full)
     with pytest.raises(UsageError, match="not enough memory on cpu for 3 images at a time: give a smaller --batch"):
-        [*classifier.results(find_images([str(folder)], {}), 16)]
+        [*classifier.results(find_images([str(folder)]), 16)]
 
 
 @pytest.mark.gpu
 def test_a_gpu_sees_what_the_cpu_sees(saved: SavedModel, folder: Path) -> None:
-    on_gpu = [*Classifier(saved, 3, torch.device("cuda")).results(find_images([str(folder)], {}), 16)]
+    on_gpu = [*Classifier(saved, 3, torch.device("cuda")).results(find_images([str(folder)]), 16)]
     assert [one.predictions[0].name for one in on_gpu] == ["green", "red", "blue"]
     saved.model.to(CPU)

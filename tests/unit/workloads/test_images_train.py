@@ -73,7 +73,7 @@ def cases(root: Path) -> list[dict[str, Any]]:
         "scheduler": "none",
         "base_lr": 1e-9,
         "weights": str(root / "five.safetensors"),
-        "label_map": str(root / "labels.txt"),
+        "label_map": str(root / "labels.json"),
         "predictions": "csv",
     }
     return [
@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ranks")
     for name, each in (("some", 10), ("few", 2), ("whole", 10)):
         draw_folder(root / name, each)
-    (root / "labels.txt").write_text("\n".join(LABELS))
+    (root / "labels.json").write_text(json.dumps(dict(enumerate(LABELS))))
     torch.manual_seed(3)
     save_file(build({"architecture": "small_cnn", "n_outputs": len(LABELS)}).state_dict(), root / "five.safetensors")
     all_cases = cases(root)

@@ -16,15 +16,12 @@ LARGEST_SEED = 2**31 - 1
 def test_defaults_of_petnames_are_those_of_the_tutorial() -> None:
     assert PetnamesParams().model_dump() == {
         "names": "builtin",
-        "names_format": "auto",
-        "names_column": None,
         "names_options": {},
         "unique": True,
         "max_name_length": 64,
         "val_fraction": 0.1,
         "context": "window",
         "window": 8,
-        "skip_blanks": True,
         "input": "one_hot",
         "embedding_size": 32,
         "hidden_size": 128,
@@ -38,7 +35,6 @@ def test_defaults_of_petnames_are_those_of_the_tutorial() -> None:
         "lr_schedule": "constant",
         "weight_decay": 0.0,
         "grad_clip": 0.0,
-        "loss_microbatch": "auto",
         "samples": 16,
         "seed": 0,
     }
@@ -124,7 +120,6 @@ def test_defaults_of_images() -> None:
         (PetnamesParams, "learning_rate", (1e-9, 10.0), (0.0, 10.001)),
         (PetnamesParams, "weight_decay", (0.0, 10.0), (-0.001, 10.001)),
         (PetnamesParams, "grad_clip", (0.0,), (-0.001,)),
-        (PetnamesParams, "loss_microbatch", (0,), (-1,)),
         (PetnamesParams, "samples", (0, 1000), (-1, 1001)),
         (PetnamesParams, "seed", (0, LARGEST_SEED), (-1, LARGEST_SEED + 1)),
     ],

@@ -1,12 +1,10 @@
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddptrain.workloads.petnames.alphabet import decode
-from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch
+from ddptrain.workloads.petnames.data import make_rows, plan_epoch
 from ddptrain.workloads.petnames.names import load_names
 from ddptrain.workloads.petnames.params import PetnamesParams
 
@@ -17,7 +15,7 @@ NAMES = load_names(PetnamesParams()).names[::20]
 def test_windows_hold_the_symbols_before_each_character_and_the_stop() -> None:
     rows = make_rows(["ada"], "window", 3, CPU)
     assert [decode(row) for row in rows.symbols.tolist()] == ["***a", "**ad", "*ada", "ada+"]
-    assert rows.lengths.tolist() == [1, 1, 2, 3]
+    assert rows.lengths.tolist() == [3, 3, 3, 3]
 
 
 def test_names_are_padded_and_padding_is_no_target() -> None:
@@ -36,12 +34,9 @@ def test_a_batch_is_cut_to_its_longest_row() -> None:
     assert (decode(inputs[0].tolist()), decode(targets[0].tolist())) == ("*bo", "bo+")
     windows = make_rows(["ada"], "window", 8, CPU)
     inputs, targets = windows.batch(torch.tensor([0, 2]))
-    assert ([decode(row) for row in inputs.tolist()], decode(targets[:, 0].tolist())) == (["**", "ad"], "aa")
-
-
-def test_blanks_are_kept_in_windows_when_asked_for() -> None:
-    inputs, _ = make_rows(["ada"], "window", 8, CPU, skip_blanks=False).batch(torch.tensor([0]))
-    assert decode(inputs[0].tolist()) == "********"
+    assert [decode(row) for row in inputs.tolist()] == ["********", "******ad"] and decode(
+        targets[:, 0].tolist()
+    ) == "aa"
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,24 +84,6 @@ def test_the_order_is_another_in_each_epoch_and_the_same_for_a_seed(context: str
     assert order(1, 1) == order(1, 1)
     assert order(1, 1) != order(1, 2)
     assert order(1, 1) != order(2, 1)
-
-
-@given(st.integers(1, 300), st.data())
-def test_parts_hold_a_share_in_order_and_are_no_larger_than_asked(most_rows: int, data: st.DataObject) -> None:
-    rows = make_rows(NAMES, "window", 8, CPU)
-    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, unique=True))
-    index = torch.tensor(chosen)
-    index = index[rows.lengths[index].argsort(stable=True)]
-    parts = rows.parts(index, most_rows)
-    assert list(itertools.chain(*(part.tolist() for part in parts))) == index.tolist()
-    assert all(1 <= len(part) <= most_rows for part in parts)
-
-
-def test_part_ends_with_a_length_once_it_has_a_quarter_of_the_rows() -> None:
-    lengths = torch.tensor([1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4, 5])
-    rows = Rows(torch.zeros(13, 6, dtype=torch.uint8), lengths, lengths, "full")
-    assert [len(part) for part in rows.parts(torch.arange(13), 8)] == [2, 4, 5, 2]
-    assert [len(part) for part in rows.parts(torch.arange(3), 12)] == [3]
 
 
 def test_plan_of_an_epoch_stays_as_runs_that_are_resumed_have_begun_it() -> None:

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames import train as workload
-from ddptrain.workloads.petnames.alphabet import STOP_ID, encode
+from ddptrain.workloads.petnames.alphabet import STOP_ID, decode, encode
 from ddptrain.workloads.petnames.generate import _NameFilter, generate_names
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from ddptrain.workloads.petnames.params import PetnamesParams
-from ddptrain.workloads.petnames.sampling import MAX_LENGTH, _FullReader, _WindowReader, sample_names
+from ddptrain.workloads.petnames.sampling import MAX_LENGTH, sample_names
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -115,17 +115,18 @@ def test_no_sampled_name_is_empty_or_holds_a_blank() -> None:
     assert all(name and "*" not in name and len(name) < MAX_LENGTH for name in names)
 
 
-@pytest.mark.parametrize(("context", "reader"), [("window", _WindowReader), ("full", _FullReader)])
-def test_sharing_beginnings_gives_the_scores_of_the_model(context: str, reader: type) -> None:
-    model = untrained(context)
-    texts = ["*lunabellarose", "*lunabellarosy", "*lunabellaross", "*mr. whiskers."]
-    reading = reader(model, len(texts))
-    with torch.inference_mode():
-        for column in torch.tensor([encode(text) for text in texts]).T:
-            logits, node = reading.read(column)
-        padded = [text[1:].rjust(8, "*")[-8:] if context == "window" else text for text in texts]
-        expected = model(torch.tensor([encode(text) for text in padded]))[:, -1]
-    torch.testing.assert_close(logits[node], expected)
+@pytest.mark.parametrize("context", ["window", "full"])
+def test_symbols_are_those_that_the_model_finds_likely_after_the_name_so_far(context: str) -> None:
+    """Nearly without temperature each symbol is the best one, of the model that reads the whole text again."""
+    model = untrained(context, stop_bias=0.0)
+    (name,) = {*sample_names(model, 3, "lu", 1e-9, torch.Generator().manual_seed(0), 12)}
+    text = "lu"
+    while len(text) < 12 and not text.endswith("+"):
+        read = text.rjust(8, "*")[-8:] if context == "window" else f"*{text}"
+        with torch.inference_mode():
+            scores = model(torch.tensor([encode(read)]))[0, -1]
+        text += decode([1 + int(scores[1:].argmax())])
+    assert name == (text.removesuffix("+") if text.endswith("+") else None)
 
 
 def test_low_temperatures_sample_what_is_likely() -> None:

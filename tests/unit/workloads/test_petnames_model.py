@@ -34,23 +34,6 @@ def test_default_training_is_the_tutorials() -> None:
     assert (params.learning_rate, params.lr_schedule, params.weight_decay, params.grad_clip) == (1e-3, "constant", 0, 0)
 
 
-def test_blanks_that_are_skipped_change_neither_scores_nor_gradients() -> None:
-    model = small_model(context="window")
-    losses, gradients = [], []
-    for skip_blanks in (False, True):
-        rows = make_rows(["ada", "bo", "mr. whiskers"], "window", 8, CPU, skip_blanks=skip_blanks)
-        model.zero_grad()
-        loss = torch.zeros(())
-        for part in rows.parts(rows.lengths.argsort(stable=True), 4):
-            inputs, targets = rows.batch(part)
-            loss = loss + summed_nll(model(inputs), targets)
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(losses[0], losses[1])
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
 @pytest.mark.parametrize("entry", ["one_hot", "embedding"])
 def test_padding_changes_neither_the_loss_of_a_name_nor_of_its_neighbour(entry: str) -> None:
     model = small_model(context="full", input=entry)
@@ -107,7 +90,6 @@ def test_every_parameter_is_described() -> None:
         {"epochs": "3"},
         {"val_fraction": 1.0},
         {"context": "half"},
-        {"loss_microbatch": -1},
     ],
 )
 def test_wrong_parameters_are_refused(wrong: dict[str, object]) -> None:

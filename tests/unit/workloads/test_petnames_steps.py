@@ -23,7 +23,6 @@ from ddptrain.rank.checkpoint.checkpoint_reader import Resumed
 from ddptrain.workloads.data_shards import EpochProgress
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
-from ddptrain.workloads.petnames.params import PetnamesParams
 from tests.unit.rank.test_context import Rank
 
 NAMES = ["ada", "bo", "coco", "dina", "ella", "fido", "gus"]
@@ -197,9 +196,8 @@ def test_trainer_with_another_number_of_ranks_estimates_its_samples() -> None:
     assert whole.samples == 40 and whole._part == EpochProgress()
 
 
-@pytest.mark.parametrize("microbatch", ["auto", 1])
-def test_gradients_are_clipped_to_the_norm_that_was_asked_for(run: Run, microbatch: object) -> None:
-    run.train(grad_clip=0.01, loss_microbatch=microbatch)
+def test_gradients_are_clipped_to_the_norm_that_was_asked_for(run: Run) -> None:
+    run.train(grad_clip=0.01)
     assert run.norms == pytest.approx([0.01] * 4, rel=1e-3)
 
 
@@ -212,28 +210,6 @@ def test_dropout_has_a_seed_for_each_epoch(run: Run) -> None:
     run.train(seed=3)
     expected = [hash((3, epoch, 0)) % 2**64 for epoch in (1, 1, 2, 2)]
     assert run.seeds == expected
-
-
-@pytest.mark.parametrize(
-    ("chosen", "batch_size", "device", "accumulate", "rows"),
-    [
-        ("auto", 4096, "cpu", 1, 512),
-        ("auto", 100, "cpu", 1, 512),
-        ("auto", 4096, "cuda", 1, 0),
-        (0, 4096, "cpu", 1, 0),
-        (64, 4096, "cuda", 1, 64),
-        (8192, 4096, "cpu", 1, 8192),
-        ("auto", 4096, "cpu", 2, 512),
-        ("auto", 100, "cpu", 2, 100),
-        ("auto", 4096, "cuda", 2, 4096),
-        (64, 4096, "cuda", 2, 64),
-    ],
-)
-def test_rows_of_one_pass_are_few_on_a_cpu_and_at_most_a_batch_of_several(
-    chosen: str | int, batch_size: int, device: str, accumulate: int, rows: int
-) -> None:
-    settings = PetnamesParams.model_validate({"loss_microbatch": chosen, "batch_size": batch_size})
-    assert workload._microbatch_rows(settings, torch.device(device), accumulate) == rows
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -15,10 +16,9 @@ from ddptrain.config.wording import counted, listed, nearest, shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location, open_store
-from ddptrain.workloads.images.data.manifest import FILE, Manifest, is_plain_key
-from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect, is_split_folder
+from ddptrain.workloads.images.data.manifest import FILE, PARTS, Manifest, is_plain_key
 from ddptrain.workloads.images.data.split import sample, split
-from ddptrain.workloads.images.model.labels import matches
+from ddptrain.workloads.images.model.labels import outputs_of
 from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -29,6 +29,7 @@ _PATIENCE_S = 12.0
 _RETRIES = 4
 _TELL_FIRST_S, _TELL_EVERY_S = 2.0, 10.0
 _MOST_NAMED = 8
+_TRAIN, _VAL = "train", "val"  # the folders of a split source; test may be beside them, and is not used
 _WORDNET = re.compile(r"^n\d{8}-")  # prefix in the names of ImageNet's classes
 
 Tell = Callable[[str], None]
@@ -90,11 +91,11 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         tell(f"{_summary(manifest)}{source.description}")
     labels = labels_of(settings)
     if labels is not None:
-        matches(manifest.classes, labels)
+        outputs_of(manifest.classes, labels)
     if known is None and settings.weights is not None and not is_weights_name(settings.weights):
         from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
 
-        check_weights_fit(settings, manifest.classes, labels, tell, folder)
+        check_weights_fit(settings, settings.weights, manifest.classes, labels, folder)
     if settings.scheduler == "plateau" and not manifest.val:
         raise UsageError(
             "params.scheduler: plateau watches val/loss, and there are too few images to hold some out: lower "
@@ -108,30 +109,20 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
 class ImageSource:
     """The images for training and, if they are in a folder of their own, those for validation.
 
-    Keys of `train`, and of `val` if `val_location` is None, are relative to the source in every `layout`.
+    Keys of `train`, and of `val` if `val_location` is None, are relative to the source, also if it `is_split`.
     """
 
     train: SourceListing
     val: SourceListing | None = None
-    layout: SourceLayout | None = None
+    is_split: bool = False
     val_location: Location | None = None
-
-    def val_words(self, location: Location) -> str:
-        """Return the folder of the validation images, for messages."""
-        if self.val_location is not None:
-            return self.val_location.description
-        return f"{location.description}/{self.layout.val}" if self.layout else location.description
 
     @property
     def description(self) -> str:
-        """For a message: the files that are left out, and the layout of a split source; "" or begins with ";"."""
+        """For a message: the files that are left out, and that the source is split; "" or begins with ";"."""
         ignored = [self.train.ignored, self.val.ignored if self.val else ""]
         left_out = "".join(f"; left out: {text}" for text in ignored if text)
-        if self.layout is None:
-            return left_out
-        parts = [f"{self.layout.train}/ trains", f"{self.layout.val}/ validates" if self.layout.val else ""]
-        parts += [f"{name}/ is not used" for name in self.layout.unused]
-        return f"{left_out}; the source is split: {', '.join(part for part in parts if part)}"
+        return f"{left_out}; {_TRAIN}/ trains, {_VAL}/ validates" if self.is_split else left_out
 
 
 def list_images(location: Location, tell: Tell | None = None) -> SourceListing:
@@ -152,20 +143,39 @@ def find_source(location: Location, params: ImagesParams, tell: Tell) -> ImageSo
     items = list(_listing(location, tell))
     whole = _part(items, location)
     _check(whole, location)
-    val_location = (
-        None
-        if params.val_source is None
-        else Location.of(params.val_source, params.source_options, "params.val_source")
-    )
-    if val_location == location:
+    split_into_parts = is_split(whole.by_class.keys() | (whole.folders & PARTS), location.description)
+    if params.val_source is not None:
+        val_location = Location.of(params.val_source, params.source_options, "params.val_source")
+        if val_location == location or split_into_parts:
+            what = f"has a {_VAL}/ of its own" if split_into_parts else "is params.val_source"
+            raise UsageError(
+                f"params.source, {location.description}, {what}: give another folder to one of them, or leave "
+                "params.val_source out"
+            )
+        return ImageSource(whole, list_images(val_location, tell), val_location=val_location)
+    if not split_into_parts:
+        return ImageSource(whole)
+    train, val = (_part(items, location, part) for part in (_TRAIN, _VAL))
+    for part, listing in ((_TRAIN, train), (_VAL, val)):
+        _check(listing, Location(f"{location.url}/{part}", location.options, location.setting))
+    return ImageSource(train, val, is_split=True)
+
+
+def is_split(folders: AbstractSet[str], where: str) -> bool:
+    """Return whether the folders of a source are train and val, perhaps with test; otherwise they are its classes.
+
+    Raises UsageError if they look like a source that is split in another way.
+    """
+    if {_TRAIN, _VAL} <= folders <= {_TRAIN, _VAL, "test"}:
+        return True
+    names = {name.lower() for name in folders}
+    if {_TRAIN, _VAL} <= names or {_TRAIN} < names <= PARTS:
         raise UsageError(
-            f"params.val_source is params.source, {location.description}: give another folder, or leave it out"
+            f"{where} has the folders {listed(sorted(folders), _MOST_NAMED)}: expected a folder for each class, or "
+            f"{_TRAIN} and {_VAL} with a folder for each class; give others as params.source and params.val_source, "
+            f"such as {where}/{_TRAIN} and {where}/valid"
         )
-    layout = detect(_class_folders(whole), location.description, params.subset, has_val_source=val_location is not None)
-    train = whole if layout is None else _part(items, location, layout.train)
-    if val_location is not None:
-        return ImageSource(train, list_images(val_location, tell), layout, val_location)
-    return ImageSource(train, _part(items, location, layout.val) if layout and layout.val else None, layout)
+    return False
 
 
 def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
@@ -176,18 +186,6 @@ def _listing(location: Location, tell: Tell | None) -> Iterator[Listed]:
         if tell is not None and number % 1000 == 0 and time.monotonic() > next_word:
             next_word = time.monotonic() + _TELL_EVERY_S
             tell(f"listing {location.description}: {number:,} files so far")
-
-
-def _class_folders(listing: SourceListing) -> dict[str, int]:
-    """Return the number of class folders in each folder with images; 0 if an image is directly in it.
-
-    Folders without images are included, with 0, if their names are those of parts of a split source.
-    """
-    counts = dict.fromkeys(filter(is_split_folder, listing.folders), 0)
-    for name, items in listing.by_class.items():
-        inside = {tuple(item.key.split("/")[1:-1][:1]) for item in items}
-        counts[name] = 0 if () in inside else len(inside)
-    return counts
 
 
 def _part(items: Iterable[Listed], location: Location, inside: str = "") -> SourceListing:
@@ -210,10 +208,11 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     validation images are not those of the training images.
     """
     listing = source.train
-    where = f"{location.description}/{source.layout.train}" if source.layout else location.description
+    inside = f"{location.description}/{{}}" if source.is_split else location.description
+    where = inside.format(_TRAIN)
     classes = chosen_classes(sorted(listing.by_class), params.subset, where)
     if len(classes) < 2:
-        raise UsageError(_too_few(listing, classes, where, location.setting, depth=2 if source.layout else 1))
+        raise UsageError(_too_few(listing, classes, where, location.setting, depth=2 if source.is_split else 1))
     used, val_keys = _sampled(listing, classes, params), set[str]()
     val: dict[str, list[Listed]] = {}
     if source.val is None:
@@ -221,7 +220,8 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
             {name: [item.key for item in used[name]] for name in classes}, params.train_pct, params.seed
         )
     else:
-        check_classes_agree(sorted(listing.by_class), classes, sorted(source.val.by_class), source.val_words(location))
+        val_where = source.val_location.description if source.val_location else inside.format(_VAL)
+        check_classes_agree(listing.by_class.keys(), classes, source.val.by_class.keys(), val_where)
         val = _sampled(source.val, classes, params)
     chosen = [(item, label, False) for label, name in enumerate(classes) for item in used[name]]
     chosen += [(item, label, True) for label, name in enumerate(classes) for item in val.get(name, [])]
@@ -238,6 +238,24 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
         val=tuple(index for index, validates in enumerate(is_val) if validates),
         made_of=_made_of(params, location),
     )
+
+
+def check_classes_agree(train: AbstractSet[str], used: Sequence[str], val: AbstractSet[str], where: str) -> None:
+    """Check that the validation folder `where` has all classes that are used, and none that training lacks.
+
+    Raises UsageError.
+    """
+    if unknown := sorted(val - train):
+        raise UsageError(
+            f"{where}, the folder of the images to validate with, has folders that are not classes of the training "
+            f"data: {listed(unknown, _MOST_NAMED)}; its classes must have the names of those in training: "
+            f"{listed(sorted(train), _MOST_NAMED)}"
+        )
+    if missing := sorted(set(used) - val):
+        raise UsageError(
+            f"{where}, the folder of the images to validate with, has no images of {listed(missing, _MOST_NAMED)}: it "
+            "needs some of every class that is trained; add them, or leave these classes out with params.subset"
+        )
 
 
 def _sampled(listing: SourceListing, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:

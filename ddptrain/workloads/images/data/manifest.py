@@ -15,10 +15,10 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import write_atomic
 from ddptrain.storage.store import UNKNOWN_SIZE, Location
-from ddptrain.workloads.images.data.source_layout import is_split_folder
 from ddptrain.workloads.images.params import ImagesParams
 
 FILE = "manifest.json"
+PARTS = frozenset({"train", "val", "test", "valid", "validation"})  # names of the parts of split data sets
 
 _Name = Annotated[str, Field(min_length=1, max_length=1024)]
 _Key = Annotated[str, Field(min_length=3, max_length=4096)]
@@ -103,7 +103,7 @@ def is_plain_key(key: str) -> bool:
 def is_of_class(key: str, name: str) -> bool:
     """Return whether a key is CLASS/IMAGE of that class or, in a split source, PART/CLASS/IMAGE."""
     first, *below = key.split("/")
-    return first == name or (is_split_folder(first) and len(below) > 1 and below[0] == name)
+    return first == name or (first.lower() in PARTS and len(below) > 1 and below[0] == name)
 
 
 def _damaged(path: Path, problem: str) -> DamagedManifest:

@@ -14,16 +14,14 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput, describe_reason
+from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
 from ddptrain.workloads.images.loader.decode import CorruptImage, decode_eval, ignore_pillow_warnings
-from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
 
 Image = NDArray[np.uint8]  # [3, size, size]
 Look = Callable[[], Image | str]
 
-THREADS = 32  # more than cores: with a store they mostly wait
+THREADS = 32  # more than cores: on a network file system they mostly wait
 _MOST_BYTES = 1 << 30
-_TRIES = RetryPolicy(deadline_s=20.0)  # the user waits for the command
 
 
 def decoded(
@@ -35,10 +33,9 @@ def decoded(
     """
     ignore_pillow_warnings()
     waiting: deque[tuple[PredictInput | InputProblem, Future[Image | str]]] = deque()
-    readers: dict[str, Reader] = {}
     with _threads(THREADS) as submit:
         for item in inputs:
-            waiting.append((item, submit(_look(item, size, readers))))
+            waiting.append((item, submit(_look(item, size))))
             if len(waiting) > ahead:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -46,16 +43,11 @@ def decoded(
             yield first, future.result()
 
 
-def _look(item: PredictInput | InputProblem, size: int, readers: dict[str, Reader]) -> Look:
+def _look(item: PredictInput | InputProblem, size: int) -> Look:
     """Return a function for any thread that reads and decodes an input."""
     if isinstance(item, InputProblem):
         return lambda: item.reason
-    if item.location is None:
-        return lambda: _image(_read_file(item.key), size)
-    if item.location.url not in readers:
-        readers[item.location.url] = Reader(item.location, tries=_TRIES)
-    reader = readers[item.location.url]
-    return lambda: _image(_read(reader, item), size)
+    return lambda: _image(_read_file(item.name), size)
 
 
 def _image(data: bytes | str, size: int) -> Image | str:
@@ -65,11 +57,6 @@ def _image(data: bytes | str, size: int) -> Image | str:
         return decode_eval(data, size)
     except CorruptImage as error:
         return str(error)
-
-
-def _read(reader: Reader, item: PredictInput) -> bytes | str:
-    data = reader.read(ImageRef(item.key))
-    return describe_reason(data.reason, item.name) if isinstance(data, ReadFailure) else data
 
 
 def _read_file(path: str) -> bytes | str:
@@ -87,7 +74,7 @@ def _read_file(path: str) -> bytes | str:
 
 @contextmanager
 def _threads(count: int) -> Iterator[Callable[[Look], Future[Image | str]]]:
-    """Call functions in `count` threads. They are daemons, so the process can end while a store does not answer."""
+    """Call functions in `count` threads. They are daemons, so the process can end while a disk does not answer."""
     work: queue.SimpleQueue[tuple[Look, Future[Image | str]] | None] = queue.SimpleQueue()
     over = threading.Event()
 

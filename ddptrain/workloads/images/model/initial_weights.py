@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from ddptrain.config.wording import shorten
-from ddptrain.file_ops import sha256
 from ddptrain.protocol.starting_weights import StartingWeights, names_model, weights_in
-from ddptrain.redact import hide_credentials
-from ddptrain.storage.download import DownloadFailed, Progress, ServerUnreachable, fetch_file
+from ddptrain.storage.download import DownloadFailed, Progress, fetch_file
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
-from ddptrain.workloads.images.model.labels import Labels, matches
+from ddptrain.workloads.images.model.labels import Labels, outputs_of
 from ddptrain.workloads.images.model.preflight import (
     BadWeights,
-    WeightsNotReached,
-    check_weights_file,
     is_weights_name,
-    is_weights_url,
     labels_of,
-    options_for,
     weights_path,
 )
 from ddptrain.workloads.images.model.pretrained_weights import find_pretrained, fit, read
@@ -35,13 +27,9 @@ from ddptrain.workloads.saved_model import with_module_versions
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
 
-_REPORT_EVERY_S = 10.0
 
-
-def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
+def described_model(settings: ImagesParams, classes: Sequence[str]) -> dict[str, Any]:
     """Return the description of the model that the parameters select; see build_model.describe.
-
-    `tell` gets a line for each class whose name differs from that of its output.
 
     Raises: UsageError if the label map is unreadable, ambiguous or of another model; BadWeights for an unknown name.
     """
@@ -53,15 +41,11 @@ def described_model(settings: ImagesParams, classes: Sequence[str], tell: Callab
     labels = labels_of(settings)
     if labels is None:
         return describe(settings.architecture, settings.image_size, classes, mean=mean, std=std)
-    matched = matches(classes, labels)
-    for match in matched:
-        if match.remark:
-            tell(f"{shorten(match.name)}: {match.remark}")
     return describe(
         settings.architecture,
         settings.image_size,
         classes,
-        outputs=[match.label.output for match in matched],
+        outputs=outputs_of(classes, labels),
         output_names=labels.names,
         mean=mean,
         std=std,
@@ -90,11 +74,7 @@ def begin_with_weights(
     if settings.weights is None:
         return
     path = weights_file(
-        settings,
-        settings.weights,
-        lambda done, total: ctx.progress(done, total, unit="MB"),
-        lambda line: print(line, flush=True),
-        ctx.inputs,
+        settings.architecture, settings.weights, ctx.inputs, lambda done, total: ctx.progress(done, total, unit="MB")
     )
     keep_head = settings.label_map is not None
     # Torchvision's weights have other classes even if their number is equal; a user's own weights may have the same.
@@ -142,91 +122,35 @@ def _tell_size(settings: ImagesParams, weights: str) -> None:
         print(text, flush=True)
 
 
-def weights_file(
-    settings: ImagesParams,
-    weights: str,
-    progress: Progress,
-    tell: Callable[[str], None],
-    inputs: Path | None = None,
-) -> Path:
-    """Return the local file with the weights, downloaded if needed; those of a model of the registry are in `inputs`.
+def weights_file(architecture: str, weights: str, inputs: Path | None, progress: Progress) -> Path:
+    """Return the local file with the weights: a path, a model of the registry in `inputs`, or torchvision's, fetched.
 
-    Raises: BadWeights, WeightsNotReached; UsageError if the weights of a model are missing.
+    Raises BadWeights; UsageError if the weights of a model are missing.
     """
     if names_model(weights):
         return weights_in(inputs)
-    if not is_weights_url(weights) and not is_weights_name(weights):
-        return weights_path(weights)
-    url = find_pretrained(settings.architecture, weights).url if is_weights_name(weights) else weights
-    name = PurePosixPath(urlsplit(url).path).name
     if not is_weights_name(weights):
-        name = f"ddptrain-{sha256(url.encode()).hexdigest()[:16]}-{name}"
+        return weights_path(weights)
+    url = find_pretrained(architecture, weights).url
+    path = Path(torch.hub.get_dir()) / "checkpoints" / PurePosixPath(url).name  # the folder that torchvision uses
     try:
-        return fetch_file(
-            url,
-            Path(torch.hub.get_dir()) / "checkpoints" / name,  # the folder that torchvision uses
-            options_for(settings, url),
-            progress=progress,
-            tell=tell,
-            check_name=is_weights_name(weights),
-        )
+        return fetch_file(url, path, progress=progress, tell=lambda line: print(line, flush=True))
     except DownloadFailed as error:
-        what = f"the weights {weights} of {settings.architecture}" if is_weights_name(weights) else "the weights"
-        kind = WeightsNotReached if isinstance(error, ServerUnreachable) else BadWeights
-        raise kind(
-            f"{what} can't be fetched: {error}; fetch the file elsewhere and name it, as params.weights: FILE, or set "
-            "params.weights: null for random ones"
+        raise BadWeights(
+            f"the weights {weights} of {architecture} can't be fetched: {error}; fetch the file elsewhere and name it, "
+            "as params.weights: FILE, or set params.weights: null for random ones"
         ) from None
 
 
 def check_weights_fit(
-    settings: ImagesParams,
-    classes: Sequence[str],
-    labels: Labels | None,
-    tell: Callable[[str], None],
-    inputs: Path | None = None,
+    settings: ImagesParams, weights: str, classes: Sequence[str], labels: Labels | None, inputs: Path
 ) -> None:
-    """Check that params.weights, a path or a URL, fits the model; passes if this host can't reach the URL.
-
-    A URL is downloaded to the folder where the ranks of this host look for it.
+    """Check that weights, a path or a model of the registry, fit the model.
 
     Raises: BadWeights; UsageError if the model does not support the image size.
     """
-    weights = str(settings.weights)
-    try:
-        path = weights_file(settings, weights, _download_report(hide_credentials(weights), tell), tell, inputs)
-    except WeightsNotReached as error:
-        tell(f"{error} (the run starts nevertheless, because its ranks may be able to fetch them)")
-        return
-    if is_weights_url(weights):
-        source = shorten(hide_credentials(weights), 300)
-        state = _fetched(path, source)
-    else:
-        source = weights if names_model(weights) else shorten(str(path.absolute()), 300)
-        state = read(path, source, lazily=True)
+    path = weights_in(inputs) if names_model(weights) else weights_path(weights)
+    source = weights if names_model(weights) else shorten(str(path.absolute()), 300)
     names = None if labels is None else labels.names
     model_config = describe(settings.architecture, settings.image_size, classes, output_names=names)
-    fit(outline(model_config), state, model_config, source, keep_head=labels is not None)
-
-
-def _fetched(path: Path, source: str) -> Mapping[str, Tensor]:
-    """Return the tensors of a downloaded file; it is deleted if it has none, so that a later run downloads it again."""
-    try:
-        check_weights_file(path, source)
-        return read(path, source, lazily=True)
-    except BadWeights:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _download_report(what: str, tell: Callable[[str], None]) -> Progress:
-    """Return a function that reports megabytes done, and in total if known, at intervals."""
-    due = time.monotonic() + _REPORT_EVERY_S
-
-    def progress(done: float, total: float | None) -> None:
-        nonlocal due
-        if time.monotonic() > due:
-            due = time.monotonic() + _REPORT_EVERY_S
-            tell(f"fetching {what}: {done:,.0f}{f' of {total:,.0f}' if total else ''} MB so far")
-
-    return progress
+    fit(outline(model_config), read(path, source, lazily=True), model_config, source, keep_head=labels is not None)

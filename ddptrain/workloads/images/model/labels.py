@@ -1,192 +1,91 @@
-"""Finds the output of a pretrained model for each class: the class's name among the model's labels.
+"""Finds the output of a pretrained model for each class, by the labels of its outputs in a JSON file.
 
-A wrong output would train and predict without an error. So nothing is guessed: an ambiguous name is an error.
+A wrong output would train and predict without an error. So nothing is guessed: names must be equal.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
+from typing import Annotated
 
-from ddptrain.config.wording import listed, shorten
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ddptrain.config.wording import listed, nearest, shorten
 from ddptrain.errors import UsageError
 
-_ID = re.compile(r"(n[0-9]{8})(?:[-_. ]+(.*))?", re.DOTALL)
-_SEPARATORS = re.compile(r"[\s_-]+")
-_NOT_LETTERS = re.compile(r"[\W_]+")
-_MAX_CANDIDATES = 5
+_ID = r"n[0-9]{8}"
+_FOLDER_WITH_ID = re.compile(rf"({_ID})(?:[-_. ].*)?", re.DOTALL)
+_Text = Annotated[str, Field(min_length=1, max_length=2000)]
+_FILE = TypeAdapter(dict[int, _Text | tuple[Annotated[str, Field(pattern=f"^{_ID}$")], _Text]])
+_FORM = 'expected JSON as {"0": "tench", "1": "goldfish"}, or {"0": ["n01440764", "tench"]} with WordNet ids'
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
-    """The label of an output: synonyms as in 'tench, Tinca tinca', the usual name first.
-
-    wordnet_id: as n01440764, if the labels have ids.
-    """
-
-    output: int
-    text: str
-    wordnet_id: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The whole text, and each synonym."""
-        return [self.text, *filter(None, (part.strip() for part in self.text.split(",")))]
-
-    def __str__(self) -> str:
-        return f"{self.output} '{shorten(self.text, 60)}'"
-
-
-@dataclass(frozen=True)
 class Labels:
-    """The labels of all outputs of a model, by output; `source` is the file or URL for messages."""
+    """The labels of all outputs of a model; the outputs by label and WordNet id; `source` is the file for messages."""
 
     source: str
-    labels: tuple[Label, ...]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The text of each label."""
-        return tuple(label.text for label in self.labels)
-
-    @cached_property
-    def by_id(self) -> dict[str, Label]:
-        """The labels that have a WordNet id, by id."""
-        return {label.wordnet_id: label for label in self.labels if label.wordnet_id is not None}
-
-    @cached_property
-    def _tiers(self) -> list[tuple[Callable[[str], str], dict[str, list[Label]]]]:
-        """For each way to compare names, the strictest first: the function, and the labels by its result."""
-        return [
-            (form, _index(self.labels, form, synonyms=synonyms))
-            for synonyms in (False, True)
-            for form in (str, _spaced, _caseless, _letters)
-        ]
-
-    def called(self, name: str) -> tuple[list[Label], list[Label]]:
-        """Return the labels that match a name by the strictest comparison with any result, and by the loosest."""
-        candidates = (index.get(form(name), []) for form, index in self._tiers)
-        form, index = self._tiers[-1]
-        return next(filter(None, candidates), []), index.get(form(name), [])
-
-    def like(self, name: str) -> list[Label]:
-        """Return the labels that the user may have meant: most words in common, or else the most similar spelling."""
-        words = set(_caseless(name).split())
-        shared = {
-            label: max(len(words & set(_caseless(synonym).split())) for synonym in label.names) for label in self.labels
-        }
-        most = sorted((label for label in self.labels if shared[label]), key=lambda label: -shared[label])
-        if most:
-            return most[:_MAX_CANDIDATES]
-        form, index = self._tiers[-1]
-        return [index[key][0] for key in difflib.get_close_matches(form(name)[:80], index, n=_MAX_CANDIDATES)]
+    names: tuple[str, ...]
+    outputs: Mapping[str, Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The output of a class; `remark` is a message if the names differ."""
+def read_labels(path: Path, n_outputs: int | None = None) -> Labels:
+    """Return the labels in a file; for a model with `n_outputs`, if that is known.
 
-    name: str
-    label: Label
-    remark: str = ""
-
-
-def matches(classes: Sequence[str], labels: Labels) -> list[Match]:
-    """Return the output of each class, by WordNet id or else by name.
-
-    Remarks tell the user about names that differ in more than separators, and about names that a looser comparison
-    also finds at another label. Raises UsageError, which lists all classes without a label, with several, or with that
-    of another class.
+    Raises UsageError if it is unreadable, or has not one label for each output.
     """
-    matched: list[Match] = []
-    problems: list[str] = []
-    for name in classes:
-        match = _match(name, labels)
-        if isinstance(match, Match):
-            matched.append(match)
+    try:
+        found = _FILE.validate_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"can't read the labels {path}: {error.strerror or error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"][:1]))
+        raise UsageError(f"no labels in {path}: {f'{where}: ' if where else ''}{first['msg']}; {_FORM}") from None
+    n_expected = len(found) if n_outputs is None else n_outputs
+    if not found or found.keys() != set(range(n_expected)):
+        raise UsageError(
+            f"the labels of {path} are {len(found):,}, from output {min(found, default=0):,} to "
+            f"{max(found, default=0):,}: expected one for each output of the model, from 0 to {n_expected - 1:,}"
+        )
+    outputs: dict[str, list[int]] = defaultdict(list)
+    for output, label in found.items():
+        for name in {label} if isinstance(label, str) else {*label}:
+            outputs[name].append(output)
+    names = [label if isinstance(label, str) else label[1] for _, label in sorted(found.items())]
+    return Labels(str(path), tuple(names), outputs)
+
+
+def outputs_of(classes: Sequence[str], labels: Labels) -> list[int]:
+    """Return the output of each class: the one with its WordNet id, as in n01440764-tench, or with its name as label.
+
+    Raises UsageError, which lists all classes without an output, with several, or with that of another class.
+    """
+    by_class = {name: _outputs(name, labels) for name in classes}
+    of_output: dict[int, list[str]] = defaultdict(list)
+    problems = []
+    for name, outputs in by_class.items():
+        if len(outputs) == 1:
+            of_output[outputs[0]].append(shorten(name))
+        elif outputs:
+            problems.append(f"{shorten(name)}: outputs {', '.join(map(str, outputs))} have this label")
         else:
-            problems.append(match)
-    problems += _collisions(matched)
+            near = nearest(name, labels.outputs)
+            problems.append(f"{shorten(name)}: no label has its name or id{f', did you mean {near}?' if near else ''}")
+    problems += [f"{', '.join(names)}: all have the label of output {n}" for n, names in of_output.items() if names[1:]]
     if problems:
-        head = f"the labels of {labels.source} do not determine the output of each class:"
-        advice = "rename the folder or the label, put WordNet ids (n02085620) on both, or leave the label map out"
-        raise UsageError("\n  ".join([head, *problems, advice]))
-    return matched
+        raise UsageError(
+            f"{labels.source} does not determine the output of each class: {listed(problems, _MOST_NAMED, 200)}; "
+            "rename the folder or the label, or leave params.label_map out"
+        )
+    return [by_class[name][0] for name in classes]
 
 
-def _match(name: str, labels: Labels) -> Match | str:
-    """Return the label of a class, or what is wrong."""
-    parts = _ID.fullmatch(name)
-    wordnet_id, text = (parts[1], parts[2] or "") if parts else (None, name)
-    if wordnet_id is not None and labels.by_id:
-        if wordnet_id in labels.by_id:
-            return Match(name, labels.by_id[wordnet_id])
-        return f"{shorten(name)}: no label has the id {wordnet_id}{_candidates(labels, text)}"
-    if not text:
-        return f"{shorten(name)}: the labels have no WordNet ids, and the folder's name is only an id"
-    strict, loose = labels.called(text)
-    if not strict:
-        return f"{shorten(name)}: no label has this name{_candidates(labels, text)}"
-    if len(strict) > 1:
-        return f"{shorten(name)}: ambiguous, it may be {_listed(strict)}"
-    return Match(name, strict[0], _remark(text, strict[0], [label for label in loose if label is not strict[0]]))
-
-
-def _remark(text: str, label: Label, rivals: list[Label]) -> str:
-    if rivals:
-        return f"{shorten(text)} is taken for {label}, not for {_listed(rivals)}"
-    if _spaced(text) not in map(_spaced, label.names):
-        return f"{shorten(text)} is taken for {label}"
-    return ""
-
-
-def _collisions(matched: Iterable[Match]) -> list[str]:
-    by_output: dict[Label, list[str]] = defaultdict(list)
-    for match in matched:
-        by_output[match.label].append(match.name)
-    return [
-        f"{', '.join(map(shorten, names))}: all of them are {label}" for label, names in by_output.items() if names[1:]
-    ]
-
-
-def _candidates(labels: Labels, text: str) -> str:
-    near = labels.like(text) if text else []
-    return f"; closest: {_listed(near)}" if near else ""
-
-
-def _listed(labels: Sequence[Label]) -> str:
-    return listed([str(label) for label in labels], _MAX_CANDIDATES, 80)
-
-
-def _index(labels: Iterable[Label], form: Callable[[str], str], *, synonyms: bool) -> dict[str, list[Label]]:
-    """Return labels by a form of their names: of the whole text and the usual name, or of all `synonyms`."""
-    index: dict[str, list[Label]] = defaultdict(list)
-    for label in labels:
-        names = label.names if synonyms else label.names[:2]
-        for key in {form(name) for name in names} - {""}:
-            index[key].append(label)
-    return dict(index)
-
-
-def _spaced(name: str) -> str:
-    """Return the name with one space instead of runs of spaces, _ and -."""
-    return _SEPARATORS.sub(" ", name).strip()
-
-
-def _caseless(name: str) -> str:
-    """Return the name as _spaced does, also without case and accents."""
-    plain = unicodedata.normalize("NFKD", _spaced(name))
-    return "".join(char for char in plain if not unicodedata.combining(char)).casefold()
-
-
-def _letters(name: str) -> str:
-    """Return only the letters and digits: 'sheep dog' becomes 'sheepdog'."""
-    return _NOT_LETTERS.sub("", _caseless(name))
+def _outputs(name: str, labels: Labels) -> Sequence[int]:
+    with_id = _FOLDER_WITH_ID.fullmatch(name)
+    return labels.outputs.get(name, ()) or (labels.outputs.get(with_id[1], ()) if with_id else ())

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.protocol.starting_weights import names_model
-from ddptrain.storage.remote_folder import is_url
-from ddptrain.storage.store import fetch
 from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
-from ddptrain.workloads.images.model.label_file import MAX_BYTES, read_labels
-from ddptrain.workloads.images.model.labels import Labels
+from ddptrain.workloads.images.model.labels import Labels, read_labels
 from ddptrain.workloads.images.params import WEIGHTS_NAME, ImagesParams
 
-_HERE = "file://"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # formats of torch.save, since 1.6 and before
 
 
@@ -24,43 +19,29 @@ class BadWeights(UsageError):
     """Weights that can't be fetched, read, or loaded into the model."""
 
 
-class WeightsNotReached(BadWeights):
-    """Weights that this host can't fetch, but other hosts may."""
-
-
 def is_weights_name(weights: str) -> bool:
-    """Return whether it is a name of torchvision's weights, as DEFAULT, not a path or a URL."""
+    """Return whether it is a name of torchvision's weights, as DEFAULT, not a path."""
     return WEIGHTS_NAME.fullmatch(weights) is not None
-
-
-def is_weights_url(weights: str) -> bool:
-    """Return whether it is a URL that must be downloaded."""
-    return is_url(weights) and not weights.startswith(_HERE)
 
 
 def check_weights(params: ImagesParams) -> None:
     """Check the weights file if params.weights is a path. Raises BadWeights."""
     weights = params.weights
-    if weights is None or is_weights_url(weights) or is_weights_name(weights) or names_model(weights):
+    if weights is None or is_weights_name(weights) or names_model(weights):
         return
     weights_path(weights)
 
 
 def weights_path(weights: str) -> Path:
     """Return the path of a weights file that looks valid. Raises BadWeights."""
-    path = Path(weights.removeprefix(_HERE)).expanduser()
-    check_weights_file(path, shorten(str(path.absolute()), 300))
-    return path
-
-
-def check_weights_file(path: Path, where: str) -> None:
-    """Check by its first bytes and size that a file has weights; messages call it `where`. Raises BadWeights."""
+    path = Path(weights).expanduser()
+    where = shorten(str(path.absolute()), 300)
     if path.is_dir():
         raise BadWeights(f"{where} is a folder: name the file in it, as model.safetensors, as params.weights")
     if not path.exists():
         raise BadWeights(
             f"there are no weights {where}: params.weights is the path of a file that the command and all ranks can "
-            "read, or a URL"
+            "read"
         )
     try:
         with path.open("rb") as file:
@@ -78,6 +59,7 @@ def check_weights_file(path: Path, where: str) -> None:
         raise BadWeights(
             f"the weights {where} are incomplete: the file has {path.stat().st_size:,} bytes; download it again"
         )
+    return path
 
 
 def _is_whole(path: Path, first: bytes) -> bool:
@@ -96,13 +78,5 @@ def labels_of(params: ImagesParams) -> Labels | None:
     """The labels in params.label_map, if set. Raises UsageError, also if their number is not that of the weights."""
     if params.label_map is None:
         return None
-    where = params.label_map
-    read = (lambda url: fetch(url, options_for(params, url), "params.label_map", MAX_BYTES)) if is_url(where) else None
     n_outputs = N_OUTPUTS if params.weights is not None and is_weights_name(params.weights) else None
-    return read_labels(where, read, n_outputs)
-
-
-def options_for(params: ImagesParams, url: str) -> dict[str, Any]:
-    """Return the options of the source, if `url` has the same protocol; else none."""
-    same = url.partition("://")[0].lower() == params.source.partition("://")[0].lower()
-    return dict(params.source_options) if same else {}
+    return read_labels(Path(params.label_map).expanduser(), n_outputs)

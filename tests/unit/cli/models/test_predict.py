@@ -132,17 +132,13 @@ def test_options_reach_the_model(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["predict", "latest"], "PATH|URL is missing: write ddptrain predict [OPTIONS] RUN|MODEL PATH|URL..."),
+        (["predict", "latest"], "PATH is missing: write ddptrain predict [OPTIONS] RUN|MODEL PATH..."),
         (["predict", "latest", "nowhere"], "error: nowhere: no such file or folder"),
         (["predict", "none", "pictures"], 'error: no run "none" in runs'),
         (["predict", "latest", "pictures", "--json", "--csv"], "give --json or --csv, not both"),
         (["predict", "latest", "pictures", "--top", "0"], "--top: must be "),
         (["predict", "latest", "pictures", "--batch-size", "0"], "--batch-size: must be "),
         (["predict", "latest", "pictures", "--device", "tpu"], "--device: 'tpu' is not one of"),
-        (
-            ["predict", "latest", "pictures", "--source-option", "secret"],
-            "--source-option <left out> is not NAME=VALUE",
-        ),
     ],
 )
 def test_impossible_arguments_end_with_2(
@@ -152,23 +148,6 @@ def test_impossible_arguments_end_with_2(
     out, err = capsys.readouterr()
     assert message in err
     assert out == ""
-
-
-def test_options_of_the_store_are_read_as_yaml_reads_them(
-    seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ddptrain.workloads.images.data import predict_inputs as given
-
-    asked: list[object] = []
-
-    def images_of(arguments: list[str], options: dict[str, object]) -> Iterator[PredictInput]:
-        asked.extend([arguments, options])
-        return iter([PredictInput("a", "a")])
-
-    monkeypatch.setattr(given, "find_images", images_of)
-    options = ["anon=true", "endpoint_url=http://h:1/?a=b", "n=3"]
-    assert main(["predict", "latest", "s3://b/x", *(word for one in options for word in ("--source-option", one))]) == 0
-    assert asked == [["s3://b/x"], {"anon": True, "endpoint_url": "http://h:1/?a=b", "n": 3}]
 
 
 def test_torch_is_not_needed_to_find_that_a_path_is_wrong(

@@ -185,7 +185,7 @@ def test_check_of_installed_schedules(place: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "added_at": "2020-01-01T00:00:00.000Z"}))
     assert schedule("check", "nightly.yaml", "--grace", "0s").exit_code == ExitCode.LATE
     [found] = json.loads(schedule("check", "--grace", "0s", "--json").stdout)
-    assert (found["state"], found["last_success"], found["told"]) == ("late", None, [])
+    assert (found["state"], found["last_success"], found["notified"]) == ("late", None, [])
 
 
 def test_check_that_cannot_read_is_an_error(place: Path) -> None:

@@ -179,7 +179,7 @@ def test_run_that_waits_for_slots_keeps_the_scheduler_up(start: Callable[..., St
 
 
 def _stand_in_line(client: str, dask_scheduler: Any) -> None:
-    slots._table(dask_scheduler)._enqueue(slots.Request(client, "r", 1, False, frozenset(), frozenset(), None))
+    slots._table(dask_scheduler)._enqueue(slots.Request(client, "r", 1, False, frozenset(), None))
 
 
 def test_client_that_shuts_the_scheduler_down_is_named_as_the_reason(start: Callable[..., Started]) -> None:

@@ -160,36 +160,6 @@ def test_table_that_was_replaced_removes_nothing(loop: asyncio.AbstractEventLoop
     assert there.plugins == {slots.PLUGIN_NAME: new}
 
 
-# --- spare slots ---
-
-
-def gpu_worker(there: Any, name: str, gpus: int) -> None:
-    there.workers[f"tcp://{name}"].resources[GPU_RESOURCE] = float(gpus)
-
-
-def test_free_slots_of_the_same_host_are_no_spare_ones(loop: asyncio.AbstractEventLoop) -> None:
-    there: Any = FakeScheduler(loop, a=3)
-    ask(there, "r1", 2)
-    answer = {"found": False, "avoid": [["tcp://a", 0], ["tcp://a", 2]]}
-    assert slots.find_spare("r1", [("tcp://a", 0)], there) == answer
-
-
-@pytest.mark.parametrize(("gpus", "found"), [(0, False), (1, True)])
-def test_spare_slot_of_a_gpu_has_a_gpu(loop: asyncio.AbstractEventLoop, gpus: int, found: bool) -> None:
-    there: Any = FakeScheduler(loop, a=2, b=1)
-    gpu_worker(there, "a", 2)
-    ask(there, "r1", 2)
-    gpu_worker(there, "b", gpus)
-    assert slots.find_spare("r1", [("tcp://a", 0)], there) == {"found": found, "avoid": [["tcp://a", 0]]}
-
-
-def test_worker_whose_offer_is_unknown_has_no_spare_slot(loop: asyncio.AbstractEventLoop) -> None:
-    there: Any = FakeScheduler(loop, a=1)
-    ask(there, "r1", 1)
-    there.workers |= FakeScheduler(loop, b=None).workers
-    assert not slots.find_spare("r1", [("tcp://a", 0)], there)["found"]
-
-
 # --- topics and orders to workers ---
 
 

@@ -206,32 +206,6 @@ def test_run_that_asks_again_gets_other_slots_for_its_own_and_passes_the_line() 
     assert there.orders == [("ddptrain-r1", ["tcp://b"])]
 
 
-def test_spare_slots_are_on_other_hosts_and_free() -> None:
-    there = scheduler(a=3, b=1, c=1)
-    first = ask(there, "r1", 3)["slots"]
-    assert [slot[:3] for slot in first] == [["tcp://a", "a", number] for number in range(3)]
-    assert slots.find_spare("r1", [("tcp://a", 1)], there) == {"found": True, "avoid": [["tcp://a", 1]]}
-    assert slots.find_spare("r1", [("tcp://a", 0), ("tcp://a", 1)], there)["found"]
-    assert not slots.find_spare("r1", [("tcp://a", number) for number in range(3)], there)["found"]
-    ask(there, "r2", 2)
-    assert not slots.find_spare("r1", [("tcp://a", 1)], there)["found"]
-
-
-def test_free_slots_of_the_same_host_are_avoided_with_the_slow_one() -> None:
-    there = scheduler(a=3, b=1)
-    ask(there, "r1", 2)
-    answer = slots.find_spare("r1", [("tcp://a", 0)], there)
-    assert answer == {"found": True, "avoid": [["tcp://a", 0], ["tcp://a", 2]]}
-    moved = ask(there, "r1", 2, without_slots=[("tcp://a", 0), ("tcp://a", 2)])["slots"]
-    assert sorted(slot[:3] for slot in moved) == [["tcp://a", "a", 1], ["tcp://b", "b", 0]]
-
-
-def test_slots_of_other_runs_are_not_looked_for() -> None:
-    there = scheduler(a=1, b=1)
-    ask(there, "r1", 1)
-    assert slots.find_spare("r2", [("tcp://a", 0)], there) == {"found": False, "avoid": []}
-
-
 def test_worker_that_was_made_smaller_under_a_run_has_no_slot_free() -> None:
     there = scheduler(a=2)
     ask(there, "one", 1)

@@ -22,7 +22,6 @@ from ddptrain.driver.attempt.loop import Attempt
 from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.display.display import Display, open_display
 from ddptrain.driver.failure.fault import FaultKind
-from ddptrain.driver.failure.slow_ranks import SlowPolicy
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.transfer.log_mirror import LogMirror
@@ -111,7 +110,7 @@ def attempt_of(
         ranks.append((make_spec(rank=rank, world_size=count), place, writer.layout.log(rank)))
     parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, lost_after_s
     group = StubGroup(inbox, folder)
-    return Attempt(cast(Any, group), ranks, cast(Any, None), *parts, SlowPolicy("warn", 1.5))
+    return Attempt(cast(Any, group), ranks, cast(Any, None), *parts)
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

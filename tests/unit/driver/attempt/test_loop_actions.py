@@ -13,7 +13,6 @@ import pytest
 from ddptrain.driver.attempt import actions, inbox, loop
 from ddptrain.driver.attempt.loop import Attempt
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
-from ddptrain.driver.failure.slow_ranks import SlowPolicy, SlowRank
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.worker_notices import RankExit, SystemSample
@@ -23,7 +22,6 @@ from tests.unit.notes import Notes, noted
 
 ENDED = RankExit(1, 1, 42, 0, 9, 1, 1)
 FAULT = Fault(1, FaultKind.EXCEPTION, 5, "no")
-SLOW = SlowRank(1, 20, 0.2, 0.1, 0.05)
 SAMPLE = SystemSample(1, 0, 5, "h", {}, {})
 SAVED = events.CheckpointSaved(1, 7, "staging-7", ())
 FILE = events.FileSaved(1, "a/b", "staging-f", 3, "0" * 64)
@@ -45,7 +43,7 @@ class Bench:
         def note(name: str, **returns: Any) -> Any:
             return Notes(self.notes, name, **returns)
 
-        group = note("group", has=lambda address: self.has, spares=note("spares", find=lambda slots: "found"))
+        group = note("group", has=lambda address: self.has)
         parts: dict[str, Any] = {
             "worker_group": group,
             "transfer": note("transfer"),
@@ -119,14 +117,6 @@ def test_ranks_are_told_and_stopped_by_their_specs(bench: Bench) -> None:
 )
 def test_action_is_one_call(bench: Bench, action: Any, expected: tuple[Any, ...]) -> None:
     assert done(bench, action) == [expected]
-
-
-def test_slow_rank_is_recorded_and_spare_slots_are_looked_for(bench: Bench) -> None:
-    done(bench, actions.RecordSlowRank(SLOW, ("why",)))
-    done(bench, actions.FindSpareSlots((1,)))
-    record = bench.ranks[1].record()
-    assert bench.notes == [("recorder.slow_rank", SLOW, ("why",), record), ("spares.find", [slot(bench, 1)])]
-    assert bench.handled == [inbox.SpareSlots((1,), "found")]  # type: ignore[arg-type]
 
 
 def test_ends_and_the_training_are_recorded_with_the_ranks(bench: Bench) -> None:
@@ -258,9 +248,8 @@ def test_new_deadlines_and_inquiries_are_logged(bench: Bench, clock: Clock, monk
     assert len(logged) == 2
 
 
-@pytest.mark.parametrize(("action", "replaces"), [("replace", True), ("warn", False), ("off", False)])
 def test_attempt_starts_from_the_limits_that_it_is_given(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str, replaces: bool
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[tuple[Any, ...]] = []
     made: list[tuple[Any, ...]] = []
@@ -270,13 +259,12 @@ def test_attempt_starts_from_the_limits_that_it_is_given(
     place = dataclasses.replace(one.place, scratch=tmp_path, shared=False)
     ranks = [(one.spec, place, Path("log"))] * 40
     watchdog: Any = "watchdog"
-    rest: Any = ("recorder", "inbox", "fault", watchdog, 30.0, 60.0, SlowPolicy(action, 2.0))
+    rest: Any = ("recorder", "inbox", "fault", watchdog, 30.0, 60.0)
     attempt = Attempt(group, ranks, "transfer", *rest)  # type: ignore[arg-type]
     parts: list[object] = [attempt.transfer, attempt.recorder, attempt.inbox, attempt.worker_fault]
     assert parts == ["transfer", "recorder", "inbox", "fault"]
     state = attempt.state
-    assert state.watchdog is watchdog and state.replaces is replaces and len(state.ranks) == 40
-    assert (state.steps is None) == (action == "off") and state.ranks[0].submitted_at == 0.0
+    assert state.watchdog is watchdog and len(state.ranks) == 40 and state.ranks[0].submitted_at == 0.0
     heartbeat = state.heartbeat
     assert (heartbeat.start_timeout_s, heartbeat.lost_after_s, heartbeat.checked_at) == (30.0, 60.0, 100.0)
     assert attempt._tick_s == pytest.approx(0.02) and attempt._ticked_at == 0.0

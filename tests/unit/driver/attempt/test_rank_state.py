@@ -8,7 +8,6 @@ import pytest
 
 from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.errors import ClusterError
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.run_record import RankRecord
@@ -93,21 +92,4 @@ SAVED = (running(0, preempted=True), running(1, finished=True))
 )
 def test_end_of_all_ranks(ranks: Any, saved_itself: bool, finished: bool) -> None:
     end = AttemptEnd(ranks, None, None)
-    assert (end.saved_itself, end.finished, end.moves, end.leaving) == (saved_itself, finished, False, False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "moves"),
-    [
-        ({}, True),
-        ({"ranks": (running(0),)}, False),
-        ({"fault": Fault(0, FaultKind.EXIT, 1, "no")}, False),
-        ({"signum": 15}, False),
-        ({"notice": "a host leaves"}, False),
-        ({"loss": ClusterError("lost")}, False),
-        ({"moving": False}, False),
-    ],
-)
-def test_ranks_move_only_if_nothing_else_has_ended_them(changes: dict[str, Any], moves: bool) -> None:
-    end: dict[str, Any] = {"ranks": SAVED, "fault": None, "signum": None, "moving": True}
-    assert AttemptEnd(**{**end, **changes}).moves is moves
+    assert (end.saved_itself, end.finished, end.leaving) == (saved_itself, finished, False)

@@ -384,4 +384,9 @@ def test_live_display_draws_on_a_terminal_of_its_size(tmp_path: Path, monkeypatc
     with open_display("auto", tmp_path, "r", io.StringIO(), io.StringIO(), environ, all_ranks=True) as display:
         assert not display._groups_ranks
     (((_, _, size, colour, run_id), options),) = made
-    assert (size(), colour, run_id, options) == ((33, 11), False, "r", {"all_ranks": True, "bars": None})
+    assert (size(), colour, run_id, options) == (
+        (33, 11),
+        False,
+        "r",
+        {"all_ranks": True, "bars": None, "elapsed_s": 0.0},
+    )

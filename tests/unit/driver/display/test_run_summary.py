@@ -123,7 +123,7 @@ def test_last_event_has_the_end_and_where_the_time_went_which_run_json_has_too(t
     assert type(event["exit_code"]) is int
 
 
-@pytest.mark.parametrize(("exit_code", "expected"), [(None, 0), (75, 75)])
+@pytest.mark.parametrize(("exit_code", "expected"), [(None, 4), (75, 75)])
 def test_run_that_ended_earlier_has_the_same_last_event(tmp_path: Path, exit_code: int | None, expected: int) -> None:
     record = RunRecord(run_id="r", status="preempted", exit_code=exit_code, duration_s=2.0, goodput=0.5)
     assert past_run_event(RunView(RunLayout(tmp_path / "r"), record)) == {

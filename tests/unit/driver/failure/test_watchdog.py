@@ -404,7 +404,7 @@ ACTIVITY = [
     (events.FileSaved(1, "stacksofit.txt", "s", 1, ""), True),
     (events.Returned(1, "1"), True),
     (events.Timed(1, "evaluation", 1.5), True),
-    (events.StepTimes(1, 20, 0.1, 0.2), True),
+    (events.StepTimes(1, 0.3, 0.1, 0.2), True),
     (events.Note(1, "hello"), True),
     (events.Finished(1), True),
     (events.Preempted(1, 5), True),

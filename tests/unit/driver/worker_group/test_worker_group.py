@@ -136,7 +136,6 @@ def test_scheduler_is_asked_for_slots_as_the_run_requests_them(
             "in_line": in_line,
             "without": ["tcp://h1:1"],
             "lost_after_s": None if foreign else 33.0,
-            "without_slots": asking.spares.avoided,
         }
     ]
 

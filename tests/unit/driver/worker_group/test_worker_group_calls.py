@@ -171,9 +171,7 @@ def test_known_worker_is_not_checked_again(group: WorkerGroup, client: Client) -
     assert group.reserve(SlotRequest(None, False, 5.0, 0.0), hooks()) == []  # a cluster of ddptrain needs no check
 
 
-def test_refusal_first_gives_up_what_a_slow_rank_avoids_and_then_waits_for_another_number(
-    group: WorkerGroup, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusal_waits_for_another_number(group: WorkerGroup, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal: dict[str, Any] = {
         "asked": 3,
         "free": 1,
@@ -183,9 +181,8 @@ def test_refusal_first_gives_up_what_a_slow_rank_avoids_and_then_waits_for_anoth
         "hosts": {},
         "of_any_kind": 2,
     }
-    client.answer(slots.reserve, {"refusal": refusal}, {"refusal": refusal}, {"slots": []})
+    client.answer(slots.reserve, {"refusal": refusal}, {"slots": []})
     client.answer(driver_calls.describe_host, {})
-    group.spares._avoided = {(A, 1)}
     waited: list[slots.Refusal] = []
     made: list[Any] = []
 
@@ -202,8 +199,7 @@ def test_refusal_first_gives_up_what_a_slow_rank_avoids_and_then_waits_for_anoth
     group.reserve(request, own)
     assert waited == [slots.Refusal(**refusal)] and made == [(request, own)]
     asked = [call for call in client.calls if call[0] is slots.reserve]
-    assert [call[1:4] for call in asked] == [("client-1", "r-1", 3), ("client-1", "r-1", 3), ("client-1", "r-1", 2)]
-    assert [call[4]["without_slots"] for call in asked] == [[(A, 1)], [], []]
+    assert [call[1:4] for call in asked] == [("client-1", "r-1", 3), ("client-1", "r-1", 2)]
 
 
 def test_scheduler_that_is_gone_is_named_with_its_address(group: WorkerGroup, client: Client) -> None:

@@ -19,7 +19,6 @@ from ddptrain.rank.checkpoint.snapshot import plain_bytes
 from ddptrain.rank.collective import calls
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.timed_activities import other_time
 from tests import fake_time
 from tests.conftest import PATIENCE_S
 from tests.unit.rank.stores import Gang
@@ -197,18 +196,15 @@ def test_one_daemon_thread_watches_a_rank_that_has_others(
     assert started == [(made._watch, "ddptrain-calls", True)] * threads
 
 
-def test_inner_wait_hides_the_outer_one_and_both_are_no_training() -> None:
+def test_inner_wait_hides_the_outer_one() -> None:
     made = CollectiveCalls(make_spec(world_size=1), Emitter(-1))
-    before = other_time.total_s
     with made.waiting("outer", 3):
         with made.waiting("inner", for_others=lambda: False):
-            found = [(made.current, made.wait, other_time._depth)]
-        found.append((made.current, made.wait, other_time._depth))
-    found.append((made.current, made.wait, other_time._depth))
-    (inner, hidden, two), (outer, shown, one), last = found
-    assert inner is not None and (inner.name, inner.step, hidden, two) == ("inner", None, None, 2)
-    assert outer is not None and (outer.name, outer.step, one) == ("outer", 3, 1) and shown is outer
-    assert last == (None, None, 0) and other_time.total_s > before
+            inner, hidden = made.current, made.wait
+        outer, shown = made.current, made.wait
+    assert inner is not None and (inner.name, inner.step, hidden) == ("inner", None, None)
+    assert outer is not None and (outer.name, outer.step) == ("outer", 3) and shown is outer
+    assert made.current is None and made.wait is None
 
 
 def test_single_rank_meets_nobody() -> None:

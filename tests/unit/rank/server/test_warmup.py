@@ -27,7 +27,7 @@ importlib.metadata.entry_points = lambda **group: searches.append(group) or []
 from ddptrain.rank.entrypoint import bind
 def workload(ctx, folder: str, steps: int = 1): ...
 bind(workload, {"folder": "x"})
-from ddptrain.rank.steps import step_clock, waiting_time
+from ddptrain.rank.steps import ddp_times, waiting_time
 from torch.distributed.distributed_c10d import BackendConfig
 BackendConfig("gloo")
 import weakref

@@ -236,16 +236,19 @@ def test_log_is_read_from_where_the_copy_ends_and_as_a_whole_if_it_has_become_sh
     folder = runs.find("a-1", NeededFiles.LOGS).layout.root
     log = folder / "logs/rank-0.log"
     log.write_bytes(b"own\nown\n")  # as long as the log in the store
-    runs._append_logs(folder, None)
+    runs._append_new(folder, None)
     assert log.read_bytes() == b"own\nown\n"
     run.write("logs/rank-0.log", b"one\ntwo\nthree\n")
-    runs._append_logs(folder, 1)  # of another rank
+    runs._append_new(folder, 1)  # of another rank
     assert log.read_bytes() == b"own\nown\n"
-    runs._append_logs(folder, 0)
+    runs._append_new(folder, 0)
     assert log.read_bytes() == b"own\nown\nthree\n"
     run.write("logs/rank-0.log", b"new\n")
-    runs._append_logs(folder, None)
-    assert log.read_bytes() == b"new\n"
+    run.write("events.jsonl", b"{}\n")
+    runs._append_new(folder, None)
+    assert log.read_bytes() == b"new\n" and not (folder / "events.jsonl").exists()
+    runs._append_new(folder, None, numbers=True)
+    assert (folder / "events.jsonl").read_bytes() == b"{}\n"
 
 
 FILES = (

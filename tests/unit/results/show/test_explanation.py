@@ -48,7 +48,7 @@ def test_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
 def test_running_run_is_followed(tmp_path: Path) -> None:
     found = explain_run(view(tmp_path, status="running", driver=DriverRecord(7, "vm")), "")
     assert found.end == "is running in process 7 on vm" and found.exit_code is None
-    assert found.next == ("ddptrain results logs r-1 --follow", "ddptrain stop r-1")
+    assert found.next == ("ddptrain watch r-1", "ddptrain stop r-1")
 
 
 def test_run_that_is_unknown_or_unreadable_is_no_failure_of_the_command(tmp_path: Path) -> None:

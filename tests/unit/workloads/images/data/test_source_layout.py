@@ -9,9 +9,8 @@ import pytest
 
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.storage.store import Location, StoreMissing
-from ddptrain.workloads.images.data.listing import prepare
+from ddptrain.workloads.images.data.listing import check_classes_agree, is_split, prepare
 from ddptrain.workloads.images.data.manifest import FILE, Manifest
-from ddptrain.workloads.images.data.source_layout import SourceLayout, check_classes_agree, detect
 from ddptrain.workloads.images.params import ImagesParams
 
 
@@ -38,71 +37,41 @@ def keys_of(manifest: Manifest, indices: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("folders", "layout"),
+    ("folders", "split"),
     [
-        ({"train": 2, "val": 2}, SourceLayout("train", "val")),
-        ({"train": 2, "valid": 2}, SourceLayout("train", "valid")),
-        ({"train": 2, "validation": 2}, SourceLayout("train", "validation")),
-        ({"Train": 2, "Val": 2, "TEST": 2}, SourceLayout("Train", "Val", ("TEST",))),
-        ({"train": 2, "val": 2, "test": 0}, SourceLayout("train", "val", ("test",))),  # a test set without labels
-        ({"train": 2, "test": 2}, SourceLayout("train", "", ("test",))),
-        ({"train": 2}, SourceLayout("train")),
-        ({"cat": 0, "dog": 0}, None),
-        ({"train": 0, "bus": 0, "car": 0}, None),  # a class named train
-        ({"train": 1, "bus": 1, "car": 1}, None),  # as CLASS/images/IMAGE
-        ({"val": 2}, None),
-        ({"test": 0, "cat": 0}, None),
+        ({"train", "val"}, True),
+        ({"train", "val", "test"}, True),
+        ({"cat", "dog"}, False),
+        ({"train", "bus", "car"}, False),
+        ({"train"}, False),
+        ({"val"}, False),
+        ({"val", "test"}, False),
     ],
 )
-def test_a_source_is_split_where_all_its_folders_are_parts_of_one(
-    folders: dict[str, int], layout: SourceLayout | None
-) -> None:
-    assert detect(folders, "SRC") == layout
+def test_a_source_is_split_if_its_folders_are_train_and_val(folders: set[str], split: bool) -> None:
+    assert is_split(folders, "SRC") is split
 
 
 @pytest.mark.parametrize(
-    ("folders", "complaint"),
-    [
-        (
-            {"train": 2, "val": 2, "extra": 1},
-            "SRC holds train with 2 folders in it, .* and also extra/: give the folder",
-        ),
-        ({"train": 9, "other": 0}, "list the classes in params.subset"),
-        ({"val": 2, "test": 2}, "SRC holds test/, val/ and no train"),
-        ({"train": 2, "val": 2, "valid": 2}, "SRC holds train/, val/, valid/, which name the same part"),
-        ({"train": 0, "val": 0}, "train/, val/ has no images in class folders"),
-        ({"train": 2, "val": 0}, "and val/ has no images in class folders"),
-    ],
+    "folders",
+    [{"train", "valid"}, {"train", "test"}, {"Train", "Val"}, {"train", "val", "extra"}, {"train", "val", "valid"}],
 )
-def test_a_source_that_could_be_either_is_refused_with_what_to_write(folders: dict[str, int], complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint) as caught:
-        detect(folders, "SRC")
-    assert "params." in str(caught.value)
-
-
-def test_a_subset_that_names_the_folders_says_that_they_are_classes() -> None:
-    folders = {"train": 2, "bus": 0, "val": 2}
-    assert detect(folders, "SRC", ["train", "bus"]) is None
-    assert detect({"train": 2, "val": 2}, "SRC", ["cat", "dog"]) == SourceLayout("train", "val")
-    assert detect({"train": 2, "val": 2}, "SRC", 2) == SourceLayout("train", "val")
-
-
-def test_a_separate_validation_folder_takes_the_place_of_the_split_ones() -> None:
-    folders = {"train": 2, "val": 0, "valid": 2}
-    assert detect(folders, "SRC", has_val_source=True) == SourceLayout("train", "", ("val", "valid"))
+def test_a_source_that_is_split_in_another_way_is_refused_with_what_to_write(folders: set[str]) -> None:
+    with pytest.raises(UsageError, match=r"SRC has the folders .* params\.val_source, such as SRC/train and SRC/valid"):
+        is_split(folders, "SRC")
 
 
 @pytest.mark.parametrize(
     ("val", "complaint"),
     [
-        (["cat", "cow"], "VAL, .* has folders that are not classes of the training data: cow/; .* cat/, dog/, emu/"),
-        (["cat"], "VAL, .* has no images of dog/: it needs some of every class"),
+        (["cat", "cow"], "VAL, .* has folders that are not classes of the training data: cow; .* cat, dog, emu"),
+        (["cat"], "VAL, .* has no images of dog: it needs some of every class"),
     ],
 )
 def test_classes_to_validate_with_are_those_of_training(val: list[str], complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        check_classes_agree(["cat", "dog", "emu"], ["cat", "dog"], val, "VAL")
-    check_classes_agree(["cat", "dog", "emu"], ["cat", "dog"], ["cat", "dog", "emu"], "VAL")
+        check_classes_agree({"cat", "dog", "emu"}, ["cat", "dog"], {*val}, "VAL")
+    check_classes_agree({"cat", "dog", "emu"}, ["cat", "dog"], {"cat", "dog", "emu"}, "VAL")
 
 
 # --- the list that is made of them ---
@@ -115,15 +84,8 @@ def test_train_trains_val_validates_and_test_is_left_alone(tmp_path: Path) -> No
     assert keys_of(manifest, manifest.train) == [f"train/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(4)]
     assert keys_of(manifest, manifest.val) == [f"val/{name}/{n}.jpg" for name in ("cat", "dog") for n in range(4)]
     assert [manifest.labels[index] for index in manifest.val] == [0] * 4 + [1] * 4
-    layout = "the source is split: train/ trains, val/ validates, test/ is not used"
+    layout = "train/ trains, val/ validates"
     assert said == [f"16 images of 2 classes in {source}: 8 to train on, 8 to validate with; {layout}"]
-
-
-def test_a_split_source_without_val_validates_with_a_share_of_train(tmp_path: Path) -> None:
-    source = fill(tmp_path / "source", "train/cat", "train/dog", "test/cat", "test/dog")
-    manifest, _ = prepared(tmp_path / "inputs", source, train_pct=0.5)
-    assert (len(manifest.train), len(manifest.val)) == (4, 4)
-    assert all(key.startswith("train/") for key in manifest.keys)
 
 
 def test_subset_and_downsampling_count_for_both_parts(tmp_path: Path) -> None:
@@ -149,12 +111,11 @@ def test_a_folder_of_its_own_validates_and_all_of_the_source_trains(tmp_path: Pa
     assert manifest.val_url == "" and "params.val_source was " in said[0]
 
 
-def test_a_folder_of_its_own_comes_before_the_val_folder_of_the_source(tmp_path: Path) -> None:
+def test_a_split_source_has_no_other_folder_to_validate_with(tmp_path: Path) -> None:
     source = fill(tmp_path / "source", "train/cat", "train/dog", "val/cat", "val/dog")
     held = fill(tmp_path / "held", "cat", "dog")
-    manifest, said = prepared(tmp_path / "inputs", source, val_source=str(held))
-    assert {key.split("/")[0] for key in keys_of(manifest, manifest.train)} == {"train"}
-    assert "train/ trains, val/ is not used" in said[0]
+    with pytest.raises(UsageError, match=r"has a val/ of its own: give another folder"):
+        prepared(tmp_path / "inputs", source, val_source=str(held))
 
 
 def test_missing_validation_folder_names_its_own_parameter(tmp_path: Path) -> None:
@@ -167,20 +128,20 @@ def test_missing_validation_folder_names_its_own_parameter(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("folders", "val", "complaint"),
     [
-        (["cat", "dog"], ["cat"], r"held, .* has no images of dog/"),
-        (["cat", "dog"], ["cat", "dog", "cow"], r"held, .* are not classes of the training data: cow/"),
-        (["train/cat", "train/dog", "val/cat"], [], r"source/val, .* has no images of dog/"),
+        (["cat", "dog"], ["cat"], r"held, .* has no images of dog"),
+        (["cat", "dog"], ["cat", "dog", "cow"], r"held, .* are not classes of the training data: cow"),
+        (["train/cat", "train/dog", "val/cat"], [], r"source/val, .* has no images of dog"),
         (
             ["train/cat", "train/dog", "val/cat", "val/Dog"],
             [],
-            r"source/val, .* not classes of the training data: Dog/",
+            r"source/val, .* not classes of the training data: Dog",
         ),
         (
             ["train/cat", "val/cat"],
             [],
             r"source/train gives 1 class only, cat: at least 2 are needed; params.source must be",
         ),
-        (["train/cat", "train/dog", "val"], [], r"source is split into train/, val/, and val/ has no images in class"),
+        (["train/cat", "train/dog", "val"], [], r"source/val has its 4 images directly in it, not in class folders"),
         (["cat", "dog"], ["."], r"held has its 4 images directly in it, .*: params.val_source must be a folder"),
     ],
 )
@@ -198,13 +159,13 @@ def test_folders_that_do_not_agree_end_it_before_anything_starts(
 def test_a_validation_folder_without_an_image_is_not_passed_over(tmp_path: Path) -> None:
     source = fill(tmp_path / "source", "train/cat", "train/dog")
     (source / "val" / "cat").mkdir(parents=True)
-    with pytest.raises(UsageError, match="and val/ has no images in class folders"):
+    with pytest.raises(UsageError, match="source/val, only 1 folder without an image"):
         prepared(tmp_path / "inputs", source)
 
 
 def test_the_folder_to_train_on_can_not_validate_as_well(tmp_path: Path) -> None:
     source = fill(tmp_path / "source", "cat", "dog")
-    with pytest.raises(UsageError, match=r"params\.val_source is params\.source"):
+    with pytest.raises(UsageError, match=r"params\.source, .*, is params\.val_source"):
         prepared(tmp_path / "inputs", source, val_source=f"{source}/")
 
 

@@ -20,7 +20,7 @@ def picture(path: Path, red: int) -> PredictInput:
     data = io.BytesIO()
     Image.new("RGB", (12, 10), (red, 0, 0)).save(data, "PNG")
     path.write_bytes(data.getvalue())
-    return PredictInput(path.name, str(path))
+    return PredictInput(str(path))
 
 
 def test_images_and_reasons_come_in_the_order_of_the_inputs(tmp_path: Path) -> None:
@@ -29,9 +29,9 @@ def test_images_and_reasons_come_in_the_order_of_the_inputs(tmp_path: Path) -> N
     inputs: list[PredictInput | InputProblem] = [
         picture(tmp_path / "one.png", 10),
         InputProblem("missing", "no such file or folder"),
-        PredictInput("broken", str(tmp_path / "broken.png")),
-        PredictInput("fifo", str(tmp_path / "fifo.png")),
-        PredictInput("gone", str(tmp_path / "gone.png")),
+        PredictInput(str(tmp_path / "broken.png")),
+        PredictInput(str(tmp_path / "fifo.png")),
+        PredictInput(str(tmp_path / "gone.png")),
         picture(tmp_path / "two.png", 20),
     ]
     found = [*decoded(inputs, size=8, ahead=2)]
@@ -55,7 +55,7 @@ def test_pillow_does_not_warn_about_an_image_that_is_read(tmp_path: Path, monkey
 
 def test_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = picture(tmp_path / "one.png", 10)
-    size = os.path.getsize(one.key)
+    size = os.path.getsize(one.name)
     monkeypatch.setattr(predict_reader, "_MOST_BYTES", size)
     ((_, image),) = decoded([one], 8, 1)
     assert not isinstance(image, str)

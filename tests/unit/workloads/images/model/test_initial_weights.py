@@ -11,11 +11,10 @@ import torch
 
 from ddptrain.errors import UsageError
 from ddptrain.protocol.starting_weights import StartingWeights
-from ddptrain.storage.download import DownloadFailed, ServerUnreachable
+from ddptrain.storage.download import DownloadFailed
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD
-from ddptrain.workloads.images.model.label_file import parse_labels
-from ddptrain.workloads.images.model.preflight import BadWeights, WeightsNotReached
+from ddptrain.workloads.images.model.preflight import BadWeights
 from ddptrain.workloads.images.params import ImagesParams
 
 KNOWN = SimpleNamespace(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), image_size=64, url="https://w/net-1.pth")
@@ -26,9 +25,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initial_weights, "find_pretrained", lambda architecture, weights: KNOWN)
 
 
-def described(tell: Any = print, **params: Any) -> dict[str, Any]:
+def described(**params: Any) -> dict[str, Any]:
     settings = ImagesParams.model_validate({"architecture": "resnet50", "image_size": 32, **params})
-    return initial_weights.described_model(settings, ["cat", "dog"], tell)
+    return initial_weights.described_model(settings, ["cat", "dog"])
 
 
 @pytest.mark.parametrize(
@@ -41,14 +40,10 @@ def test_pixels_are_normalised_as_for_the_weights(weights: str | None, mean: Any
     assert (found["image_size"], found["classes"], found["n_outputs"]) == (32, ["cat", "dog"], 2)
 
 
-def test_labels_are_the_outputs_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = parse_labels(b"bird\nDog\ncat\n", "labels.txt")
-    monkeypatch.setattr(initial_weights, "labels_of", lambda settings: labels)
-    told: list[str] = []
-    found = described(told.append, weights="DEFAULT")
-    assert (found["outputs"], found["output_names"], found["n_outputs"]) == ([2, 1], ["bird", "Dog", "cat"], 3)
-    assert tuple(found["mean"]) == KNOWN.mean and tuple(found["std"]) == KNOWN.std
-    assert len(told) <= 1 and all(line.startswith("dog: ") for line in told)
+def test_labels_are_the_outputs_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "labels.json").write_text('{"0": "bird", "1": "dog", "2": "cat"}')
+    found = described(weights="own.pth", label_map=str(tmp_path / "labels.json"))
+    assert (found["outputs"], found["output_names"], found["n_outputs"]) == ([2, 1], ["bird", "dog", "cat"], 3)
 
 
 class Broken(torch.nn.Module):
@@ -59,7 +54,7 @@ class Broken(torch.nn.Module):
 
 
 def test_model_is_tried_with_an_image_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = initial_weights.described_model(ImagesParams(architecture="small_cnn", image_size=32), ["a", "b"], print)
+    config = initial_weights.described_model(ImagesParams(architecture="small_cnn", image_size=32), ["a", "b"])
     model = initial_weights.built_model(config)
     assert model.training and model(torch.zeros(2, 3, 32, 32)).shape == (2, 2)
     monkeypatch.setattr(initial_weights, "build", lambda config: Broken())
@@ -115,57 +110,23 @@ def test_model_of_the_registry_may_have_other_classes(
     assert initial_weights._has_other_classes(settings, config, tmp_path) is False
 
 
-@pytest.mark.parametrize(
-    ("weights", "url", "name", "checked"),
-    [
-        ("DEFAULT", KNOWN.url, "net-1.pth", True),
-        ("https://x/a/own.pth?sig=1", "https://x/a/own.pth?sig=1", "ddptrain-cb3c9fa6fc9cfa01-own.pth", False),
-    ],
-)
-def test_weights_are_fetched_into_the_folder_of_torchvision(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, weights: str, url: str, name: str, checked: bool
-) -> None:
+def test_weights_are_fetched_into_the_folder_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
-    def fetch(source: str, target: Path, options: Any, *, progress: Any, tell: Any, check_name: bool) -> Path:
-        asked.append((source, target.parent, check_name, progress, tell))
+    def fetch(source: str, target: Path, *, progress: Any, tell: Any) -> Path:
+        asked.append((source, progress))
         return target
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(initial_weights, "fetch_file", fetch)
-    path = initial_weights.weights_file(ImagesParams(weights=weights), weights, "p", "t")  # type: ignore[arg-type]
-    assert asked == [(url, tmp_path / "hub/checkpoints", checked, "p", "t")]
-    assert path.name == name if checked else path.name.endswith("-own.pth") and len(path.name) == len(name)
+    path = initial_weights.weights_file("resnet50", "DEFAULT", None, "p")  # type: ignore[arg-type]
+    assert asked == [(KNOWN.url, "p")] and path == tmp_path / "hub/checkpoints/net-1.pth"
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "kind", "told"),
-    [
-        ("DEFAULT", DownloadFailed("404"), BadWeights, "the weights DEFAULT of resnet50 can't be fetched: 404; fetch"),
-        (
-            "https://x/a.pth",
-            ServerUnreachable("no route"),
-            WeightsNotReached,
-            "the weights can't be fetched: no route; f",
-        ),
-    ],
-)
-def test_download_that_fails_is_told(
-    monkeypatch: pytest.MonkeyPatch, weights: str, error: Exception, kind: type[Exception], told: str
-) -> None:
+def test_download_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(*_: Any, **__: Any) -> Path:
-        raise error
+        raise DownloadFailed("404")
 
     monkeypatch.setattr(initial_weights, "fetch_file", fetch)
-    with pytest.raises(kind) as failed:
-        initial_weights.weights_file(ImagesParams(weights=weights), weights, print, print)
-    assert str(failed.value).startswith(told) and type(failed.value) is kind
-
-
-def test_download_is_reported_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [100.0], list[str]()
-    monkeypatch.setattr(initial_weights, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    report = initial_weights._download_report("w", told.append)
-    for now[0], total in ((110.0, None), (110.1, None), (120.1, 5000.0), (120.2, 5000.0), (120.3, 5000.0)):
-        report(1234.4, total)
-    assert told == ["fetching w: 1,234 MB so far", "fetching w: 1,234 of 5,000 MB so far"]
+    with pytest.raises(BadWeights, match=r"^the weights DEFAULT of resnet50 can't be fetched: 404; fetch"):
+        initial_weights.weights_file("resnet50", "DEFAULT", None, print)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ddptrain.errors import UsageError
 from ddptrain.rank.context import RankContext
-from ddptrain.storage import download
 from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import FILE
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe
-from ddptrain.workloads.images.model.initial_weights import begin_with_weights, described_model, weights_file
+from ddptrain.workloads.images.model.initial_weights import begin_with_weights, described_model
 from ddptrain.workloads.images.model.pretrained_weights import PretrainedWeights
 from ddptrain.workloads.images.params import ImagesParams
 
@@ -103,7 +99,7 @@ def test_file_that_is_whole_and_holds_other_things_is_refused(tmp_path: Path, pr
     assert preparing.refused(weights).startswith(f"{weights} contains no weights: expected a state dict")
 
 
-@pytest.mark.parametrize("form", ["safetensors", "state dict", "before torch 1.6", "file://"])
+@pytest.mark.parametrize("form", ["safetensors", "state dict", "before torch 1.6"])
 def test_weights_of_the_model_pass_whatever_their_form_and_their_head(
     tmp_path: Path, preparing: Preparing, form: str
 ) -> None:
@@ -112,7 +108,7 @@ def test_weights_of_the_model_pass_whatever_their_form_and_their_head(
         save_file(pretrained(), weights)
     else:
         torch.save(pretrained(), weights, _use_new_zipfile_serialization=form != "before torch 1.6")
-    preparing(f"file://{weights}" if form == "file://" else weights)
+    preparing(weights)
     assert preparing.is_done
 
 
@@ -125,10 +121,10 @@ def test_weights_pass_for_a_model_that_computes_its_shapes(tmp_path: Path, prepa
 def test_head_that_the_label_map_does_not_name_is_refused(tmp_path: Path, preparing: Preparing) -> None:
     weights, labels = tmp_path / "w.bin", tmp_path / "labels.json"
     save_file(pretrained(7), weights)
-    labels.write_text(json.dumps([*CLASSES, "elk"]))
+    labels.write_text(json.dumps(dict(enumerate([*CLASSES, "elk"]))))
     told = preparing.refused(weights, label_map=str(labels))
     assert told.startswith(f"the weights {weights} have 7 outputs, but params.label_map names 4")
-    labels.write_text(json.dumps([*CLASSES, "elk", "fox", "gnu", "hare"]))
+    labels.write_text(json.dumps(dict(enumerate([*CLASSES, "elk", "fox", "gnu", "hare"]))))
     preparing(weights, label_map=str(labels))
     assert preparing.is_done
 
@@ -151,7 +147,7 @@ class Beginning:
 
     def keeps_head(self, weights: str, **params: Any) -> bool:
         settings = ImagesParams(architecture="squeezenet1_1", weights=weights, image_size=64, **params)
-        described = described_model(settings, [f"class {number}" for number in range(1000)], lambda _: None)
+        described = described_model(settings, [f"class {number}" for number in range(1000)])
         model = build(described)
         begin_with_weights(self.ctx, settings, model, described)
         assert torch.equal(model.state_dict()["features.0.weight"], self.theirs["features.0.weight"])
@@ -176,98 +172,13 @@ def test_torchvisions_head_is_replaced_where_the_classes_are_as_many_by_chance(
 def test_head_is_kept_with_a_label_map_or_in_a_file_of_ones_own(
     begun: Beginning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "labels.json").write_text(json.dumps([f"class {number}" for number in range(1000)]))
+    (tmp_path / "labels.json").write_text(json.dumps({number: f"class {number}" for number in range(1000)}))
     assert begun.keeps_head("DEFAULT", label_map=str(tmp_path / "labels.json"))
     capsys.readouterr()
     assert begun.keeps_head(str(begun.path))
     assert capsys.readouterr().out == f"weights: {begun.path}\n", "what sizes they were made for is not known"
 
 
-# --- from a URL ---
-
-
-class Web(ThreadingHTTPServer):
-    """Serves what `files` holds."""
-
-    files: dict[str, bytes]
-    asked: list[str]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(SimpleHTTPRequestHandler):
-    server: Web
-
-    def do_GET(self) -> None:
-        name = self.path.partition("?")[0].strip("/")
-        self.server.asked.append(name)
-        if name not in self.server.files:
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.server.files[name])))
-        self.end_headers()
-        self.wfile.write(self.server.files[name])
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def web(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Web]:
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setattr(download, "_PAUSE_S", 0.0)
-    with Web(("127.0.0.1", 0), Handler) as server:
-        server.asked, server.files = [], {}
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def test_weights_from_a_url_are_fetched_once_for_the_check_and_the_ranks(web: Web, preparing: Preparing) -> None:
-    web.files["w.bin"] = save(pretrained())
-    url = f"{web.url}/w.bin"
-    preparing(url)
-    settings = ImagesParams(architecture="small_cnn", weights=url)
-    path = weights_file(settings, url, lambda *_: None, lambda _: None)
-    assert path.read_bytes() == web.files["w.bin"] and web.asked == ["w.bin"]
-    assert preparing.is_done and f"fetching {url} to {path}" in preparing.said
-
-
-def test_url_of_another_models_weights_is_told(web: Web, preparing: Preparing) -> None:
-    web.files["w.bin"] = save({"fc.weight": torch.zeros(2, 3)})
-    assert preparing.refused(f"{web.url}/w.bin").startswith(f"the weights {web.url}/w.bin are not of small_cnn: ")
-
-
-def test_page_instead_of_weights_is_told_and_not_used_again(web: Web, preparing: Preparing) -> None:
-    web.files["w.bin"] = b"<!DOCTYPE html><title>Log in</title>"
-    url = f"{web.url}/w.bin"
-    assert preparing.refused(url).startswith(f"{url} holds no weights: it begins with b'<!DOCTYPE'; ")
-    web.files["w.bin"] = save(pretrained())[:-100]
-    assert preparing.refused(url).startswith(f"can't read the weights {url}: ")
-    web.files["w.bin"] = save(pretrained())
-    preparing(url)
-    assert preparing.is_done
-
-
-def test_url_at_which_there_is_nothing_is_told_without_its_secrets(web: Web, preparing: Preparing) -> None:
-    told = preparing.refused(f"{web.url}/w.bin?X-Amz-Signature=s3cret")
-    assert told.startswith(f"the weights can't be fetched: can't fetch {web.url}/w.bin?")
-    assert "the server answers 404 Not Found; fetch the file elsewhere" in told and "s3cret" not in told
-
-
-def test_url_that_this_machine_can_not_reach_is_left_to_the_ranks(web: Web, preparing: Preparing) -> None:
-    preparing("http://127.0.0.1:9/w.bin")
-    assert preparing.is_done
-    assert any(
-        "Connection refused" in line and "its ranks may be able to fetch them" in line for line in preparing.said
-    )
-
-
-def test_names_of_torchvisions_weights_are_not_looked_at(web: Web, preparing: Preparing) -> None:
+def test_names_of_torchvisions_weights_are_not_looked_at(preparing: Preparing) -> None:
     preparing("DEFAULT", architecture="resnet18")
     assert preparing.is_done and len(preparing.said) == 1

@@ -1,0 +1,33 @@
+"""`ddptrain watch RUN`: shows a run that another shell or host started."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ddptrain.cli import options as opt
+from ddptrain.cli.runs.choice import Run, RunsDir, place_of
+
+
+def watch(
+    ctx: typer.Context,
+    run: Run,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Earlier lines to show of each rank.")] = 10,
+    all_ranks: opt.AllRanksOption = False,
+    runs_dir: RunsDir = None,
+    as_json: opt.JsonOption = False,
+    verbose: opt.VerboseOption = False,
+    output: opt.OutputOption = opt.OutputMode.AUTO,
+) -> None:
+    """Show a run that another shell started, as train shows it, until it has ended.
+
+    The exit code is that of the run; 4 if its driver was killed. Ctrl-C ends only the watching, with exit code 130:
+    the run goes on. Of a run that has ended it shows the end.
+    """
+    from ddptrain.driver.watch import WatchOptions
+    from ddptrain.driver.watch import watch as show
+
+    runs, name = place_of(ctx, runs_dir, run)
+    options = WatchOptions("json" if as_json else output.value, lines, all_ranks)
+    raise typer.Exit(show(runs, runs.find(name), options))
