@@ -139,7 +139,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause(
                 "this should not happen",
-                "report it with the crash log that the message names, logs/driver.log of the run (secrets are "
+                "report it with the crash log that the message names, logs/ddptrain.log of the run (secrets are "
                 "removed from both), and the output of ddptrain --version",
             ),
         ),

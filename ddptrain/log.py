@@ -56,7 +56,7 @@ class Log:
         self._write(logging.DEBUG, message, fields)
 
     def info(self, message: str, /, **fields: object) -> None:
-        """Log a decision; logs/driver.log of every run contains it."""
+        """Log a decision; logs/ddptrain.log of every run contains it."""
         self._write(logging.INFO, message, fields)
 
     def warning(self, message: str, /, **fields: object) -> None:

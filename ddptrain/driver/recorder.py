@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display.progress_bars import Pace
+from ddptrain.driver.display.pace import Pace
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, describe_thread
 from ddptrain.driver.failure.slow_ranks import SlowRanks
@@ -191,6 +191,9 @@ class Recorder:
                 self._checkpoint_failed(rank, event)
             case events.Returned():
                 self._returned(rank, event)
+            case events.Epochs(total=total) if rank == 0:
+                self.event("epochs", total=total)
+                self.display.epochs(total)
             case events.Tracked():
                 self._tracked(rank, event)
             case events.StepTimes():
@@ -294,6 +297,7 @@ class Recorder:
         """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
         if step is not None:
             self.event("checkpoint_saved", rank=rank, step=step, path=path)
+            self.display.saved(step, time.time(), self.writer.record.best)
         else:
             self.event("artifact_saved", rank=rank, path=path)
 

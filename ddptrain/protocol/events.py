@@ -67,6 +67,13 @@ class Progress(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Epochs(Event):
+    """The number of epochs that the workload trains."""
+
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class StagedFile:
     """A file in the rank's staging folder that the driver stores in the run directory."""
 
@@ -273,6 +280,7 @@ KINDS: dict[str, type[Event]] = {
     "entered": Entered,
     "metrics": Metrics,
     "progress": Progress,
+    "epochs": Epochs,
     "checkpoint": CheckpointSaved,
     "checkpoint_failed": CheckpointFailed,
     "file": FileSaved,

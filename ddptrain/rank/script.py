@@ -100,7 +100,9 @@ def _arguments(spec: RankSpec) -> list[str]:
 def _new_main() -> types.ModuleType:
     """Create the __main__ module, in which pickles and spawned child processes look for the program's definitions."""
     main = types.ModuleType("__main__")
-    main.__dict__.update({"__builtins__": builtins, "__cached__": None, "__annotations__": {}})
+    main.__dict__.update({"__builtins__": builtins, "__cached__": None})
+    if sys.version_info < (3, 14):  # from then on they are evaluated when the program asks for them
+        main.__annotations__ = {}
     _kept.append(sys.modules["__main__"])  # keeps the old module alive, whose functions are still executing
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # spawned children use the second name in pickles
     return main

@@ -79,7 +79,7 @@ class RunLayout:
     lock_file = _Below("run.lock")  # the driver holds the lock for the life of the run
     heartbeat_file = _Below(".heartbeat")  # the driver touches the file, for hosts that do not see the lock
     driver_log = _Below("driver.log")  # what a detached driver printed
-    decision_log = _Below("logs/driver.log")  # ddptrain's own log of the run, for bug reports
+    decision_log = _Below("logs/ddptrain.log")  # ddptrain's own log of the run, for bug reports
     stop_json = _Below(".stop.json")  # a request to stop, until the driver has read it
     scratch_dir = _Below(".scratch")  # files of the embedded cluster, while the run is running
     plot_png = _Below("plot.png")  # the default output of `results plot`

@@ -1,4 +1,4 @@
-"""Writes ddptrain's own log of a run into logs/driver.log of the run directory: the file for bug reports."""
+"""Writes ddptrain's own log of a run into logs/ddptrain.log of the run directory: the file for bug reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddptrain import __version__, file_ops, log
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.secure_files import open_to_append
 
-MAX_BYTES = 8 << 20  # a larger file is renamed to driver.log.1, which replaces an older driver.log.1
+MAX_BYTES = 8 << 20  # a larger file is renamed to ddptrain.log.1, which replaces an older ddptrain.log.1
 
 _log = log.Log("ddptrain.driver")
 

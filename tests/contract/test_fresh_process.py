@@ -56,6 +56,8 @@ seen["resources"] = {name: resource.getrlimit(getattr(resource, name)) for name 
 seen["priority"] = [os.nice(0), sorted(os.sched_getaffinity(0)), open("/proc/self/oom_score_adj").read()]
 seen["defaults"] = [repr(decimal.getcontext()), tempfile.tempdir, socket.getdefaulttimeout(), time.tzname]
 seen["main"] = {name: type(each).__name__ for name, each in globals().items() if name[:2] == "__"}
+number: int = 1
+seen["annotations"] = repr(sys.modules["__main__"].__annotations__)
 seen["environment"] = dict(os.environ)
 import torch, torch.distributed, numpy
 seen["torch"] = [repr(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_float32_matmul_precision()]

@@ -24,6 +24,7 @@ def test_workers_have_new_random_numbers_after_a_resume(project: Project, shared
                 for step, batch in enumerate(loader):
                     ctx.log({"noise": batch}, step=10 * epoch + step)
                 ctx.checkpoint(model=model, step=10 * epoch + 9, epoch=epoch)
+                torch.distributed.barrier()  # the first rank that fails ends the other
                 if fails:
                     raise SystemExit(1)
     """

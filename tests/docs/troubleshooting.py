@@ -34,7 +34,7 @@ CODE = (
     "cluster.start_timeout_s", "cluster.tls", "tracking.strict: true", "retrain.deadline", "retrain.wait",
     "overlap: wait", "overlap: skip", "checkpoint.every_s: 300", "--full-traceback", "--allow-changes", "--runs-dir",
     "--resume RUN", "--run-id", "--force", "--ranks", "ctx.checkpoint", "ctx.progress", "ctx.loader",
-    "ctx.mean", "all_reduce", "ddptrain predict", "logs/driver.log", "artifacts/stacks/", "params.source",
+    "ctx.mean", "all_reduce", "ddptrain predict", "logs/ddptrain.log", "artifacts/stacks/", "params.source",
     "params.names", "crontab -l",
     "systemctl --user list-timers", "Connection reset by peer", "dmesg", "retrain:",
 )  # fmt: skip

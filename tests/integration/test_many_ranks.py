@@ -60,7 +60,7 @@ def test_17_ranks_that_fail_in_a_pipe_are_grouped_and_the_log_says_what_was_deci
         printed = (run_dir / "logs" / f"rank-{rank}.log").read_text()
         assert printed.startswith(f"epoch 1/1\nof rank {rank}\nthe last line\n")
 
-    log = (run_dir / "logs" / "driver.log").read_text()
+    log = (run_dir / "logs" / "ddptrain.log").read_text()
     assert all(re.match(rf"\S+Z [A-Z]+ [a-z-]+ run={run_dir.name} ", line) for line in log.splitlines())
     for decisive in (
         "INFO driver .*driver started version=",

@@ -95,8 +95,8 @@ def test_wandb_has_an_artifact_for_each_version_with_its_aliases(registry: Model
         assert aliases(backend) == {1: {"previous", "version-1"}, 2: {"champion", "version-2"}}
         rolled_back = ("models", "rollback", "names", "--reason", "too slow")
         succeeded(run_cli(*rolled_back, env={**env, "DDPTRAIN_MODEL_MIRRORS": "wandb"}))
-        # There is no previous champion any more; an alias that is removed stays in W&B.
-        assert aliases(backend) == {1: {"champion", "previous", "version-1"}, 2: {"version-2"}}
+        assert registry.state("names").aliases == {"champion": 1}
+        assert aliases(backend) == {1: {"champion", "previous", "version-1"}, 2: {"version-2"}}, "W&B keeps previous"
 
         first = next(each for each in backend.artifacts.values() if each.metadata["version"] == 1)
         assert (first.type, first.name, first.state) == ("model", "names", "COMMITTED")

@@ -80,7 +80,7 @@ def wait_for(holds: Callable[[], object], patience_s: float = 30.0) -> None:
 
 def driver_of(folder: Path) -> int:
     """The pid of the driver of the run in a folder, once the run has begun and handles signals."""
-    wait_for(lambda: [log for log in folder.glob("runs/*/logs/driver.log") if log.stat().st_size])
+    wait_for(lambda: [log for log in folder.glob("runs/*/logs/ddptrain.log") if log.stat().st_size])
     (record,) = folder.glob("runs/*/run.json")
     return int(json.loads(record.read_text())["driver"]["pid"])
 

@@ -32,7 +32,15 @@ def report(
             "petnames@champion.  [default: latest]",
         ),
     ] = None,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")] = "report.html",
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write.  [default: RUN.html, for several runs report.html, in the current folder]",
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Write the file again and again until no run is running; it reloads itself.")
     ] = False,
@@ -53,8 +61,8 @@ def report(
     if output == "-":
         raise UsageError("--output -: a page is written to a file; name one, as report.html")
     places = (folder_of(ctx, runs_dir), models_dir or DEFAULT_MODELS_DIR)
-    path = writable_file("--output", output)
     wanted = [_fixed(name, places[0]) for name in names or [_LATEST]]
+    path = writable_file("--output", output or _default_name(wanted, places))
     subjects, size_bytes = _written(path, wanted, places, every if watch else None, is_silent=as_json)
     data = {
         "file": str(path),
@@ -64,6 +72,20 @@ def report(
         "models": [f"{model.name}@{model.chosen.version}" for model in subjects.models],
     }
     print_result(data, [f"report: {path} ({size_bytes / 1e6:.1f} MB)"], as_json=as_json)
+
+
+def _default_name(names: list[str], places: tuple[str, str]) -> str:
+    """Return a file name that differs for each run, sweep and version, so that no other page is overwritten."""
+    from ddptrain.reports.html.subjects import find_subjects
+
+    if len(names) > 1:
+        return "report.html"
+    subjects = find_subjects(names, *places)
+    if subjects.sweep is not None:
+        return f"{subjects.sweep.name}.html"
+    if subjects.models:
+        return f"{subjects.models[0].name}-{subjects.models[0].chosen.version}.html"
+    return f"{subjects.views[0].run_id}.html"
 
 
 def _written(

@@ -307,7 +307,7 @@ class Transition(Draft):
         else:
             self.change(notice=None)
             kills = signals > 2
-            self.do(actions.ShowStatus("killing the ranks" if kills else "stopping the ranks (again to kill them)"))
+            self.do(actions.ShowStatus("killing the ranks" if kills else "stopping (again: kills the ranks)"))
             self._stop(0.0 if kills else self.grace_s)
 
     def _preempt(self, notice: str, signum: int = signal.SIGTERM) -> None:

@@ -19,7 +19,6 @@ class FoldingRenderer:
     """Passes everything on to another renderer, and writes the start and end of sections between its lines."""
 
     redraw_every_s = 1.0
-    shows_numbers = False
 
     def __init__(self, renderer: output_api.Renderer, stdout: Stream, service: CiService) -> None:
         self._renderer, self._stdout, self._service = renderer, stdout, service

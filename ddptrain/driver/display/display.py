@@ -30,6 +30,7 @@ from ddptrain.driver.display.plain import PlainRenderer, format_notice
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.results.run_record import BestRecord
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -108,13 +109,19 @@ class Display(RunDisplay):
 
     def metrics(self, rank: int, event: Metrics) -> None:
         """Show metrics that the rank logged."""
-        if self._renderer.shows_numbers:
-            self._send_if_room(output_api.RankMetrics(rank, event))
+        self._send_if_room(output_api.RankMetrics(rank, event))
 
     def progress(self, rank: int, event: Progress) -> None:
         """Show progress that the rank reported."""
-        if self._renderer.shows_numbers:
-            self._send_if_room(output_api.RankProgress(rank, event))
+        self._send_if_room(output_api.RankProgress(rank, event))
+
+    def epochs(self, total: int) -> None:
+        """Show of how many epochs the run consists."""
+        self._send(output_api.Epochs(total))
+
+    def saved(self, step: int, time_s: float, best: BestRecord | None = None) -> None:
+        """Show that the run directory has a new checkpoint since `time_s` (Unix time), and which one is the best."""
+        self._send(output_api.Saved(step, time_s, best))
 
     def status(self, text: str) -> None:
         """Show what the driver waits for."""

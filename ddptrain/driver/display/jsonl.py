@@ -22,7 +22,6 @@ class JsonRenderer:
     """Writes all messages as JSON lines; the last line contains the result of the run. Ranks are never grouped."""
 
     redraw_every_s = 1.0
-    shows_numbers = True
 
     def __init__(self, stdout: Stream, stderr: Stream, stage: str = "") -> None:
         """`stage`: the value of the field `stage` in each object; without it if ""."""

@@ -35,7 +35,6 @@ class LiveRenderer:
     """
 
     redraw_every_s = 0.1
-    shows_numbers = True
 
     def __init__(
         self,

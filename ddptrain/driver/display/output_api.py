@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.results.run_record import BestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,22 @@ class RankProgress:
 
     rank: int
     event: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """The number of epochs of the run is known."""
+
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The run directory has a new checkpoint since `time_s` (Unix time). `best`: the best one, if a metric decides."""
+
+    step: int
+    time_s: float
+    best: BestRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +135,8 @@ Message = (
     | RankEnded
     | RankMetrics
     | RankProgress
+    | Epochs
+    | Saved
     | RedrawnLine
     | DriverStatus
     | Silence
@@ -133,7 +152,6 @@ class Renderer(Protocol):
     """One kind of output; only the display's thread calls it."""
 
     redraw_every_s: float  # seconds between two states of a redrawn line
-    shows_numbers: bool  # whether it shows metrics and progress, of which many ranks send thousands per second
 
     def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
         """Show lines that each of these ranks has printed."""

@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ddptrain.config.wording import counted
 from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.grouping import MIN_RANKS
-from ddptrain.protocol.events import Progress
+from ddptrain.driver.display.pace import Pace, clock, number
+from ddptrain.driver.display.run_facts import RunFacts
 from ddptrain.results.system.use import SystemSummary
 
 MIN_BAR, MAX_BAR, GAP = 8, 40, 2  # terminal columns
 LEFT = ("name", "host")  # columns before the bar; all others come after it
 DROPPED_FIRST = ("host", "count", "rate", "eta", "loss")
-SMOOTHING_S = 5.0  # in the rate, progress has a weight of 1/e after this time
 
 
 class Piece(NamedTuple):
@@ -44,51 +45,6 @@ UNICODE_GLYPHS = Glyphs("━", "─", "·")
 ASCII_GLYPHS = Glyphs("#", "-", "|")
 
 
-class Pace:
-    """Rate and time left, from the progress events of one rank; unknown values are None, never NaN."""
-
-    def __init__(self) -> None:
-        self.done: float | None = None
-        self.total: float | None = None
-        self.unit = ""
-        self.rate: float | None = None  # units per second, smoothed
-        self._time_ns = 0
-
-    @property
-    def fraction(self) -> float | None:
-        """Done of total, 0 to 1."""
-        if self.done is None or not self.total:
-            return None
-        return min(max(self.done / self.total, 0.0), 1.0)
-
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds until all is done, at the present rate."""
-        if self.done is None or self.total is None or not self.rate:
-            return None
-        return max(self.total - self.done, 0.0) / self.rate
-
-    def update(self, event: Progress) -> None:
-        """Add an event. If the progress decreases or changes its unit, a new rate starts."""
-        if not math.isfinite(event.done):
-            return
-        if self.done is None or event.done < self.done or event.unit != self.unit:
-            self.rate, self._time_ns = None, event.time_ns
-        else:
-            self._update_rate(event.done - self.done, (event.time_ns - self._time_ns) / 1e9)
-            self._time_ns = max(event.time_ns, self._time_ns)
-        self.done, self.unit = event.done, event.unit
-        self.total = event.total if event.total and 0 < event.total < math.inf else None
-
-    def _update_rate(self, done: float, elapsed_s: float) -> None:
-        """Update the exponential moving average over time, which does not depend on the frequency of events."""
-        if elapsed_s <= 0:
-            return
-        now = done / elapsed_s
-        weight = 1.0 - math.exp(-elapsed_s / SMOOTHING_S)
-        self.rate = now if self.rate is None else self.rate + weight * (now - self.rate)
-
-
 @dataclass
 class RankBar:
     """What is known about one rank."""
@@ -97,6 +53,7 @@ class RankBar:
     host: str = ""
     state: str = "waiting"  # then running, done, stopped or failed
     loss: float | None = None
+    loss_name: str = ""
     redrawn: str = ""
     pace: Pace = field(default_factory=Pace)
 
@@ -109,7 +66,9 @@ class RankBar:
             case output_api.RankEnded(_, ok, stopped):
                 self.state = "done" if ok else "stopped" if stopped else "failed"
             case output_api.RankMetrics(_, event):
-                self.loss = event.values.get("train/loss", event.values.get("loss", self.loss))
+                for name in ("loss", "train/loss"):
+                    if name in event.values:
+                        self.loss, self.loss_name = event.values[name], name
             case output_api.RankProgress(_, event):
                 self.pace.update(event)
 
@@ -122,9 +81,9 @@ class RankBar:
     @property
     def columns(self) -> dict[str, str]:
         """The texts of the bar's row, by column, in the order shown."""
-        state = "" if self.pace.eta_s is None else f"ETA {_clock(self.pace.eta_s)}"
+        state = "" if self.pace.eta_s is None else f"ETA {clock(self.pace.eta_s)}"
         state = state if self.state == "running" else self.state
-        return {"name": f"rank {self.rank}", "host": self.host} | _columns(self.pace, self.loss, state)
+        return {"name": f"rank {self.rank}", "host": self.host} | _columns(self.pace, self.loss, state, self.loss_name)
 
 
 class Bars:
@@ -141,9 +100,12 @@ class Bars:
         self._fitted_to = 0
         self._use = SystemSummary()
         self._silence = ""
+        self._facts = RunFacts()
+        self._has_fractions = False  # else no bar is drawn
 
     def handle(self, message: output_api.Message) -> None:
         """Update the state after a message."""
+        self._facts.handle(message)
         match message:
             case output_api.SystemUse(sample):
                 self._use.add(sample)
@@ -166,12 +128,13 @@ class Bars:
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
         """Return at most half of the terminal's `rows` (but at least one), none wider than `columns`."""
         room = max(rows // 2, 1)
+        self._has_fractions = any(bar.pace.fraction is not None or bar.state == "done" for bar in self._ranks.values())
         bars = sorted(self._ranks.values(), key=lambda bar: bar.rank)
         if len(bars) >= MIN_RANKS and not self._all_ranks:
             shown = self._group(bars, columns)[: room - 1]
         else:
             shown = self._each(bars, columns, room)
-        return [_cropped(row, columns) for row in [*shown, self._status_row(elapsed_s)]]
+        return [_cropped(row, columns) for row in [*shown, self._status_row(elapsed_s, columns)]]
 
     def _rank(self, rank: int) -> RankBar:
         return self._ranks.setdefault(rank, RankBar(rank))
@@ -198,9 +161,10 @@ class Bars:
         """Return one bar for all ranks, and a row that names the slowest and the fastest."""
         losses = [bar.loss for bar in bars if bar.loss is not None]
         etas = [bar.pace.eta_s for bar in bars if bar.pace.eta_s is not None and bar.state == "running"]
-        eta = f"ETA {_clock(max(etas))}" if etas else ""
+        eta = f"ETA {clock(max(etas))}" if etas else ""
         loss = sum(losses) / len(losses) if losses else None
-        texts = {"name": f"{len(bars)} ranks", "host": ""} | _columns(_sum(bars), loss, eta)
+        name = next((bar.loss_name for bar in bars if bar.loss_name), "")
+        texts = {"name": f"{len(bars)} ranks", "host": ""} | _columns(_sum(bars), loss, eta, name)
         fraction = sum(bar.fraction for bar in bars) / len(bars)
         texts["percent"] = f"{math.floor(fraction * 100)}%"
         failed = any(bar.state == "failed" for bar in bars)
@@ -251,23 +215,39 @@ class Bars:
         return tuple(row)
 
     def _drawn(self, fraction: float, colour: str, width: int) -> Row:
-        if width < MIN_BAR:
+        if width < MIN_BAR or not self._has_fractions:
             return ()
         full = math.floor(fraction * width)
         return Piece(self._glyphs.full * full, colour), Piece(self._glyphs.rest * (width - full), terminal.DIM)
 
-    def _status_row(self, elapsed_s: float) -> Row:
-        facts = [self._run_id, _clock(elapsed_s), self.status, self._silence, *self._use.facts()]
-        return (Piece(f" {self._glyphs.dot} ".join(fact for fact in facts if fact), terminal.DIM),)
+    def _status_row(self, elapsed_s: float, columns: int) -> Row:
+        """Return the facts that fit, the most important ones first."""
+        facts = self._facts
+        texts = [self.status, self._silence or self._waits_for, clock(elapsed_s), facts.epoch_text, facts.metric_text]
+        texts += [facts.saved_text, facts.restarts_text, *self._use.facts(), self._run_id]
+        shown = ""
+        for text in filter(None, texts):
+            longer = f"{shown} {self._glyphs.dot} {text}" if shown else text
+            if not shown or terminal.cells(longer) <= columns:
+                shown = longer
+        return (Piece(shown, terminal.DIM),)
+
+    @property
+    def _waits_for(self) -> str:
+        """What the ranks do while the driver starts them; "" at other times."""
+        if not self._ranks or not self.status.startswith("starting "):
+            return ""
+        late = sum(bar.state == "waiting" for bar in self._ranks.values())
+        return f"{counted(late, 'rank')} to import torch" if late else "the ranks connect"
 
 
-def _columns(pace: Pace, loss: float | None, state: str) -> dict[str, str]:
-    total = "" if pace.total is None else f"/{_number(pace.total)}"
+def _columns(pace: Pace, loss: float | None, state: str, loss_name: str = "loss") -> dict[str, str]:
+    total = "" if pace.total is None else f"/{number(pace.total)}"
     return {
         "percent": "" if pace.fraction is None else f"{math.floor(pace.fraction * 100)}%",
-        "count": "" if pace.done is None else f"{_number(pace.done)}{total}",
-        "loss": "" if loss is None else f"loss {loss:#.4g}",
-        "rate": "" if pace.rate is None else f"{_number(pace.rate)} {_unit(pace)}/s",
+        "count": "" if pace.done is None else f"{number(pace.done)}{total}",
+        "loss": "" if loss is None else f"{loss_name} {loss:#.4g}",
+        "rate": "" if pace.rate is None else f"{number(pace.rate)} {pace.shown_unit}/s",
         "eta": state,
     }
 
@@ -310,28 +290,12 @@ def _described(bar: RankBar) -> str:
 
 def _rate_of(bars: Sequence[RankBar]) -> list[str]:
     group = _sum(bars)
-    return [] if group.rate is None else [f"{_number(group.rate)} {_unit(bars[0].pace)}/s in all"]
+    return [] if group.rate is None else [f"{number(group.rate)} {bars[0].pace.shown_unit}/s in all"]
 
 
 def _states(bars: Sequence[RankBar]) -> list[str]:
     counts = {state: sum(bar.state == state for bar in bars) for state in ("waiting", "done", "stopped", "failed")}
     return [f"{count} {state}" for state, count in counts.items() if count]
-
-
-def _unit(pace: Pace) -> str:
-    return terminal.harmless(pace.unit, False)[:20]
-
-
-def _number(value: float) -> str:
-    """Return a number that is easy to read: 12,345 or 3.14."""
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    """Return a duration as 1:05 or 2:00:00."""
-    minutes, rest = divmod(int(min(seconds, 360_000_000)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _with_redrawn(rows: Sequence[Row], bars: Sequence[RankBar]) -> list[Row]:

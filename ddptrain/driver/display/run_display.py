@@ -7,6 +7,7 @@ from typing import Any
 
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.results.run_record import BestRecord
 
 
 class RunDisplay:
@@ -35,6 +36,12 @@ class RunDisplay:
 
     def progress(self, rank: int, event: Progress) -> None:
         """Show progress that the rank reported."""
+
+    def epochs(self, total: int) -> None:
+        """Show of how many epochs the run consists."""
+
+    def saved(self, step: int, time_s: float, best: BestRecord | None = None) -> None:
+        """Show that the run directory has a new checkpoint since `time_s` (Unix time), and which one is the best."""
 
     def status(self, text: str) -> None:
         """Show what the driver waits for."""

@@ -57,7 +57,7 @@ def train(ctx: RankContext, **params: Any) -> None:
     with ImageLoader(manifest, location, settings, ctx.device, *ranks, _tell, accumulate=accumulate) as feeder:
         trainer = ImageTrainer(ctx, settings, manifest, feeder, accumulate)
         trainer.greet()
-        for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
+        for epoch in ctx.epochs(settings.epochs):
             trainer.train_epoch(epoch)
             metrics = trainer.finish_epoch(epoch)
             trainer.save(epoch, metrics, last=epoch == settings.epochs)

@@ -57,7 +57,7 @@ def train(ctx: RankContext, **params: Any) -> None:
     trainer = NamesTrainer(ctx, settings, rows, ddp, optimizer, resumed, accumulate)
     _greet(ctx, model, rows, trainer)
 
-    for epoch in range(trainer.epochs_done + 1, settings.epochs + 1):
+    for epoch in ctx.epochs(settings.epochs):
         began, before = time.perf_counter(), trainer.samples
         own_loss = trainer.train_epoch(epoch)
         rate = (trainer.samples - before) / (time.perf_counter() - began)
@@ -71,7 +71,8 @@ def train(ctx: RankContext, **params: Any) -> None:
             if ctx.rank == 0:
                 ctx.log({"val/loss": metrics["val/loss"]}, step=trainer.step, epoch=epoch)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        print(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {trainer.unit}/s", flush=True)
+        if ctx.rank == 0:
+            print(f"epoch {epoch}/{settings.epochs}: {shown}, {rate:,.0f} {trainer.unit}/s", flush=True)
         trainer.save(epoch, metrics, last=epoch == settings.epochs)
     if settings.samples and ctx.rank == 0:
         known = {*split.train, *split.held_out}

@@ -43,9 +43,9 @@ def report(*arguments: str) -> str:
 
 def test_latest_run_and_its_page(runs: Path) -> None:
     data = json.loads(report("--json"))
-    page = Path("report.html").read_bytes()
+    page = Path("a-1.html").read_bytes()
     assert data == {
-        "file": str(runs.parent / "report.html"),
+        "file": str(runs.parent / "a-1.html"),
         "size_bytes": len(page),
         "runs": ["a-1"],
         "sweep": None,
@@ -101,4 +101,4 @@ def test_interrupted_watch_leaves_a_page_that_does_not_wait(runs: Path, monkeypa
 
     fake_time.replace(monkeypatch, "sleep", interrupted)
     assert CliRunner().invoke(app, ["report", "--watch"]).exit_code == 130
-    assert '"reload_s":null' in Path("report.html").read_text()
+    assert '"reload_s":null' in Path("b-2.html").read_text()

@@ -15,6 +15,7 @@ EXAMPLES: list[events.Event] = [
     events.Entered(1),
     events.Metrics(1, {"train/loss": 0.5}, step=3, epoch=1.5),
     events.Progress(1, done=3, total=None),
+    events.Epochs(1, total=20),
     events.CheckpointSaved(1, 5, "checkpoint-0", (events.StagedFile("model.safetensors", 3, "ab"),), 1, {"l": 1}),
     events.CheckpointSaved(
         1, 5, "c", (), parts=(events.CheckpointPart(1, "c", (events.StagedFile("model.rank-1.safetensors", 3, "ab"),)),)

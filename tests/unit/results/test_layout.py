@@ -239,7 +239,7 @@ PATHS = {
     "lock_file": "run.lock",
     "heartbeat_file": ".heartbeat",
     "driver_log": "driver.log",
-    "decision_log": "logs/driver.log",
+    "decision_log": "logs/ddptrain.log",
     "stop_json": ".stop.json",
     "scratch_dir": ".scratch",
     "plot_png": "plot.png",
@@ -251,7 +251,13 @@ def test_copy_of_a_stored_run_knows_the_files_that_it_lacks(tmp_path: Path) -> N
     for name in ("logs/rank-3.log", "artifacts/b"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(b"1")
-    files = {"logs/rank-10.log": 9, "logs/rank-3.log": 9, "logs/driver.log": 1, "artifacts/deep/a": 5, "artifacts/b": 7}
+    files = {
+        "logs/rank-10.log": 9,
+        "logs/rank-3.log": 9,
+        "logs/ddptrain.log": 1,
+        "artifacts/deep/a": 5,
+        "artifacts/b": 7,
+    }
     Origin("s3://bucket/r", files={**files, "artifacts/.incoming-x": 1, "artifacts/d/.incoming-y": 1}).mark(tmp_path)
     assert layout.logs() == {3: tmp_path / "logs/rank-3.log", 10: tmp_path / "logs/rank-10.log"}
     assert list(layout.artifacts().items()) == [("b", 7), ("deep/a", 5)]

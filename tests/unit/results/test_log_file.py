@@ -1,4 +1,4 @@
-"""logs/driver.log of a run directory: appended to, bounded in size, and no danger to the run."""
+"""logs/ddptrain.log of a run directory: appended to, bounded in size, and no danger to the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def words_of(path: Path) -> list[str]:
 
 
 def test_file_has_level_info_of_this_run_and_nothing_after_it(tmp_path: Path) -> None:
-    path = tmp_path / "driver.log"
+    path = tmp_path / "ddptrain.log"
     with driver_log(path, "toy-1", ["hunter22"]):
         LOG.info("decided", why="hunter22")
         LOG.debug("detail")
@@ -36,13 +36,13 @@ def test_file_has_level_info_of_this_run_and_nothing_after_it(tmp_path: Path) ->
 
 
 def test_error_that_ends_the_driver_is_the_last_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no"), driver_log(tmp_path / "driver.log", "toy-1", []):
+    with pytest.raises(ValueError, match="no"), driver_log(tmp_path / "ddptrain.log", "toy-1", []):
         raise ValueError("no\nway")
-    assert words_of(tmp_path / "driver.log")[-1] == r'INFO driver run=toy-1 driver ends error="ValueError: no\\nway"'
+    assert words_of(tmp_path / "ddptrain.log")[-1] == r'INFO driver run=toy-1 driver ends error="ValueError: no\\nway"'
 
 
 def test_second_driver_appends_and_ends_half_a_line_first(tmp_path: Path) -> None:
-    path = tmp_path / "driver.log"
+    path = tmp_path / "ddptrain.log"
     path.write_text("of the driver before\nhalf a li")
     with driver_log(path, "toy-1", []):
         pass
@@ -55,21 +55,21 @@ def record(text: str) -> logging.LogRecord:
 
 
 def test_size_is_bounded_by_one_older_file(tmp_path: Path) -> None:
-    path = tmp_path / "driver.log"
+    path = tmp_path / "ddptrain.log"
     size = len("1970-01-01T00:00:00.000Z INFO driver 0\n")
     handler = LogFile(path, max_bytes=3 * size)
     for number in range(8):
         handler.emit(record(str(number)))
     handler.close()
     assert [line[-1] for line in path.read_text().splitlines()] == ["6", "7"]
-    assert [line[-1] for line in (tmp_path / "driver.log.1").read_text().splitlines()] == ["3", "4", "5"]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["driver.log", "driver.log.1"]
+    assert [line[-1] for line in (tmp_path / "ddptrain.log.1").read_text().splitlines()] == ["3", "4", "5"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["ddptrain.log", "ddptrain.log.1"]
 
 
 def test_link_that_another_user_has_planted_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine\n")
-    (tmp_path / "driver.log").symlink_to(tmp_path / "precious")
-    with pytest.raises(ResultsError, match="symbolic link"), driver_log(tmp_path / "driver.log", "toy-1", []):
+    (tmp_path / "ddptrain.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(ResultsError, match="symbolic link"), driver_log(tmp_path / "ddptrain.log", "toy-1", []):
         pass
     assert (tmp_path / "precious").read_text() == "mine\n"
 
@@ -78,19 +78,19 @@ def test_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, monkeypatch: pyt
     def full(descriptor: int, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    with driver_log(tmp_path / "driver.log", "toy-1", []):
+    with driver_log(tmp_path / "ddptrain.log", "toy-1", []):
         monkeypatch.setattr("ddptrain.file_ops.write_all", full)
         LOG.info("lost")
         monkeypatch.undo()
         LOG.info("also lost: half a line may stand before it")
-    assert len(words_of(tmp_path / "driver.log")) == 1
+    assert len(words_of(tmp_path / "ddptrain.log")) == 1
 
 
 def test_first_line_has_the_versions_the_host_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["ddptrain", "train", "x.yaml"])
-    with driver_log(tmp_path / "driver.log", "toy-1", []):
+    with driver_log(tmp_path / "ddptrain.log", "toy-1", []):
         pass
-    (first,) = words_of(tmp_path / "driver.log")
+    (first,) = words_of(tmp_path / "ddptrain.log")
     names = [word.partition("=")[0] for word in re.sub('"[^"]*"', "", first).split()[5:]]
     assert names == ["version", "python", "system", "host", "pid", "command"] and first.endswith(" command=train")
     monkeypatch.setattr("sys.argv", ["ddptrain"])
@@ -111,7 +111,7 @@ def test_log_of_one_of_several_runs_has_its_own_records_only(tmp_path: Path) -> 
 
 
 def test_file_has_at_most_8_mib_and_appends_to_the_one_of_before(tmp_path: Path) -> None:
-    path = tmp_path / "driver.log"
+    path = tmp_path / "ddptrain.log"
     size = len("1970-01-01T00:00:00.000Z INFO driver 0\n")
     with path.open("wb") as file:
         file.truncate((8 << 20) - size - 1)
@@ -119,8 +119,8 @@ def test_file_has_at_most_8_mib_and_appends_to_the_one_of_before(tmp_path: Path)
         file.write(b"\n")
     handler = LogFile(path)
     handler.emit(record("0"))
-    assert path.stat().st_size == 8 << 20 and not (tmp_path / "driver.log.1").exists()
+    assert path.stat().st_size == 8 << 20 and not (tmp_path / "ddptrain.log.1").exists()
     handler.emit(record("1"))
     handler.close()
-    assert (path.stat().st_size, (tmp_path / "driver.log.1").stat().st_size) == (size, 8 << 20)
+    assert (path.stat().st_size, (tmp_path / "ddptrain.log.1").stat().st_size) == (size, 8 << 20)
     handler.close()

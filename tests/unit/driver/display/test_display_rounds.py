@@ -21,7 +21,7 @@ from ddptrain.protocol.worker_notices import SystemSample
 class Renderer:
     """Notes what it is told."""
 
-    redraw_every_s, shows_numbers = 1.0, True
+    redraw_every_s = 1.0
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -104,13 +104,6 @@ def test_each_event_of_a_run_becomes_a_message_of_its_own(idle: Idle) -> None:
         output_api.LogLine("a line"),
     ]
     assert idle.delivered() == [] and display._wake.is_set()
-
-
-def test_numbers_that_nobody_shows_are_not_kept(idle: Idle) -> None:
-    idle.renderer.shows_numbers = False
-    idle.display.metrics(0, Metrics(1, {}))
-    idle.display.progress(0, Progress(1, 2.0, 3.0, "steps"))
-    assert idle.delivered() == []
 
 
 def test_numbers_beyond_the_limit_are_counted_once_and_messages_are_kept(
@@ -368,7 +361,6 @@ def test_renderer_fits_the_mode(
     with open_display(mode, tmp_path, "r", io.StringIO(), io.StringIO(), environ) as display:
         assert type(display._renderer).__name__ == kind and display._renderer.redraw_every_s == redraw_every_s
         assert display._groups_ranks is (mode != "json") and display._tails == {}
-        assert display._renderer.shows_numbers is (mode == "json")
 
 
 def test_live_display_draws_on_a_terminal_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

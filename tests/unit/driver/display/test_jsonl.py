@@ -135,5 +135,5 @@ def test_progress_is_written_at_most_once_a_second_and_its_last_state_always() -
     assert bench.objects == [{**expected, "done": 5.0}, {"event": "end"}]
 
 
-def test_programs_get_numbers_and_the_state_of_redrawn_lines_once_a_second() -> None:
-    assert (JsonRenderer.redraw_every_s, JsonRenderer.shows_numbers) == (1.0, True)
+def test_programs_get_the_state_of_redrawn_lines_once_a_second() -> None:
+    assert JsonRenderer.redraw_every_s == 1.0

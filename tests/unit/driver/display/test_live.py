@@ -94,7 +94,7 @@ def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Term
     terminal.wait_for("run-1 succeeded\r\n")
     text = terminal.text
     last_frame = ESCAPE.sub("", text[text.rindex("\x1b[2K") :])
-    shown = ["[rank 1]", "rank 0", "rank 1", "run-1 ·", "run-1 su", ""]
+    shown = ["[rank 1]", "rank 0", "rank 1", "0:00 · r", "run-1 su", ""]
     assert [line[:8].strip() for line in last_frame.split("\r\n")][-len(shown) :] == shown
     assert "\x1b[33mddptrain: checkpoint step-12 saved\x1b[0m" in text
     assert "last words" in text
@@ -237,18 +237,18 @@ def demo(tmux: Tmux, folder: Path, ranks: int = 2, *options: str) -> None:
 
 def shape(screen: list[str]) -> list[str]:
     """The first word or two of each line that is the display's, from its first log line on."""
-    kinds = re.compile(r"^(\[rank \d\] \w+|rank \d|run-1|SUMMARY)")
+    kinds = re.compile(r"^(\[rank \d\] \w+|rank \d|training|SUMMARY)")
     return [match[0] for line in screen if (match := kinds.match(line))]
 
 
 def test_real_terminal_shows_logs_bars_and_summary(tmux: Tmux, tmp_path: Path) -> None:
     demo(tmux, tmp_path)
-    tmux.wait_for(lambda screen: shape(screen) == ["rank 0", "rank 1", "run-1"] and "50%" in screen[-2])
+    tmux.wait_for(lambda screen: shape(screen) == ["rank 0", "rank 1", "training"] and "50%" in screen[-2])
     (tmp_path / "rank-0.log").write_bytes(b"one\ntwo\n")
-    tmux.wait_for(lambda screen: shape(screen)[-5:] == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "run-1"])
+    tmux.wait_for(lambda screen: shape(screen)[-5:] == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "training"])
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
-    assert shape(screen) == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "run-1", "SUMMARY"]
+    assert shape(screen) == ["[rank 0] one", "[rank 0] two", "rank 0", "rank 1", "SUMMARY"]
     assert tmux.call("display-message", "-p", "#{cursor_flag}").strip() == "1"
 
 
@@ -256,20 +256,20 @@ def test_bars_stay_whole_when_the_terminal_is_resized(tmux: Tmux, tmp_path: Path
     demo(tmux, tmp_path)
     lines = [f"line{number}" for number in range(40)]
     (tmp_path / "rank-0.log").write_text("".join(f"{line}\n" for line in lines))
-    expected = [*(f"[rank 0] {line}" for line in lines), "rank 0", "rank 1", "run-1"]
+    expected = [*(f"[rank 0] {line}" for line in lines), "rank 0", "rank 1", "training"]
     tmux.wait_for(lambda screen: shape(screen) == expected and "50%" in screen[-2])
     for columns, rows in ((40, 20), (12, 20), (100, 20), (100, 8), (60, 30)):
         tmux.call("resize-window", "-x", str(columns), "-y", str(rows))
         time.sleep(0.3)  # a few frames at this size; should one be missed, the next size is drawn all the same
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
-    assert shape(screen) == [*expected, "SUMMARY"]
+    assert shape(screen) == [*expected[:-1], "SUMMARY"]
 
 
 def test_many_ranks_leave_room_for_the_logs(tmux: Tmux, tmp_path: Path) -> None:
     demo(tmux, tmp_path, 64, "--all-ranks")
     screen = tmux.wait_for(lambda screen: any("more ranks" in line and "50%" in line for line in screen))
-    assert shape(screen)[-1] == "run-1"
+    assert shape(screen)[-1] == "training"
     assert sum(line.startswith("rank ") for line in screen) == 8
     (tmp_path / "end").touch()
     tmux.wait_for(lambda screen: screen[-1] == "$")
@@ -278,16 +278,16 @@ def test_many_ranks_leave_room_for_the_logs(tmux: Tmux, tmp_path: Path) -> None:
 def test_own_log_stands_above_the_bars(tmux: Tmux, tmp_path: Path) -> None:
     demo(tmux, tmp_path)
     (tmp_path / "rank-0.log").write_text("line\n" * 40)
-    tmux.wait_for(lambda screen: shape(screen)[-4:] == ["[rank 0] line", "rank 0", "rank 1", "run-1"])
+    tmux.wait_for(lambda screen: shape(screen)[-4:] == ["[rank 0] line", "rank 0", "rank 1", "training"])
     (tmp_path / "decide").touch()
     screen = tmux.wait_for(lambda screen: any("decided" in line for line in screen) and "run-1" in screen[-1])
     assert re.fullmatch(r"[-0-9]+T[0-9:.]+Z DEBUG driver rank=1 decided", screen[-4])
-    assert shape(screen[-3:]) == ["rank 0", "rank 1", "run-1"]
+    assert shape(screen[-3:]) == ["rank 0", "rank 1", "training"]
     tmux.call("resize-window", "-x", "40", "-y", "20")
     time.sleep(0.3)  # a few frames at this size
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
-    assert shape(screen)[40:] == ["rank 0", "rank 1", "run-1", "SUMMARY"], "\n".join(screen)
+    assert shape(screen)[40:] == ["rank 0", "rank 1", "SUMMARY"], "\n".join(screen)
     assert sum("decided" in line for line in screen) == 1
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ddptrain.driver.display import output_api
 from ddptrain.driver.display.progress_bars import ASCII_GLYPHS, UNICODE_GLYPHS, Bars, Glyphs, Piece
 from ddptrain.driver.display.terminal import RED, cells
 from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.results.run_record import BestRecord
 
 
 def drawn(bars: Bars, columns: int = 120, rows: int = 24) -> list[str]:
@@ -34,9 +37,9 @@ def running(ranks: int, host: str = "node", *, all_ranks: bool = False) -> Bars:
 
 def test_bar_tells_how_far_how_well_how_fast_and_how_long() -> None:
     first, second, status = drawn(running(2))
-    assert first == f"rank 0  {'#' * 20}{'-' * 20}  50%  1,200/2,400  loss 2.500  1,200 samples/s  ETA 0:01"
-    assert second == f"rank 1  {'#' * 10}{'-' * 30}  25%  1,200/4,800  loss 3.500  1,200 samples/s  ETA 0:03"
-    assert status == "run-1 | 1:05 | training"
+    assert first == f"rank 0  {'#' * 20}{'-' * 20}  50%  1,200/2,400  train/loss 2.500  1,200 samples/s  ETA 0:01"
+    assert second == f"rank 1  {'#' * 10}{'-' * 30}  25%  1,200/4,800  train/loss 3.500  1,200 samples/s  ETA 0:03"
+    assert status == "training | 1:05 | run-1"
 
 
 def test_host_is_shown_where_there_are_several() -> None:
@@ -81,9 +84,9 @@ def test_from_17_ranks_on_one_bar_stands_for_all_and_names_slowest_and_fastest()
     assert [row[:7].strip() for row in drawn(running(16), rows=60)[:2]] == ["rank 0", "rank 1"]
     bar, extremes, status = drawn(running(17), rows=60)
     # Rank r has done 1,200 of 2,400 x (1 + r): the mean of the shares is 1/2 x (1 + 1/2 + ... + 1/17) / 17 = 10.1 %.
-    assert bar == (f"17 ranks  {'#' * 4}{'-' * 36}  10%  20,400/367,200  loss 10.50  20,400 samples/s  ETA 0:33")
+    assert bar == (f"17 ranks  {'#' * 4}{'-' * 36}  10%  20,400/367,200  train/loss 10.50  20,400 samples/s  ETA 0:33")
     assert extremes == "slowest rank 16 on node 2% 1,200 samples/s | fastest rank 0 on node 50% 1,200 samples/s"
-    assert status == "run-1 | 1:05 | training"
+    assert status == "training | 1:05 | run-1"
 
 
 def test_equal_progress_is_ordered_by_rate_and_then_by_rank() -> None:
@@ -138,7 +141,7 @@ def test_progress_bar_of_a_rank_stands_below_its_own() -> None:
 def test_unknown_total_shows_what_is_known() -> None:
     bars = fresh(1, UNICODE_GLYPHS)
     bars.handle(output_api.RankProgress(0, Progress(0, 7.0, None, "steps")))
-    assert drawn(bars)[0] == f"rank 0  {'─' * 40}  7  waiting"
+    assert drawn(bars)[0] == "rank 0    7  waiting"
 
 
 def test_control_characters_in_names_are_removed() -> None:
@@ -151,8 +154,8 @@ def test_control_characters_in_names_are_removed() -> None:
 def test_colours_tell_the_rank_and_how_it_ended() -> None:
     bars = running(4)
     gap = Piece("  ")
-    middle = (gap, Piece("1,200/2,400"), gap, Piece("loss 2.500"), gap, Piece("1,200 samples/s"), gap)
-    drawn_bar = (Piece("#" * 17, "36"), Piece("-" * 18, "2"))
+    middle = (gap, Piece("1,200/2,400"), gap, Piece("train/loss 2.500"), gap, Piece("1,200 samples/s"), gap)
+    drawn_bar = (Piece("#" * 14, "36"), Piece("-" * 15, "2"))
     first = (Piece("rank 0", "36"), gap, *drawn_bar, gap, Piece("50%"), *middle)
     assert bars.block(65.0, 100, 24)[0] == (*first, Piece("ETA 0:01", "2"))
     for rank, (ok, stopped) in enumerate([(True, False), (False, False), (False, True)]):
@@ -161,12 +164,12 @@ def test_colours_tell_the_rank_and_how_it_ended() -> None:
     assert done == (*first, Piece("    done", "32"))
     assert [failed[0], failed[2], failed[3], failed[-1]] == [
         Piece("rank 1", "33"),
-        Piece("#" * 8, "31"),
-        Piece("-" * 27, "2"),
+        Piece("#" * 7, "31"),
+        Piece("-" * 22, "2"),
         Piece("  failed", "31"),
     ]
     assert [stopped_row[2].colour, stopped_row[-1]] == ["35", Piece(" stopped", "2")]
-    assert status == (Piece("run-1 | 1:05 | training", "2"),)
+    assert status == (Piece("training | 1:05 | run-1", "2"),)
 
 
 def test_group_is_red_once_a_rank_has_failed() -> None:
@@ -193,7 +196,7 @@ def test_group_is_red_once_a_rank_has_failed() -> None:
 )
 def test_small_terminal_has_a_bar_for_as_many_ranks_as_fit(rows: int, expected: list[str]) -> None:
     *shown, status = drawn(running(3), 100, rows)
-    assert [row.split("  ")[0] for row in shown] == expected and status == "run-1 | 1:05 | training"
+    assert [row.split("  ")[0] for row in shown] == expected and status == "training | 1:05 | run-1"
 
 
 def test_ranks_without_progress_and_room_are_only_counted() -> None:
@@ -208,27 +211,27 @@ def test_group_takes_the_rows_that_there_are(rows: int, count: int) -> None:
 def test_bar_that_a_rank_draws_is_shown_where_all_have_room() -> None:
     bars = running(2)
     bars.handle(output_api.RedrawnLine(1, "loading 10%"))
-    assert [row.split("  ")[0] for row in drawn(bars, rows=8)] == ["rank 0", "rank 1", "", "run-1 | 1:05 | training"]
+    assert [row.split("  ")[0] for row in drawn(bars, rows=8)] == ["rank 0", "rank 1", "", "training | 1:05 | run-1"]
     assert drawn(bars, rows=8)[2] == "  loading 10%" and bars.block(0.0, 100, 8)[2][0].colour == "2"
     assert len(drawn(bars, rows=6)) == 3
 
 
 def test_column_that_leaves_less_than_8_columns_for_the_bar_is_left_out() -> None:
-    assert drawn(running(1), 60)[0] == "rank 0  ####----  50%  loss 2.500  1,200 samples/s  ETA 0:01"
-    assert drawn(running(1), 59)[0] == f"rank 0  {'#' * 12}{'-' * 12}  50%  loss 2.500  ETA 0:01"
+    assert drawn(running(1), 66)[0] == "rank 0  ####----  50%  train/loss 2.500  1,200 samples/s  ETA 0:01"
+    assert drawn(running(1), 65)[0] == f"rank 0  {'#' * 12}{'-' * 12}  50%  train/loss 2.500  ETA 0:01"
 
 
 def test_columns_may_shrink_with_the_size_of_the_terminal() -> None:
     bars = running(1)
-    assert "loss 2.500" in drawn(bars, 100)[0]
+    assert "train/loss 2.500" in drawn(bars, 100)[0]
     bars.handle(output_api.RankStarted(0, "node", 7))
-    assert drawn(bars, 100)[0] == f"rank 0  {'-' * 35}" + " " * 57
-    assert drawn(bars, 90)[0] == f"rank 0  {'-' * 40}"
+    assert drawn(bars, 100)[0].strip() == "rank 0"
+    assert drawn(bars, 90)[0] == "rank 0  "  # without a bar: nothing is known
 
 
 def test_done_rank_that_told_no_progress_has_a_full_bar() -> None:
     bars = fresh(1, ASCII_GLYPHS)
-    assert drawn(bars)[0] == f"rank 0  {'-' * 40}  waiting"
+    assert drawn(bars)[0] == "rank 0    waiting"
     bars.handle(output_api.RankEnded(0, ok=True))
     assert drawn(bars)[0] == f"rank 0  {'#' * 40}     done"
 
@@ -250,7 +253,7 @@ def test_total_and_loss_of_a_group_are_those_of_the_ranks_that_have_them() -> No
     bars.handle(output_api.RankStarted(4, "", 7))
     bar, extremes, _ = drawn(bars, 120)
     # 16 ranks have told progress, 15 of them a total; the losses are 2.5 + r without that of rank 4.
-    assert "  19,300  " in bar and "loss 10.75" in bar
+    assert "  19,300  " in bar and "train/loss 10.75" in bar
     assert extremes.startswith("slowest rank 16 on node 2%") and extremes.endswith(
         "fastest rank 3 on node 1,300 1,001 samples/s"
     )
@@ -264,7 +267,7 @@ def test_group_of_which_one_rank_tells_progress_has_its_numbers() -> None:
     for second in (0, 1):
         bars.handle(output_api.RankProgress(16, Progress(second * 10**9, second * 3.0, None, "steps")))
     bar, extremes, _ = drawn(bars)
-    assert bar == f"17 ranks  {'-' * 40}  0%  3  3 steps/s"
+    assert bar == "17 ranks    0%  3  3 steps/s"
     assert extremes == "slowest rank 16 3 3 steps/s | fastest rank 16 3 3 steps/s | 17 waiting"
 
 
@@ -275,7 +278,7 @@ def test_group_of_which_one_rank_tells_progress_has_its_numbers() -> None:
 def test_numbers_are_easy_to_read(done: float, shown: str) -> None:
     bars = fresh(1, ASCII_GLYPHS)
     bars.handle(output_api.RankProgress(0, Progress(0, done, None, "steps")))
-    assert drawn(bars)[0] == f"rank 0  {'-' * 40}  {shown}  waiting"
+    assert drawn(bars)[0] == f"rank 0    {shown}  waiting"
 
 
 @pytest.mark.parametrize(
@@ -299,3 +302,26 @@ def test_long_unit_is_cropped() -> None:
     for second in (0, 1):
         bars.handle(output_api.RankProgress(0, Progress(second * 10**9, second * 5.0, None, "abcde" * 10)))
     assert f"  5 {'abcde' * 4}/s  " in drawn(bars)[0]
+
+
+def test_status_row_has_the_facts_that_fit_the_most_important_ones_first() -> None:
+    bars = fresh(2, ASCII_GLYPHS)
+    bars.handle(output_api.DriverStatus("starting 2 ranks on a local cluster"))
+    assert drawn(bars)[-1] == "starting 2 ranks on a local cluster | 2 ranks to import torch | 1:05 | run-1"
+    bars.handle(output_api.RankStarted(0, "node", 1))
+    assert "1 rank to import torch" in drawn(bars)[-1]
+    bars.handle(output_api.RankStarted(1, "node", 2))
+    assert "the ranks connect" in drawn(bars)[-1]
+    bars.handle(output_api.DriverStatus("training"))
+    bars.handle(output_api.Epochs(12))
+    bars.handle(output_api.RankMetrics(0, Metrics(0, {"val/loss": 0.5}, 384, 3)))
+    bars.handle(output_api.RankMetrics(1, Metrics(0, {"val/loss": 0.52}, 384, 3)))
+    bars.handle(output_api.Saved(256, time.time(), BestRecord("val/loss", "min", 0.509, 256)))
+    assert drawn(bars)[-1] == (
+        "training | 1:05 | epoch 3/12 | val/loss 0.51 (best 0.509, step 256) | saved step 256, 0 s ago | run-1"
+    )
+    assert drawn(bars, 60)[-1] == "training | 1:05 | epoch 3/12 | saved step 256, 0 s ago"
+    bars.handle(output_api.RankStarted(0, "node", 3))
+    assert "| 1 restart |" in drawn(bars)[-1] and "epoch" not in drawn(bars)[-1]
+    bars.handle(output_api.DriverStatus("stopping (again: kills the ranks)"))
+    assert drawn(bars, 60)[-1].startswith("stopping (again: kills the ranks) | 1:05")

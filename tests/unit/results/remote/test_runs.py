@@ -259,7 +259,7 @@ FILES = (
     "system.jsonl",
     "logs/rank-1.log",
     "logs/rank-11.log",
-    "logs/driver.log",
+    "logs/ddptrain.log",
     "artifacts/a.json",
     "artifacts/a.PNG",
     "artifacts/a.bin",
@@ -276,7 +276,7 @@ EACH_TIME = "tracking/wandb/links.json"
     [
         (NeededFiles.NOTHING, None, ""),
         (NeededFiles.METRICS, None, "metrics.jsonl system.jsonl"),
-        (NeededFiles.LOGS, None, "logs/rank-1.log logs/rank-11.log logs/driver.log"),
+        (NeededFiles.LOGS, None, "logs/rank-1.log logs/rank-11.log logs/ddptrain.log"),
         (NeededFiles.LOGS, 1, "logs/rank-1.log"),
         (NeededFiles.EVENTS, None, "events.jsonl system.jsonl"),
         (NeededFiles.COMPARISON, None, "config.yaml metrics.jsonl events.jsonl system.jsonl inputs/b.json"),

@@ -89,7 +89,7 @@ def test_root_cause_has_place_kind_and_message(tmp_path: Path, failure: FailureR
 
 def test_places_to_look_at_are_those_that_exist(tmp_path: Path) -> None:
     root = tmp_path / "r-1"
-    decisions = f"{root}/logs/driver.log (what ddptrain decided, and why)"
+    decisions = f"{root}/logs/ddptrain.log (what ddptrain decided, and why)"
     failure = FailureRecord(host="vm")
     record = {"status": "failed", "exit_code": 5, "failure": failure}
     stacks = f"{root}/artifacts/stacks/ (the stacks of all ranks)"
@@ -136,7 +136,7 @@ def test_explanation_as_data_has_every_field(tmp_path: Path) -> None:
         "exit_code": 0,
         "end": "succeeded (exit code 0)",
         "root_cause": "",
-        "look": ("ddptrain results show r-1", f"{tmp_path}/r-1/logs/driver.log (what ddptrain decided, and why)"),
+        "look": ("ddptrain results show r-1", f"{tmp_path}/r-1/logs/ddptrain.log (what ddptrain decided, and why)"),
         "next": ("ddptrain results plot r-1",),
         "causes": (),
     }

@@ -268,7 +268,7 @@ def test_everything_about_a_run_is_shown_in_sections(tmp_path: Path) -> None:
                 ("duration", "1m 30s, 1m 00s of it since it was resumed"),
                 ("ranks", "2"),
                 ("driver", "process 7 on vm"),
-                ("log for bug reports", f"{tmp_path}/r/logs/driver.log"),
+                ("log for bug reports", f"{tmp_path}/r/logs/ddptrain.log"),
                 ("git", "abc"),
                 ("best", "val/loss 1.235 at step 3"),
                 ("checkpoints", "step-3, step-1"),

@@ -1,0 +1,116 @@
+"""How far a run is, as short texts: epoch, step, metrics, best checkpoint, rate and time left."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from ddptrain.config.wording import counted
+from ddptrain.driver.display import output_api, terminal
+from ddptrain.driver.display.pace import Pace, clock, number
+from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.results.latest_metrics import LatestMetrics
+from ddptrain.text_tables import duration
+
+MOST_METRICS = 4
+_DEFAULT_METRIC = "val/loss"
+
+
+class RunFacts:
+    """What all ranks have reported, as one run: epoch, step and rate are those of rank 0, metrics are means."""
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None  # the one that rank 0 is in, or has just ended
+        self._epochs: int | None = None
+        self._step: int | None = None
+        self._latest = LatestMetrics()
+        self._starts = 0  # of rank 0
+        self._saved: output_api.Saved | None = None
+        self._forget_pace()
+
+    def begins_epoch(self, message: output_api.Message) -> bool:
+        """Whether the message, which is not handled yet, is rank 0's first one about a later epoch."""
+        match message:
+            case output_api.RankMetrics(0, event) if self.epoch is not None and _is_number(event.epoch):
+                return math.ceil(event.epoch or 0) > self.epoch
+        return False
+
+    def handle(self, message: output_api.Message) -> None:
+        """Update the facts after a message."""
+        match message:
+            case output_api.RankStarted(0):
+                self._starts += 1
+                self.epoch = self._step = None
+                self._latest.begin_attempt()
+                self._forget_pace()
+            case output_api.RankMetrics(rank, event):
+                self._latest.logged(rank, event.step, event.values)
+                if rank == 0:
+                    self._add(event)
+            case output_api.RankProgress(0, event):
+                self._reported.update(event)
+            case output_api.Epochs(total):
+                self._epochs = total
+            case output_api.Saved():
+                self._saved = message
+
+    def line(self) -> str:
+        """Return one line: "epoch 3/20, step 96, train/loss 0.21, val/loss 0.51, 41 steps/s, ETA 0:40"."""
+        done = self._reported.done
+        position = "" if done is None else f"{number(done)} {self._reported.shown_unit}"
+        step = position if self._step is None else f"step {self._step}"
+        values = self._latest.as_dict()
+        names = sorted(values, key=lambda name: "loss" not in name)[:MOST_METRICS]  # the order is kept otherwise
+        shown = [f"{terminal.harmless(name, False)} {values[name]:.4g}" for name in names]
+        pace = self._reported if self._reported.rate is not None else self._by_step
+        rate = "" if pace.rate is None else f"{number(pace.rate)} {pace.shown_unit}/s"
+        return ", ".join(filter(None, [self.epoch_text, step, *shown, rate, self._eta]))
+
+    @property
+    def epoch_text(self) -> str:
+        """The epoch, as "epoch 3/20"; "" if none is known."""
+        if self.epoch is None:
+            return ""
+        return f"epoch {self.epoch}" + ("" if self._epochs is None else f"/{self._epochs}")
+
+    @property
+    def metric_text(self) -> str:
+        """The metric that decides which checkpoint is best, as "val/loss 0.512 (best 0.509, step 640)"."""
+        best = self._saved.best if self._saved else None
+        name = best.metric if best else _DEFAULT_METRIC
+        value = self._latest.as_dict().get(name)
+        shown = "" if value is None else f"{terminal.harmless(name, False)} {value:.4g}"
+        return f"{shown} (best {best.value:.4g}, step {best.step})" if shown and best else shown
+
+    @property
+    def saved_text(self) -> str:
+        """The newest checkpoint, as "saved step 384, 12 s ago"."""
+        if self._saved is None:
+            return ""
+        age_s = int(max(time.time() - self._saved.time_s, 0))
+        return f"saved step {self._saved.step}, {f'{age_s} s' if age_s < 60 else duration(age_s)} ago"
+
+    @property
+    def restarts_text(self) -> str:
+        """How often the ranks were started again, as "1 restart"."""
+        return counted(self._starts - 1, "restart") if self._starts > 1 else ""
+
+    def _add(self, event: Metrics) -> None:
+        if event.step is not None:
+            self._step = event.step
+            self._by_step.update(Progress(event.time_ns, event.step))
+        if event.epoch is not None and math.isfinite(event.epoch):
+            self.epoch = math.ceil(event.epoch)
+            self._by_epoch.update(Progress(event.time_ns, event.epoch, self._epochs, "epochs"))
+
+    @property
+    def _eta(self) -> str:
+        eta_s = self._by_epoch.eta_s if self._reported.eta_s is None else self._reported.eta_s
+        return "" if eta_s is None else f"ETA {clock(eta_s)}"
+
+    def _forget_pace(self) -> None:
+        self._reported, self._by_step, self._by_epoch = Pace(), Pace(), Pace()
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
