@@ -398,6 +398,7 @@ def finishing(timeout_s: float) -> events.Event:
 ACTIVITY = [
     (events.Metrics(1, {"loss": 1.0}, 5), True),
     (events.Progress(1, 5.0, 10.0), True),
+    (events.Epochs(1, 3), True),
     (events.CheckpointSaved(1, 5, "s", ()), True),
     (events.CheckpointFailed(1, 5, "no", 1), True),
     (events.FileSaved(1, "figure.png", "s", 1, ""), True),
