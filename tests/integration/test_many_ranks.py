@@ -80,7 +80,7 @@ def test_17_ranks_that_fail_in_a_pipe_are_grouped_and_the_log_says_what_was_deci
     shown = [line for line in ended.stderr.splitlines() if not line.startswith("ddptrain: ")]
     assert set(log.splitlines()) <= set(shown)  # --verbose shows at least that, on stderr
     described = run_cli("results", "show", run_dir.name)
-    assert re.search(rf"log for bug reports +runs/{run_dir.name}/logs/driver\.log\n", described.stdout)
+    assert re.search(rf"log for bug reports +runs/{run_dir.name}/logs/ddptrain\.log\n", described.stdout)
 
 
 def test_17_ranks_on_a_terminal_have_one_bar(tmp_path: Path) -> None:
