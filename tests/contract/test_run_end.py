@@ -105,7 +105,7 @@ def test_third_ctrl_c_kills_the_ranks_and_the_run_is_recorded(project: Project, 
     running = _script(project, shared_cluster, code, "--set", "failure.grace_s=300")
     running.wait_for("[rank 0] at work")
     running.wait_for("[rank 1] at work")
-    for said in ("again to stop", "again to kill", ""):
+    for said in ("again to stop", "kills the ranks", ""):
         _send(running, signal.SIGINT)
         if said:
             running.wait_for(said)

@@ -325,9 +325,7 @@ MODULES = [
         "syntax-error",
         "def f(:\n",
         rc=1,
-        rc_here=2,
-        says="script.py",
-        why="a script that is not valid Python is found before ranks start: exit code 2",
+        says="SyntaxError",
     ),
     Case(
         "no-such-script",
