@@ -70,11 +70,14 @@ class CommandReader:
 
     def listen(self) -> None:
         """Start the thread. Commands that arrived earlier are handled first."""
-        threading.Thread(target=self._read, name="ddptrain-commands", daemon=True).start()
+        threading.Thread(target=self._run, name="ddptrain-commands", daemon=True).start()
 
-    def _read(self) -> None:
+    def _run(self) -> None:
         # Signals are for the main thread: it may wait for one that it has blocked, and this thread would take it.
         signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_MAIN_THREAD)
+        self._read()
+
+    def _read(self) -> None:
         partial = {self._fd: b"", self._own_read_fd: b""}
         while True:
             for fd in _readable(*partial):
