@@ -62,7 +62,8 @@ def check_cluster(cluster: str, config: ClusterConfig, tell: Callable[[str], Non
     checks += judge_differences([answer.facts for answer in answers.values() if answer.facts is not None])
     free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
     if not free or overview["waiting"]:
-        return [*checks, Check("speed", Result.SKIPPED, "not measured: no slot is free, or runs wait for slots")]
+        why = "no slot is free, or runs wait for slots" if ranks else "its workers have no slots before the first run"
+        return [*checks, Check("speed", Result.SKIPPED, f"not measured: {why}")]
     tell(f"measuring {free} free slots")
     return checks + _measured(cluster, free)
 
