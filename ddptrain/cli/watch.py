@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli import options as opt
-from ddptrain.cli.runs.choice import Run, RunsDir, place_of
+from ddptrain.cli.runs.choice import Run, RunsDir, folder_of, place_of
+from ddptrain.errors import RunNotFound
 
 
 def watch(
@@ -20,7 +21,7 @@ def watch(
     verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
 ) -> None:
-    """Show a run that another shell started, as train shows it, until it has ended.
+    """Show a run or a sweep that another shell started, as train and sweep show it, until it has ended.
 
     The exit code is that of the run; 4 if its driver was killed. Ctrl-C ends only the watching, with exit code 130:
     the run goes on. Of a run that has ended it shows the end.
@@ -28,6 +29,17 @@ def watch(
     from ddptrain.driver.watch import WatchOptions
     from ddptrain.driver.watch import watch as show
 
+    mode = "json" if as_json else output.value
     runs, name = place_of(ctx, runs_dir, run)
-    options = WatchOptions("json" if as_json else output.value, lines, all_ranks)
-    raise typer.Exit(show(runs, runs.find(name), options))
+    try:
+        view = runs.find(name)
+    except RunNotFound:
+        from ddptrain.sweep.stop import find_target
+        from ddptrain.sweep.watch import watch_sweep
+
+        folder = folder_of(ctx, runs_dir)
+        if (sweep := find_target(folder, run)) is None:
+            raise
+        where = run.rstrip("/") if "/" in run else f"{folder.rstrip('/')}/{run}"
+        raise typer.Exit(watch_sweep(sweep, where, mode)) from None
+    raise typer.Exit(show(runs, view, WatchOptions(mode, lines, all_ranks)))

@@ -138,6 +138,7 @@ class Announce(Action):
     """Show and record information that is not a warning."""
 
     text: str
+    status: str = ""  # what a live display shows from now on
 
 
 @dataclass(frozen=True, slots=True)

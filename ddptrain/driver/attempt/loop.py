@@ -245,8 +245,10 @@ class Attempt:
         match action:
             case actions.ShowCause(fault):
                 self.recorder.show_cause(fault)
-            case actions.Announce(text):
+            case actions.Announce(text, status):
                 self.recorder.notice(text)
+                if status:
+                    self.recorder.status(status, announced=True)
             case actions.ShowStatus(text, silence):
                 (self.recorder.display.silence if silence else self.recorder.status)(text)
 

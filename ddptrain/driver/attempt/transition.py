@@ -322,7 +322,9 @@ class Transition(Draft):
         what = "the ranks finish their step and save"
         if first.code.is_script:
             what = f"the script gets {signal.Signals(signum).name} and ends"
-        self.do(actions.Announce(f"{notice}: {what}, within {self.grace_s:g} s (again to stop the ranks)"))
+        text = f"{notice}: {what}, within {self.grace_s:g} s (again to stop the ranks)"
+        status = "waiting for the script to end" if first.code.is_script else "saving a checkpoint"
+        self.do(actions.Announce(text, f"stopping: {status} (again: at once)"))
         command = _PASSED_ON.get(signum, Command.PREEMPT) if first.code.is_script else Command.PREEMPT
         self.do(actions.SendCommand(self.alive(), command))
         self.change(preempt_until=self.now + grace_periods.preempt_s(first))

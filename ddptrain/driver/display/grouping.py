@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.driver.failure.fault import format_ranks
 
 MIN_RANKS = 17  # the smallest run whose ranks are shown as a group

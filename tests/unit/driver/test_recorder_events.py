@@ -335,7 +335,7 @@ def test_ranks_are_recorded_in_the_last_attempt_when_all_train(bench: Bench) -> 
     ranks = (RankRecord(rank=0), RankRecord(rank=1))
     bench.recorder.training(ranks)
     assert [each.ranks for each in bench.writer.record.attempts] == [(), ranks]
-    assert bench.shown == [("status", "training")]
+    assert bench.shown == [("status", "training", {"announced": False})]
 
 
 def test_notices_are_recorded_and_shown_as_such(bench: Bench) -> None:
@@ -345,7 +345,11 @@ def test_notices_are_recorded_and_shown_as_such(bench: Bench) -> None:
     bench.recorder.stored(3, "artifacts/a/b", None)
     bench.recorder.stored(3, "checkpoints/step-4", 4)
     bench.recorder.flush()
-    assert bench.shown[:3] == [("status", "waits"), ("notice", "well"), ("notice", "bad", {"level": "warning"})]
+    assert bench.shown[:3] == [
+        ("status", "waits", {"announced": False}),
+        ("notice", "well"),
+        ("notice", "bad", {"level": "warning"}),
+    ]
     assert bench.lines() == [
         {"event": "status", "message": "waits"},
         {"event": "notice", "level": "info", "message": "well"},

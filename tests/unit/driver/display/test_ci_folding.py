@@ -10,10 +10,9 @@ import pytest
 
 from ddptrain.ci import CiService
 from ddptrain.driver.display import open_display, output_api
-from ddptrain.driver.display.ci_folding import FoldingRenderer
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.driver.display.output_stream import Stream
-from ddptrain.driver.display.plain import PlainRenderer
+from ddptrain.driver.display.plain import FoldingRenderer, PlainRenderer
 
 START, END = "::group::more output of the ranks", "::endgroup::"
 

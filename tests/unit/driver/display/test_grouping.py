@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.driver.display.grouping import HOLD_S, MAX_HELD_CHARS, LineGrouper, TracebackFilter, label
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 
 
 def texts(groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> list[tuple[str, str]]:
