@@ -64,7 +64,7 @@ _STARTING = _SCRIPTS | {
     "ddptrain.clusters.scheduler.scheduler_process",
     "ddptrain.worker",
     "distributed.cli.dask_worker",
-    "tests.integration.with_limit",
+    "tests.servers.with_limit",
 }
 _MODULES = _STARTING | {
     _RANK_SERVER,
@@ -277,7 +277,7 @@ class Forks(ABC):
 def _split_host(words: list[str]) -> tuple[int, str, list[str]]:
     """Of `nsenter --target PID ... env --chdir FOLDER COMMAND...`: these three; of any other command 0, "" and itself.
 
-    It is how tests/integration/netns.py starts commands on its hosts.
+    It is how tests/servers/netns.py starts commands on its hosts.
     """
     until = len(_NAMESPACES) + 3
     known = words[:2] == ["nsenter", "--target"] and words[3:until] == [f"--{name}" for name in _NAMESPACES]

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import leaks
-from tests.command import PATIENCE_S, QUICK_START, Cli, Finished, Running
 from tests.fork_server import ForkServer
+from tests.support import leaks
+from tests.support.command import PATIENCE_S, QUICK_START, Cli, Finished, Running
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler

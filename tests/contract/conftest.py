@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.command import Cli, Finished, Running
+from tests.support.command import Cli, Finished, Running
 
 # The program that pip installs, beside the interpreter of the tests. Another version can be named.
 INSTALLED = (os.environ.get("DDPTRAIN_COMMAND", str(Path(sys.executable).with_name("ddptrain"))),)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import PATIENCE_S
 from tests.contract.conftest import Project
+from tests.support.command import PATIENCE_S
 
 Lines = Sequence[str] | Mapping[int, Sequence[str]]
 Files = Mapping[str, str | bytes | None]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.command import QUICK_START
 from tests.conftest import Cli
+from tests.support.command import QUICK_START
 
 pytestmark = pytest.mark.real_start  # about the import path
 

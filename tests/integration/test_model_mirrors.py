@@ -20,8 +20,8 @@ import pytest
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from tests.conftest import Cli, Finished
-from tests.integration.ports import free_ports
-from tests.integration.wandb_backend import Backend, wandb_backend
+from tests.servers.ports import free_ports
+from tests.servers.wandb_backend import Backend, wandb_backend
 
 # Kills the command that has called it; the second time it only writes what it was given.
 KILLS = """

@@ -9,7 +9,7 @@ import pytest
 from ddptrain import ci
 from ddptrain.ci import CiService
 from ddptrain.errors import UsageError
-from tests import fake_time
+from tests.support import fake_time
 
 GITHUB = {"GITHUB_ACTIONS": "true"}
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.command import QUICK_START
+from tests.support.command import QUICK_START
 
 TRAINING = """
 import os, sys, torch

@@ -18,8 +18,8 @@ import pytest
 from ddptrain.clusters import compatibility, compatibility_probe
 from ddptrain.clusters.compatibility import Needs, check_cluster, folded
 from ddptrain.errors import ClusterError
-from tests.environments import make_environment
 from tests.fork_server import ForkServer
+from tests.support.environments import make_environment
 from tests.unit.worker.daskbench import DaskBench, Driver
 
 PACKAGES = ("ddptrain", "torch", "distributed", "dask-pytorch-ddp")

@@ -28,7 +28,7 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.server.warmup import import_everything
 from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.petnames import train as workload
-from tests.command import QUICK_START
+from tests.support.command import QUICK_START
 from tests.unit.specs import make_spec
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import QUICK_START
 from tests.conftest import PATIENCE_S
-from tests.integration.netns import Host
-from tests.integration.ports import free_ports
-from tests.leaks import MARK
+from tests.servers.netns import Host
+from tests.servers.ports import free_ports
+from tests.support.command import QUICK_START
+from tests.support.leaks import MARK
 
 HOSTS = {"alpha": "127.0.0.1", "beta": "127.0.0.2"}
 

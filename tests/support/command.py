@@ -19,7 +19,7 @@ from tests.fork_server import ForkedProcess, ForkServer, can_fork
 # The limit for what takes about a second on an idle machine. It only ends a test that would wait for ever.
 PATIENCE_S = 100.0
 # On PYTHONPATH in most tests: see sitecustomize.py there.
-QUICK_START = str(Path(__file__).with_name("quick_start"))
+QUICK_START = str(Path(__file__).parents[1] / "quick_start")
 DDPTRAIN = (sys.executable, "-m", "ddptrain")
 
 
