@@ -964,7 +964,7 @@ def test_expectation_is_that_of_torchrun(project: Project, case: Case, request: 
         output.seek(0)
         text = output.read()
     assert rc == case.rc, text
-    # Without `record` torchrun itself names no cause: it is in the rank's log, or in the file that the rank has written.
+    # Without `record` torchrun itself names no cause: it is in the rank's log, or in the file that the rank wrote.
     logs = [path.read_text(errors="replace") for path in project.folder.glob("logs/*/attempt_*/*/*.*")]
     assert case.says in "".join([text, *logs])
     _compare(project, case, _of_torchrun(project, case), case.files)
