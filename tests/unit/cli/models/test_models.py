@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from ddptrain.results import recorded_config
 from typer.testing import CliRunner, Result
 
 from ddptrain.cli.models.models import app, open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.select import recorded_config
 
 MANIFEST = {
     "step": 5,

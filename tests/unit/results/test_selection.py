@@ -3,19 +3,176 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.run_record import AttemptRecord, BestRecord, FailureRecord, GitRecord, RunRecord
-from ddptrain.results.select.expression import Field
-from ddptrain.results.select.fields import FIELDS, RunFields, best_value
-from ddptrain.results.select.table import Selection, cells, header, value_text
+from ddptrain.results.run_record import BestRecord, FailureRecord, RunRecord
+from ddptrain.results.selection import (
+    Field,
+    RunFields,
+    Selection,
+    best_value,
+    cells,
+    header,
+    parse_expression,
+    parse_fields,
+    value_text,
+)
+
+VALUES: dict[str, Any] = {
+    "val/loss": 2.0,
+    "best(val/loss)": 1.5,
+    "nan": math.nan,
+    "params.layers": 1,
+    "params.unique": True,
+    "params.sizes": [1, 2],
+    "status": "failed",
+    "started": "2026-01-02T00:00:00Z",
+    "duration": 7200,
+    "tags": ["good", "v2"],
+    "zero": 0,
+    "params.lambda": 3,
+    "params.if/class": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("val/loss<2.3 and params.layers==1", True),
+        ("val/loss < 2.3 and params.layers == 2", False),
+        ("val/loss > 3 or params.layers == 1", True),
+        ("val/loss > 3 or params.layers == 1 and status == 'x'", False),  # and binds closer than or
+        ("(val/loss < 3 or params.layers == 7) and status == 'failed'", True),
+        ("not val/loss > 3", True),
+        ("not not val/loss > 3", False),
+        ("not status == 'failed' or true", True),  # not binds closer than or
+        ("1 < val/loss <= 2", True),
+        ("2 < val/loss <= 3", False),
+        ("val/loss >= 2e0", True),
+        ("val/loss == 2", True),
+        ("val/loss != 2", False),
+        ("val/loss > -1.5", True),
+        ("best(val/loss) < 1.6 and last(val/loss) == 2", True),
+        ("best('val/loss') == 1.5", True),
+        ("'good' in tags", True),
+        ("'bad' in tags", False),
+        ("'bad' not in tags", True),
+        ("status in ['failed', \"preempted\"]", True),
+        ("status not in ['failed']", False),
+        ("'ail' in status", True),
+        ("params.layers in [1, 2,]", True),
+        ("params.layers in []", False),
+        ("params.sizes == [1, 2]", True),
+        ("params.unique == true", True),
+        ("params.unique == 1", False),  # Python's true is 1
+        ("params.layers == true", False),
+        ("duration > 1h and duration < 121m and duration <= 7200s and duration < 1d", True),
+        ("started > '2026-01-01'", True),
+        ("missing < 1", False),
+        ("missing != 1", False),
+        ("missing == missing", False),
+        ("'a' not in missing", False),
+        ("not missing < 1", True),
+        ("nan < 1 or nan >= 1 or nan != nan", False),
+        ("status < 3", False),
+        ("status != 3", True),
+        ("tags", True),
+        ("zero or missing or nan", False),
+        ("params.lambda == 3 and params.if/class > 1", True),  # words of Python
+        ("status == failed and status != best", True),
+        ("status in [failed, preempted]", True),
+        ("name == status", False),
+    ],
+)
+def test_conditions(text: str, expected: bool) -> None:
+    assert (
+        parse_expression(text).matches(lambda field: VALUES.get(str(field).replace("last(val/loss)", "val/loss")))
+        is expected
+    )
+
+
+@given(st.text(alphabet="ab1.<>=!()[], '\"notrdi/&|-\\\n", max_size=60))
+def test_any_text_is_an_expression_or_a_usage_error(text: str) -> None:
+    with suppress(UsageError):
+        assert parse_expression(text).matches(lambda field: 1.0) in (True, False)
+
+
+def test_fields_are_those_named() -> None:
+    assert parse_expression("val/loss < 1 and best(a) > 2 and val/loss > 0").fields == (
+        Field("val/loss"),
+        Field("a", "best"),
+    )
+    assert parse_fields("name, best(val/loss),params.x-y") == [
+        Field("name"),
+        Field("val/loss", "best"),
+        Field("params.x-y"),
+    ]
+    for wrong in ("", "a < 1", "1", "a b"):
+        with pytest.raises(UsageError):
+            parse_fields(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7.0),
+        ("+7.5", 7.5),
+        (".5", 0.5),
+        ("1e-3", 0.001),
+        ("2s", 2.0),
+        ("2m", 120.0),
+        ("2h", 7200.0),
+        ("2d", 172_800.0),
+    ],
+)
+def test_numbers_have_units_of_time(text: str, value: float) -> None:
+    assert parse_expression(f"x == {text}").matches(lambda field: value)
+    assert not parse_expression(f"x == {text}").matches(lambda field: value + 1e-9)
+
+
+def test_lists_of_other_lengths_differ() -> None:
+    def holds(text: str, value: Any) -> bool:
+        return parse_expression(text).matches(lambda field: value)
+
+    assert not holds("x == [1]", [1, 2]) and holds("x != [1]", [1, 2]) and holds("x == [1, 2]", (1, 2))
+    assert not holds("x == [true]", [1]) and holds("1 in x", [2, 1]) and not holds("true in x", [2, 1])
+    assert not holds("1 in x", 5) and holds("1 not in x", 5) and not holds("1 in x", "1")
+    assert not holds("x < true", 0) and not holds("x < 'b'", 0) and holds("x < 'b'", "a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "val/loss <", "val/loss = 3", "a && b", "a | b", "a == 'b", "(a or b", "a b", "a < 1)", "best(3) < 1"),
+        *("started > 2026-01-01", "not", "a in [1, 2", "best(a, b)", "(" * 300 + "a" + ")" * 300, "not " * 240 + "a +"),
+        *(
+            "__import__('os').system('x')",
+            "__import__('os')",
+            "lambda: 1",
+            "a + b",
+            "a if b else c",
+        ),
+        "a" * 2000,
+    ],
+)
+def test_what_is_no_condition_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_expression(text).matches(lambda field: None)
+    assert len(text) > 1000 or f'cannot read "{text[:100]}' in str(raised.value)
+
+
+def test_deep_condition_is_evaluated() -> None:
+    assert parse_expression("not " * 248 + "a").matches(lambda field: 1.0)
 
 
 def put(folder: Path, run_id: str, **fields: Any) -> RunView:
@@ -143,38 +300,6 @@ def test_age_of_a_run_is_the_time_since_its_start(tmp_path: Path) -> None:
     assert value(put(tmp_path, "unknown", started_at=""), "age") is None
 
 
-def test_every_field_of_a_run(tmp_path: Path) -> None:
-    record = RunRecord(run_id="r", name="n", workload="w", status="running", waiting=True, duration_s=5.0, world_size=2)
-    times = {"started_at": "2025-01-01T00:00:00Z", "ended_at": "2025-01-02T00:00:00Z"}
-    more = {"git": GitRecord("abc"), "attempts": (AttemptRecord(1), AttemptRecord(2)), "exit_code": 3, **times}
-    view = RunView(RunLayout(tmp_path), dataclasses.replace(record, failure=FailureRecord(message="no"), **more))  # type: ignore[arg-type]
-    assert {name: RunFields(view)(Field(name)) for name in FIELDS if name != "age"} == {
-        "run": "r",
-        "name": "n",
-        "workload": "w",
-        "status": "waiting",
-        "started": "2025-01-01T00:00:00Z",
-        "ended": "2025-01-02T00:00:00Z",
-        "duration": 5.0,
-        "ranks": 2,
-        "attempts": 2,
-        "exit_code": 3,
-        "failure": "no",
-        "commit": "abc",
-        "tags": [],
-        "note": None,
-    }
-    empty = RunFields(RunView(RunLayout(tmp_path), RunRecord(run_id="r")))
-    assert [empty(Field(name)) for name in ("started", "ranks", "failure", "commit")] == [None] * 4
-
-
-def test_values_are_looked_up_once(tmp_path: Path) -> None:
-    fields = RunFields(put(tmp_path, "r", params={"a": 1}))
-    assert fields(Field("params.a")) == 1
-    fields.view.record.params["a"] = 2  # type: ignore[index]
-    assert fields(Field("params.a")) == 1 and RunFields(fields.view)(Field("params.a")) == 2
-
-
 @pytest.mark.parametrize(
     ("best", "metric", "found"),
     [
@@ -209,23 +334,6 @@ def test_values_of_several_types_are_sorted_numbers_first(tmp_path: Path) -> Non
     assert "".join(run.view.run_id for run in Selection.parse(None, "-params.x", None).apply(views)) == "aefbdc"
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ("", "-"),
-        (True, "true"),
-        (1.234567, "1.2346"),
-        ("x" * 60, "x" * 60),
-        ("x" * 61, "x" * 57 + "..."),
-        (["a" * 30, "b" * 30], "a" * 30 + " " + "b" * 26 + "..."),
-        ({"a": 1}, '{"a": 1}'),
-        (("a", "b"), "a b"),
-    ],
-)
-def test_cells_have_at_most_60_characters(given: Any, text: str) -> None:
-    assert value_text(given) == text
-
-
 def test_selection_tells_what_it_needs() -> None:
     selection = Selection.parse("best(a) < 1 and run == 'x'", "-val/loss", "name,last(name),val/loss")
     assert selection.fields == [
@@ -238,21 +346,3 @@ def test_selection_tells_what_it_needs() -> None:
     assert selection.extra_columns == [Field("a", "best"), Field("val/loss"), Field("name", "last")]
     assert selection.needs_metrics and not Selection.parse("a < 1", None, "run").needs_metrics
     assert header(selection.columns or []) == ["NAME", "last(name)", "val/loss"]
-
-
-def test_time_that_is_not_known_has_a_dash(tmp_path: Path) -> None:
-    fields = Selection.parse(None, None, "started,ended,age,duration").columns or []
-    assert cells(RunFields(put(tmp_path, "r", started_at="")), fields) == ["-", "-", "-", "-"]
-
-
-def test_unknown_field_is_compared_with_at_most_30_known_ones(tmp_path: Path) -> None:
-    def message(metrics: int) -> str:
-        folder = tmp_path / str(metrics)
-        folder.mkdir()
-        view = put(folder, "r", last_metrics={f"m{number}": 1.0 for number in range(metrics)})
-        (found,) = Selection.parse("last(statis) > 1", None, None).unknown_fields([view])
-        return found
-
-    assert len(FIELDS) == 15
-    assert message(15) == "no run has last(statis): did you mean status?"
-    assert message(16) == "no run has last(statis)"

@@ -3,17 +3,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.results.compare.alignment import Alignment
-from ddptrain.results.compare.comparison import changes, compare_runs, labels
-from ddptrain.results.compare.text import comparison_text
+from ddptrain.results.compare import compare_runs, comparison_text, find_differences, flat
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import BestRecord, RunRecord
+from ddptrain.results.run_record import AttemptRecord, BestRecord, CodeRecord, GitRecord, RankRecord, RunRecord
 
 Rows = list[tuple[int, dict[str, float | None]]]
 
@@ -65,8 +63,8 @@ def test_curves_of_the_losses_or_of_chosen_metrics(views: list[RunView]) -> None
         ("A a-1", ([1, 2, 3], [3.0, 2.0, 2.5])),
         ("B b-1", ([1, 2], [4.0, 1.0])),
     ]
-    plot = compare_runs(views, Alignment.TIME, ["lr", "val/acc"]).plot
-    assert plot.x_name == "time_s"
+    plot = compare_runs(views, None, ["lr", "val/acc"]).plot
+    assert plot.x_name == "step"
     assert [[curve.name for curve in panel.curves] for panel in plot.panels] == [["B b-1"], ["A a-1", "B b-1"]]
 
 
@@ -106,49 +104,6 @@ def test_json_has_everything(views: list[RunView]) -> None:
     assert [run["run_id"] for run in data["runs"]] == ["a-1", "b-1"]
 
 
-def test_differences_need_both_values() -> None:
-    assert changes((1.0, None, 3.0)) == (0.0, None, 2.0)
-    assert changes((None, 2.0)) == (None, None)
-
-
-def test_labels_are_letters(views: list[RunView]) -> None:
-    found = labels(views * 14)
-    assert (found[0], found[25], found[26], found[27]) == ("A", "Z", "AA", "AB")
-
-
-def test_sections_have_at_most_60_rows_and_say_how_many_are_missing(tmp_path: Path) -> None:
-    def text(count: int) -> list[str]:
-        folder = tmp_path / str(count)
-        folder.mkdir()
-        rows: Rows = [(1, {f"m{number:02}": 1.0 for number in range(count)})]
-        params = {f"p{number:02}": 1 for number in range(count)}
-        first, second = (put(folder, name, rows, params=params) for name in "ab")
-        second = dataclasses.replace(second, record=dataclasses.replace(second.record, params={}))
-        return comparison_text(compare_runs([first, second])).splitlines()
-
-    lines = text(60)
-    assert sum(line.startswith("  p") for line in lines) == 60 and sum(line.startswith("  m") for line in lines) == 60
-    assert "see --json" not in "".join(lines)
-    lines = text(62)
-    assert sum(line.startswith("  p") for line in lines) == 60 and sum(line.startswith("  m") for line in lines) == 60
-    assert [line for line in lines if "see --json" in line] == [
-        "  and 2 more differences: see --json",
-        "  and 2 more metrics: see --json",
-    ]
-
-
-def test_long_values_and_notes_are_cut(tmp_path: Path) -> None:
-    views = [put(tmp_path, name, [], params={"x": name * 33, "y": name * 32}) for name in "ab"]
-    (views[0].layout.root / "annotations.json").write_text(json.dumps({"note": "n" * 61}))
-    (views[1].layout.root / "annotations.json").write_text(json.dumps({"note": "n" * 60}))
-    lines = comparison_text(compare_runs(views)).splitlines()
-    assert (lines[0].split()[-1], lines[1].split()[-1], lines[2].split()[-1]) == ("NOTE", "n" * 57 + "...", "n" * 60)
-    assert [line.split() for line in lines if line.startswith("  ")][1:] == [
-        ["x", "a" * 29 + "...", "b" * 29 + "..."],
-        ["y", "a" * 32, "b" * 32],
-    ]
-
-
 def test_without_a_loss_the_first_six_metrics_are_drawn(tmp_path: Path) -> None:
     rows: Rows = [(1, {f"m{number}": 1.0 for number in range(8)})]
     plot = compare_runs([put(tmp_path, name, rows) for name in "ab"]).plot
@@ -174,3 +129,88 @@ def test_last_value_that_is_not_finite_is_shown_as_nan(tmp_path: Path) -> None:
     views = [put(tmp_path, name, [(1, {"x": value})]) for name, value in (("a", 1.0), ("b", None))]
     (row,) = [line for line in comparison_text(compare_runs(views)).splitlines() if line.startswith("  x ")]
     assert row.split() == ["x", "last", "1", "nan"]
+
+
+def test_axis_is_one_that_all_runs_have(tmp_path: Path) -> None:
+    def logged(run_id: str, *positions: dict[str, float]) -> RunView:
+        view = put(tmp_path, run_id, [])
+        lines = [json.dumps({"time_s": 1, "rank": 0, "loss": 1.0, **position}) for position in positions]
+        view.layout.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
+        return view
+
+    by_step, by_epoch = logged("s", {"step": 3}, {"step": 5}), logged("e", {"epoch": 1}, {"epoch": 2})
+    both, none = logged("b", {"step": 3, "epoch": 1}), logged("n", {}, {})
+
+    def drawn(*views: RunView, axis: Literal["step", "epoch"] | None = None) -> tuple[str, list[list[float]]]:
+        plot = compare_runs(views, axis).plot
+        return plot.x_name, [curve.main[0] for curve in plot.panels[0].curves]
+
+    assert drawn(by_step, both) == ("step", [[3, 5], [3]])
+    assert drawn(by_epoch, both) == ("epoch", [[1, 2], [1]])
+    assert drawn(by_epoch, by_step) == ("step", [[0, 1], [3, 5]])  # the number of the call
+    assert drawn(none, by_step) == ("step", [[0, 1], [3, 5]])
+    with pytest.raises(UsageError, match="run n has logged loss without epoch"):
+        drawn(both, none, axis="epoch")
+
+
+def put_inputs(folder: Path, run_id: str, config: str = "", manifest: str = "", **fields: Any) -> RunView:
+    layout = RunLayout(folder / run_id)
+    layout.inputs_dir.mkdir(parents=True)
+    layout.config_yaml.write_text(config)
+    if manifest:
+        (layout.inputs_dir / "manifest.json").write_text(manifest)
+    return RunView(layout, dataclasses.replace(RunRecord(run_id=run_id, status="succeeded"), **fields))
+
+
+def test_only_what_differs_is_found(tmp_path: Path) -> None:
+    ranks = (RankRecord(0, host="h1", gpu="0"), RankRecord(1, host="h2"))
+    one = put_inputs(
+        tmp_path,
+        "a",
+        "name: n\nparams: {layers: 9}\ndist: {backend: gloo, timeout_s: 1}",
+        "[1]",
+        params={"layers": 1, "opt": {"lr": 0.1, "wd": 0}},
+        git=GitRecord("a" * 40, dirty=False),
+        versions={"torch": "2.6", "python": "3.11"},
+    )
+    other = put_inputs(
+        tmp_path,
+        "b",
+        "name: n\nparams: {layers: 9}\ndist: {backend: nccl, timeout_s: 1}",
+        "[2]",
+        params={"layers": 1, "opt": {"lr": 0.2, "wd": 0}, "new": None},
+        git=GitRecord("b" * 40, dirty=True),
+        code=CodeRecord("c" * 64, files=3),
+        versions={"torch": "2.7", "python": "3.11"},
+        attempts=(AttemptRecord(ranks=ranks),),
+        world_size=2,
+    )
+    assert find_differences([one, other]) == {
+        "params": {"opt.lr": [0.1, 0.2]},
+        "config": {"dist.backend": ["gloo", "nccl"]},
+        "code": {
+            "git commit": ["a" * 12, "b" * 12],
+            "uncommitted changes": [False, True],
+            "uploaded code": [None, "c" * 12],
+            "uploaded files": [None, 3],
+        },
+        "data": {"manifest.json": ["sha256 080a9ed42855", "sha256 038966de9f6b"]},
+        "versions": {"torch": ["2.6", "2.7"]},
+        "environment": {"ranks": [0, 2], "hosts": [[], ["h1", "h2"]], "GPUs": [0, 1]},
+    }
+
+
+def test_equal_runs_differ_in_nothing(tmp_path: Path) -> None:
+    views = [put_inputs(tmp_path, name, "name: n", "[1]", params={"layers": 1}) for name in "ab"]
+    assert all(not found for found in find_differences(views).values())
+
+
+def test_run_without_a_folder_of_inputs_has_no_data(tmp_path: Path) -> None:
+    views = [put_inputs(tmp_path, name, "name: n", "[1]") for name in "ab"]
+    (views[1].layout.inputs_dir / "manifest.json").unlink()
+    views[1].layout.inputs_dir.rmdir()
+    assert find_differences(views)["data"] == {"manifest.json": ["sha256 080a9ed42855", None]}
+
+
+def test_nested_values_have_dotted_names() -> None:
+    assert dict(flat({"a": {"b": 1, "c": {}}, "d": [1, 2], 3: "x"})) == {"a.b": 1, "a.c": {}, "d": [1, 2], "3": "x"}
