@@ -101,5 +101,5 @@ release-check: $(INSTALLED) ## the same without these environments
 	$(BIN)/python -m tests.support.release --tag $(TAG) --quick
 
 clean: ## remove .venv, dist and caches; runs/ stays
-	rm -rf $(VENV) .bench-peers dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
