@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ddptrain.results import recorded_config
 
 from ddptrain.cli.models import evaluate as command
 from ddptrain.config.load import load_mapping
 from ddptrain.errors import ConfigError, UsageError
+from ddptrain.results import recorded_config
 from ddptrain.retrain.evaluation import Evaluation
 
 FOUND = Evaluation(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from ddptrain.results import recorded_config
 from typer.testing import CliRunner, Result
 
 from ddptrain.cli.models.models import app, open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
+from ddptrain.results import recorded_config
 from ddptrain.results.layout import RunLayout
 
 MANIFEST = {
