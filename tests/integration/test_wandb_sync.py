@@ -23,8 +23,8 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.wandb_folders import OPEN, UNSENT, parts_below, unsent_parts
 from tests.conftest import Cli
-from tests.integration.seaweed import seaweed
-from tests.integration.wandb_backend import Backend, wandb_backend
+from tests.servers.seaweed import seaweed
+from tests.servers.wandb_backend import Backend, wandb_backend
 
 # Two attempts of one run, the first of which was killed.
 _RANK = """
@@ -33,7 +33,7 @@ from pathlib import Path
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb.tracker import WandbTracker
-from tests.integration.wandb_training import OfflineRun
+from tests.servers.wandb_training import OfflineRun
 
 
 def rows_on_disk():
@@ -273,8 +273,15 @@ def test_run_in_an_object_store_is_sent_from_there_and_only_once(
     table = run / "artifacts/tables/predictions/step-8-rank-0.csv"
     table.parent.mkdir(parents=True)
     table.write_text("name,score\nrex,0.5\n")
-    keys = {"access_key_id": "key", "secret_access_key": "secret", "endpoint": store["AWS_ENDPOINT_URL"]}
-    bucket = S3Store("bucket", prefix="runs", client_options={"allow_http": True}, region="us-east-1", **keys)
+    bucket = S3Store(
+        "bucket",
+        prefix="runs",
+        client_options={"allow_http": True},
+        region="us-east-1",
+        access_key_id="key",
+        secret_access_key="secret",
+        endpoint=store["AWS_ENDPOINT_URL"],
+    )
     for path in (path for path in run.rglob("*") if path.is_file()):
         bucket.put(path.relative_to(run.parent).as_posix(), path)
     env = store | {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "TMPDIR": str(run_cli.folder / "tmp")}
@@ -291,5 +298,5 @@ def test_run_in_an_object_store_is_sent_from_there_and_only_once(
     shown = run_cli("results", "show", "latest", "--runs-dir", place, env=env).stdout
     assert f"{backend.url}/stub-entity/petnames/runs/w1" in shown
     assert not [*(run_cli.folder / "tmp").iterdir()]
-    left = [item["path"] for page in bucket.list() for item in page if item["path"].endswith("run.lock")]
+    left = [item["path"] for page in bucket.list() for item in page if item["path"].endswith("wandb/run.lock")]
     assert left == []

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote, unquote
 
-from tests.integration.wandb_runs import ENTITY, Artifact, Record, Run, Stream
+from tests.servers.wandb_runs import ENTITY, Artifact, Record, Run, Stream
 
 API_KEY = "5tub" * 10  # wandb takes no key of another length than 40
 

@@ -14,13 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fork_server import ForkedProcess, ForkServer, can_fork
-
 # The limit for what takes about a second on an idle machine. It only ends a test that would wait for ever.
 PATIENCE_S = 100.0
-# On PYTHONPATH in most tests: see sitecustomize.py there.
-QUICK_START = str(Path(__file__).with_name("quick_start"))
-DDPTRAIN = (sys.executable, "-m", "ddptrain")
+# The program that pip installs, beside the interpreter of the tests. Another version can be named.
+INSTALLED = (os.environ.get("DDPTRAIN_COMMAND", str(Path(sys.executable).with_name("ddptrain"))),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class Finished:
 class Running:
     """A command that runs, in a session and process group of its own; what it prints goes to files."""
 
-    popen: subprocess.Popen[bytes] | ForkedProcess
+    popen: subprocess.Popen[bytes]
     stdout_path: Path
     stderr_path: Path
 
@@ -82,14 +79,9 @@ class Running:
 
 @dataclass(slots=True)
 class Cli:
-    """Starts the command in a folder, with its state below this folder.
-
-    With a fork server the command is forked where that makes no difference, or started if `program` is given. Without
-    one it is started as users start it, without QUICK_START.
-    """
+    """Starts the installed command, as users do, in a folder, with its state below this folder."""
 
     folder: Path
-    fork_server: ForkServer | None = None
     started: list[Running] = field(default_factory=list)
 
     def start(
@@ -103,26 +95,16 @@ class Cli:
         output = self.folder / ".said"
         output.mkdir(exist_ok=True)
         stdout, stderr = (output / f"{len(self.started)}.{name}" for name in ("out", "err"))
-        environment = {**os.environ, "XDG_STATE_HOME": str(self.folder / ".state")}
-        if self.fork_server is None:  # twice in a process of pytest-xdist
-            paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path != QUICK_START]
-            environment |= {"PYTHONPATH": os.pathsep.join(paths)} if any(paths) else {}
-        environment.update(env or {})
-        words, folder = list(map(str, args)), cwd or self.folder
-        popen: subprocess.Popen[bytes] | ForkedProcess
         with stdout.open("wb") as out, stderr.open("wb") as err:
-            if self.fork_server and program is None and can_fork(environment):
-                popen = self.fork_server.start(words, folder, environment, out, err)
-            else:
-                popen = subprocess.Popen(
-                    [*(program or DDPTRAIN), *words],
-                    cwd=folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
+            popen = subprocess.Popen(
+                [*(program or INSTALLED), *map(str, args)],
+                cwd=cwd or self.folder,
+                env={**os.environ, "XDG_STATE_HOME": str(self.folder / ".state"), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
         self.started.append(Running(popen, stdout, stderr))
         return self.started[-1]
 
@@ -138,7 +120,7 @@ class Cli:
         return self.start(*args, cwd=cwd, env=env, program=program).finish(timeout_s)
 
     def program(self, code: str) -> tuple[str, str]:
-        """A `program` that is a script with this code, in the folder; its name makes it forked: see child_forks.py."""
+        """A `program` that is a script with this code, in the folder."""
         path = self.folder / "command.py"
         path.write_text(code)
         return (sys.executable, str(path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.ports import free_ports
+from tests.servers.ports import free_ports
 
 WEED = Path(sys.executable).with_name("weed")
 _PARTS = ("master", "volume", "filer", "s3")

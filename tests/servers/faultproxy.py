@@ -93,7 +93,7 @@ class FaultProxy:
 def fault_proxy(upstream_port: int) -> Iterator[FaultProxy]:
     """A proxy in front of the server on that port of the loopback; it ends with the block."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.faultproxy", str(upstream_port)],
+        [sys.executable, "-m", "tests.servers.faultproxy", str(upstream_port)],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -21,10 +21,10 @@ from pathlib import Path
 import yaml
 
 import ddptrain
-from tests.release_environments import environment_problems
-from tests.release_wheel import archive_problems
+from tests.support.release_environments import environment_problems
+from tests.support.release_wheel import archive_problems
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _SECTION = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\S+))?$", re.MULTILINE)
 NEEDED_FILES = (
     "ddptrain/__init__.py",

@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self, TypeVar
 import yaml
 from aiohttp import WSMsgType, web
 
-from tests.integration.kube_store import DASK, Object, Refusal, Store, check_schema
+from tests.servers.kube_store import DASK, Object, Refusal, Store, check_schema
 
 TOKEN = "let-me-in"
 T = TypeVar("T")

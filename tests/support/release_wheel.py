@@ -33,7 +33,7 @@ def archive_problems(wheel: Path, sdist: Path, project: Mapping[str, Any]) -> li
     problems += licence_problems(names, assets)
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    needed = ("PKG-INFO", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "tests/release.py")
+    needed = ("PKG-INFO", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "tests/support/release.py")
     return problems + [f"{sdist.name}: {name} is missing" for name in needed if name not in inside]
 
 

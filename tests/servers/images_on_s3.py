@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from tests.integration.s3server import S3Server, s3_server
+from tests.servers.s3server import S3Server, s3_server
 
 BUCKET = "images"
 PREFIX = "dogs/Images"

@@ -1,4 +1,4 @@
-"""`python -m tests.integration.with_limit SECONDS MODULE ARGUMENT...`: a module with this default of lost_after_s.
+"""`python -m tests.servers.with_limit SECONDS MODULE ARGUMENT...`: a module with this default of lost_after_s.
 
 A run does not change the limits of a cluster that it attaches to.
 """

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13")
 MOST_IMPORT_S, MOST_HELP_S = 0.05, 0.15
 _TRIES = 7

@@ -1,4 +1,4 @@
-"""`python -m tests.integration.attacker PORTS SOCKETS MARKER [user]`: a stranger tries to run code through a cluster.
+"""`python -m tests.servers.attacker PORTS SOCKETS MARKER [user]`: a stranger tries to run code through a cluster.
 
 It calls the Dask scheduler, or worker, behind each TCP port of PORTS and each path of SOCKETS (comma-separated) without
 a certificate, and asks it to make the folder MARKER. With `user`, it first becomes another user of the machine. It

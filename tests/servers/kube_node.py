@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.integration.kube_store import Object, Store, merged
+from tests.servers.kube_store import Object, Store, merged
 
 GOOD_IMAGE = "registry.test/ddptrain:1"
 _POLL_S = 0.05

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import QUICK_START
 from tests.conftest import PATIENCE_S
-from tests.integration.netns import Host
-from tests.integration.ports import free_ports
-from tests.leaks import MARK
+from tests.servers.netns import Host
+from tests.servers.ports import free_ports
+from tests.support.leaks import MARK
 
 HOSTS = {"alpha": "127.0.0.1", "beta": "127.0.0.2"}
 
@@ -113,7 +112,6 @@ def _server_config(folder: Path, listen: Sequence[str], state: Path) -> str:
         f"XDG_STATE_HOME={state}",
         f"{MARK}={os.environ[MARK]}",
         "CUDA_VISIBLE_DEVICES=",
-        f"PYTHONPATH={QUICK_START}",
     ]
     lines += ["SetEnv " + " ".join(own)]
     return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import PATIENCE_S
-from tests.integration.ports import free_ports
+from tests.servers.ports import free_ports
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun", "sinfo")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"

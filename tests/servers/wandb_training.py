@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Cli, Finished, Running
-from tests.integration.wandb_backend import API_KEY
+from tests.servers.wandb_backend import API_KEY
 
 Record = dict[str, Any]
 
