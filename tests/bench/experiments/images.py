@@ -61,12 +61,12 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
         def ours(url: str, latency_s: float) -> Figures:
             proxy.inject(latency_s=latency_s)
-            return measured("from_s3", source="s3://ours", options=server.options | {"endpoint_url": url})
+            return measured("from_s3", source="s3://ours", options=server.options | {"endpoint": url})
 
         yield {
             "s3-image-folder": partial(measured, "s3_image_folder", server.environment, bucket="theirs"),
             "decoding-alone": partial(measured, "from_memory", folder=str(memory), count=stage.sizes.images),
-            "images": partial(ours, server.options["endpoint_url"], 0.0),
+            "images": partial(ours, server.options["endpoint"], 0.0),
             "images-25ms": partial(ours, proxy.url, _LATENCY_S),
         }
 
