@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Running
 from tests.contract.conftest import INSTALLED, Project, events
-from tests.integration.s3server import s3_server
+from tests.servers.s3server import s3_server
+from tests.support.command import Running
 
 # Goes on until the file `go` exists, so that nothing depends on the speed of the machine.
 WORK = """

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from ddptrain import ci, log
+from ddptrain import log
 from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper, TracebackFilter
+from ddptrain.driver.display.grouping import MIN_RANKS, DifferingLines, TracebackFilter
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.live import LiveRenderer, LiveRows, RunRows
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail, RankLine
 from ddptrain.driver.display.output_stream import Stream
-from ddptrain.driver.display.plain import FoldingRenderer, PlainRenderer, format_notice
+from ddptrain.driver.display.plain import PlainRenderer, format_notice
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
@@ -60,11 +60,11 @@ class Display(RunDisplay):
         *,
         groups_ranks: bool = False,
     ) -> None:
-        """`groups_ranks`: equal tracebacks, and equal lines of a run with many ranks, are shown once."""
+        """`groups_ranks`: equal tracebacks are shown once, and of many ranks rank 0 and whatever differs."""
         self._renderer, self._stdout, self._stderr = renderer, stdout, stderr
         self._logs_dir = logs_dir
         self._groups_ranks = groups_ranks
-        self._grouper: LineGrouper | None = None
+        self._grouper: DifferingLines | None = None
         self._tracebacks = TracebackFilter()
         self._tails: Mapping[int, LogTail] = {}
         self._hidden: Collection[int] = ()
@@ -276,7 +276,7 @@ class Display(RunDisplay):
         if isinstance(message, output_api.WorldSize):
             self._follow_logs(message)
             is_group = self._groups_ranks and message.world_size >= MIN_RANKS
-            self._grouper = LineGrouper(message.world_size) if is_group else None
+            self._grouper = DifferingLines() if is_group else None
             self._tracebacks = TracebackFilter()
         self._renderer.handle(message)
 
@@ -373,17 +373,15 @@ def open_display(
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". Equal lines from 17 ranks
-    on, and ranks in lockstep, are shown once, unless `all_ranks`. Each JSON object has the field `stage`, unless it is
-    "". In a CI job, "plain" folds long output of ranks. `rows` are shown instead of those of the ranks. `elapsed_s`:
-    how long the run has already been running. Raises UsageError for an unknown mode, and for an unknown value of
-    DDPTRAIN_CI.
+    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". Ranks in lockstep share a
+    row, and from 17 ranks on, rank 0 is shown and whatever other ranks print besides, unless `all_ranks`. Each JSON
+    object has the field `stage`, unless it is "". `rows` are shown instead of those of the ranks. `elapsed_s`: how long
+    the run has already been running. Raises UsageError for an unknown mode.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
-    guard = ci.json_guard(environ) if mode == "json" else ci.guard(environ)
-    out = Stream(stdout or sys.stdout, aborted.is_set, guard)
-    err = Stream(stderr or sys.stderr, aborted.is_set, ci.guard(environ))
+    out = Stream(stdout or sys.stdout, aborted.is_set)
+    err = Stream(stderr or sys.stderr, aborted.is_set)
     colour = terminal.wants_colour(out.is_terminal, environ)
     renderer: output_api.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
@@ -391,8 +389,6 @@ def open_display(
             renderer = JsonRenderer(out, err, stage)
         case "plain":
             renderer = PlainRenderer(out, err, colour)
-            if service := ci.ci_service(environ):
-                renderer = FoldingRenderer(renderer, out, service)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
             rows = rows or RunRows(run_id, is_unicode=out.is_unicode, all_ranks=all_ranks)

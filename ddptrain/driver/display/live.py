@@ -19,7 +19,7 @@ from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import format_lines, format_notice, format_own
 from ddptrain.driver.display.run_facts import Pace, RunFacts, clock, number
-from ddptrain.results.system.use import SystemSummary
+from ddptrain.results.system import SystemSummary
 from ddptrain.text_tables import columns_of
 
 LOCKSTEP_FROM = 3  # the smallest run whose ranks share a row

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
 import re
 from collections.abc import Sequence
 
-from ddptrain.ci import CiService, fold_end, fold_start
 from ddptrain.driver.display import output_api
-from ddptrain.driver.display.grouping import label
 from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.run_facts import RunFacts
 from ddptrain.driver.display.terminal import coloured, harmless, rank_colour, wrapped
 
-VISIBLE_LINES = 30  # in CI: lines of ranks after each message of ddptrain; further ones are folded
 QUIET_S = 60.0  # without any line
 _ABOUT_EPOCHS = re.compile(r"\bepoch\b|loss\b", re.IGNORECASE)
-_numbers = itertools.count(1)  # of folded sections: a command may show several runs
 MANY_EPOCHS, MANY_EVERY_S = 100, 10.0  # of further epochs, at most one line in this time
 
 
@@ -97,56 +91,9 @@ class PlainRenderer:
         self._shown_s = self._quiet_since_s = now_s
 
 
-class FoldingRenderer:
-    """Passes everything on to another renderer, and writes the start and end of sections between its lines."""
-
-    redraw_every_s = 1.0
-
-    def __init__(self, renderer: output_api.Renderer, stdout: Stream, service: CiService) -> None:
-        self._renderer, self._stdout, self._service = renderer, stdout, service
-        self._shown = 0  # lines since the last message of ddptrain
-        self._open = ""
-
-    def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
-        """Show the lines; put lines beyond VISIBLE_LINES into a folded section."""
-        first = 0 if self._open else max(0, VISIBLE_LINES - self._shown)
-        if visible := lines[:first]:
-            self._renderer.log(ranks, visible)
-        if folded := lines[first:]:
-            self._begin()
-            self._renderer.log(ranks, folded)
-        self._shown += len(lines)
-
-    def handle(self, message: output_api.Message) -> None:
-        """Pass the message on; a message that is shown ends the section."""
-        match message:
-            case output_api.RedrawnLine(rank, text) if text:
-                self.log([rank], [RankLine(text)])
-                return
-            case output_api.DriverNotice() | output_api.Closing() | output_api.WorldSize():
-                self._end()
-            case _:
-                pass
-        self._renderer.handle(message)
-
-    def refresh(self, now_s: float) -> None:
-        """Bring the output up to date."""
-        self._renderer.refresh(now_s)
-
-    def _begin(self) -> None:
-        if not self._open:
-            self._open = f"ddptrain_{os.getpid()}_{next(_numbers)}"
-            self._stdout.write_command(fold_start(self._service, "more output of the ranks", self._open))
-
-    def _end(self) -> None:
-        if self._open:
-            self._stdout.write_command(fold_end(self._service, self._open))
-        self._open, self._shown = "", 0
-
-
 def format_lines(ranks: Sequence[int], lines: Sequence[RankLine], colour: bool, on_terminal: bool) -> str:
     """Return the lines as text, each with its prefix; on a terminal without control sequences other than colours."""
-    prefix = label(ranks)
+    prefix = f"[rank {ranks[0]}]"
     if colour:
         prefix = coloured(prefix, rank_colour(ranks[0]))
     if on_terminal:
