@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.driver.attempt.loop import Attempt
-from ddptrain.driver.attempt.rank_state import AttemptEnd
+from ddptrain.driver.attempt import Attempt
+from ddptrain.driver.attempt_loop import AttemptLoop, now
 from ddptrain.driver.control.signals import Signals
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import EvaluationPlan
 from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
 from ddptrain.driver.failure.watchdog import new_watchdog
+from ddptrain.driver.output import RankOutput
 from ddptrain.driver.rank_specs import RankSpecs
+from ddptrain.driver.ranks import AttemptEnd, Rank
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.inputs import RunInputs
@@ -134,8 +136,8 @@ class AttemptSeries:
         with context.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
             built = self.specs.build(number, places, self.checkpoint)
         built = context.worker_group.sealed(built, places)
+        ranks = [Rank(spec, place) for spec, place in zip(built, places, strict=True)]
         logs = [context.writer.layout.log(place.rank) for place in places]
-        specs = list(zip(built, places, logs, strict=True))
         self.recorder.event(
             "run_started",
             run_id=context.writer.run_id,
@@ -147,16 +149,17 @@ class AttemptSeries:
         record = context.writer.next_attempt(self.checkpoint, len(places))
         attempts = (*context.writer.record.attempts, record)
         context.writer.update(world_size=len(places), attempts=attempts, waiting=False)
+        group, settings = context.worker_group, self.config.failure
+        output = RankOutput(ranks, logs, group.inbox, group.fetch, group.has)
         transfer = TransferQueue(
-            context.writer, self.policy, context.worker_group.inbox, self.config.checkpoint.max_failures
+            context.writer, self.policy, group.inbox, output.source, self.config.checkpoint.max_failures
         )
         start_timeout_s = self.config.cluster.start_timeout_s
-        fault = context.cluster.worker_fault
+        watchdog = new_watchdog(settings.hang_timeout_s, start_timeout_s)
+        limits = watchdog, start_timeout_s, settings.lost_after_s
+        attempt = Attempt(ranks, group, output, transfer, self.recorder, *limits, now())
         try:
-            watchdog = new_watchdog(self.config.failure.hang_timeout_s, start_timeout_s)
-            parts = (transfer, self.recorder, context.worker_group.inbox, fault, watchdog, start_timeout_s)
-            lost_after_s = self.config.failure.lost_after_s
-            return Attempt(context.worker_group, specs, *parts, lost_after_s).run()
+            return AttemptLoop(attempt, group, transfer, group.inbox, context.cluster.worker_fault).run()
         except BaseException:
             transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise

@@ -17,7 +17,7 @@ from distributed.comm.core import CommClosedError
 
 from ddptrain import log
 from ddptrain.clusters.scheduler import slots
-from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
+from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group.cluster_news import ClusterNews, weakly
 from ddptrain.driver.worker_group.dask_call import WorkerTask

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distributed import Client
 
-from ddptrain.driver.attempt.inbox import Inbox
+from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.transfer.code_package import pack
 from ddptrain.driver.transfer.code_upload import upload_code
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks

@@ -10,10 +10,10 @@ import pytest
 
 from ddptrain.config.run_config import FailureConfig
 from ddptrain.driver import attempts
-from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.attempts import AttemptSeries, starting_point
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.failure.restart_policy import Restart
+from ddptrain.driver.ranks import AttemptEnd
 from ddptrain.errors import Interrupted
 from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from tests.unit.driver.attempt.ranks import running

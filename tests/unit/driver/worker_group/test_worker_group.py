@@ -12,7 +12,7 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph
 
 from ddptrain.clusters.scheduler import slots
-from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
+from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
 from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError

@@ -15,7 +15,7 @@ from distributed.comm.core import CommClosedError
 from ddptrain import log
 from ddptrain.clusters.scheduler import slots
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.attempt.inbox import WorkerLost
+from ddptrain.driver.inbox import WorkerLost
 from ddptrain.driver.worker_group import dask_call
 from ddptrain.driver.worker_group import worker_group as module
 from ddptrain.driver.worker_group.rank_place import RankPlace

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
@@ -16,8 +15,9 @@ from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.run_record import RankRecord
 
 
-class RankState(NamedTuple):
-    """The driver's knowledge of one rank. A named tuple is fast to replace, which each logged step does.
+@dataclass(slots=True)
+class Rank:
+    """The driver's knowledge of one rank.
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
     succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
@@ -39,22 +39,21 @@ class RankState(NamedTuple):
     step: int | None = None
     calls: Mapping[str, float] | None = None
 
-    def after(self, event: events.Event) -> RankState:
-        """Return the state after an event of the rank. The caller handles faults that end the attempt."""
+    def on_event(self, event: events.Event) -> None:
+        """Note an event of the rank. The attempt handles faults that end it."""
         match event:
             case events.Metrics(step=int(step)):
-                return self._replace(step=step)
+                self.step = step
             case events.Started():
-                return self._replace(started=event)
+                self.started = event
             case events.Entered():
-                return self._replace(entered=True)
+                self.entered = True
             case events.Finished(calls=calls):
-                return self._replace(finished=True, calls=calls)
+                self.finished, self.calls = True, calls
             case events.Preempted():
-                return self._replace(preempted=True)
+                self.preempted = True
             case events.TrackerFailed(strict=True) if self.tracker_fault is None:
-                return self._replace(tracker_fault=failure_fault.from_tracker(self.spec.rank, event))
-        return self
+                self.tracker_fault = failure_fault.from_tracker(self.spec.rank, event)
 
     @property
     def worker(self) -> str:
@@ -94,7 +93,7 @@ class AttemptEnd:
     transfer.
     """
 
-    ranks: Sequence[RankState]
+    ranks: Sequence[Rank]
     fault: Fault | None
     signum: int | None
     notice: str | None = None
