@@ -18,10 +18,9 @@ from __future__ import annotations
 import itertools
 import math
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure import grace_periods
@@ -30,9 +29,11 @@ from ddptrain.driver.failure.root_cause import find_root_cause
 from ddptrain.driver.failure.run_end import was_sent
 from ddptrain.driver.failure.stack_collector import StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
-from ddptrain.driver.output import Take
+from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import AttemptEnd, Rank
 from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.transfer.transfer_queue import TransferQueue
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log
 from ddptrain.protocol import events, worker_notices
@@ -60,51 +61,6 @@ class Moment(NamedTuple):
     time_ns: int
 
 
-class Workers(Protocol):
-    """What an attempt asks of the workers: see WorkerGroup. No method waits."""
-
-    def submit(self, specs: Sequence[RankSpec], chosen: Sequence[Slot]) -> None:
-        """Start ranks in these slots."""
-
-    def stop(self, specs: Sequence[RankSpec], grace_s: float) -> None:
-        """Send these ranks SIGTERM, and SIGKILL after `grace_s`."""
-
-    def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
-        """Send these ranks a command."""
-
-    def forget(self, worker: str) -> None:
-        """Send nothing more to a lost worker."""
-
-    def avoid(self, worker: str) -> None:
-        """Reserve no more slots of this worker."""
-
-    def reject(self, reason: str) -> None:
-        """Count a notice that is not valid."""
-
-
-class Output(Protocol):
-    """The files that ranks write: see RankOutput."""
-
-    def read(self, rank: int, log_size: int, events_size: int, take: Take) -> None:
-        """Read a rank's files up to these sizes; call `take` with the new events."""
-
-    def receive(self, output: worker_notices.OutputBytes, take: Take) -> None:
-        """Add the bytes of a notice; call `take` with the new events."""
-
-    def rest(self, rank: int) -> Iterator[events.Event]:
-        """Return the events that can still be read of a lost rank."""
-
-    def refused(self, rank: int) -> int:
-        """Return how many lines were no valid events."""
-
-
-class Transfers(Protocol):
-    """Moves the files of ranks into the run directory: see TransferQueue."""
-
-    def add(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
-        """Queue a staged checkpoint or file."""
-
-
 class Attempt:
     """The ranks of an attempt from their start to their end. Nothing is handled while something else is.
 
@@ -118,8 +74,8 @@ class Attempt:
         self,
         ranks: Sequence[Rank],
         workers: Workers,
-        output: Output,
-        transfer: Transfers,
+        output: RankOutput,
+        transfer: TransferQueue,
         recorder: Recorder,
         watchdog: Watchdog,
         start_timeout_s: float,

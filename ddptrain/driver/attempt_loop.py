@@ -12,7 +12,7 @@ from ddptrain.driver.attempt import Attempt, Moment
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.ranks import AttemptEnd
 from ddptrain.driver.transfer.transfer_queue import TransferQueue
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 
 _TICK_S = 0.2  # between two checks of what sends no messages: a worker's process, the connection to the scheduler
 _MIN_TICK_S = 0.05  # the shortest time between two checks, while the inbox is empty
@@ -30,7 +30,7 @@ class AttemptLoop:
     def __init__(
         self,
         attempt: Attempt,
-        worker_group: WorkerGroup,
+        worker_group: Workers,
         transfer: TransferQueue,
         inbox: Inbox,
         worker_fault: Callable[[], str | None],

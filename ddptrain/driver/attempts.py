@@ -19,13 +19,12 @@ from ddptrain.driver.failure.run_end import RunEnd, judge_attempt
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.rank_specs import RankSpecs
-from ddptrain.driver.ranks import AttemptEnd, Rank
+from ddptrain.driver.ranks import AttemptEnd, Rank, RankPlace
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.inputs import RunInputs
 from ddptrain.driver.transfer.transfer_queue import TransferQueue
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 from ddptrain.log import Log, set_context
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
@@ -45,7 +44,7 @@ class RunContext:
     display: RunDisplay
     signals: Signals
     cluster: Cluster
-    worker_group: WorkerGroup
+    worker_group: Workers
     reserve: Callable[[], list[RankPlace]]
     inputs: RunInputs
     full_traceback: bool = False

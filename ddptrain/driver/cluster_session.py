@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ddptrain.driver.control.signals import Signals
     from ddptrain.driver.display.run_display import RunDisplay
     from ddptrain.driver.inbox import Inbox
-    from ddptrain.driver.worker_group.cluster_news import ClusterNews
+    from ddptrain.driver.workers import ClusterNews
 
 _APPEAR_S = 5.0  # time for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
 

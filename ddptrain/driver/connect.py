@@ -23,7 +23,7 @@ from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.cluster_session import Session
-from ddptrain.driver.worker_group.cluster_news import ClusterNews
+from ddptrain.driver.workers import ClusterNews
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import LOST_AFTER_S

@@ -13,12 +13,12 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
 from ddptrain.driver.failure.watchdog import alive_s
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
 from ddptrain.driver.transfer.code_upload import check_imports, upload_code
 from ddptrain.driver.transfer.inputs import RunInputs
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import move_path
 from ddptrain.protocol.exec_env import variables_of_shell
@@ -46,7 +46,7 @@ class RankSpecs:
 
     resolved: ResolvedConfig
     writer: RunWriter
-    worker_group: WorkerGroup
+    worker_group: Workers
     inputs: RunInputs
     tracking: TrackingSetup
     tell: Callable[[str], None]

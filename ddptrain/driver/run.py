@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.resolve import Target
+    from ddptrain.driver.ranks import RankPlace
+    from ddptrain.driver.reservation import WaitHooks
     from ddptrain.driver.resume import Choice
-    from ddptrain.driver.worker_group.rank_place import RankPlace
-    from ddptrain.driver.worker_group.reservation import WaitHooks
-    from ddptrain.driver.worker_group.worker_group import WorkerGroup
+    from ddptrain.driver.workers import Workers
     from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 
 _log = Log(__name__)
@@ -245,7 +245,7 @@ class _Run:
             # These import Dask. A signal may interrupt the block below, and must not interrupt an import.
             from ddptrain.driver.attempts import AttemptSeries, RunContext
             from ddptrain.driver.connect import open_session
-            from ddptrain.driver.worker_group.worker_group import WorkerGroup
+            from ddptrain.driver.workers import Workers
 
             with self.signals.interrupting():
                 if self.machine is None:
@@ -256,9 +256,7 @@ class _Run:
                     session = stack.enter_context(open_session(self.cluster, self.config, self.recorder.status))
                 client, foreign, lost_after_s = session.client, session.target.foreign, self.config.failure.lost_after_s
                 worker_group = stack.enter_context(
-                    WorkerGroup(
-                        client, self.writer.run_id, self.inbox, lost_after_s, foreign=foreign, news=session.news
-                    )
+                    Workers(client, self.writer.run_id, self.inbox, lost_after_s, foreign=foreign, news=session.news)
                 )
                 worker_group.subscribe()
                 self.inputs.wait(self.display.notice)
@@ -290,8 +288,8 @@ class _Run:
         self.display.notice(f"resuming{with_checkpoint}")
         return checkpoint
 
-    def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks) -> list[RankPlace]:
-        from ddptrain.driver.worker_group.reservation import request_for
+    def _reserved(self, worker_group: Workers, hooks: WaitHooks) -> list[RankPlace]:
+        from ddptrain.driver.reservation import request_for
 
         request = request_for(self.config, self.machine.ranks if self.machine is not None else None)
         with self.signals.interrupting():
@@ -304,7 +302,7 @@ class _Run:
         return places
 
     def _wait_hooks(self, client: Client, target: Target) -> WaitHooks:
-        from ddptrain.driver.worker_group.reservation import WaitHooks
+        from ddptrain.driver.reservation import WaitHooks
 
         return WaitHooks(
             check=self._check_of(client) if target.foreign else None,

@@ -11,10 +11,10 @@ from pathlib import Path
 from distributed import Client
 
 from ddptrain.driver.inbox import Inbox
+from ddptrain.driver.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.transfer.code_package import pack
 from ddptrain.driver.transfer.code_upload import upload_code
-from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 
 
 def main(address: str, folder: Path, workers: int) -> None:
@@ -24,7 +24,7 @@ def main(address: str, folder: Path, workers: int) -> None:
         client.wait_for_workers(workers, timeout=60)
         for number in range(2):
             inbox: Inbox = queue.SimpleQueue()
-            with WorkerGroup(client, f"ship-{number}", inbox) as worker_group:
+            with Workers(client, f"ship-{number}", inbox) as worker_group:
                 nobody = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
                 places = worker_group.reserve(SlotRequest(workers, False, 60.0, 0.0), nobody)
                 began = time.perf_counter()

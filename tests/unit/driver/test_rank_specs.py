@@ -16,7 +16,7 @@ from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver import rank_specs
 from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
-from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.rank_spec import Checkpointing, Code, Placement, ProcessGroup, Supervision
 from ddptrain.results.layout import MANIFEST

@@ -52,7 +52,8 @@ class Play:
         ]
         limits = Watchdog(hang_timeout_s, START_TIMEOUT_S), START_TIMEOUT_S, LOST_AFTER_S
         self.display = self
-        self.attempt = Attempt(ranks, self, self, cast(Any, self), cast(Any, self), *limits, self.moment())
+        fake = cast(Any, self)
+        self.attempt = Attempt(ranks, fake, fake, fake, fake, *limits, self.moment())
         self.attempt.begin(self.moment())
 
     # --- what the attempt acts through ---

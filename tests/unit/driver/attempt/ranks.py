@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.ranks import Rank
-from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.ranks import Rank, RankPlace
 from tests.unit.specs import make_spec
 
 

@@ -23,10 +23,9 @@ from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
-from ddptrain.driver.ranks import AttemptEnd, Rank
+from ddptrain.driver.ranks import AttemptEnd, Rank, RankPlace
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.transfer.transfer_queue import Transfer
-from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import RankSpec
