@@ -310,7 +310,7 @@ def consolidate(
 
 def remove(ctx: typer.Context, runs: RunNames, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
     """Delete runs with their checkpoints, logs and files. A run that is running, or may be, is refused."""
-    from ddptrain.results.prune.prune import remove_run
+    from ddptrain.results.prune import remove_run
     from ddptrain.results.show.render import size
 
     found = []  # all of them, before the first is deleted: a name may be wrong

@@ -12,8 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from ddptrain.results.prune.policy import PrunePolicy
-from ddptrain.results.prune.prune import prune
+from ddptrain.results.prune import PrunePolicy, prune
 from ddptrain.results.run_store import LocalRuns
 
 _STEPS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}

@@ -1,23 +1,84 @@
-"""The driver's knowledge of each rank of an attempt, and the result of an attempt."""
+"""Where each rank of an attempt runs, what the driver knows of it, and the result of an attempt."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
+from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
-from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.errors import DdptrainError
+from ddptrain.host_identity import file_view
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.run_record import RankRecord
 
 
-class RankState(NamedTuple):
-    """The driver's knowledge of one rank. A named tuple is fast to replace, which each logged step does.
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank runs.
+
+    scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
+    of CUDA_VISIBLE_DEVICES; "" on the CPU. same_files: the worker sees all files as the driver does.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    slot: slots.Slot
+    hostname: str
+    scratch: Path
+    shared: bool
+    gpu: str = ""
+    same_files: bool = False
+
+    @property
+    def host(self) -> str:
+        """The host's name and, if that is another one, its address in the cluster."""
+        known = self.slot.host
+        return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
+
+
+def rank_places(
+    chosen: Sequence[slots.Slot], about: Mapping[str, Mapping[str, str]], shared: Mapping[str, bool]
+) -> list[RankPlace]:
+    """Return the places of the ranks 0, 1, ... in these slots.
+
+    about: the description of each worker's host. shared: whether each worker sees the driver's files.
+    """
+    hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
+    size = Counter(slot.host for slot in chosen)
+    local_ranks: Counter[str] = Counter()
+    places, view = [], file_view()
+    for rank, slot in enumerate(chosen):
+        of_worker = about[slot.worker]
+        gpus = of_worker["gpus"].split(",")
+        places.append(
+            RankPlace(
+                rank=rank,
+                local_rank=local_ranks[slot.host],
+                local_world_size=size[slot.host],
+                node_rank=hosts[slot.host],
+                slot=slot,
+                hostname=of_worker["hostname"],
+                scratch=Path(of_worker["scratch"]),
+                shared=shared[slot.worker],
+                gpu=gpus[slot.index] if slot.index < len(gpus) else "",
+                same_files=of_worker.get("files", "") == view != "",
+            )
+        )
+        local_ranks[slot.host] += 1
+    return places
+
+
+@dataclass(slots=True)
+class Rank:
+    """The driver's knowledge of one rank.
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
     succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
@@ -39,22 +100,21 @@ class RankState(NamedTuple):
     step: int | None = None
     calls: Mapping[str, float] | None = None
 
-    def after(self, event: events.Event) -> RankState:
-        """Return the state after an event of the rank. The caller handles faults that end the attempt."""
+    def on_event(self, event: events.Event) -> None:
+        """Note an event of the rank. The attempt handles faults that end it."""
         match event:
             case events.Metrics(step=int(step)):
-                return self._replace(step=step)
+                self.step = step
             case events.Started():
-                return self._replace(started=event)
+                self.started = event
             case events.Entered():
-                return self._replace(entered=True)
+                self.entered = True
             case events.Finished(calls=calls):
-                return self._replace(finished=True, calls=calls)
+                self.finished, self.calls = True, calls
             case events.Preempted():
-                return self._replace(preempted=True)
+                self.preempted = True
             case events.TrackerFailed(strict=True) if self.tracker_fault is None:
-                return self._replace(tracker_fault=failure_fault.from_tracker(self.spec.rank, event))
-        return self
+                self.tracker_fault = failure_fault.from_tracker(self.spec.rank, event)
 
     @property
     def worker(self) -> str:
@@ -94,7 +154,7 @@ class AttemptEnd:
     transfer.
     """
 
-    ranks: Sequence[RankState]
+    ranks: Sequence[Rank]
     fault: Fault | None
     signum: int | None
     notice: str | None = None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.results.prune.policy import Decision, PrunePolicy, RunFacts, decide, size_bytes
+from ddptrain.results.prune import Decision, PrunePolicy, RunFacts, decide, size_bytes
 
 DAY_S = 86_400.0
 ALL = PrunePolicy(keep=0, failed_keep=0)
@@ -107,7 +107,6 @@ def test_every_decision_has_its_reason() -> None:
         run("old", age_d=50),
         run("bad", "failed", age_d=50),
         run("theirs", foreign="of another user"),
-        run("maybe", "unknown"),
         run("torn", problem="cannot read run.json"),
     ]
     policy = PrunePolicy(keep=1, failed_keep=0, older_than_s=30 * DAY_S)
@@ -120,7 +119,6 @@ def test_every_decision_has_its_reason() -> None:
         ("old", True, "1 newer successful run"),
         ("bad", True, "a failed run"),
         ("theirs", False, "of another user"),
-        ("maybe", False, "may be running"),
         ("torn", False, "run.json cannot be read"),
     ]
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from ddptrain.driver.attempt import actions, inbox
-from ddptrain.driver.attempt.rank_state import RankState
+from ddptrain.driver import inbox
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events, worker_notices
 from ddptrain.results.errors import ResultsError, UnsafePath
 from tests.unit.driver.attempt.attempt_play import GRACE_S, PORT, Play
-from tests.unit.driver.attempt.ranks import running
 
 BUSY = ("/home/u/train.py:41 load",)
 REDUCING = ("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:3100 all_reduce", *BUSY)
@@ -96,7 +94,7 @@ def drivers_worker_ends(play: Play) -> None:
 
 
 def output_is_unreadable(play: Play) -> None:
-    play.send(inbox.OutputRead(2, error="it ends at 3 bytes, 7 were announced"))
+    play.output(2, error="it ends at 3 bytes, 7 were announced")
 
 
 CASES = [
@@ -214,44 +212,44 @@ def test_root_cause_is_found_and_every_rank_ends(case: Case) -> None:
     play.wait(4.0)
     play.obey()
     play.wait(GRACE_S + 4.0)
-    assert play.state.over
+    assert play.attempt.over
     assert (play.cause.rank, play.cause.kind, play.cause.line) == (case.rank, case.kind, case.line)
     assert play.cause.exit_code == case.code
-    assert tuple(sorted(fault.rank for fault in play.state.faults if fault.victim)) == case.victims
+    assert tuple(sorted(fault.rank for fault in play.attempt.faults if fault.victim)) == case.victims
 
 
 def test_other_ranks_start_with_the_port_of_rank_0s_store() -> None:
     play = Play()
-    assert [action for _, action in play.done] == [actions.SubmitRanks((0,))]
+    assert play.all("submit") == [((0,), 0)]
     play.send(worker_notices.StoreOpened(1, 1, 99))  # only rank 0 has the store
-    assert len(play.all(actions.SubmitRanks)) == 1
+    assert len(play.all("submit")) == 1
     play.send(worker_notices.StoreOpened(1, 0, PORT))
     play.send(worker_notices.StoreOpened(1, 0, 99))  # a repetition
-    assert [action for _, action in play.done][1:] == [actions.SubmitRanks((1, 2), PORT)]
+    assert play.all("submit") == [((0,), 0), ((1, 2), PORT)]
 
 
 def test_ranks_of_rank_0s_worker_start_with_it_and_others_when_the_store_is_open() -> None:
     play = Play(4, two_a_host=True)
     play.send(worker_notices.StoreOpened(1, 0, PORT))
-    assert [action for _, action in play.done] == [actions.SubmitRanks((0, 1)), actions.SubmitRanks((2, 3), PORT)]
+    assert play.all("submit") == [((0, 1), 0), ((2, 3), PORT)]
 
 
 def test_rank_that_could_not_be_started_is_lost_with_the_reason() -> None:
     play = Play(two_a_host=True).start(entered=False)
     play.send(worker_notices.Broken(1, 1, "no rank server"))
-    assert [(fault.rank, fault.kind, fault.line) for fault in play.state.faults] == [
+    assert [(fault.rank, fault.kind, fault.line) for fault in play.attempt.faults] == [
         (1, FaultKind.INFRASTRUCTURE, "no rank server")
     ]
-    assert play.state.ranks[1].lost
+    assert play.attempt.ranks[1].lost
 
 
 def test_training_is_recorded_once_all_ranks_have_entered() -> None:
     play = Play().start(entered=False)
     for rank in (0, 1):
         play.event(rank, events.Entered(1))
-    assert play.all(actions.RecordTraining) == []
+    assert play.all("training") == []
     play.event(2, events.Entered(1))
-    assert len(play.all(actions.RecordTraining)) == 1
+    assert play.all("training") == [3]
 
 
 def test_store_that_opens_while_the_group_is_stopping_starts_nobody() -> None:
@@ -259,8 +257,8 @@ def test_store_that_opens_while_the_group_is_stopping_starts_nobody() -> None:
     play.exit(0, 1)
     play.wait(1.0)
     play.send(worker_notices.StoreOpened(1, 0, PORT))
-    assert [action.ranks for _, action in play.all(actions.SubmitRanks)] == [(0,)]
-    assert play.state.over
+    assert [ranks for ranks, _ in play.all("submit")] == [(0,)]
+    assert play.attempt.over
     assert play.stops() == []  # there is nobody to stop
 
 
@@ -280,16 +278,15 @@ OLD = [
 def test_late_messages_of_an_earlier_attempt_are_ignored(message: inbox.Message) -> None:
     play = Play(attempt=2)
     play.done.clear()
-    before = play.state
     play.send(message)
-    assert play.state == before and play.done == []
+    assert play.done == [] and play.attempt.due() is None and play.attempt.running == 3
 
 
 def test_notice_of_a_rank_that_does_not_exist_is_counted() -> None:
     play = Play().start()
     play.done.clear()
     play.send(worker_notices.Growth(1, 3, 10, 10))
-    assert [action for _, action in play.done] == [actions.RejectNotice("growth: there is no rank 3")]
+    assert play.all("reject") == ["growth: there is no rank 3"] and len(play.done) == 1
 
 
 def test_exception_that_a_rank_handles_is_no_fault_if_another_cause_is_known() -> None:
@@ -299,7 +296,7 @@ def test_exception_that_a_rank_handles_is_no_fault_if_another_cause_is_known() -
     play.fail(1, at_s=play.now - 5, handled=True)
     play.obey()
     assert (play.cause.rank, play.cause.kind) == (2, FaultKind.SIGNAL)
-    assert play.state.ranks[1].fault is None
+    assert play.attempt.ranks[1].fault is None
 
 
 def test_exception_that_a_rank_handles_is_no_fault_if_the_user_stops_the_run() -> None:
@@ -307,7 +304,7 @@ def test_exception_that_a_rank_handles_is_no_fault_if_the_user_stops_the_run() -
     play.send(inbox.SignalReceived(signal.SIGINT))
     play.fail(1, handled=True)
     play.obey()
-    assert play.state.end().fault is None
+    assert play.attempt.end().fault is None
 
 
 # Settling: the root cause may arrive after its victims.
@@ -373,7 +370,7 @@ def test_rank_that_ends_by_itself_while_it_is_spared_is_not_stopped() -> None:
     play.tick(0.15)
     play.exit(1, 1)
     play.obey()
-    assert play.state.over
+    assert play.attempt.over
     assert [ranks for _, ranks, _ in play.stops()] == [(0, 2)]
 
 
@@ -384,10 +381,10 @@ def test_rank_that_does_not_end_is_given_up_three_seconds_after_its_grace_period
     play.tick(0.15)
     play.exit(0, -9)
     play.tick(GRACE_S + 2.99)
-    assert play.state.running == 1
+    assert play.attempt.running == 1
     play.tick(0.02)
-    assert play.state.over
-    assert [(end.rank, end.ok, end.stopped) for _, end in play.all(actions.RecordRankEnd)] == [
+    assert play.attempt.over
+    assert play.all("ended") == [
         (1, False, False),
         (0, False, True),
         (2, False, True),
@@ -407,17 +404,18 @@ def test_faults_of_one_cause_name_its_lowest_rank_in_any_order() -> None:
 def test_second_exit_of_a_rank_changes_nothing() -> None:
     play = Play().start()
     play.exit(1, 1)
-    before, count = play.state, len(play.state.faults)
+    before, count = len(play.done), len(play.attempt.faults)
     play.exit(1, 0)
-    assert play.state.ranks == before.ranks and len(play.state.faults) == count
+    ended = play.attempt.ranks[1].ended
+    assert ended is not None and (ended.status, len(play.done), len(play.attempt.faults)) == (1, before, count)
 
 
 def test_successful_attempt_has_no_fault() -> None:
     play = Play().start()
     for rank in range(3):
         play.finish(rank)
-    end = play.state.end()
-    assert play.state.over and end.finished and end.fault is None and end.signum is None
+    end = play.attempt.end()
+    assert play.attempt.over and end.finished and end.fault is None and end.signum is None
     assert play.stops() == []
 
 
@@ -426,7 +424,7 @@ def test_exit_code_after_the_end_of_the_work_is_a_warning_only() -> None:
     play.event(0, events.Finished(1))
     play.exit(0, -11)
     assert play.texts() == ["rank 0 finished its work, and ended with killed by SIGSEGV afterwards"]
-    assert play.state.faults == ()
+    assert play.attempt.faults == []
 
 
 # Signals to the driver.
@@ -451,7 +449,7 @@ def test_first_signal_saves_the_second_stops_the_third_kills(
         play.now = 100.0 + number
         play.send(inbox.SignalReceived(signum))
     assert play.stops() == stops
-    end = play.state.end()
+    end = play.attempt.end()
     assert (end.signum, end.notice) == (signals[-1], notice)
     preempts = [sent for sent in play.commands() if sent[1] == "preempt"]
     assert preempts == [(0.0, "preempt", (0, 1, 2))]
@@ -462,9 +460,9 @@ def test_ranks_that_ignore_the_third_signal_are_given_up_three_seconds_later() -
     for _ in range(3):
         play.send(inbox.SignalReceived(signal.SIGINT))
     play.tick(2.9)
-    assert play.state.running == 3
+    assert play.attempt.running == 3
     play.tick(0.2)
-    assert play.state.running == 0 and play.state.end().fault is None
+    assert play.attempt.running == 0 and play.attempt.end().fault is None
 
 
 # Preemption.
@@ -480,9 +478,9 @@ def test_preemption_ends_within_the_grace_period(grace_s: float, deadline_s: flo
     assert play.stops() == [(round(deadline_s + 0.01, 3), (0, 1, 2), 1.0)]
     assert "the ranks did not call ctx.checkpoint() in time: they are stopped" in play.texts()
     play.tick(1.0 + 3.0 - 0.01)
-    assert not play.state.over
+    assert not play.attempt.over
     play.tick(0.02)
-    assert play.state.over
+    assert play.attempt.over
 
 
 def test_ranks_that_have_saved_and_wait_for_their_trackers_are_stopped_without_a_warning() -> None:
@@ -506,7 +504,7 @@ def test_preemption_before_all_ranks_have_entered_stops_them_at_once(
     play.event(1, events.Noticed(1))
     assert play.stops() == [(0.0, (0, 1, 2), stop_s)]
     assert play.commands() == []
-    assert play.state.notice == "rank 1 on host h1 was sent SIGTERM"
+    assert play.attempt.notice == "rank 1 on host h1 was sent SIGTERM"
 
 
 def test_preemption_while_stopping_changes_nothing() -> None:
@@ -514,8 +512,8 @@ def test_preemption_while_stopping_changes_nothing() -> None:
     play.fail(1)
     play.tick(0.2)
     play.send(worker_notices.Leaving(1, 0))
-    assert play.state.notice is None and play.commands() == []
-    assert play.state.leaving  # the next attempt avoids the worker nevertheless
+    assert play.attempt.notice is None and play.commands() == []
+    assert play.attempt.leaving  # the next attempt avoids the worker nevertheless
 
 
 def test_preemption_after_a_rank_has_finished_is_sent_to_the_others() -> None:
@@ -526,8 +524,8 @@ def test_preemption_after_a_rank_has_finished_is_sent_to_the_others() -> None:
     for rank in (0, 2):
         play.event(rank, events.Preempted(1, 5))
         play.exit(rank, 75)
-    end = play.state.end()
-    assert play.state.over and end.fault is None and end.saved_itself
+    end = play.attempt.end()
+    assert play.attempt.over and end.fault is None and end.saved_itself
 
 
 def test_second_notice_of_a_preemption_is_not_sent_again() -> None:
@@ -536,7 +534,7 @@ def test_second_notice_of_a_preemption_is_not_sent_again() -> None:
     play.now += 5.0
     play.event(1, events.Noticed(1))
     assert play.commands() == [(0.0, "preempt", (0, 1, 2))]
-    assert play.state.preempt_until == 117.0
+    assert play.attempt.preempt_until == 117.0
 
 
 def test_rank_that_dies_of_sigterm_during_a_preemption_has_nothing_to_save() -> None:
@@ -544,32 +542,32 @@ def test_rank_that_dies_of_sigterm_during_a_preemption_has_nothing_to_save() -> 
     play.send(inbox.SignalReceived(signal.SIGTERM))
     play.exit(1, -signal.SIGTERM)
     assert play.stops() == [(0.0, (0, 2), 1.0)]
-    assert play.state.faults == ()
+    assert play.attempt.faults == []
 
 
 def test_rank_that_ends_with_75_before_it_hears_of_the_preemption_is_preempted() -> None:
     play = Play().start()
     play.event(0, events.Noticed(1))
     play.event(1, events.Failure(1, "SystemExit", "75", "", exit_code=75))
-    assert play.state.ranks[1].preempted and play.state.faults == ()
+    assert play.attempt.ranks[1].preempted and play.attempt.faults == []
     other = Play().start()
     other.event(1, events.Failure(1, "SystemExit", "75", "", exit_code=75))
-    assert [fault.status for fault in other.state.faults] == [75]
+    assert [fault.status for fault in other.attempt.faults] == [75]
 
 
 def test_next_attempt_avoids_a_worker_that_is_leaving() -> None:
     play = Play().start()
     play.send(worker_notices.Leaving(1, 2))
-    assert [avoided for _, avoided in play.all(actions.AvoidWorker)] == [actions.AvoidWorker("tcp://h2", lost=False)]
-    assert play.state.end().leaving and play.state.notice == "the worker on host h2 was sent SIGTERM"
+    assert play.all("avoid") == ["tcp://h2"] and play.all("forget") == []
+    assert play.attempt.end().leaving and play.attempt.notice == "the worker on host h2 was sent SIGTERM"
     assert play.commands() == [(0.0, "preempt", (0, 1, 2))]
 
 
 def test_nothing_is_sent_to_a_worker_that_is_lost() -> None:
     play = Play(4, two_a_host=True).start()
     play.send(inbox.WorkerLost("tcp://h1", "its host is gone"))
-    assert [avoided for _, avoided in play.all(actions.AvoidWorker)] == [actions.AvoidWorker("tcp://h1", lost=True)]
-    assert [rank.over for rank in play.state.ranks] == [False, False, True, True]
+    assert play.all("forget") == ["tcp://h1"]
+    assert [rank.over for rank in play.attempt.ranks] == [False, False, True, True]
     play.tick(0.2)
     assert play.stops() == [(0.2, (0, 1), GRACE_S)]
     assert (play.cause.rank, play.cause.line) == (2, "its host is gone")
@@ -577,9 +575,8 @@ def test_nothing_is_sent_to_a_worker_that_is_lost() -> None:
 
 def test_loss_of_a_worker_without_ranks_of_ours_changes_nothing() -> None:
     play = Play().start()
-    before = play.state
     play.send(inbox.WorkerLost("tcp://elsewhere"))
-    assert play.state == before
+    assert play.all("forget") == ["tcp://elsewhere"] and play.attempt.running == 3 and not play.attempt.faults
 
 
 def test_cut_that_is_shorter_than_lost_after_s_is_survived() -> None:
@@ -590,7 +587,7 @@ def test_cut_that_is_shorter_than_lost_after_s_is_survived() -> None:
         if second % 59 == 0:
             play.alive(1)
         play.tick(1.0)
-    assert play.state.faults == () and play.stops() == []
+    assert play.attempt.faults == [] and play.stops() == []
 
 
 def test_time_in_which_the_driver_was_suspended_counts_for_nothing() -> None:
@@ -600,7 +597,7 @@ def test_time_in_which_the_driver_was_suspended_counts_for_nothing() -> None:
     play.wait(1.0)
     play.tick(3600.0)
     play.tick(0.1)
-    assert play.state.faults == () and play.commands() == [] and play.stops() == []
+    assert play.attempt.faults == [] and play.commands() == [] and play.stops() == []
     play.wait(9.5)
     assert [sent[1] for sent in play.commands()] == ["stacks"]  # 10 s of the ranks' own time have passed
 
@@ -609,7 +606,7 @@ def test_messages_that_wait_are_read_before_a_worker_is_given_up() -> None:
     play = Play().start()
     for _ in range(65):
         play.tick(1.0, read_until=None)
-    assert play.state.faults == ()
+    assert play.attempt.faults == []
 
 
 def test_driver_that_is_always_behind_gives_up_a_silent_worker() -> None:
@@ -617,10 +614,10 @@ def test_driver_that_is_always_behind_gives_up_a_silent_worker() -> None:
     play = Play().start()
     for _ in range(65):
         play.tick(1.0, read_until=play.now - 29.0)
-    assert not play.state.faults
+    assert not play.attempt.faults
     for _ in range(30):
         play.tick(1.0, read_until=play.now - 29.0)
-    assert {fault.kind for fault in play.state.faults} == {FaultKind.WORKER_LOST}
+    assert {fault.kind for fault in play.attempt.faults} == {FaultKind.WORKER_LOST}
 
 
 # Hangs.
@@ -646,9 +643,9 @@ def test_hang_is_found_by_the_stacks_and_ends_the_attempt() -> None:
     asks(play, {0: REDUCING, 1: BUSY, 2: REDUCING}, {0: 7, 1: 6, 2: 7})
     assert (play.cause.rank, play.cause.kind, play.cause.exit_code) == (1, FaultKind.HANG, ExitCode.HANG)
     assert [(ranks, grace_s) for _, ranks, grace_s in play.stops()] == [((0, 1, 2), 2.0)]
-    assert sorted(fetched.rank for _, fetched in play.all(actions.FetchArtifact)) == [0, 1, 2]
+    assert sorted(rank for rank, _ in play.all("transfer")) == [0, 1, 2]
     play.obey()
-    assert play.state.over
+    assert play.attempt.over
 
 
 def test_rank_that_does_not_answer_is_waited_for_five_seconds() -> None:
@@ -674,8 +671,7 @@ def test_rank_at_work_is_no_hang_and_its_stacks_are_not_kept() -> None:
         play.tick(1.0)
     assert [sent[1] for sent in play.commands()] == ["stacks"]
     asks(play, {0: REDUCING, 1: BUSY, 2: REDUCING}, {0: 7, 1: 6, 2: 7})
-    assert play.state.faults == () and play.stops() == [] and play.all(actions.FetchArtifact) == []
-    assert play.state.stacks == () and not play.state.inquiry.begun
+    assert play.attempt.faults == [] and play.stops() == [] and play.all("transfer") == []
 
 
 def test_rank_that_finishes_while_the_ranks_are_asked_has_not_left_those_that_waited_for_it_then() -> None:
@@ -688,7 +684,7 @@ def test_rank_that_finishes_while_the_ranks_are_asked_has_not_left_those_that_wa
     play.event(0, events.Finished(1))  # it came to the operation, and they will end as well
     play.exit(0)
     play.wait(1.0)
-    assert play.state.faults == () and play.stops() == []
+    assert play.attempt.faults == [] and play.stops() == []
     play.wait(6.0)
     assert [sent[1] for sent in play.commands()] == ["stacks", "stacks"]  # asked after its end, they still wait
     asks(play, {1: REDUCING, 2: REDUCING}, {1: 7, 2: 7})
@@ -730,8 +726,8 @@ def test_loss_of_the_results_ends_the_run() -> None:
     play.send(inbox.ResultsLost(lost))
     assert play.stops() == [(0.0, (0, 1, 2), GRACE_S)]
     play.obey()
-    end = play.state.end()
-    assert play.state.over and end.loss is lost and end.fault is None
+    end = play.attempt.end()
+    assert play.attempt.over and end.loss is lost and end.fault is None
 
 
 @pytest.mark.parametrize(
@@ -741,8 +737,8 @@ def test_loss_of_the_results_ends_the_run() -> None:
 def test_exit_of_a_script_is_an_end_like_any_other(status: int, finished: bool, preempted: bool, fails: bool) -> None:
     play = Play(script="train.py").start()
     play.exit(1, status)
-    rank = play.state.ranks[1]
-    assert (rank.finished, rank.preempted, bool(play.state.faults)) == (finished, preempted, fails)
+    rank = play.attempt.ranks[1]
+    assert (rank.finished, rank.preempted, bool(play.attempt.faults)) == (finished, preempted, fails)
 
 
 def test_tracker_that_fails_is_the_fault_of_its_rank_only_where_trackers_are_strict() -> None:
@@ -750,14 +746,14 @@ def test_tracker_that_fails_is_the_fault_of_its_rank_only_where_trackers_are_str
     play.event(0, events.TrackerFailed(7, "wandb", "is off", strict=False))
     play.event(1, events.TrackerFailed(8, "wandb", "is off", strict=True))
     play.event(1, events.TrackerFailed(9, "tensorboard", "is off", strict=True))
-    assert play.state.faults == () and play.stops() == []
-    found = [rank.tracker_fault for rank in play.state.ranks]
+    assert play.attempt.faults == [] and play.stops() == []
+    found = [rank.tracker_fault for rank in play.attempt.ranks]
     assert found[0] is None and found[2] is None
     assert found[1] is not None and (found[1].time_ns, found[1].line) == (8, "tracker wandb is off")
     for rank in range(3):
         play.event(rank, events.Finished(1))
         play.exit(rank, int(rank == 1))
-    assert play.state.end().finished and play.texts() == []  # the exit code of a strict tracker needs no warning
+    assert play.attempt.end().finished and play.texts() == []  # the exit code of a strict tracker needs no warning
 
 
 def test_checkpoints_on_their_way_are_counted_until_they_are_stored_or_lost() -> None:
@@ -765,12 +761,12 @@ def test_checkpoints_on_their_way_are_counted_until_they_are_stored_or_lost() ->
     saved = events.CheckpointSaved(1, 5, "s", ())
     for _ in range(3):
         play.event(0, saved)
-    assert play.state.transfers == 3
-    assert [fetched for _, fetched in play.all(actions.FetchArtifact)] == [actions.FetchArtifact(0, saved)] * 3
+    assert play.attempt.transfers == 3
+    assert play.all("transfer") == [(0, saved)] * 3
     play.send(inbox.ArtifactRetried(0, "checkpoint step-5", OSError("busy"), "failure 2 of 5; again in 2 s"))
     play.send(inbox.ArtifactStored(0, "/r/checkpoints/step-5", 5))
     play.send(inbox.ArtifactFailed(0, "tracking file x", OSError("no"), vital=False))
-    assert play.state.transfers == 1 and play.state.faults == ()
+    assert play.attempt.transfers == 1 and play.attempt.faults == []
     assert play.texts() == [
         "checkpoint step-5 could not be saved (failure 2 of 5; again in 2 s): busy",
         "tracking file x of rank 0 could not be saved: no",
@@ -782,9 +778,9 @@ def test_result_that_cannot_be_stored_after_the_ranks_have_ended_is_still_the_fa
     play.event(0, events.CheckpointSaved(1, 5, "s", ()))
     for rank in range(3):
         play.finish(rank)
-    assert play.state.over
+    assert play.attempt.over
     play.send(inbox.ArtifactFailed(0, "checkpoint step-5", ClusterError("it is lost")))
-    assert (play.cause.kind, play.state.transfers) == (FaultKind.RESULTS, 0)
+    assert (play.cause.kind, play.attempt.transfers) == (FaultKind.RESULTS, 0)
 
 
 def test_rank_that_its_worker_never_begins_with_ends_the_attempt() -> None:
@@ -800,20 +796,10 @@ def test_rank_that_its_worker_never_begins_with_ends_the_attempt() -> None:
 
 def test_next_deadline_is_known() -> None:
     play = Play().start()
-    assert play.state.due() is None
+    assert play.attempt.due() is None
     play.fail(1)
-    assert play.state.due() == pytest.approx(100.15)
+    assert play.attempt.due() == pytest.approx(100.15)
     play.tick(0.15)
-    assert play.state.due() == pytest.approx(102.15)
+    assert play.attempt.due() == pytest.approx(102.15)
     play.tick(2.0)
-    assert play.state.due() == pytest.approx(100.15 + GRACE_S + 3.0)
-
-
-def test_a_rank_of_which_nothing_is_known_has_done_nothing() -> None:
-    fresh = running(1)._replace(submitted_at=0.0)
-    assert RankState(fresh.spec, fresh.place) == (
-        *(fresh.spec, fresh.place, None),
-        *(False, False, False),
-        *(None, None, None),
-        *(False, 0.0, None, None),
-    )
+    assert play.attempt.due() == pytest.approx(100.15 + GRACE_S + 3.0)

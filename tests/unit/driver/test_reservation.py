@@ -11,8 +11,8 @@ import pytest
 from ddptrain.clusters import lifecycle
 from ddptrain.clusters.scheduler.slots import Refusal
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.worker_group import reservation
-from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks, request_for
+from ddptrain.driver import reservation
+from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks, request_for
 from ddptrain.errors import ClusterError
 from tests.support.fake_time import Clock
 

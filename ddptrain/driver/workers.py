@@ -1,35 +1,42 @@
-"""The worker group on its Dask cluster: reserves slots, submits and stops ranks, and receives their notices."""
+"""The workers of a run on their Dask cluster: reserves slots, submits and stops ranks, and receives their notices.
+
+Of a run only this file talks to Dask.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import time
 import uuid
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import dask
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Future
 from distributed.comm.core import CommClosedError
 
 from ddptrain import log
 from ddptrain.clusters.scheduler import slots
-from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
-from ddptrain.driver.worker_group import dask_call
-from ddptrain.driver.worker_group.cluster_news import ClusterNews, weakly
-from ddptrain.driver.worker_group.dask_call import WorkerTask
-from ddptrain.driver.worker_group.folder_copy import copy_folder
-from ddptrain.driver.worker_group.rank_place import RankPlace, rank_places
-from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks
+from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
+from ddptrain.driver.ranks import RankPlace, rank_places
+from ddptrain.driver.reservation import SlotQueue, SlotRequest, WaitHooks
 from ddptrain.errors import ClusterError
+from ddptrain.file_ops import sha256
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.encryption import encrypt_specs, has_secrets
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
+from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 _MOST_LOGGED = 10  # rejected notices
 _SUBSCRIBE_S = 10.0
@@ -39,9 +46,16 @@ _ANSWER_S = 120.0  # for the answer of a worker that has no rank any more
 _LOSS_S = 0.5  # between a broken connection and the message that its worker is lost
 _log = log.Log(__name__)
 _RELEASE_S = 3.0  # for the scheduler to take the slots back
+_POLL_S = 0.2
+_LARGEST_GRAPH = "1 GiB"  # Dask advises against 10 MB, which are the specs of some thousand ranks
+
+Question = Coroutine[Any, Any, Any]  # the type of Client.run(..., asynchronous=True) and similar methods
+_TOPIC = "all"  # the topic of messages about new and lost workers
+
+Handler = Callable[[tuple[float, Any]], None]
 
 
-class WorkerGroup:
+class Workers:
     """The ranks of a run on a cluster. Closing it frees the slots and ends what still runs.
 
     rejected: how many messages of workers were not valid; first_rejected: the reason for the first of them.
@@ -241,7 +255,7 @@ class WorkerGroup:
             )
             for worker, group in by_worker.items()
         ]
-        futures = dask_call.submit(self.client, rank_task.run_ranks, tasks)
+        futures = submit_tasks(self.client, rank_task.run_ranks, tasks)
         for group, future in zip(by_worker.values(), futures, strict=True):
             self.futures.update((spec.rank, future) for spec in group)
             future.add_done_callback(partial(self._on_done, group))
@@ -293,7 +307,7 @@ class WorkerGroup:
         workers = sorted(self._workers)
         with contextlib.suppress(Exception):  # a lost worker has no ranks; a closing client raises any type
             run = self.client.run(function, self.run_id, keys, what, workers=workers, asynchronous=True)
-            dask_call.send(self.client, run)
+            send(self.client, run)
 
     def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
         """Send these ranks a command. Does not wait."""
@@ -319,7 +333,7 @@ class WorkerGroup:
         while True:
             run = self.client.run(function, *arguments, workers=[worker], asynchronous=True)
             try:
-                answer = dask_call.wait_for_answer(
+                answer = wait_for_answer(
                     self.client, run, lambda: self._patience_s(worker), lambda: self._heard[worker]
                 )
                 return bytes(answer[worker])
@@ -356,7 +370,7 @@ class WorkerGroup:
         self.end_attempt()
         with contextlib.suppress(Exception):  # as above
             asked = self.client.run_on_scheduler(slots.release, self.run_id, client=self.client.id, asynchronous=True)
-            dask_call.wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
+            wait_for_answer(self.client, asked, lambda: _RELEASE_S, lambda: 0)
 
     def end_attempt(self) -> None:
         """Release the tasks of an attempt, which ends whatever still runs. The slots stay for the next attempt."""
@@ -403,3 +417,130 @@ def _same_token(path: Path, token: str) -> bool:
         return path.read_text() == token
     except (OSError, UnicodeDecodeError):
         return False
+
+
+# --- copies of folders ---
+
+
+def copy_folder(
+    client: Client, run_id: str, workers: Sequence[str], folder: Path, files: Sequence[str]
+) -> dict[str, str]:
+    """Copy these files of a folder to the run's scratch folder on each worker; return the path of each copy.
+
+    Folders with the same name in different places get different copies.
+
+    Raises ClusterError, which names the worker, and OSError.
+    """
+    copies: dict[str, str] = {}
+    copy = f"brought-{sha256(str(folder).encode()).hexdigest()[:8]}-{folder.name}"
+    for name in files:
+        with (folder / name).open("rb") as file:
+            offset = 0
+            while (data := file.read(READ_LIMIT_BYTES)) or not offset:
+                path = f"{copy}/{name}"
+                answers = client.run(
+                    driver_calls.write_spool, run_id, path, offset, data, workers=list(workers), on_error="return"
+                )
+                for worker, answer in answers.items():
+                    if isinstance(answer, BaseException):
+                        raise ClusterError(f"{worker}: {answer}") from answer
+                    copies[worker] = str(Path(answer).parent)
+                offset += len(data)
+                if not data:
+                    break
+    return copies
+
+
+# --- messages of the scheduler about its workers ---
+
+
+class ClusterNews:
+    """Passes each message to every subscribed worker group."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._handlers: dict[str, Handler] = {}
+        self._mutex = threading.Lock()
+
+    def add(self, run_id: str, handler: Handler) -> None:
+        """Subscribe the worker group of a run."""
+        with self._mutex:
+            if not self._handlers:
+                self._client.subscribe_topic(_TOPIC, self._deliver)
+            self._handlers = {**self._handlers, run_id: handler}  # replaced as a whole: Dask's thread reads it
+
+    def remove(self, run_id: str) -> None:
+        """Unsubscribe the worker group of a run."""
+        with self._mutex:
+            known = self._handlers
+            self._handlers = {name: handler for name, handler in known.items() if name != run_id}
+            if known and not self._handlers:
+                self._client.unsubscribe_topic(_TOPIC)
+
+    def _deliver(self, event: tuple[float, Any]) -> None:
+        for handler in self._handlers.values():
+            handler(event)
+
+
+def weakly(method: Handler) -> Handler:
+    """Return a function that calls a bound method as long as its object exists, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(event: tuple[float, Any]) -> None:
+        if (found := reference()) is not None:
+            found(event)
+
+    return call
+
+
+# --- answers of a Dask cluster with a limit: a worker can be cut off, and a scheduler can hang ---
+
+
+def wait_for_answer(
+    client: Client, question: Question, patience_s: Callable[[], float], heard: Callable[[], int]
+) -> Any:
+    """Wait for the answer until `heard` (a growing count) has not changed for `patience_s` (0: end at once).
+
+    Raises TimeoutError, and any exception of the question.
+    """
+    asked = send(client, question)
+    last, silent_s = heard(), 0.0
+    while not concurrent.futures.wait([asked], _POLL_S).done:
+        # The time is counted, not read from a clock, because this process may have been suspended itself.
+        last, silent_s = (last, silent_s + _POLL_S) if heard() == last else (heard(), 0.0)
+        if silent_s >= patience_s():
+            asked.cancel()
+            raise TimeoutError(f"no answer and no message for {silent_s:.0f} s")
+    return asked.result()
+
+
+def send(client: Client, question: Question) -> concurrent.futures.Future[Any]:
+    """Send the question without waiting for the answer."""
+    loop: Any = client.loop  # tornado's, around asyncio's
+    return asyncio.run_coroutine_threadsafe(question, loop.asyncio_loop)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTask:
+    """A call of a function with one argument on one worker; `resources`: the Dask resources that it needs."""
+
+    key: str
+    worker: str
+    argument: Any
+    resources: dict[str, int]
+
+
+def submit_tasks(client: Client, function: Callable[[Any], object], tasks: Sequence[WorkerTask]) -> list[Future[None]]:
+    """Submit the tasks in one message, and return their futures in that order.
+
+    Client.submit would cost the driver eight times as much, and the scheduler would read one graph after another.
+    """
+    layers = {}
+    for task in tasks:
+        annotations: dict[str, Any] = {"workers": [task.worker], "allow_other_workers": False}
+        annotations |= {"resources": task.resources} if task.resources else {}
+        layers[task.key] = MaterializedLayer({task.key: (function, task.argument)}, annotations=annotations)
+    graph = HighLevelGraph(layers, {key: set() for key in layers})
+    with dask.config.set({"distributed.admin.large-graph-warning-threshold": _LARGEST_GRAPH}):
+        futures: list[Future[None]] = client.get(graph, list(layers), sync=False)
+    return futures

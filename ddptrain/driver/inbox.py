@@ -1,7 +1,4 @@
-"""Messages to the attempt. Dask's threads, signal handlers and the artifact thread put theirs into the inbox.
-
-The attempt's loop itself creates Begin, Tick, RankEvent, OutputRead and NotFinite.
-"""
+"""Messages to the attempt. Dask's threads, signal handlers and the transfer thread put theirs into the inbox."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddptrain.driver.failure.fault import Loss
 from ddptrain.errors import DdptrainError
-from ddptrain.protocol.events import Event
-from ddptrain.protocol.worker_notices import Notice, RankExit
+from ddptrain.protocol.worker_notices import Notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +59,12 @@ class ArtifactFailed:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactRetried:
-    """A checkpoint or a file could not be stored; there will be another attempt.
-
-    `failure`: the count and the time, as text.
-    """
+    """A checkpoint or a file could not be stored; there will be another try. `failure`: the count and the time."""
 
     rank: int
     what: str
     error: BaseException
     failure: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotFinite:
-    """A value of a rank is NaN or infinite, and the run must end because of `reason`."""
-
-    rank: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +75,10 @@ class ResultsLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """The attempt begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed.
-
-    connected: whether the scheduler can be reached. worker_fault: why a worker process that the driver itself started
-    has ended; None if none has. read_until: all messages that had arrived at this time (monotonic seconds) have been
-    read; None if that is not known.
-    """
-
-    connected: bool = True
-    worker_fault: str | None = None
-    read_until: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class OutputFetched:
     """Missing bytes of a rank's files were fetched from its host, in a thread; `read` completes what needed them."""
 
     attempt: int
-    rank: int
     read: Callable[[], None]
 
 
@@ -125,29 +89,7 @@ class ReadMark:
     put_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class RankEvent:
-    """An event that a rank wrote into its events file; metrics and progress: the last one of `count`."""
-
-    rank: int
-    event: Event
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class OutputRead:
-    """The events of a rank have been read, as an action requested: up to its exit, or up to its loss.
-
-    error: why its files could not be read, or "".
-    """
-
-    rank: int
-    ended: RankExit | None = None
-    loss: Loss | None = None
-    error: str = ""
-
-
-InboxMessage = (
+Message = (
     Notice
     | TaskFailed
     | WorkerLost
@@ -156,8 +98,7 @@ InboxMessage = (
     | ArtifactFailed
     | ArtifactRetried
     | ResultsLost
-    | ReadMark
     | OutputFetched
+    | ReadMark
 )
-Message = InboxMessage | Begin | Tick | RankEvent | OutputRead | NotFinite
-Inbox = queue.SimpleQueue[InboxMessage]
+Inbox = queue.SimpleQueue[Message]

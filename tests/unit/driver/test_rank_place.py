@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.worker_group import rank_place
-from ddptrain.driver.worker_group.rank_place import RankPlace, rank_places
+from ddptrain.driver import ranks as rank_place
+from ddptrain.driver.ranks import RankPlace, rank_places
 
 
 @pytest.mark.parametrize(

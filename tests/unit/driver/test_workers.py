@@ -12,9 +12,9 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph
 
 from ddptrain.clusters.scheduler import slots
-from ddptrain.driver.attempt.inbox import Inbox, TaskFailed, WorkerLost
-from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
+from ddptrain.driver.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
 from ddptrain.worker.rank_task import run_ranks
@@ -102,16 +102,16 @@ def client(tmp_path: Path) -> FakeClient:
 
 
 @pytest.fixture
-def worker_group(client: FakeClient, inbox: Inbox) -> WorkerGroup:
-    return WorkerGroup(cast("Any", client), "r-1", inbox)
+def worker_group(client: FakeClient, inbox: Inbox) -> Workers:
+    return Workers(cast("Any", client), "r-1", inbox)
 
 
-def reserved(worker_group: WorkerGroup) -> list[str]:
+def reserved(worker_group: Workers) -> list[str]:
     watchers = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
     return [place.slot.worker for place in worker_group.reserve(WISH, watchers)]
 
 
-def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(worker_group: WorkerGroup, client: FakeClient) -> None:
+def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(worker_group: Workers, client: FakeClient) -> None:
     assert reserved(worker_group) == ["tcp://h0:1", "tcp://h1:1"]
     worker_group.avoid("tcp://h0:1")
     assert worker_group.has("tcp://h0:1")  # it leaves: it still answers
@@ -127,7 +127,7 @@ def test_next_reservation_avoids_a_worker_that_leaves_or_is_lost(worker_group: W
 def test_scheduler_is_asked_for_slots_as_the_run_requests_them(
     client: FakeClient, inbox: Inbox, *, wait_s: float, in_line: bool, foreign: bool
 ) -> None:
-    asking = WorkerGroup(cast("Any", client), "r-1", inbox, 33.0, foreign=foreign)
+    asking = Workers(cast("Any", client), "r-1", inbox, 33.0, foreign=foreign)
     asking.avoid("tcp://h1:1")
     asking.reserve(SlotRequest(2, True, 5.0, wait_s), WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))
     assert client.asked == [
@@ -140,7 +140,7 @@ def test_scheduler_is_asked_for_slots_as_the_run_requests_them(
     ]
 
 
-def test_worker_that_comes_back_is_avoided_no_longer(worker_group: WorkerGroup, inbox: Inbox) -> None:
+def test_worker_that_comes_back_is_avoided_no_longer(worker_group: Workers, inbox: Inbox) -> None:
     worker_group._on_all((1.0, {"action": "remove-worker", "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == WorkerLost("tcp://h0:1")
     assert reserved(worker_group) == ["tcp://h1:1", "tcp://h2:1"]
@@ -151,7 +151,7 @@ def test_worker_that_comes_back_is_avoided_no_longer(worker_group: WorkerGroup, 
 
 
 def test_places_say_where_ranks_run_and_whether_the_driver_sees_their_files(
-    worker_group: WorkerGroup, client: FakeClient
+    worker_group: Workers, client: FakeClient
 ) -> None:
     places = worker_group.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))
     assert [(place.rank, place.local_rank, place.node_rank, place.host, place.shared) for place in places] == [
@@ -162,13 +162,13 @@ def test_places_say_where_ranks_run_and_whether_the_driver_sees_their_files(
     assert not worker_group.reserve(WISH, WaitHooks(None, lambda: None, lambda: "", lambda _: None, ""))[0].shared
 
 
-def test_worker_that_does_not_answer_is_named(worker_group: WorkerGroup, client: FakeClient) -> None:
+def test_worker_that_does_not_answer_is_named(worker_group: Workers, client: FakeClient) -> None:
     client.silent = True
     with pytest.raises(ClusterError, match="the Dask worker tcp://h0:1 of host h0 does not answer: cut"):
         reserved(worker_group)
 
 
-def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: WorkerGroup, inbox: Inbox) -> None:
+def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: Workers, inbox: Inbox) -> None:
     notice = worker_notices.Growth(1, 0, 10, 20)
     worker_group._on_notice((1.0, {**worker_notices.encode(notice), "worker": "tcp://h0:1"}))
     assert inbox.get_nowait() == notice
@@ -190,7 +190,7 @@ def test_valid_notices_reach_the_inbox_and_others_are_counted(worker_group: Work
     ],
 )
 def test_end_of_a_task_is_a_message_if_it_failed(
-    worker_group: WorkerGroup, client: FakeClient, inbox: Inbox, status: str, connection: str, text: str
+    worker_group: Workers, client: FakeClient, inbox: Inbox, status: str, connection: str, text: str
 ) -> None:
     client.status = connection
     worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
@@ -199,7 +199,7 @@ def test_end_of_a_task_is_a_message_if_it_failed(
 
 
 def test_ranks_of_one_worker_are_one_task_which_fails_for_all_of_them(
-    worker_group: WorkerGroup, client: FakeClient, inbox: Inbox
+    worker_group: Workers, client: FakeClient, inbox: Inbox
 ) -> None:
     specs = [make_spec(rank=rank) for rank in range(4)]
     where = [("tcp://h0:1", 0), ("tcp://h0:1", 1), ("tcp://h1:1", 0), ("tcp://h0:1", 2)]
@@ -214,7 +214,7 @@ def test_ranks_of_one_worker_are_one_task_which_fails_for_all_of_them(
     assert inbox.empty()
 
 
-def test_one_message_may_have_several_notices_some_of_them_wrong(worker_group: WorkerGroup, inbox: Inbox) -> None:
+def test_one_message_may_have_several_notices_some_of_them_wrong(worker_group: Workers, inbox: Inbox) -> None:
     notices: list[worker_notices.Notice] = [worker_notices.Growth(1, 0, 10, 20), worker_notices.Broken(1, 1, "gone")]
     message = worker_notices.encode_all(notices)
     worker_group._on_notice((1.0, {"notices": [message["notices"][0], {"notice": "growth"}, message["notices"][1]]}))
@@ -224,7 +224,7 @@ def test_one_message_may_have_several_notices_some_of_them_wrong(worker_group: W
     assert inbox.empty() and worker_group.rejected == 2
 
 
-def test_end_of_a_task_of_an_earlier_attempt_is_no_message(worker_group: WorkerGroup, inbox: Inbox) -> None:
+def test_end_of_a_task_of_an_earlier_attempt_is_no_message(worker_group: Workers, inbox: Inbox) -> None:
     worker_group.submit([make_spec(rank=1)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
     earlier = cast("Any", worker_group.futures[1])
     worker_group.submit([make_spec(rank=1, attempt=2)], [slots.Slot("tcp://h0:1", "h0", 0, False, True)])
