@@ -246,7 +246,7 @@ def _consolidate(run: str, output: str, step: int | None, *, as_json: bool) -> N
 
 def remove(runs: RunNames, json: JsonOption = False) -> None:
     """Delete runs with their checkpoints, logs and files. A run that is running, or may be, is refused."""
-    from ddptrain.results.prune.prune import remove_run
+    from ddptrain.results.prune import remove_run
     from ddptrain.results.show.render import size
 
     found = []  # all of them, before the first is deleted: a name may be wrong
