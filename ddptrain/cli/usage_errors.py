@@ -154,7 +154,7 @@ def _what(error: Any, ctx: Any) -> str:
 
 def _option_hint(name: str, ctx: Any) -> str:
     known = [option for each in ctx.command.params for option in each.opts] if ctx is not None else []
-    if (removed := _REMOVED.get(name)):
+    if removed := _REMOVED.get(name):
         return f" (write {removed})"
     known += _COMMON
     word = name.lstrip("-").replace("_", "-")

@@ -28,7 +28,7 @@ CODE = (
     "ddptrain train CONFIG --run-id nightly --resume auto", "ddptrain train CONFIG --dry-run",
     "ddptrain results prune --keep 20", "ddptrain models promote MODEL VERSION", "ddptrain models show MODEL",
     "ddptrain cluster status NAME", "ddptrain doctor --cluster NAME", "ddptrain schedule list",
-    "ddptrain stop RUN", "ddptrain --version", "ddptrain retrain", "ddptrain results", "ddptrain schema",
+    "ddptrain stop RUN", "ddptrain --version", "ddptrain retrain", "ddptrain results", "ddptrain init --schema",
     "ddptrain doctor", "ddptrain stop", "failure.max_restarts: 2", "failure.max_losses: 3",
     "failure.hang_timeout_s: 1800", "failure.hang_timeout_s: null", "failure.grace_s", "cluster.wait_s: 3600",
     "cluster.start_timeout_s", "cluster.tls", "tracking.strict: true", "retrain.deadline", "retrain.wait",

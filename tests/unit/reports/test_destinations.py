@@ -148,7 +148,7 @@ def test_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, name: st
 
 
 def test_one_file_for_both_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="one Markdown file and one .xml"):
+    with pytest.raises(UsageError, match="one Markdown file"):
         chosen("r.md", "./r.md")
 
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from ddptrain.cli.models.models import app, open_trained
+from ddptrain.cli.main import app
+from ddptrain.cli.models.models import open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
 from ddptrain.results import recorded_config
 from ddptrain.results.layout import RunLayout
@@ -53,9 +53,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def models(*arguments: str) -> Result:
-    root = typer.Typer()
-    root.add_typer(app, name="models")
-    return CliRunner().invoke(root, ["models", *arguments])
+    return CliRunner().invoke(app, ["models", *arguments])
 
 
 def lines(*arguments: str) -> list[str]:
