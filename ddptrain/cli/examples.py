@@ -37,7 +37,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cluster list": ("cluster list",),
     "cluster status": ("cluster status lab",),
     "cluster logs": ("cluster logs lab --lines 50",),
-    "cluster scale": ("cluster scale lab 8",),
     "cluster down": ("cluster down lab",),
     "results list": ("results list", 'results list --where "status == failed"', "results list --json"),
     "results sweeps": ("results sweeps", "results sweeps --json"),

@@ -39,7 +39,10 @@ _OTHER_NAMES = {  # what users of other tools type
 _OTHER_COMMANDS = {"ls": "list", "ps": "list", "delete": "rm", "remove": "rm"}  # of any group
 _CONFIG_OPTIONS = ("config", "config-file", "file", "c")
 _RANKS_OPTIONS = ("nproc", "nproc-per-node", "num-processes", "world-size", "np", "n")
-_REMOVED = {"cluster check": "ddptrain doctor --cluster NAME"}  # commands of earlier versions
+_REMOVED = {  # commands of earlier versions
+    "cluster check": "ddptrain doctor --cluster NAME",
+    "cluster scale": "ddptrain cluster down NAME, then up with --ranks",
+}
 
 
 # The commands by what they are for, in the order of the help.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters import cluster_records
+from ddptrain.clusters import record
 from ddptrain.clusters.provider import Cluster
-from ddptrain.config.plugin_names import prepare_target, workload_target
+from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.tls_check import check_tls
@@ -166,16 +166,9 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 def _prepared_by(config: RunConfig) -> str:
     """Return the name of the function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
-    backend = config.cluster.backend if name is None else cluster_records.find(name).record.backend
+    backend = config.cluster.backend if name is None else record.find(name).backend
     here = backend == "local"  # on other hosts a path may be another file
     return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
-
-
-def _module_needed(config: RunConfig) -> str:
-    """Return the module:attr that workers must be able to import."""
-    if isinstance(config.workload, str):
-        return workload_target(config.workload)
-    return f"{config.workload.module or 'runpy'}:"
 
 
 @dataclass
@@ -320,14 +313,9 @@ class _Run:
         return self.cluster.worker_fault()
 
     def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
-        from ddptrain.clusters.compatibility import Needs, check_cluster
-        from ddptrain.driver.transfer.code_package import project_of
+        from ddptrain.clusters.compatibility import check_cluster
 
-        is_sent = project_of(self.resolved) is not None
-        # Code that is sent to the workers has not arrived yet.
-        module = "ddptrain:" if is_sent else _module_needed(self.config)
-        needs = Needs(module, self.resolved.import_folders)
-        return lambda workers: check_cluster(client, workers, needs)
+        return lambda workers: check_cluster(client, workers)
 
     def _show_start(self) -> None:
         if self.options.evaluation is not None:
