@@ -14,7 +14,7 @@ from typing import Any
 
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.annotations.annotations import Annotations, read_annotations
+from ddptrain.results.annotations import Annotations, read_annotations
 from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, checkpoint_folders, step_of, valid_run_id
 from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness

@@ -22,12 +22,12 @@ from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.latest_metrics import LatestMetrics
 from ddptrain.results.layout import RunLayout, checkpoint_folders
-from ddptrain.results.metrics import AllSeries, read_series
+from ddptrain.results.metrics import AllSeries, LatestMetrics, read_series
 from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
+from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run_record import (
     AttemptRecord,
     DriverRecord,
@@ -38,9 +38,8 @@ from ddptrain.results.run_record import (
     utc_now,
 )
 from ddptrain.results.secure_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
-from ddptrain.results.select.recorded_config import parsed_config
 from ddptrain.results.staged_files import adopt_file
-from ddptrain.results.system.system_file import SystemFile
+from ddptrain.results.system import SystemFile
 
 _NUMBERS_EVERY_S = 1.0  # metrics and progress
 _SAVING_SHARE = 50  # at most one part in so many of the time is for numbers in run.json, which grows with the ranks

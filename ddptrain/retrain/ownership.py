@@ -41,7 +41,7 @@ class _FolderLock:
         self._path = Path(store.location.url, self._key)
         self._descriptor = -1
 
-    def take(self, *, contested: bool) -> None:
+    def take(self) -> None:
         try:
             self._store.make_parent(self._key)
         except OSError as error:
@@ -108,7 +108,7 @@ class ModelOwner:
         """
         lock = _lock_in(_record_folder(self._folder, number))
         try:
-            lock.take(contested=True)
+            lock.take()
         except RunLocked:
             return False
         self.release()
@@ -137,7 +137,7 @@ class ModelOwner:
         lock = _lock_in(self._folder)
         while True:
             try:
-                lock.take(contested=True)
+                lock.take()
                 self._hold(lock)
                 return
             except RunLocked:
@@ -192,7 +192,7 @@ def is_being_retrained(registry: RemoteFolder, model: str, number: int | None = 
     if isinstance(folder.store, OwnFolder):
         return run_lock.is_held(Path(folder.store.location.url, folder.path, LOCK))
     claim = claim_from(folder.read(LOCK))
-    return claim is not None and claim.is_held(claim.age_s)
+    return claim is not None and claim.is_held()
 
 
 def _record_folder(retrainings: RemoteFolder, number: int) -> RemoteFolder:

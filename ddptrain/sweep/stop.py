@@ -68,7 +68,7 @@ def _stored(runs: StoreRuns, name: str) -> SweepTarget | None:
         if owner := _holder(lock):
             return owner
         claim = claim_from(sweep.read(LEASE))
-        return (0, claim.host) if claim is not None and claim.is_held(claim.age_s) else None
+        return (0, claim.host) if claim is not None and claim.is_held() else None
 
     def read() -> SweepRecord:
         return parse_sweep(sweep.read(SWEEP_JSON) or b"", f"{sweep.url}/{SWEEP_JSON}")

@@ -138,7 +138,7 @@ class StoredSweeps:
     def _held(self, sweep_id: str, *, resumed: bool) -> Iterator[StoredSweep]:
         run = self._store.below(sweep_id)
         lock = StoreLock(run)
-        before = lock.take(contested=True)
+        before = lock.take()
         guarded = replace(run, guard=lock.assure)
         uploads = StoreUpload(guarded, self._runs.folder / sweep_id, lock.claim.token, _PASSES)
         try:

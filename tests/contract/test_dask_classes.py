@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.contract.conftest import Project
-from tests.integration.saturn_server import TOKEN, SaturnServer
+from tests.servers.saturn_server import TOKEN, SaturnServer
 
 CLASSES = """
 import os, time
@@ -62,7 +62,7 @@ class Cluster:
             for command in commands:
                 subprocess.Popen([sys.executable, "-m", f"distributed.cli.dask_{command[0]}", *command[1:]],
                                  start_new_session=True)
-        while not self.file.exists():
+        while not (self.file.exists() and self.file.read_text().strip().endswith("}")):
             time.sleep(0.05)
         self.scheduler_address = __import__("json").loads(self.file.read_text())["address"]
 
@@ -120,7 +120,7 @@ def test_class_is_scaled_to_the_ranks_if_its_arguments_have_no_number(project: P
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_class_whose_run_ends_while_it_is_created_is_closed_all_the_same(project: Project, sent: int) -> None:
-    config = configured(project, **{"class": "classes.Slow"})
+    config = configured(project, "pass", **{"class": "classes.Slow"})
     running = project.start("train", config)
     deadline = time.monotonic() + 60
     while not (project.folder / "begun").exists():
@@ -148,12 +148,12 @@ def test_class_whose_run_ends_while_it_is_created_is_closed_all_the_same(project
 def test_class_that_can_not_be_created_is_named_with_the_reason(
     project: Project, cls: str, kwargs: dict[str, Any], rc: int, words: str
 ) -> None:
-    done = project("train", configured(project, **{"class": cls, "kwargs": kwargs}), rc=rc)
+    done = project("train", configured(project, "pass", **{"class": cls, "kwargs": kwargs}), rc=rc)
     assert words in done.stderr and "Traceback" not in done.stderr.partition("last lines of its log")[0]
 
 
 def test_class_whose_cluster_ends_with_its_process_is_not_started_by_cluster_up(project: Project) -> None:
-    done = project("cluster", "up", configured(project, **{"class": "classes.Quiet"}), rc=2)
+    done = project("cluster", "up", configured(project, "pass", **{"class": "classes.Quiet"}), rc=2)
     assert "give its class to a run" in done.stderr and listed(project) == []
 
 
@@ -189,7 +189,7 @@ def test_cluster_of_saturn_lives_from_up_to_down_and_its_token_is_never_stored(
     assert "rank 0" in project("train", config, rc=0).stdout, "the record is enough: no token, no URL"
     files = (path for path in project.folder.rglob("*") if path.is_file())
     assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
-    assert "SATURN_TOKEN" in project("cluster", "down", "dev", rc=4).stderr
+    assert "SATURN_" in project("cluster", "down", "dev", rc=4).stderr, "without the variables"
     project("cluster", "down", "dev", rc=0)  # the second only deletes the record
     assert (saturn.status, listed(project)) == ("ready", [])
     project("cluster", "up", config, env=saturn.env, rc=0)
@@ -208,15 +208,9 @@ def test_up_of_saturn_that_is_interrupted_is_closed_there(project: Project, satu
     assert (saturn.status, listed(project)) == ("closed", [])
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"SATURN_TOKEN": ""}, "SATURN_TOKEN"), ({"SATURN_TOKEN": "wrong"}, "Invalid token")],
-)
-def test_saturn_that_refuses_is_named(
-    project: Project, saturn: SaturnServer, change: dict[str, str], words: str
-) -> None:
-    done = project("cluster", "up", "--backend", "saturn", env={**saturn.env, **change}, rc=4)
-    assert words in done.stderr
+def test_saturn_that_refuses_is_named(project: Project, saturn: SaturnServer) -> None:
+    done = project("cluster", "up", "--backend", "saturn", env={**saturn.env, "SATURN_TOKEN": "wrong"}, rc=4)
+    assert "Invalid token" in done.stderr
 
 
 def test_dask_saturn_finds_all_that_it_calls_in_the_stand_in(saturn: SaturnServer) -> None:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.integration.kube_node import GOOD_IMAGE, Node
-from tests.integration.kube_server import KubeServer
+from tests.servers.kube_node import GOOD_IMAGE, Node
+from tests.servers.kube_server import KubeServer
 
 KUBECTL = shutil.which("kubectl")
 pytestmark = pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed")

@@ -180,6 +180,8 @@ class DaskClassBackend(Backend):
         """Close the cluster, also one that is still starting. Raises ClusterError if it can't be closed."""
         for part in cluster.of_role("cloud"):
             _await_end(part, tell)
+            if (error := _json(cluster.folder / "error.json")) is not None and error["is_usage"]:
+                continue  # nothing was started
             (cluster.folder / "error.json").unlink(missing_ok=True)
             closing = _begun(cluster, part, "close")
             _await_end(closing, tell)

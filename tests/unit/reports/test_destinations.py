@@ -52,7 +52,7 @@ def test_github_gets_a_summary_and_an_annotation(tmp_path: Path, capsys: pytest.
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "::group::last lines of rank 1\n[rank 1] step 1\n[rank 1] ValueError: wrong shape\n::endgroup::\n"
+        "last lines of rank 1:\n[rank 1] step 1\n[rank 1] ValueError: wrong shape\n"
         "::error file=train.py,line=4,title=ddptrain%3A toy failed::rank 1 on node-1: ValueError: wrong shape\n"
     )
 
@@ -61,8 +61,7 @@ def test_lines_of_ranks_are_no_commands(tmp_path: Path, capsys: pytest.CaptureFi
     view = failed_run(tmp_path, logs={1: "::error::a\n::endgroup::\nx\r::stop-commands::t\n##[error]b\n\x1b]0;x\x07\n"})
     write_reports(RunReport.of_run(view), chosen(**github(tmp_path)))
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("::")] == [lines[0], "::endgroup::", lines[-1]]
-    assert "[rank 1] ## [error]b" in lines
+    assert [line for line in lines if line.startswith("::")] == [lines[-1]], lines
 
 
 def test_success_has_no_annotation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,12 +86,12 @@ def test_problems_are_annotated_at_their_lines(tmp_path: Path, capsys: pytest.Ca
     )
 
 
-def test_gitlab_gets_a_section_and_a_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gitlab_gets_the_last_lines_and_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_reports(RunReport.of_run(failed_run(tmp_path)), chosen(GITLAB_CI="true", CI_PROJECT_DIR=str(tmp_path)))
     lines = capsys.readouterr().err.split("\n")
-    assert lines[0].endswith("[collapsed=true]\r\x1b[0Klast lines of rank 1")
+    assert lines[0] == "last lines of rank 1:"
     assert lines[1:3] == ["[rank 1] step 1", "[rank 1] ValueError: wrong shape"]
-    assert lines[4] == "ddptrain: error at train.py:4: rank 1 on node-1: ValueError: wrong shape"
+    assert lines[3] == "ddptrain: error at train.py:4: rank 1 on node-1: ValueError: wrong shape"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["toy-1", "train.py"]
 
 

@@ -12,6 +12,7 @@ from ddptrain.sweep.folder import LOCK
 from ddptrain.sweep.listing import find_listed, list_sweeps, sweep_table
 from ddptrain.sweep.output import summary_lines
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
+from tests.unit.results.stores import serve_folder
 
 TRIALS = [
     TrialRecord(0, {"params.lr": 1}, TrialState.COMPLETE, 2.5),
@@ -70,5 +71,6 @@ def test_sweeps_of_a_store_are_listed_without_reading_known_runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save(tmp_path / "store", "mine", "2026-03-01T10:00:00Z", status="succeeded")
     save(tmp_path / "store", "run", "2026-03-02T10:00:00Z", status="succeeded")
-    found = list_sweeps(f"file://{tmp_path}/store", {"run"})
-    assert [(each.record.sweep_id, each.where) for each in found] == [("mine", f"file://{tmp_path}/store/mine")]
+    url = serve_folder(tmp_path, monkeypatch) + "/store"
+    found = list_sweeps(url, {"run"})
+    assert [(each.record.sweep_id, each.where) for each in found] == [("mine", f"{url}/mine")]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.dataset import ImageFolder, UnreadableImage
-from tests.integration.images_on_s3 import draw_folder
+from tests.servers.images_on_s3 import draw_folder
 
 CLASSES = ("beagle", "chow", "pug")
 
@@ -100,4 +100,4 @@ def test_s3_image_folder_keeps_its_files_classes_and_transforms() -> None:
     ours = ImageFolder.of(theirs)
     assert (ours.keys, ours.labels, ours.classes) == (theirs.all_files, [1, 0], theirs.classes)
     assert ours.transform is as_array
-    assert (ours.location.url, ours.location.options) == ("s3://bucket", {"anon": True})
+    assert (ours.location.url, ours.location.options) == ("s3://bucket", {"skip_signature": True})

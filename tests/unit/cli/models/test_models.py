@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from ddptrain.cli.models.models import app, open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
+from ddptrain.results import recorded_config
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.select import recorded_config
 
 MANIFEST = {
     "step": 5,
@@ -197,55 +197,3 @@ def test_models_dir_is_an_option_of_group_and_command_and_a_variable(
     assert models("list").stdout == "" and "no models in" in models("list").stderr
     monkeypatch.setenv("DDPTRAIN_MODELS_DIR", "other")
     assert len(lines("list")) == 2
-
-
-# --- mirrors ---
-
-MIRROR = """
-import json, pathlib
-
-
-def mirror(model):
-    aliases = {alias: version.number for version in model.versions for alias in version.aliases}
-    with pathlib.Path("mirrored").open("a") as file:
-        file.write(json.dumps([model.name, model.reason, model.removed_alias, aliases]) + "\\n")
-    model.tell("mirrored")
-
-
-def broken(model):
-    raise RuntimeError("no server")
-"""
-
-
-def test_mirror_gets_the_state_after_each_change_of_an_alias(place: Path) -> None:
-    (place / "mine.py").write_text(MIRROR)
-    models("promote", "names", "names-20261122-100000-aaaa", "--mirror", "mine:mirror")
-    models("promote", "names", "latest", "--reason", "more", "--mirror", "mine:mirror")
-    models("rollback", "names", "--mirror", "mine:mirror")
-    models("alias", "names@staging", "2", "--mirror", "mine:mirror")
-    models("alias", "names@staging", "--delete", "--mirror", "mine:mirror")
-    assert [json.loads(line) for line in (place / "mirrored").read_text().splitlines()] == [
-        ["names", "", "", {"champion": 1}],
-        ["names", "more", "", {"champion": 2, "previous": 1}],
-        ["names", "", "previous", {"champion": 1}],
-        ["names", "", "", {"champion": 1, "staging": 2}],
-        ["names", "", "staging", {"champion": 1}],
-    ]
-
-
-def test_mirror_that_fails_is_a_warning_and_the_next_call_brings_it_up_to_date(place: Path) -> None:
-    (place / "mine.py").write_text(MIRROR)
-    done = models("promote", "names", "latest", "--json", "--mirror", "mine:broken")
-    assert done.exit_code == 0 and json.loads(done.stdout)["aliases"] == {"champion": 1}
-    assert done.stderr == "warning: mirror mine:broken is not up to date: RuntimeError: no server\n"
-    again = models("promote", "names", "1", "--mirror", "mine:mirror")
-    assert again.stdout == "version 1 of names is the champion already\n" and again.stderr == "mirrored\n"
-
-
-@pytest.mark.parametrize("name", ["mlflo", "mine:", ""])
-def test_unknown_mirror_changes_nothing(place: Path, name: str) -> None:
-    models("promote", "names", "names-20261122-100000-aaaa")
-    models("promote", "names", "latest")
-    error = error_of("rollback", "names", "--mirror", name)
-    assert isinstance(error, UsageError) and str(error).startswith(f'there is no mirror "{name}": ')
-    assert json.loads(models("list", "--json").stdout)[0]["aliases"] == {"champion": 2, "previous": 1}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
-from ddptrain.results.annotations.annotations import Annotations, read_annotations
+from ddptrain.results.annotations import Annotations, read_annotations
 from ddptrain.results.remote import runs as runs_module
 from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, fetch_config, open_runs_dir, split_run
@@ -20,7 +20,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.log_follower import follow_logs
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Listed, StoreError, StoreForbidden
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.results.stores import watched_fs, watched_store
 
 WEAK = (
