@@ -308,7 +308,9 @@ def manifests(cluster: ClusterRecord, owner: str) -> list[dict[str, Any]]:
         "completionMode": "Indexed",
         "backoffLimit": 6,
         # A pod that was evicted, or whose node is drained, is replaced without limit.
-        "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}]},
+        "podFailurePolicy": {
+            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+        },
         "template": _pod(cluster, labels, "worker", _worker(cluster, settings)),
     }
 
