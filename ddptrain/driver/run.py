@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters import cluster_records
+from ddptrain.clusters import record
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
@@ -158,7 +158,7 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 def _prepared_by(config: RunConfig) -> str:
     """Return the name of the function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
-    backend = config.cluster.backend if name is None else cluster_records.find(name).record.backend
+    backend = config.cluster.backend if name is None else record.find(name).backend
     here = backend == "local"  # on other hosts a path may be another file
     return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
 
