@@ -16,7 +16,7 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL
 from ddptrain.worker import stack_reports
-from ddptrain.worker.process_activity import ProcessMonitor, has_handler
+from ddptrain.worker.process_monitor import ProcessMonitor, has_handler
 from ddptrain.worker.spool import RankSpool
 from tests.unit.specs import make_spec
 

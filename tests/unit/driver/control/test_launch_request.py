@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.control import launch_request
-from ddptrain.driver.control.launch_request import LaunchRequest, read_launch_request
+from ddptrain.driver.control import detach as launch_request
+from ddptrain.driver.control.detach import LaunchRequest, read_launch_request
 from ddptrain.errors import UsageError
 
 
