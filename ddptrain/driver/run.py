@@ -40,10 +40,9 @@ from ddptrain.log import Log
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import new_run_id
+from ddptrain.results.layout import check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.lookup import RunView
-from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import RunsDir, open_runs_dir
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns, RunUpload

@@ -37,7 +37,7 @@ FAILS_ONCE = """
 
 
 def test_missing_data_is_named_before_slots_are_asked_for(project: Project, shared_cluster: str) -> None:
-    config = project.write("images.yaml", "workload: images\nparams: {train: missing-folder}\n")
+    config = project.write("images.yaml", "workload: images\nparams: {source: missing-folder}\n")
     refused = project("train", config, "--cluster", shared_cluster, "--ranks", "99", rc=2)
     assert "missing-folder" in refused.stderr and "slots" not in refused.stderr
 

@@ -19,16 +19,15 @@ from pathlib import Path
 
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.file_ops import temp_folder
+from ddptrain.results import ownership
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, results_errors
 from ddptrain.results.layout import ARTIFACTS as ARTIFACTS_FOLDER
 from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.remote import restore
 from ddptrain.results.remote.lease import StoreLock
-from ddptrain.results.run_record import RunStatus
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, read_bytes, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
@@ -131,7 +130,7 @@ def _sync_local(
     view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
     _check_ended(view)
     processes = _processes(view, environ, notice)
-    held = run_lock.take(_recorded_folder(view.layout) / _LOCK)
+    held = ownership.take(_recorded_folder(view.layout) / _LOCK)
     try:
         return _send_all(view, processes, deadline)
     finally:
@@ -153,7 +152,7 @@ def _sync_stored(
     _check_ended(view)
     processes = _processes(local_view, environ, notice)
     lock_file = StoreLock(stored.store.below(RECORDED))
-    lock_file.take(contested=True)
+    lock_file.take()
     # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
     lock_file.keep(lambda error: None)
     try:
@@ -174,9 +173,6 @@ def _check_ended(view: RunView) -> None:
     """Raise _Skipped unless the run's driver is known to have ended."""
     if view.is_running:
         raise _Skipped("it is running")
-    if view.status == RunStatus.UNKNOWN:
-        host = view.record.driver.host
-        raise _Skipped(f"its driver may be running on {host}, which cannot be seen from this host")
 
 
 def _recorded_folder(layout: RunLayout) -> Path:
