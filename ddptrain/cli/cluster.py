@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption, VerboseOption, checked
+from ddptrain.cli.options import JsonOption, checked
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import DdptrainError, ExitCode, UsageError
@@ -65,7 +65,6 @@ def up(
     idle_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="End it after this time without a run.")
     ] = None,
-    start_timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long the start may take.")] = None,
     tls: Annotated[
         bool | None,
         typer.Option(
@@ -79,7 +78,6 @@ def up(
         typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),
     ] = False,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
     from ddptrain.clusters import lifecycle
@@ -94,7 +92,6 @@ def up(
         "--host": ("ssh.hosts", host or None),
         "--ranks-per-host": ("ssh.ranks_per_host", ranks_per_host),
         "--idle-timeout": ("idle_timeout_s", idle_timeout),
-        "--start-timeout": ("start_timeout_s", start_timeout),
     }
     loaded = checked(partial(load_cluster, config), overrides or [], _as_overrides(options))
     with interruptible():
@@ -103,31 +100,32 @@ def up(
     _print_view(view, as_json=json)
 
 
-@app.command("list", short_help="List the clusters, and whether they are up.")
-def list_(json: JsonOption = False, verbose: VerboseOption = False) -> None:
-    """List the clusters of this user, and whether they are up."""
-    from ddptrain.clusters import status as clusters_status
+@app.command(short_help="Show a cluster and who uses it; without a name list all.")
+def status(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", autocompletion=complete.clusters, help="A cluster's name; by default all."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes. Without a name: list all.
 
-    views = clusters_status.every()
-    if json:
-        print_json([view.as_dict() for view in views])
-    elif views:
-        from ddptrain.clusters.render import HEADER, row
-
-        write([plain_table([HEADER, *(row(view) for view in views)])])
-    else:
-        say("no clusters; ddptrain cluster up starts one")
-
-
-@app.command(short_help="Show a cluster, and who uses it.")
-def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False) -> None:
-    """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes.
-
-    Exit code 4 if it can't be used.
+    Exit code 4 if the cluster can't be used.
     """
     from ddptrain.clusters import cluster_records
     from ddptrain.clusters import status as clusters_status
 
+    if name is None:
+        views = clusters_status.every()
+        if json:
+            print_json([view.as_dict() for view in views])
+        elif views:
+            from ddptrain.clusters.render import HEADER, row
+
+            write([plain_table([HEADER, *(row(view) for view in views)])])
+        else:
+            say("no clusters; ddptrain cluster up starts one")
+        return
     view = clusters_status.at(cluster_records.find(name))
     _print_view(view, as_json=json)
     if view.state in (clusters_status.State.ENDED, clusters_status.State.ELSEWHERE):
@@ -142,7 +140,6 @@ def logs(
         str | None, typer.Option(help="Only these logs: scheduler, worker, or the name of a host.")
     ] = None,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Print the last log lines of scheduler and workers, including those that have ended.
 
@@ -162,7 +159,6 @@ def scale(
     name: Name,
     slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="The new number of slots.")],
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Change how many slots a cluster has. Slots that a run uses are removed when it ends."""
     from ddptrain.clusters import lifecycle
@@ -186,7 +182,6 @@ def down(
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="End it even if runs use it; these runs fail.")] = False,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
     from ddptrain.clusters import cluster_records, lifecycle

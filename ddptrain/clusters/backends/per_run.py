@@ -15,7 +15,7 @@ _IDLE_TIMEOUT_S = 300.0
 
 
 class RunCluster(Cluster):
-    """A cluster that `ddptrain cluster list` shows as run-<hex> for as long as its run lasts."""
+    """A cluster that `ddptrain cluster status` shows as run-<hex> for as long as its run lasts."""
 
     def __init__(self, config: ClusterConfig, tell: Tell) -> None:
         idle_timeout_s = config.idle_timeout_s or _IDLE_TIMEOUT_S
