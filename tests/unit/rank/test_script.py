@@ -12,7 +12,7 @@ import pytest
 
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.script import find_script
-from tests.unit.specs import change_spec, make_spec
+from tests.unit.specs import make_spec
 
 RUN = """
 import sys
