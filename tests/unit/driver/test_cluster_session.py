@@ -12,7 +12,6 @@ import pytest
 
 from ddptrain.cli.main import main
 from ddptrain.clusters import record as records
-from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
