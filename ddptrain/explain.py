@@ -70,7 +70,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         (
             Cause(
                 "an exception with your file and line",
-                "fix it; --full-traceback shows the frames of torch, too",
+                "fix it; --verbose shows the frames of torch, too",
                 "Error|Exception",
             ),
             Cause("CUDA out of memory", "use a smaller batch, or prepare: {precision: bf16}", "CUDA out of memory"),
@@ -119,7 +119,7 @@ EXPLANATIONS: dict[int, Explanation] = {
         "usage or configuration; nothing was started",
         "ddptrain: error: --set params.epochz=3: params.epochz: unknown key (did you mean params.epochs?)",
         (
-            Cause("a wrong field or value", "fix the line that is named; ddptrain schema lists all fields"),
+            Cause("a wrong field or value", "fix the line that is named; ddptrain init --schema lists all fields"),
             Cause(
                 "data are missing or empty (params.source, params.names)", "check the path or URL, and the credentials"
             ),
@@ -158,7 +158,7 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
             Cause(
                 "no scheduler answers",
-                "is it up (ddptrain cluster list), is the port open, is the address right? "
+                "is it up (ddptrain cluster status), is the port open, is the address right? "
                 "cluster.start_timeout_s is the time limit",
                 "[Ss]cheduler .*(answer|ended)",
             ),

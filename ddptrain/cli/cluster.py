@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption, VerboseOption, checked
+from ddptrain.cli.options import JsonOption, checked
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import DdptrainError, ExitCode, UsageError
@@ -70,7 +70,6 @@ def up(
         typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),
     ] = False,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Start a cluster that keeps running after this command, and wait until all its workers are warm."""
     from ddptrain.clusters import lifecycle
@@ -91,31 +90,32 @@ def up(
     _print_view(view, as_json=json)
 
 
-@app.command("list", short_help="List the clusters, and whether they are up.")
-def list_(json: JsonOption = False, verbose: VerboseOption = False) -> None:
-    """List the clusters of this user, and whether they are up."""
-    from ddptrain.clusters import status as clusters_status
+@app.command(short_help="Show a cluster and who uses it; without a name list all.")
+def status(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", autocompletion=complete.clusters, help="A cluster's name; by default all."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes. Without a name: list all.
 
-    views = clusters_status.every()
-    if json:
-        print_json([view.as_dict() for view in views])
-    elif views:
-        from ddptrain.clusters.render import HEADER, row
-
-        write([plain_table([HEADER, *(row(view) for view in views)])])
-    else:
-        say("no clusters; ddptrain cluster up starts one")
-
-
-@app.command(short_help="Show a cluster, and who uses it.")
-def status(name: Name, json: JsonOption = False, verbose: VerboseOption = False) -> None:
-    """Show a cluster: its hosts, which runs hold or wait for slots, its jobs and processes.
-
-    Exit code 4 if it can't be used.
+    Exit code 4 if the cluster can't be used.
     """
     from ddptrain.clusters import record
     from ddptrain.clusters import status as clusters_status
 
+    if name is None:
+        views = clusters_status.every()
+        if json:
+            print_json([view.as_dict() for view in views])
+        elif views:
+            from ddptrain.clusters.render import HEADER, row
+
+            write([plain_table([HEADER, *(row(view) for view in views)])])
+        else:
+            say("no clusters; ddptrain cluster up starts one")
+        return
     view = clusters_status.at(record.find(name))
     _print_view(view, as_json=json)
     if view.state in (clusters_status.State.ENDED, clusters_status.State.ELSEWHERE):
@@ -130,7 +130,6 @@ def logs(
         str | None, typer.Option(help="Only these logs: scheduler, worker, or the name of a host.")
     ] = None,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Print the last log lines of scheduler and workers, including those that have ended.
 
@@ -158,7 +157,6 @@ def down(
     all_: Annotated[bool, typer.Option("--all", help="End every cluster of this user.")] = False,
     now: Annotated[bool, typer.Option("--now", help="End it even if runs use it; these runs fail.")] = False,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
     from ddptrain.clusters import lifecycle, record

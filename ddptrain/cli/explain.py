@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption
+from ddptrain.cli.options import DEFAULT_RUNS_DIR, PLACES, JsonOption
 from ddptrain.cli.printing import print_result
-from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 from ddptrain.errors import UsageError
 
 _HIGHEST_CODE = 255
@@ -28,14 +27,13 @@ def explain(
         ),
     ] = "latest",
     every: Annotated[bool, typer.Option("--all", help="All causes of an exit code, not only the most likely.")] = False,
-    runs_dir: RunsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Explain an exit code: likely causes, and what to do. Or a run: its cause, where to look, what is next."""
     if re.fullmatch(r"[0-9]{1,3}", what):
         _explain_code(int(what), every, json)
     else:
-        _explain_run(what, runs_dir, json)
+        _explain_run(what, json)
 
 
 def _explain_code(code: int, every: bool, json: bool) -> None:
@@ -52,12 +50,12 @@ def _explain_code(code: int, every: bool, json: bool) -> None:
     print_result(data, as_text(code, complete=every), as_json=json)
 
 
-def _explain_run(run: str, runs_dir: str | None, json: bool) -> None:
+def _explain_run(run: str, json: bool) -> None:
     from ddptrain.results.remote.runs import open_runs_dir, split_run
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.explanation import explain_run
 
-    place, name = split_run(run, runs_dir or DEFAULT_RUNS_DIR)
+    place, name = split_run(run, PLACES.runs)
     view = open_runs_dir(place).find(name, NeededFiles.EVENTS)
     option = "" if place == DEFAULT_RUNS_DIR else f" --runs-dir {shlex.quote(place)}"
     explained = explain_run(view, option)

@@ -1,4 +1,4 @@
-"""The text for `ddptrain cluster list` and `ddptrain cluster status`."""
+"""The text for `ddptrain cluster status` and `ddptrain cluster status`."""
 
 from __future__ import annotations
 

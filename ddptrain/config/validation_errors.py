@@ -63,6 +63,7 @@ _PATTERNS = {
 MAX_PROBLEMS = 50
 # Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
 _REMOVED = {
+    "workload.local_rank_arg": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
     "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
     "models.mirror_timeout_s": "leave it out",
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",

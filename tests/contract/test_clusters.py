@@ -42,7 +42,7 @@ def test_record_of_another_version_is_listed_and_its_cluster_ended(project: Proj
     record["parts"][0]["process"]["host"]["kernel"] = "new"
     del record["config"]["gpus"], record["config"]["idle_timeout_s"]
     path.write_text(json.dumps(record))
-    (listed,) = json.loads(project("cluster", "list", "--json", rc=0).stdout)
+    (listed,) = json.loads(project("cluster", "status", "--json", rc=0).stdout)
     assert listed["name"] == "other"
     project("cluster", "logs", "other", rc=0)
     project("cluster", "down", "other", rc=0)
@@ -54,7 +54,7 @@ def test_record_that_can_not_be_read_is_called_so_and_hides_no_other_cluster(pro
     broken.parent.mkdir()
     for text in ('{"name": "bro', '{"name": "broken", "backend": "local", "host": "text"}'):
         broken.write_text(text)
-        listed = json.loads(project("cluster", "list", "--json", rc=0).stdout)
+        listed = json.loads(project("cluster", "status", "--json", rc=0).stdout)
         assert [(each["name"], each["state"]) for each in listed] == [("broken", "ended"), ("whole", "up")]
         assert "can't be read" in listed[0]["reason"]
         failed = project("cluster", "down", "broken", rc=4)

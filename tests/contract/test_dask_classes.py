@@ -85,7 +85,7 @@ def configured(project: Project, code: str = "pass", **cluster: Any) -> str:
 
 
 def listed(project: Project) -> list[Any]:
-    found: list[Any] = json.loads(project("cluster", "list", "--json", rc=0).stdout)
+    found: list[Any] = json.loads(project("cluster", "status", "--json", rc=0).stdout)
     return found
 
 

@@ -51,7 +51,10 @@ def man_page() -> str:
         lines += _described(path, each)
     lines += [".SH EXIT STATUS", *_terms({"0": "succeeded", **_titles()})]
     lines += [".SH ENVIRONMENT", *_terms(_ENVIRONMENT), ".SH FILES", *_terms(_FILES)]
-    lines += [".SH SEE ALSO", roff("ddptrain explain CODE explains an exit code; ddptrain schema prints every field.")]
+    lines += [
+        ".SH SEE ALSO",
+        roff("ddptrain explain CODE explains an exit code; ddptrain init --schema prints every field."),
+    ]
     return "\n".join([*lines, ""])
 
 

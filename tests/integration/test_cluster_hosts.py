@@ -51,7 +51,7 @@ def test_every_command_on_another_host_says_where_to_run_it(run_cli: Cli, dev: s
     assert up.rc == 4 and where in up.stderr, up
     status = on_login2("cluster", "status", dev)
     assert status.rc == 4 and f"elsewhere: it {where}" in status.stdout, status
-    (view,) = json.loads(on_login2("cluster", "list", "--json").stdout)
+    (view,) = json.loads(on_login2("cluster", "status", "--json").stdout)
     assert (view["state"], view["host"]) == ("elsewhere", HERE)
     trained = on_login2("train", "petnames", "--cluster", dev)
     assert trained.rc == 4 and where in trained.stderr, trained
@@ -71,7 +71,7 @@ def test_after_a_restart_the_processes_in_a_record_are_not_taken_for_ours(run_cl
     assert boot and text.count(boot) == 3  # of the record, the scheduler and the worker
     path.write_text(text.replace(boot, "an-earlier-boot"))
     try:
-        (view,) = json.loads(run_cli("cluster", "list", "--json").stdout)
+        (view,) = json.loads(run_cli("cluster", "status", "--json").stdout)
         assert (view["state"], view["reason"]) == ("ended", f"{HERE} was restarted after the cluster was started")
         trained = run_cli("train", "petnames", "--cluster", dev)
         assert trained.rc == 4 and "was restarted after the cluster dev was started" in trained.stderr, trained

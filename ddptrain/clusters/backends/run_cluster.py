@@ -41,7 +41,7 @@ class AttachedCluster(Cluster):
 
 
 class RunCluster(Cluster):
-    """A cluster that `ddptrain cluster list` shows as run-<hex> for as long as its run lasts."""
+    """A cluster that `ddptrain cluster status` shows as run-<hex> for as long as its run lasts."""
 
     def __init__(self, config: ClusterConfig, tell: Tell) -> None:
         idle_timeout_s = config.idle_timeout_s or _IDLE_TIMEOUT_S

@@ -100,7 +100,7 @@ def _next(view: RunView, runs_dir: str) -> Iterator[str]:
         yield f"ddptrain watch {view.run_id}{runs_dir}"
         yield f"ddptrain stop {view.run_id}{runs_dir}"
     elif view.status == RunStatus.SUCCEEDED:
-        yield f"ddptrain results plot {view.run_id}{runs_dir}"
+        yield f"ddptrain results compare {view.run_id}{runs_dir}"
     elif view.status in _RESUMABLE and view.record.checkpoints:
         if view.record.exit_code == ExitCode.TRAINING_FAILED:
             yield "fix the root cause"

@@ -124,20 +124,20 @@ def test_wrong_option_is_named_as_it_was_typed(call: Call, options: str, error: 
 
 
 def test_no_cluster_is_an_empty_list(call: Call) -> None:
-    assert call("list") == (0, "", "no clusters; ddptrain cluster up starts one\n")
-    assert call("list", "--json") == (0, "[]\n", "")
+    assert call("status") == (0, "", "no clusters; ddptrain cluster up starts one\n")
+    assert call("status", "--json") == (0, "[]\n", "")
 
 
 def test_list_says_why_a_cluster_is_ended(call: Call) -> None:
     address = dead_address()
     entry("dev", address=address)
     entry("half")
-    code, out, _ = call("list")
+    code, out, _ = call("status")
     header, dev, half = out.splitlines()
     assert code == 0 and header.split()[:3] == ["NAME", "STATE", "BACKEND"]
     assert dev == f"dev   ended  local    -      -     2026-01-01 00:00:00  no scheduler listens at {address} any more"
     assert half.endswith("its start was interrupted")
-    views = json.loads(call("list", "--json")[1])
+    views = json.loads(call("status", "--json")[1])
     assert [(view["name"], view["state"], view["slots"]) for view in views] == [
         ("dev", "ended", 0),
         ("half", "ended", 0),

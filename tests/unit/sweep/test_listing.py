@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results.ownership import run_lock
+from ddptrain.results import ownership
 from ddptrain.sweep.folder import LOCK
 from ddptrain.sweep.listing import find_listed, list_sweeps, sweep_table
 from ddptrain.sweep.output import summary_lines
@@ -40,7 +40,7 @@ def test_each_sweep_is_a_line_the_newest_first(tmp_path: Path) -> None:
 
 def test_a_sweep_runs_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
     folder = save(tmp_path, "mine", "2026-03-01T10:00:00Z", trials=TRIALS)
-    held = run_lock.take(folder / LOCK)
+    held = ownership.take(folder / LOCK)
     assert [each.record.status for each in list_sweeps(str(tmp_path))] == ["running"]
     os.close(held)
     assert [each.record.status for each in list_sweeps(str(tmp_path))] == ["interrupted"]
@@ -48,7 +48,7 @@ def test_a_sweep_runs_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
 
 def test_trials_of_a_killed_driver_are_interrupted(tmp_path: Path) -> None:
     folder = save(tmp_path, "mine", "2026-03-01T10:00:00Z", trials=TRIALS)
-    held = run_lock.take(folder / LOCK)
+    held = ownership.take(folder / LOCK)
     running = find_listed(str(tmp_path), "mine")
     assert running is not None and running.record.trials[2].state is TrialState.RUNNING
     assert "  2      running   1         -          -" in summary_lines(running.record, "there")

@@ -12,7 +12,7 @@ import pytest
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.reports.html.subjects import find_subjects
 from ddptrain.reports.html.sweep import Axis, read_sweep
-from ddptrain.results.ownership import run_lock
+from ddptrain.results import ownership
 from ddptrain.results.run_record import RunRecord
 from tests.unit.results.stores import serve_folder
 
@@ -100,7 +100,7 @@ def test_damaged_fields_of_a_sweep_are_left_out(tmp_path: Path) -> None:
 def test_sweep_whose_driver_was_killed_is_not_running(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, [trial(0, 1.0, "running")], status="running")
     assert read_sweep(folder).is_running  # a copy without the lock
-    held = run_lock.take(folder / "sweep.lock")
+    held = ownership.take(folder / "sweep.lock")
     assert read_sweep(folder).is_running
     os.close(held)
     killed = read_sweep(folder)

@@ -29,7 +29,7 @@ def test_failed_run_names_cause_log_and_next_step(tmp_path: Path) -> None:
     ]
     assert text[text.index("cause, and what to do:") + 1 :] == [
         "  - an exception with your file and line",
-        "    -> fix it; --full-traceback shows the frames of torch, too",
+        "    -> fix it; --verbose shows the frames of torch, too",
     ]
 
 
@@ -104,7 +104,7 @@ def test_places_to_look_at_are_those_that_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "step"),
     [
-        ({"status": "succeeded", "exit_code": 0}, "ddptrain results plot r-1"),
+        ({"status": "succeeded", "exit_code": 0}, "ddptrain results compare r-1"),
         (
             {"status": "cancelled", "exit_code": 130, "checkpoints": ("step-3",)},
             "the same command again, with --resume r-1 (continues from step-3)",
@@ -137,6 +137,6 @@ def test_explanation_as_data_has_every_field(tmp_path: Path) -> None:
         "end": "succeeded (exit code 0)",
         "root_cause": "",
         "look": ("ddptrain results show r-1", f"{tmp_path}/r-1/logs/ddptrain.log (what ddptrain decided, and why)"),
-        "next": ("ddptrain results plot r-1",),
+        "next": ("ddptrain results compare r-1",),
         "causes": (),
     }
