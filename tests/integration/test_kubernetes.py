@@ -156,7 +156,7 @@ def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) ->
 
 @pytest.mark.slow
 def test_idle_cluster_ends_with_its_pods(cluster: ClusterCli, kube: KubeServer) -> None:
-    cluster.up("--idle-timeout", "3")
+    cluster.up("--idle-timeout", "15")
     wait_until(lambda: {pod["status"]["phase"] for pod in kube.objects("pods")} <= {"Succeeded", "Failed"})
     wait_until(lambda: cluster.json("status")[0]["state"] == "ended")
     cluster("cluster", "down", "dev")
