@@ -55,7 +55,7 @@ _READ_AT_START = (
 _READ_AT_START_NAMES = frozenset({"HOME"})
 _SETTINGS = (".config/dask", ".config/fsspec")
 _SET_BY_IMPORTS = frozenset({"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK"})  # by scikit-learn, for another OpenMP library
-_RANK_SERVER = "ddptrain.rank.server.server"
+_RANK_SERVER = "ddptrain.rank.server"
 # Modules, and scripts of tests by their names, that start further processes.
 _SCRIPTS = frozenset({"command.py", "migrate_from_dask_pytorch_ddp.py"})
 _STARTING = _SCRIPTS | {

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from ddptrain.cli.warm.server import import_driver
-from ddptrain.rank.server import process_control
-from ddptrain.rank.server.warmup import import_everything
+from ddptrain.rank import process_control
+from ddptrain.rank.warmup import import_everything
 from ddptrain.worker.rank_environment import tuned_defaults
 from tests.child_forks import (
     LENGTH,

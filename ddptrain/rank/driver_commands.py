@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command, CommandReader
 from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.rank import process_control
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.failure.stacks import StackReporter
-from ddptrain.rank.server import process_control
 from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ddptrain.errors import one_line
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
-from ddptrain.rank import current_context, script
+from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, CheckpointCalls, PreemptedExit, WorkerGroupStore
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.driver_commands import CommandHandler
@@ -31,7 +31,6 @@ from ddptrain.rank.failure import exceptions
 from ddptrain.rank.failure.stacks import report_thread_failures
 from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback, users_frames, users_hook
 from ddptrain.rank.profiling.profiled_steps import note_unused
-from ddptrain.rank.server import process_control
 from ddptrain.rank.trackers import RankTrackers
 
 if TYPE_CHECKING:

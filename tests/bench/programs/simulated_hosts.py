@@ -12,10 +12,12 @@ import asyncio
 import heapq
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -101,10 +103,13 @@ class StubServer(RankServerClient):
     """The client of a rank server that does not exist: its requests start stubs in this process."""
 
     def __init__(self, ticker: Ticker) -> None:
-        super().__init__(None, Path(os.devnull))  # type: ignore[arg-type]
+        super().__init__({}, Path(os.devnull))
         self.ticker = ticker
         self.stubs: dict[str, _Stub] = {}
         self.ready.set()
+
+    def _start(self, env: Mapping[str, str]) -> socket.socket:
+        return socket.socket()  # not used
 
     def listen(self) -> None:
         """Do nothing: reports are calls."""
@@ -113,7 +118,7 @@ class StubServer(RankServerClient):
         """Do nothing."""
 
     def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
-        if message["op"] == "rank":
+        if message["op"] == "fork":
             spec_fd, log, written = map(os.dup, fds or [])
             with open(spec_fd, "rb") as file:
                 file.seek(0)

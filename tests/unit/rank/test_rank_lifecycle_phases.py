@@ -282,7 +282,7 @@ def test_code_that_returns_early_is_preempted_if_it_has_saved(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
     died: list[bool] = []
-    monkeypatch.setattr("ddptrain.rank.server.process_control.die_of_sigterm", lambda: died.append(True))
+    monkeypatch.setattr("ddptrain.rank.process_control.die_of_sigterm", lambda: died.append(True))
     bench = make()
     bench.rank.calls = SimpleNamespace(ends_early=True, has_saved=saved, notified=True)  # type: ignore[assignment]
     bench.code = lambda: 3  # no result
