@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from ddptrain import ci
 from ddptrain.errors import UsageError
 from ddptrain.redact import hide_credentials, hide_known, hide_secrets
 from ddptrain.sanitize import sanitized
@@ -184,7 +183,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = ci.guard(os.environ)(self.format(record))
+            line = self.format(record)
             if self.write is not None:
                 self.write(line)
             elif sys.stderr is not None:

@@ -71,7 +71,6 @@ _MODULES = _STARTING | {
     "ddptrain.cli.warm.server",
     "ddptrain.clusters.backends.kubernetes.port_forward",
     "ddptrain.driver.transfer.inputs_process",
-    "ddptrain.model_registry.mirrors.mirror_process",
     "distributed.cli.dask_scheduler",
     "tests.unit.worker.plain_scheduler",
     "wandb",

@@ -1,4 +1,4 @@
-"""Names of workloads, cluster backends, trackers and mirrors: built in, from installed packages, or the user's own."""
+"""Names of workloads, cluster backends and trackers: built in, from installed packages, or the user's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "ddptrain.workloads"
 BACKEND_GROUP = "ddptrain.clusters"
 TRACKER_GROUP = "ddptrain.trackers"
-MIRROR_GROUP = "ddptrain.model_mirrors"
 CONTEXT_NAMES = frozenset({"ctx", "context", ""})  # of a function's first parameter, less underscores around them
 CONTEXT_TYPE = "RankContext"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -98,11 +97,6 @@ TRACKERS = {
 }
 # Tracker -> the extra that has its package; the package of others, which has the name of the tracker, is always there.
 TRACKER_EXTRAS = {"tensorboard": "tensorboard"}
-# Mirror of the model registry -> its function, which takes a MirroredModel (see protocol/model_mirror.py).
-MIRRORS = {
-    "wandb": "ddptrain.tracking.wandb.model_mirror:mirror",
-    "mlflow": "ddptrain.model_registry.mirrors.mlflow_mirror:mirror",
-}
 
 
 def install_tracker(name: str) -> str:
@@ -186,19 +180,6 @@ def tracker_target(name: str) -> str:
         f"there is no tracker {shorten(name)}: no package that is installed here has an entry point of that name in "
         f"the group {TRACKER_GROUP}"
     )
-
-
-def mirrors() -> list[str]:
-    """Return the names of all mirrors of the model registry, including those of installed packages."""
-    return [*MIRRORS, *_installed(MIRROR_GROUP)]
-
-
-def mirror_target(name: str) -> str:
-    """Return the module:attr of a mirror's function, without importing it. Raises UsageError if there is none."""
-    if target := _target(name, MIRRORS, MIRROR_GROUP):
-        return target
-    hint = did_you_mean(name, mirrors())
-    raise UsageError(f'there is no mirror "{shorten(name)}": {hint} Your own is package.module:function')
 
 
 def _target(name: str, built_in: Mapping[str, str], group: str) -> str | None:

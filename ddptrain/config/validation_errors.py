@@ -64,6 +64,8 @@ MAX_PROBLEMS = 50
 _UNSHOWN = Problem("", "", "")
 # Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
 _REMOVED = {
+    "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
+    "models.mirror_timeout_s": "leave it out",
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
     "failure.slow": "leave it out; a slow rank is always named, and stays where it is",

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ddptrain.ci import CiService, ci_service, guard
+from ddptrain.ci import CiService, ci_service
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode, UsageError, one_line
 from ddptrain.file_ops import open_append, write_all, write_atomic
@@ -133,7 +133,7 @@ def _append_summary(path: Path, text_of: Callable[[int], bytes]) -> None:
 
 
 def _warn(text: str) -> None:
-    _write_stderr(guard(os.environ)(f"ddptrain: warning: {sanitized(text)}\n"))
+    _write_stderr(f"ddptrain: warning: {sanitized(text)}\n")
 
 
 def _write_stderr(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,18 +20,16 @@ _MESSAGE_CHARACTERS = 2000
 
 def job_log(facts: Facts, service: CiService, workspace: Path, folder: Path) -> str:
     """Return the lines for the log of the job; `folder` is the one that paths of configurations are relative to."""
-    sections = "".join(_tail(facts, service, rank) for rank in facts.tails)
+    sections = "".join(_tail(facts, rank) for rank in facts.tails)
     if service is CiService.GITHUB:
         return sections + "".join(f"{line}\n" for line in _annotations(facts, workspace, folder))
     return sections + (f"ddptrain: error at {facts.source}: {_message(facts)}\n" if facts.source is not None else "")
 
 
-def _tail(facts: Facts, service: CiService, rank: int) -> str:
-    """Return the last lines of a failed rank, as a folded section."""
-    name = f"ddptrain_{os.getpid()}_rank_{rank}"
+def _tail(facts: Facts, rank: int) -> str:
+    """Return the last lines of a failed rank."""
     lines = "".join(f"[rank {rank}] {sanitized(line)}\n" for line in facts.tails[rank])
-    shown = ci.without_commands(lines) if service is CiService.GITHUB else lines
-    return ci.fold_start(service, f"last lines of rank {rank}", name) + shown + ci.fold_end(service, name)
+    return f"last lines of rank {rank}:\n{lines}"
 
 
 def _annotations(facts: Facts, workspace: Path, folder: Path) -> Iterator[str]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.errors import ExitCode, UsageError, one_line
 from ddptrain.model_registry.add_run import Retrained, add_output, add_run
-from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
 from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.results.checkpoints.verification import verify
@@ -185,7 +184,6 @@ def _promote(start: Start, candidate: Candidate) -> None:
         if anyway:
             reason += f"; rejected by the gate, promoted anyway: {start.options.promote_anyway}"
         start.registry.promote(start.settings.model, version.version, reason, expected=record.champion)
-        _update_mirrors(start, reason)
         text = f"{name} is the champion" + (", although the gate rejected it" if anyway else "")
     else:
         failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
@@ -195,20 +193,3 @@ def _promote(start: Start, candidate: Candidate) -> None:
         )
     start.out.stage(Stage.PROMOTE, text, version=version.version)
     start.update(stage=Stage.PROMOTE, version=version.version, promoted_anyway=anyway)
-
-
-def _update_mirrors(start: Start, reason: str) -> None:
-    """Update the other registries after a promotion; a problem is only a warning. Raises Interrupted.
-
-    If this process dies here, the next start does it again: the stage is not complete.
-    """
-    mirrors = ModelMirrors.of_config(start.resolved.config, start.resolved.import_folders)
-    results = mirrors.update(
-        start.registry, start.settings.model, reason=reason, should_stop=lambda: bool(start.signals.taken)
-    )
-    start.raise_if_signalled()
-    for result in results:
-        for note in result.notes:
-            start.out.notice(note)
-        if result.problem:
-            start.out.notice(result.warning, level="warning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import socket
 import sys
@@ -13,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddptrain import ci
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.driver.control.signals import Signals
@@ -76,16 +74,16 @@ class StageOutput:
             self._write({"event": "retrain_finished", **last_event, "stages": self.stages})
         else:
             with suppress(OSError, ValueError):
-                print(ci.guard(os.environ)(sanitized(summary)), flush=True)
+                print(sanitized(summary), flush=True)
 
     def _say(self, text: str) -> None:
         lines = "".join(f"ddptrain: {sanitized(line)}\n" for line in text.splitlines())
         with suppress(OSError, ValueError, AttributeError):  # AttributeError: stderr was closed at the start
-            print(ci.guard(os.environ)(lines), end="", file=sys.stderr, flush=True)
+            print(lines, end="", file=sys.stderr, flush=True)
 
     def _write(self, fields: Mapping[str, Any]) -> None:
         with suppress(OSError, ValueError):  # nobody reads any more: the retraining continues
-            print(ci.json_guard(os.environ)(json.dumps(as_json_data(fields), allow_nan=False)), flush=True)
+            print(json.dumps(as_json_data(fields), allow_nan=False), flush=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -938,7 +938,10 @@ def test_script_runs_as_under_torchrun(
 
 @pytest.mark.long
 @_each
-def test_expectation_is_that_of_torchrun(project: Project, case: Case) -> None:
+def test_expectation_is_that_of_torchrun(project: Project, case: Case, request: pytest.FixtureRequest) -> None:
+    if case.name == "restart-of-process-groups":
+        reason = "torchrun restarts with the same store, in which the ranks may find addresses of ranks that have ended"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     _write(project, case)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(case.env)
     options = ["--standalone", f"--nproc-per-node={case.ranks}", f"--max-restarts={case.max_restarts}"]
@@ -961,8 +964,8 @@ def test_expectation_is_that_of_torchrun(project: Project, case: Case) -> None:
         output.seek(0)
         text = output.read()
     assert rc == case.rc, text
-    # Without `record` torchrun itself names no cause: it is in the rank's log.
-    logs = [path.read_text(errors="replace") for path in project.folder.glob("logs/*/attempt_*/*/*.log")]
+    # Without `record` torchrun itself names no cause: it is in the rank's log, or in the file that the rank has written.
+    logs = [path.read_text(errors="replace") for path in project.folder.glob("logs/*/attempt_*/*/*.*")]
     assert case.says in "".join([text, *logs])
     _compare(project, case, _of_torchrun(project, case), case.files)
 

@@ -36,21 +36,22 @@ def configured(folder: Path) -> str:
     return "many.yaml"
 
 
-def ranks_of(lines: list[str], text: str) -> list[int]:
-    """The ranks that the prefixes of the lines with this text name. Fails if every rank has a line of its own."""
-    labels = [label for line in lines if (label := line.removesuffix(f"] {text}")) != line]
-    assert 1 <= len(labels) < RANKS, "on a busy machine ranks print at different times, but hardly each by itself"
-    spans = re.findall(r"(\d+)(?:-(\d+))?", " ".join(labels))
-    return sorted(rank for first, last in spans for rank in range(int(first), int(last or first) + 1))
+def shown_of(lines: list[str], text: str) -> bool:
+    """Whether rank 0's line with this text is shown, and not that of every other rank.
+
+    On a busy machine ranks print at different times.
+    """
+    ranks = [line for line in lines if line.endswith(f"] {text}")]
+    return ranks.count(f"[rank 0] {text}") == 1 and len(ranks) < RANKS
 
 
-def test_17_ranks_that_fail_in_a_pipe_are_grouped_and_the_log_says_what_was_decided(
+def test_17_ranks_that_fail_in_a_pipe_are_shown_as_rank_0_and_what_differs_and_the_log_says_what_was_decided(
     tmp_path: Path, run_cli: Cli
 ) -> None:
     ended = run_cli("train", configured(tmp_path), "--set", "params.fail_on=11", "--verbose", timeout_s=3 * PATIENCE_S)
     assert ended.rc == 1, ended.stderr
     lines = ended.stdout.splitlines()
-    assert ranks_of(lines, "epoch 1/1") == list(range(RANKS))
+    assert shown_of(lines, "epoch 1/1")
     for rank in range(RANKS):
         assert lines.count(f"[rank {rank}] of rank {rank}") == 1
     traceback = [line for line in lines if line.startswith("[rank 11]")]
@@ -99,7 +100,7 @@ def test_17_ranks_on_a_terminal_have_one_bar(tmp_path: Path) -> None:
     reader.join(PATIENCE_S)
     os.close(master)
     text = ESCAPE.sub("", data.decode()).replace("\r", "")
-    assert ranks_of(text.splitlines(), "epoch 1/1") == list(range(RANKS))
+    assert shown_of(text.splitlines(), "epoch 1/1")
     assert all(text.count(f"[rank {rank}] of rank {rank}\n") == 1 for rank in range(RANKS))
     last_frame = text[text.rindex(f"{RANKS} ranks  ") :].splitlines()
     assert "100%" in last_frame[0] and last_frame[1].startswith("slowest rank ")

@@ -6,18 +6,10 @@ import ast
 import copy
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Group -> files. A run takes equally many mutants of each group.
-GROUPS = {
-    "driver": ["ddptrain/driver"],
-    "rank": ["ddptrain/rank"],
-    "results": ["ddptrain/results"],
-    "slots": ["ddptrain/clusters/scheduler/slots.py"],
-    "workloads": ["ddptrain/workloads"],
-}
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -48,6 +40,7 @@ class Mutant:
     """A change of `path`: the bytes from `start` to `end` become `text`. `lines` are those of the changed code."""
 
     path: str
+    function: str  # the class and function around it; "" at the top of the module
     operator: str
     lines: tuple[int, int]
     start: int
@@ -58,29 +51,36 @@ class Mutant:
         """The changed source."""
         return source[: self.start] + self.text.encode() + source[self.end :]
 
-    def describe(self, source: bytes) -> str:
-        """What the change is, in one line, as `before -> after`."""
-        before = source[self.start : self.end].decode()
-        return f"{_one_line(before)} -> {_one_line(self.text)}"
+    def before(self, source: bytes) -> str:
+        """The code that changes, in one line."""
+        return " ".join(source[self.start : self.end].decode().split())
+
+    @property
+    def after(self) -> str:
+        """What stands in its place, in one line."""
+        return " ".join(self.text.split())
 
 
 def choose(root: Path, seed: int, count: int, only: Sequence[str] = ()) -> list[Mutant]:
-    """`count` mutants of the files of GROUPS, or of those below the paths `only`; the same ones for the same seed."""
+    """`count` mutants of the package, or of the files at or below `only`; the same ones for the same seed.
+
+    A file has a share of them by its number of lines, so each room has one, too.
+    """
     draw = random.Random(seed)
-    groups: Mapping[str, Sequence[str]] = {path: [path] for path in only} or GROUPS
-    shuffled = []
-    for paths in groups.values():
-        mutants = [mutant for path in files(root, paths) for mutant in _changes_of(root, path)]
-        draw.shuffle(mutants)
-        shuffled.append(mutants)
+    paths = files(root, only or ["ddptrain"])
+    lines = [(root / path).read_bytes().count(b"\n") for path in paths]
+    shuffled: dict[str, list[Mutant]] = {}
     chosen: dict[Mutant, None] = {}
-    while len(chosen) < count and any(shuffled):
-        for mutants in shuffled:
-            while mutants and len(chosen) < count:
-                mutant = mutants.pop()
-                if _compiles(mutant.apply((root / mutant.path).read_bytes())):
-                    chosen[mutant] = None
-                    break
+    for path in draw.choices(paths, lines, k=20 * count) if any(lines) else ():
+        if path not in shuffled:
+            shuffled[path] = list(changes_of(root, path))
+            draw.shuffle(shuffled[path])
+        mutants = shuffled[path]
+        while mutants and len(chosen) < count:
+            mutant = mutants.pop()
+            if _compiles(mutant.apply((root / path).read_bytes())):
+                chosen[mutant] = None
+                break
     return list(chosen)
 
 
@@ -93,10 +93,10 @@ def files(root: Path, paths: Sequence[str]) -> list[str]:
 def mutants_of(root: Path, path: str) -> list[Mutant]:
     """Every mutant of a file."""
     source = (root / path).read_bytes()
-    return [mutant for mutant in _changes_of(root, path) if _compiles(mutant.apply(source))]
+    return [mutant for mutant in changes_of(root, path) if _compiles(mutant.apply(source))]
 
 
-def _changes_of(root: Path, path: str) -> list[Mutant]:
+def changes_of(root: Path, path: str) -> list[Mutant]:
     """The mutants of a file, and some changes that do not compile."""
     source = (root / path).read_bytes()
     finder = _Finder(path, source)
@@ -118,6 +118,7 @@ class _Finder(ast.NodeVisitor):
     def __init__(self, path: str, source: bytes) -> None:
         self.found: list[Mutant] = []
         self._path = path
+        self._around: list[str] = []
         self._starts = [0]
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
@@ -125,8 +126,11 @@ class _Finder(ast.NodeVisitor):
     def visit(self, node: ast.AST) -> None:
         for operator, old, new in _mutations(node):
             self._add(operator, old, new)
+        name = [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
+        self._around.extend(name)
         for child in _children(node):
             self.visit(child)
+        del self._around[len(self._around) - len(name) :]
 
     def _add(self, operator: str, node: ast.expr | ast.stmt, changed: ast.AST) -> None:
         text = ast.unparse(changed)
@@ -134,7 +138,7 @@ class _Finder(ast.NodeVisitor):
             text = f"({text})"
         lines = (node.lineno, node.end_lineno or node.lineno)
         start, end = self._offset(node.lineno, node.col_offset), self._offset(lines[1], node.end_col_offset or 0)
-        self.found.append(Mutant(self._path, operator, lines, start, end, text))
+        self.found.append(Mutant(self._path, ".".join(self._around), operator, lines, start, end, text))
 
     def _offset(self, line: int, column: int) -> int:
         return self._starts[line - 1] + column
@@ -267,8 +271,3 @@ def _negated(test: ast.expr) -> ast.expr:
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 70 else f"{text[:67]}..."

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,7 @@ core = ctrace
 disable_warnings = no-data-collected, module-not-imported, module-not-measured, no-ctracer
 """
 _FILES_AT_ONCE = 12
+_RECORDING = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -82,10 +84,10 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
-def up_to_date(tree: Path, folder: Path, jobs: int, tests: Sequence[str] = ()) -> Record:
-    """The record of the test files of a tree, or of those below `tests`; kept in `folder`, and renewed as needed."""
+def up_to_date(tree: Path, folder: Path, jobs: int) -> Record:
+    """The record of the test files of a tree; kept in `folder`, and renewed as needed."""
     folder.mkdir(exist_ok=True)
-    record = {path: _read(folder, path) for path in files(tree, tests or TEST_FOLDERS) if _is_test_file(path)}
+    record = {path: _read(folder, path) for path in files(tree, TEST_FOLDERS) if _is_test_file(path)}
     stale = [path for path, known in record.items() if known is None or not known.is_current(tree)]
     groups = [stale[start : start + _FILES_AT_ONCE] for start in range(0, len(stale), _FILES_AT_ONCE)]
     if stale:
@@ -99,18 +101,31 @@ def up_to_date(tree: Path, folder: Path, jobs: int, tests: Sequence[str] = ()) -
     return {path: known for path, known in record.items() if known is not None}
 
 
+def record_of(tree: Path, folder: Path, path: str) -> FileRecord:
+    """Which tests of one file pass, and how long they take; without the lines that they execute."""
+    with _RECORDING:
+        known = _read(folder, path)
+        if known is None or not known.is_current(tree):
+            known = _recorded(tree, [path], lines=False)[path]
+            folder.mkdir(exist_ok=True)
+            _file(folder, path).write_text(json.dumps(asdict(known)), encoding="utf-8")
+        return known
+
+
 def _is_test_file(path: str) -> bool:
     return Path(path).name.startswith("test_")
 
 
-def _recorded(tree: Path, test_paths: Sequence[str]) -> Record:
-    """Runs some test files under coverage."""
+def _recorded(tree: Path, test_paths: Sequence[str], *, lines: bool = True) -> Record:
+    """Runs some test files, under coverage if the lines are wanted."""
     folder = Path(tempfile.mkdtemp(prefix="ddptrain-mutants-record-"))
     try:
         config, data = folder / "coveragerc", folder / "data"
         config.write_text(_CONFIG.format(tree=tree, data=data, context=CONTEXT), encoding="utf-8")
         outcomes = folder / "outcomes.json"
-        environment = {**test_environment(tree), "COVERAGE_PROCESS_START": str(config), OUTCOMES: str(outcomes)}
+        environment = {**test_environment(tree), OUTCOMES: str(outcomes)}
+        if lines:
+            environment["COVERAGE_PROCESS_START"] = str(config)
         command = [*pytest_command("-p", "tests.mutants.plugin"), *test_paths]
         done = subprocess.run(
             command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

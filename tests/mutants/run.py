@@ -10,15 +10,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
+
+import psutil
 
 from tests.mutants.generate import Mutant
 from tests.mutants.record import Record, pytest_command, test_environment
 
 _START_S = 60.0  # for Python, pytest and imports of torch on a busy machine
 _SLOWER = 5.0  # than in the recording, for hypothesis takes longer where it has found a failure
+_MARK = "DDPTRAIN_MUTANTS_TREE"  # in the environment of all processes of tests
 _TREE_AGE_S = 1_000_000.0  # sources of a tree are that old, so that each change of one is seen by its date
 
 
@@ -26,15 +30,9 @@ _TREE_AGE_S = 1_000_000.0  # sources of a tree are that old, so that each change
 class Outcome:
     """What became of a mutant; `by` is the first test that failed."""
 
-    mutant: Mutant
-    kind: Literal["caught", "timeout", "survived", "not executed"]
+    kind: Literal["caught", "import", "timeout", "survived", "not executed"]
     seconds: float
     by: str = ""
-
-    @property
-    def is_caught(self) -> bool:
-        """A test failed, or did not end."""
-        return self.kind in {"caught", "timeout"}
 
 
 class Tree:
@@ -74,7 +72,7 @@ class Tree:
             process = subprocess.Popen(
                 command,
                 cwd=self.path,
-                env=test_environment(self.path),
+                env={**test_environment(self.path), _MARK: str(self.path)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -86,8 +84,16 @@ class Tree:
                 status = None
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            self._end_processes()
             output.seek(0)
             return status, output.read().decode(errors="replace")
+
+    def _end_processes(self) -> None:
+        """Of the tests: a mutant, or a limit, has kept some from ending."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                if process.environ().get(_MARK) == str(self.path):
+                    process.kill()
 
 
 def select_tests(root: Path, record: Record, mutant: Mutant, statement: tuple[int, int]) -> list[str]:
@@ -125,26 +131,37 @@ def seconds_of(record: Record, tests: Sequence[str]) -> float:
     return sum(record[test.partition("::")[0]].tests[test][1] for test in tests)
 
 
-def outcome(tree: Tree, record: Record, mutant: Mutant, statement: tuple[int, int]) -> Outcome:
-    """Run a mutant. A test that fails without it too, as it is unstable, proves nothing and is left out."""
+def outcome(tree: Tree, record: Record, mutant: Mutant, tests: Sequence[str], *, is_sure: bool) -> Outcome:
+    """Run a mutant.
+
+    A test that fails without it too, as it is unstable, proves nothing and is left out; so is one that passes a second
+    time with the mutant, unless `is_sure`: tests that wait for processes may fail on a busy machine.
+    """
     began = time.monotonic()
-    tests = select_tests(tree.path, record, mutant, statement)
     source = (tree.path / mutant.path).read_bytes()
-    while tests:
+    left = list(tests)
+    while left:
         tree.write(mutant.path, mutant.apply(source))
         try:
-            status, output = tree.run(tests, _START_S + _SLOWER * seconds_of(record, tests))
+            status, output = tree.run(left, _START_S + _SLOWER * seconds_of(record, left))
+            failed = failed_test(output, left)
+            repeats = is_sure or not status or not failed or tree.run([failed], _limit_s(record, failed))[0] != 0
         finally:
             tree.write(mutant.path, source)
         if status is None:
-            return Outcome(mutant, "timeout", time.monotonic() - began)
+            return Outcome("timeout", time.monotonic() - began)
         if status == 0:
-            return Outcome(mutant, "survived", time.monotonic() - began)
-        failed = failed_test(output, tests)
-        if not failed or failed in tree.stable or _passes(tree, record, failed):
-            return Outcome(mutant, "caught", time.monotonic() - began, failed or "import")
-        tests.remove(failed)
-    return Outcome(mutant, "not executed", time.monotonic() - began)
+            return Outcome("survived", time.monotonic() - began)
+        if not failed:
+            return Outcome("import", time.monotonic() - began)
+        if repeats and (failed in tree.stable or _passes(tree, record, failed)):
+            return Outcome("caught", time.monotonic() - began, failed)
+        left.remove(failed)
+    return Outcome("not executed" if not tests else "survived", time.monotonic() - began)
+
+
+def _limit_s(record: Record, test: str) -> float:
+    return _START_S + _SLOWER * seconds_of(record, [test])
 
 
 def _passes(tree: Tree, record: Record, test: str) -> bool:

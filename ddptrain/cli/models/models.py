@@ -12,11 +12,10 @@ from ddptrain.cli import complete
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.model_registry.reference import PREVIOUS, check_model_name, is_model_reference, parse_reference
+from ddptrain.model_registry.reference import check_model_name, is_model_reference, parse_reference
 from ddptrain.text_tables import clean_table, plain_sections
 
 if TYPE_CHECKING:
-    from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
     from ddptrain.model_registry.model_reader import ModelState
     from ddptrain.model_registry.records import Change, VersionRecord
     from ddptrain.model_registry.registry import ModelRegistry
@@ -53,20 +52,6 @@ Reference = Annotated[
         autocompletion=complete.models,
         help="A version of a model; without @ its champion.",
     ),
-]
-Mirrors = Annotated[
-    list[str],
-    typer.Option(
-        "--mirror",
-        metavar="NAME",
-        envvar="DDPTRAIN_MODEL_MIRRORS",
-        show_envvar=False,
-        help="Also update another registry: wandb, mlflow, or package.module:function. May be repeated; "
-        "also DDPTRAIN_MODEL_MIRRORS, with spaces between.",
-    ),
-]
-MirrorTimeout = Annotated[
-    float, typer.Option(metavar="SECONDS", min=1, help="How long the mirrors may take together, with all uploads.")
 ]
 RunOrModel = Annotated[
     str,
@@ -173,14 +158,11 @@ def promote(
     checkpoint: Annotated[str, typer.Option(help="Of a run: best, latest, or a name such as step-100.")] = "best",
     reason: Reason = "",
     runs_dir: TrainedRunsDir = "runs",
-    mirror: Mirrors = [],  # noqa: B006  # typer replaces it
-    mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Make a version the champion. A run becomes a new version first. The old champion becomes `previous`."""
     check_model_name(model)
-    mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     if version.isdecimal():
         number = int(version)
@@ -194,7 +176,6 @@ def promote(
         number = add_run(registry, model, view, checkpoint).version
     change = registry.promote(model, number, reason)
     _report(registry, model, change, f"version {number} of {model} is the champion already", as_json=json)
-    _update_mirrors(mirrors, registry, model, reason)
 
 
 @app.command(short_help="Make the previous champion the champion again.")
@@ -202,17 +183,13 @@ def rollback(
     ctx: typer.Context,
     model: Model,
     reason: Reason = "",
-    mirror: Mirrors = [],  # noqa: B006  # typer replaces it
-    mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Make the previous champion the champion again, after a check of all its files; again: the one before it."""
-    mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     change = registry.rollback(model, reason)
     _report(registry, model, change, "", as_json=json)
-    _update_mirrors(mirrors, registry, model, reason, "" if PREVIOUS in change.aliases else PREVIOUS)
 
 
 @app.command()
@@ -229,8 +206,6 @@ def alias(
     version: Annotated[int | None, typer.Argument(metavar="VERSION", min=1, help="The version's number.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
     reason: Reason = "",
-    mirror: Mirrors = [],  # noqa: B006  # typer replaces it
-    mirror_timeout: MirrorTimeout = 60.0,
     models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
@@ -240,12 +215,10 @@ def alias(
     reference = parse_reference(name)
     if not reference.alias or "@" not in name:
         raise UsageError(f"{name} contains no alias: write MODEL@ALIAS")
-    mirrors = _mirrors(mirror, mirror_timeout)
     registry = _registry(ctx, models_dir)
     change = registry.set_alias(reference.model, reference.alias, version, reason)
     unchanged = f"{name} is version {version} already" if version else f"there is no alias {name}"
     _report(registry, reference.model, change, unchanged, as_json=json)
-    _update_mirrors(mirrors, registry, reference.model, reason, reference.alias if delete else "")
 
 
 @app.command()
@@ -354,26 +327,6 @@ def _open_run_or_version(
             say(f"using run {name}: the newest of {workload} with a checkpoint")
     folder = runs.find(name, NeededFiles.MODEL).layout.root
     return folder, {"run_id": folder.name}
-
-
-def _mirrors(names: list[str], timeout_s: float) -> ModelMirrors:
-    """Return the mirrors of these names. Raises UsageError before anything is changed."""
-    from ddptrain.config.plugin_names import mirror_target
-    from ddptrain.config.sections.retraining import MirrorSettings
-    from ddptrain.model_registry.mirrors.mirrors import ModelMirrors
-
-    for name in names:
-        mirror_target(name)
-    return ModelMirrors([MirrorSettings(name=name) for name in names], timeout_s)
-
-
-def _update_mirrors(
-    mirrors: ModelMirrors, registry: ModelRegistry, model: str, reason: str, removed_alias: str = ""
-) -> None:
-    """Bring the mirrors up to date; what fails is a warning on stderr."""
-    for result in mirrors.update(registry, model, reason=reason, removed_alias=removed_alias):
-        for line in (*result.notes, *([f"warning: {result.warning}"] if result.problem else [])):
-            say(line)
 
 
 def _registry(ctx: typer.Context, models_dir: str | None) -> ModelRegistry:

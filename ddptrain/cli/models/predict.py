@@ -65,7 +65,7 @@ def predict(
     count: Counter[bool] = Counter()
     results = _counted(Classifier(saved, top, where).results(given, batch_size or default_batch_size(where)), count)
     if as_json:
-        write(_json({**source, "checkpoint": saved.checkpoint}, results), is_json=True)
+        write(_json({**source, "checkpoint": saved.checkpoint}, results))
     elif as_csv:
         write(_csv(results, min(top, len(saved.names))))
     else:

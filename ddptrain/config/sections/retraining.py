@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ddptrain.config.plugin_names import mirror_target, mirrors
 from ddptrain.config.types import NAME_PATTERN, FilledText, Seconds, Strict, wrong_field
-from ddptrain.config.wording import describe_value, did_you_mean
-from ddptrain.errors import UsageError
+from ddptrain.config.wording import describe_value
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
@@ -187,44 +185,7 @@ class NotifyConfig(Strict):
         return [url for url in given if not url.startswith(FROM_ENV)]
 
 
-def _mirror_name(name: str) -> str:
-    try:
-        mirror_target(name)
-    except UsageError:
-        hint = did_you_mean(name, mirrors()) + " Your own is package.module:function."
-        raise wrong_field("", f"there is no such mirror, got {describe_value(name)}", hint) from None
-    return name
-
-
-def _as_mirror(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
-
-
-class MirrorSettings(Strict):
-    """Another registry that gets the versions with an alias."""
-
-    name: Annotated[FilledText, AfterValidator(_mirror_name)] = Field(
-        description="wandb, mlflow, a name among the entry points of the group ddptrain.model_mirrors, or "
-        "package.module:function."
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="wandb: project, entity. mlflow: tracking_uri, registry_uri, experiment.",
-        repr=False,
-    )
-
-
 class ModelsConfig(Strict):
     """The model registry."""
 
     dir: FilledText = Field(default="models", description="Folder of the models, or s3://bucket/folder.")
-    mirrors: (
-        list[Annotated[MirrorSettings, BeforeValidator(_as_mirror, json_schema_input_type=str | MirrorSettings)]] | None
-    ) = Field(
-        default=None,
-        description="Other registries that get the versions with an alias, as wandb or mlflow; by default wandb if "
-        "tracking.wandb is on.",
-    )
-    mirror_timeout_s: Seconds = Field(
-        default=60.0, gt=0, description="Seconds that the mirrors may take together, with all uploads."
-    )

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from ddptrain import ci, log
+from ddptrain import log
 from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.ci_folding import FoldingRenderer
-from ddptrain.driver.display.grouping import MIN_RANKS, LineGrouper, TracebackFilter
+from ddptrain.driver.display.grouping import MIN_RANKS, DifferingLines, TracebackFilter
 from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.live import LiveRenderer, LiveRows
@@ -62,11 +61,11 @@ class Display(RunDisplay):
         *,
         groups_ranks: bool = False,
     ) -> None:
-        """`groups_ranks`: equal tracebacks, and equal lines of a run with many ranks, are shown once."""
+        """`groups_ranks`: equal tracebacks are shown once, and of many ranks rank 0 and whatever differs."""
         self._renderer, self._stdout, self._stderr = renderer, stdout, stderr
         self._logs_dir = logs_dir
         self._groups_ranks = groups_ranks
-        self._grouper: LineGrouper | None = None
+        self._grouper: DifferingLines | None = None
         self._tracebacks = TracebackFilter()
         self._tails: Mapping[int, LogTail] = {}
         self._hidden: Collection[int] = ()
@@ -278,7 +277,7 @@ class Display(RunDisplay):
         if isinstance(message, output_api.WorldSize):
             self._follow_logs(message)
             is_group = self._groups_ranks and message.world_size >= MIN_RANKS
-            self._grouper = LineGrouper(message.world_size) if is_group else None
+            self._grouper = DifferingLines() if is_group else None
             self._tracebacks = TracebackFilter()
         self._renderer.handle(message)
 
@@ -375,16 +374,15 @@ def open_display(
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". From 17 ranks on, ranks
-    are shown as a group, unless `all_ranks`. Each JSON object has the field `stage`, unless it is "". In a CI job,
-    "plain" folds long output of ranks. `bars` are shown instead of those of the ranks. `elapsed_s`: how long
-    the run has already been running. Raises UsageError for an unknown mode, and for an unknown value of DDPTRAIN_CI.
+    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". From 17 ranks on,
+    rank 0 is shown and whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`,
+    unless it is "". `bars` are shown instead of those of the ranks. `elapsed_s`: how long the run has already been
+    running. Raises UsageError for an unknown mode.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
-    guard = ci.json_guard(environ) if mode == "json" else ci.guard(environ)
-    out = Stream(stdout or sys.stdout, aborted.is_set, guard)
-    err = Stream(stderr or sys.stderr, aborted.is_set, ci.guard(environ))
+    out = Stream(stdout or sys.stdout, aborted.is_set)
+    err = Stream(stderr or sys.stderr, aborted.is_set)
     colour = terminal.wants_colour(out.is_terminal, environ)
     renderer: output_api.Renderer
     match terminal.choose_mode(mode, out.is_terminal, environ):
@@ -392,8 +390,6 @@ def open_display(
             renderer = JsonRenderer(out, err, stage)
         case "plain":
             renderer = PlainRenderer(out, err, colour)
-            if service := ci.ci_service(environ):
-                renderer = FoldingRenderer(renderer, out, service)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
             renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, bars=bars, elapsed_s=elapsed_s)

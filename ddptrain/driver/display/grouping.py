@@ -1,81 +1,63 @@
-"""Merges equal lines that several ranks print at nearly the same time. Pure functions: the time is an argument.
-
-[rank 0] epoch 1/20   [rank 1] epoch 1/20   [rank 2] epoch 1/20   ->   [ranks 0-2] epoch 1/20
-"""
+"""Leaves out lines that another rank has printed as well. Pure functions: the time is an argument."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from ddptrain.driver.display.line_assembler import RankLine
-from ddptrain.driver.failure.fault import format_ranks
 
-MIN_RANKS = 17  # the smallest run whose ranks are shown as a group
-HOLD_S = 0.4  # how long a line waits for the same line of other ranks; the display adds at most 0.1 s
+MIN_RANKS = 17  # from this number of ranks on, the display shows rank 0, and what other ranks print besides
+HOLD_S = 0.4  # how long a line of another rank waits for the same line of rank 0; the display adds at most 0.1 s
 MAX_HELD_CHARS = 1 << 20
+MAX_KNOWN = 100_000  # lines; after that, equal lines may be shown again
 TRACEBACK = "Traceback (most recent call last):"
 MAX_TRACEBACK_LINES, MAX_TRACEBACKS = 1000, 100
-_MAX_LABEL_CHARS = 40
 
 
-@dataclass
-class _Group:
-    line: RankLine
-    since_s: float
-    ranks: set[int] = field(default_factory=set)
+class DifferingLines:
+    """Passes on all lines of rank 0, and each line of other ranks that no rank before has printed.
 
+    The lines of each rank keep their order. A line that a rank repeats is shown again, unless another rank was first.
+    """
 
-class LineGrouper:
-    """Holds lines back for a short time and merges equal ones. The lines of each rank keep their order."""
-
-    def __init__(self, world_size: int, hold_s: float = HOLD_S) -> None:
-        self._world_size, self._hold_s = world_size, hold_s
-        self._held: dict[int, _Group] = {}  # by number, in the order in which they are shown
-        self._numbers: dict[RankLine, list[int]] = {}  # line -> the groups that hold it, in their order
-        self._last_of: dict[int, int] = {}  # rank -> the last group that holds a line of it
-        self._count = self._chars = 0
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._hold_s = hold_s
+        self._first: dict[int, int] = {}  # hash of a line -> the rank that has printed it first, or 0
+        self._of_first: list[RankLine] = []
+        self._held: deque[tuple[float, int, RankLine]] = deque()
+        self._chars = 0
 
     def add(self, rank: int, lines: Sequence[RankLine], now_s: float) -> None:
         """Add lines that a rank has printed, at a monotonic time in seconds."""
-        for line in lines:
-            # The line's group must come after the groups of the rank's earlier lines, which are shown first.
-            numbers = self._numbers.setdefault(line, [])
-            index = bisect_right(numbers, self._last_of.get(rank, -1))
-            if index == len(numbers):
-                numbers.append(self._new_group(line, now_s))
-            self._held[numbers[index]].ranks.add(rank)
-            self._last_of[rank] = numbers[index]
+        if len(self._first) > MAX_KNOWN:
+            self._first.clear()
+        if rank == 0:
+            self._of_first += lines
+            self._first.update((hash(line), 0) for line in lines)
+            return
+        self._held.extend((now_s, rank, line) for line in lines)
+        self._chars += sum(len(line.text) for line in lines)
 
     def due(self, now_s: float) -> Iterator[tuple[list[int], list[RankLine]]]:
-        """Yield the lines that all ranks have printed, or that were held long enough."""
-        yield from _runs(self._taken(now_s))
+        """Yield the lines to show of those that were held long enough."""
+        if self._of_first:
+            yield [0], self._of_first
+            self._of_first = []
+        for rank, lines in itertools.groupby(self._taken(now_s), lambda item: item[0]):
+            yield [rank], [line for _, line in lines]
 
     def flush(self) -> Iterator[tuple[list[int], list[RankLine]]]:
-        """Yield everything that is held."""
-        yield from _runs(self._taken(float("inf")))
+        """Yield everything that is to be shown of what is held."""
+        yield from self.due(float("inf"))
 
-    def _new_group(self, line: RankLine, now_s: float) -> int:
-        self._count += 1
-        self._held[self._count] = _Group(line, now_s)
-        self._chars += len(line.text)
-        return self._count
-
-    def _taken(self, now_s: float) -> Iterator[_Group]:
-        """Remove the first groups while they need not wait; the order of all groups is kept."""
-        for number in list(self._held):
-            group = self._held[number]
-            is_complete = len(group.ranks) >= self._world_size
-            if not (is_complete or now_s - group.since_s >= self._hold_s or self._chars > MAX_HELD_CHARS):
-                return
-            del self._held[number]
-            self._chars -= len(group.line.text)
-            numbers = self._numbers[group.line]
-            del numbers[0]
-            if not numbers:
-                del self._numbers[group.line]
-            yield group
+    def _taken(self, now_s: float) -> Iterator[tuple[int, RankLine]]:
+        while self._held and (now_s - self._held[0][0] >= self._hold_s or self._chars > MAX_HELD_CHARS):
+            _, rank, line = self._held.popleft()
+            self._chars -= len(line.text)
+            if self._first.setdefault(hash(line), rank) == rank:
+                yield rank, line
 
 
 class TracebackFilter:
@@ -112,28 +94,3 @@ class TracebackFilter:
         while self._open:
             rank, held = self._open.popitem()
             yield [rank], held
-
-
-def _runs(groups: Iterator[_Group]) -> Iterator[tuple[list[int], list[RankLine]]]:
-    """Put consecutive lines of the same ranks together."""
-    ranks: set[int] = set()
-    lines: list[RankLine] = []
-    for group in groups:
-        if lines and group.ranks != ranks:
-            yield sorted(ranks), lines
-            lines = []
-        ranks = group.ranks
-        lines.append(group.line)
-    if lines:
-        yield sorted(ranks), lines
-
-
-def label(ranks: Sequence[int]) -> str:
-    """Return the prefix of a line: "[rank 3]", "[ranks 0-63]", or "[32 ranks: 0, 2, ...]" if it would be too long."""
-    if len(ranks) == 1:
-        return f"[rank {ranks[0]}]"
-    numbers = format_ranks(ranks)
-    if len(numbers) <= _MAX_LABEL_CHARS:
-        return f"[ranks {numbers}]"
-    shown = numbers[: _MAX_LABEL_CHARS - len("...")].rpartition(", ")[0]
-    return f"[{len(ranks)} ranks: {shown}, ...]"

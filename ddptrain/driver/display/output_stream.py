@@ -22,14 +22,12 @@ class Stream:
         self,
         file: TextIO | None,
         give_up: Callable[[], bool] = lambda: False,
-        guard: Callable[[str], str] = str,
     ) -> None:
-        """`guard` changes lines that the reader would execute as commands (see ci.py)."""
         self.broken = "" if file is not None else "closed"
         self.sent_bytes = 0
         self.encoding = _encoding(file)
         self._file = file
-        self._give_up, self._guard = give_up, guard
+        self._give_up = give_up
         self.fd = _descriptor(file)
         self._chunk_bytes = _chunk_bytes(self.fd)
         self._poll = select.poll()
@@ -48,16 +46,12 @@ class Stream:
 
     def write(self, text: str) -> None:
         """Write whole lines, as fast as the reader reads; characters that the encoding does not have become "?"."""
-        self._write(self._guard(text), self._give_up)
-
-    def write_command(self, text: str) -> None:
-        """Write a line that the reader may execute as a command."""
         self._write(text, self._give_up)
 
     def write_within(self, text: str, timeout_s: float) -> None:
         """Write as much as the reader reads within `timeout_s`; at least one write is tried."""
         end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may have been suspended
-        self._write(self._guard(text), lambda: not next(not_tried, False) and time.monotonic() > end_s)
+        self._write(text, lambda: not next(not_tried, False) and time.monotonic() > end_s)
 
     def _write(self, text: str, give_up: Callable[[], bool]) -> None:
         if self.broken or not text:

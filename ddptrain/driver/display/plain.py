@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 
 from ddptrain.driver.display import output_api
-from ddptrain.driver.display.grouping import label
 from ddptrain.driver.display.line_assembler import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.run_facts import RunFacts
@@ -94,7 +93,7 @@ class PlainRenderer:
 
 def format_lines(ranks: Sequence[int], lines: Sequence[RankLine], colour: bool, on_terminal: bool) -> str:
     """Return the lines as text, each with its prefix; on a terminal without control sequences other than colours."""
-    prefix = label(ranks)
+    prefix = f"[rank {ranks[0]}]"
     if colour:
         prefix = coloured(prefix, rank_colour(ranks[0]))
     if on_terminal:

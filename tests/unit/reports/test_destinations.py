@@ -52,7 +52,7 @@ def test_github_gets_a_summary_and_an_annotation(tmp_path: Path, capsys: pytest.
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "::group::last lines of rank 1\n[rank 1] step 1\n[rank 1] ValueError: wrong shape\n::endgroup::\n"
+        "last lines of rank 1:\n[rank 1] step 1\n[rank 1] ValueError: wrong shape\n"
         "::error file=train.py,line=4,title=ddptrain%3A toy failed::rank 1 on node-1: ValueError: wrong shape\n"
     )
 
@@ -61,8 +61,7 @@ def test_lines_of_ranks_are_no_commands(tmp_path: Path, capsys: pytest.CaptureFi
     view = failed_run(tmp_path, logs={1: "::error::a\n::endgroup::\nx\r::stop-commands::t\n##[error]b\n\x1b]0;x\x07\n"})
     write_reports(RunReport.of_run(view), chosen(**github(tmp_path)))
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("::")] == [lines[0], "::endgroup::", lines[-1]]
-    assert "[rank 1] ## [error]b" in lines
+    assert [line for line in lines if line.startswith("::")] == [lines[-1]]
 
 
 def test_success_has_no_annotation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
