@@ -97,11 +97,6 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "SIGSEGV|SIGABRT|SIGBUS",
             ),
             Cause(
-                "rank 0 is in ctx.checkpoint, which rank 1 has not called",
-                "call it on all ranks",
-                r"in ctx\.checkpoint",
-            ),
-            Cause(
                 "all images of the source are bad",
                 "check the folder, the format and the access rights",
                 "images .*bad|bad images",
@@ -214,6 +209,11 @@ EXPLANATIONS: dict[int, Explanation] = {
                 "the other ranks wait in all_reduce, which this one does not call: a condition or a number of steps "
                 "that differs between ranks",
                 "give every rank the same number of steps; decide together with ctx.mean",
+            ),
+            Cause(
+                "the rank is in a ctx method that all ranks must call, and another rank has not called it",
+                "call it on all ranks",
+                r"in ctx\.",
             ),
             Cause(
                 "the rank waits for data: too few loader workers, a file system that does not answer (NFS)",

@@ -17,7 +17,6 @@ from ddptrain.rank.checkpoint.checkpoint_reader import Resumed, load_checkpoint
 from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_bytes
-from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.model.optimizer_calls import OptimizerCalls
 from ddptrain.rank.plain_numbers import number, numbers, optional, optional_whole, whole
@@ -45,19 +44,14 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         device: torch.device,
         calls: CheckpointCalls | None = None,
         tracked: RankTrackers | None = None,
-        collective_calls: CollectiveCalls | None = None,
     ) -> None:
-        """`calls` counts the calls of checkpoint, `collective_calls` those of all methods that every rank must call.
-
-        `calls` and `tracked` may exist before the context, because a command to end can arrive earlier.
-        """
+        """`calls` and `tracked` may exist before the context, because a command to end can arrive earlier."""
         self._spec = spec
         self._emitter = emitter
         self._files = ArtifactFiles(spec, emitter)
         self._tracked = tracked or RankTrackers(spec, emitter)
         self._calls = calls or CheckpointCalls(spec, WorkerGroupStore(spec))
         self._store = self._calls.store
-        self._collective_calls = collective_calls or CollectiveCalls(spec, emitter)
         self._schedule = SaveSchedule(spec, self._store)
         self._buffers = HostBuffers()
         self._writer = CheckpointWriter(spec, emitter, self._store, self._tracked.checkpoint)
@@ -179,9 +173,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         self._tracked.model(model)
-        self._collective_calls.enter("prepare")
-        with self._collective_calls.waiting("prepare"):
-            prepared = prepare_model(model, self.device, settings, self._use_compile_cache, **ddp)
+        prepared = prepare_model(model, self.device, settings, self._use_compile_cache, **ddp)
         self._gradients.attach(prepared)
         return prepared
 
@@ -242,7 +234,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
     def _collective_values(self) -> CollectiveValues:
         from ddptrain.rank.collective.reductions import CollectiveValues
 
-        return CollectiveValues(self._spec, self._collective_calls)
+        return CollectiveValues(self._spec)
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
@@ -250,12 +242,11 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
         All ranks must call it. An error of rank 0 ends the run, so no rank waits forever.
         """
-        number = self._collective_calls.enter("rank_zero_first")
         if self.rank != 0:
-            self._collective_calls.meet("rank_zero_first", number, self._store)
+            self._store.meet("rank_zero_first")
         yield
         if self.rank == 0:
-            self._collective_calls.meet("rank_zero_first", number, self._store)
+            self._store.meet("rank_zero_first")
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
         """Save a file as artifacts/`path` in the run directory: bytes, text (as UTF-8), or a Path to copy from.
@@ -300,23 +291,21 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         step = whole("step", step)
-        self._collective_calls.enter("checkpoint")
         self._report_step(step)
         if self._checks_steps:
             self._check_first_step(step)
-        with self._collective_calls.waiting("checkpoint", step, self._waits_for_others):
-            due, ends = self._is_due(step, epoch, last=last)
-            if not due:
-                return False
-            with self.timed("checkpoint"):
-                self._save(model, optimizer, step, epoch, metrics or {}, rank_state, more)
-                if not self._spec.checkpointing.asynchronous or ends:
-                    self._writer.wait()
-            if ends and not last:
-                self.end_profile(complete=False)
-                self._emitter.emit(events.Preempted(time.time_ns(), step))
-                raise PreemptedExit
-            return True
+        due, ends = self._is_due(step, epoch, last=last)
+        if not due:
+            return False
+        with self.timed("checkpoint"):
+            self._save(model, optimizer, step, epoch, metrics or {}, rank_state, more)
+            if not self._spec.checkpointing.asynchronous or ends:
+                self._writer.wait()
+        if ends and not last:
+            self.end_profile(complete=False)
+            self._emitter.emit(events.Preempted(time.time_ns(), step))
+            raise PreemptedExit
+        return True
 
     def _check_first_step(self, step: int) -> None:
         """Warn if the first step is not after that of the checkpoint: work is done again, and steps run backwards.
@@ -335,9 +324,6 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             "ctx.resume(model=model, optimizer=optimizer), and begin at resumed.step + 1 unless it is None"
         )
         self._note(text, "warning")
-
-    def _waits_for_others(self) -> bool:
-        return self._writer.waits_for_ranks or (self.rank != 0 and not self._writer.is_writing)
 
     def _is_due(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool]:
         """Return whether this call saves, and whether all ranks end with it."""
@@ -385,8 +371,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Return whether it was complete within `deadline_s` seconds. Raises OSError if it could not be written.
         """
         self.end_profile(complete=not failed)
-        with self._collective_calls.waiting("checkpoint", self._schedule.step, self._waits_for_others):
-            complete = self._writer.wait(deadline_s, hurry=failed)
+        complete = self._writer.wait(deadline_s, hurry=failed)
         if self.rank != 0 and not failed:
             with suppress(RuntimeError):
                 self._store.set(done_key(self.rank), "")
@@ -402,7 +387,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         also restored, if the number of ranks is the same as before.
         """
         self._calls.saves = True
-        self._collective_calls.meet("resume", self._collective_calls.enter("resume"), self._store)
+        self._store.meet("resume")
         if not self._spec.checkpointing.resume_from:
             self._report_step(0)
             return None

@@ -17,7 +17,6 @@ from ddptrain.protocol.commands import Command, CommandReader
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank import process_control
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls
-from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.failure.stacks import StackReporter
 from ddptrain.rank.trackers import RankTrackers
@@ -41,7 +40,6 @@ class CommandHandler:
     emitter: Emitter
     commands: CommandReader
     calls: CheckpointCalls
-    collective_calls: CollectiveCalls
     tracked: RankTrackers
     state: Callable[[], State]
     complete_saves: Callable[[], None]
@@ -57,7 +55,7 @@ class CommandHandler:
         self.commands.on(Command.HANG_UP, lambda: self._preempt(signal.SIGHUP))
         self.commands.on(Command.QUIT, lambda: self._preempt(signal.SIGQUIT))
         self.commands.on(Command.STOP, self._stop)
-        self.commands.on(Command.STACKS, StackReporter(self.spec, self.emitter, self.collective_calls).report)
+        self.commands.on(Command.STACKS, StackReporter(self.spec, self.emitter).report)
         self.commands.listen()
 
     def _on_sigterm(self, *_: object) -> None:

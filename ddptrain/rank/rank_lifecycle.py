@@ -23,7 +23,6 @@ from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank.checkpoint.coordination import EXIT_PREEMPTED, CheckpointCalls, PreemptedExit, WorkerGroupStore
-from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.driver_commands import CommandHandler
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.entrypoint import as_json, bind, load_function
@@ -56,7 +55,6 @@ class RankLifecycle:
         self.failed = False
         self.preempted = False
         self.calls = CheckpointCalls(spec, WorkerGroupStore(spec))
-        self.collective_calls = CollectiveCalls(spec, emitter)
         self.tracked = RankTrackers(spec, emitter)
         self.context: RankContext | None = None
         self.waiting: WaitingTime | None = None
@@ -106,7 +104,7 @@ class RankLifecycle:
         return 0
 
     def _handle_commands(self) -> None:
-        parts = (self.spec, self.emitter, self.commands, self.calls, self.collective_calls, self.tracked)
+        parts = (self.spec, self.emitter, self.commands, self.calls, self.tracked)
         CommandHandler(*parts, self._state, self._complete_saves, self._report_handled).start()
 
     def _set_up_torch(self) -> torch.device:
@@ -195,7 +193,7 @@ class RankLifecycle:
         from ddptrain.rank.context import RankContext
 
         if self.context is None:
-            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked, self.collective_calls)
+            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked)
         return self.context
 
     def _run_user_code(self, code: Callable[[], None]) -> None:
@@ -294,7 +292,7 @@ class RankLifecycle:
             distributed.barrier()
 
     def _finish(self) -> None:
-        self.emitter.emit(events.Finished(time.time_ns(), self.collective_calls.counts))
+        self.emitter.emit(events.Finished(time.time_ns()))
         self.finished = True
 
     def _report_exit(self, stop: SystemExit) -> None:

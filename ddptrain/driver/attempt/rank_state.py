@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,8 +21,7 @@ class RankState(NamedTuple):
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
     succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
-    rank is submitted. step: the last step that the rank logged. calls: the counts of ctx methods that all ranks must
-    call, as reported at the rank's end.
+    rank is submitted. step: the last step that the rank logged.
     """
 
     spec: RankSpec
@@ -37,7 +36,6 @@ class RankState(NamedTuple):
     lost: bool = False
     submitted_at: float = 0.0
     step: int | None = None
-    calls: Mapping[str, float] | None = None
 
     def after(self, event: events.Event) -> RankState:
         """Return the state after an event of the rank. The caller handles faults that end the attempt."""
@@ -48,8 +46,8 @@ class RankState(NamedTuple):
                 return self._replace(started=event)
             case events.Entered():
                 return self._replace(entered=True)
-            case events.Finished(calls=calls):
-                return self._replace(finished=True, calls=calls)
+            case events.Finished():
+                return self._replace(finished=True)
             case events.Preempted():
                 return self._replace(preempted=True)
             case events.TrackerFailed(strict=True) if self.tracker_fault is None:

@@ -156,9 +156,6 @@ class Transition(Draft):
                 self._on_failure(rank, event)
             case events.Entered() if self.state.outside == 0:
                 self.do(actions.RecordTraining())
-            case events.Waiting():
-                if not (self.state.stopping or self.state.faults or self.state.inquiry.begun):
-                    self._begin_inquiry(for_wait=True)
             case events.Noticed():
                 self._preempt(f"rank {rank} on host {self.state.ranks[rank].place.host} was sent SIGTERM")
             case events.FileSaved() if is_stacks_file(event) and not self.state.faults:
@@ -361,10 +358,10 @@ class Transition(Draft):
                 self.do(actions.ShowStatus(f"{silent}: asking the ranks where they are"))
             self._begin_inquiry(hang)
 
-    def _begin_inquiry(self, hang: Hang | None = None, *, for_wait: bool = False) -> None:
+    def _begin_inquiry(self, hang: Hang | None = None) -> None:
         state = self.state
         parts = (state.ranks, state.activities, state.watchdog, self.now)
-        self.change(inquiry=state.inquiry.begin(hang, *parts, for_wait=for_wait))
+        self.change(inquiry=state.inquiry.begin(hang, *parts))
         self.do(actions.SendCommand(self.alive(), Command.STACKS))
 
     def conclude_inquiry(self) -> None:

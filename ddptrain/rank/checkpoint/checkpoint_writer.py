@@ -24,7 +24,7 @@ from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot
 from ddptrain.rank.emitter import Emitter
 
-_POLL_S = 0.01
+_POLL_S, _MAX_POLL_S = 0.01, 0.2  # longer and longer: a rank that waits must not look as if it worked
 _MAX_PAUSE_S = 60.0
 _LATE_S = 0.5  # while the worker group is being stopped, another rank may be this much later than rank 0
 _NICENESS = 5  # the priority of the thread is lower than that of training steps
@@ -94,13 +94,7 @@ class CheckpointWriter:
         self._hurry = threading.Event()
         self._silent: set[int] = set()  # ranks that missed a checkpoint: rank 0 does not wait for them again
         self.error: BaseException | None = None
-        self.waits_for_ranks = False  # whether it waits for the states of other ranks
         self._late_s = _LATE_S
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written, or waits for other ranks."""
-        return self._thread is not None and self._thread.is_alive()
 
     def start(self, save: PendingCheckpoint) -> None:
         """Start to write a checkpoint. No other checkpoint may be in progress."""
@@ -244,11 +238,7 @@ class CheckpointWriter:
         Raises _Dropped.
         """
         deadline = time.monotonic() + self._spec.group.timeout_s
-        self.waits_for_ranks = True
-        try:
-            others = [self._wait_for_state(rank, save, deadline) for rank in range(1, self._spec.placement.world_size)]
-        finally:
-            self.waits_for_ranks = False
+        others = [self._wait_for_state(rank, save, deadline) for rank in range(1, self._spec.placement.world_size)]
         ranks = [snapshot.from_bytes(save.rank_data), *others]
         metrics = mean_metrics([state.pop("metrics", {}) for state in ranks if state is not None])
         save.snapshot.state["metrics"] = metrics
@@ -256,6 +246,7 @@ class CheckpointWriter:
 
     def _wait_for_state(self, rank: int, save: PendingCheckpoint, deadline: float) -> Any:
         key = state_key(save.number, rank)
+        pause_s = _POLL_S
         while True:
             gone = rank in self._silent or self._store.has(done_key(rank))
             if self._store.has(key):  # tested last, because a rank sets its state before it sets its key "done"
@@ -268,7 +259,8 @@ class CheckpointWriter:
             if late or gone:
                 self._note_missing(rank, save.step, sharded=save.snapshot.shards is not None)
                 return None
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _MAX_POLL_S)
         state = snapshot.from_bytes(self._store.get(key))
         self._store.delete(key)
         return state

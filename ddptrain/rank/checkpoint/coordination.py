@@ -11,7 +11,7 @@ import datetime as dt
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ddptrain.protocol.rank_spec import RankSpec
@@ -41,6 +41,8 @@ class WorkerGroupStore:
         self._address = (spec.group.master_addr, spec.group.master_port)
         self._timeout = dt.timedelta(seconds=spec.group.timeout_s)
         self._prefix = f"ddptrain/{spec.attempt}/"
+        self._rank, self._world_size = spec.rank, spec.placement.world_size
+        self._meetings: Counter[str] = Counter()
         self._connections = threading.local()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -56,9 +58,22 @@ class WorkerGroupStore:
         value: bytes = self._connection().get(self._prefix + key)
         return value
 
-    def wait(self, keys: Sequence[str]) -> None:
-        """Wait until all of these keys are set, at most the time limit of the group."""
-        self._connection().wait([self._prefix + key for key in keys])
+    def meet(self, method: str) -> None:
+        """Wait until all ranks have called a ctx method as often as this rank, at most the time limit of the group.
+
+        Raises RuntimeError, which names the other ranks.
+        """
+        if self._world_size == 1:
+            return
+        self._meetings[method] += 1
+        keys = [f"met/{method}/{self._meetings[method]}/{rank}" for rank in range(self._world_size)]
+        self.set(keys[self._rank], "")
+        try:
+            self._connection().wait([self._prefix + key for key in keys])
+        except RuntimeError as error:
+            missing = [str(rank) for rank, key in enumerate(keys) if not self.has(key)]
+            text = f"ctx.{method}: not called by rank {', '.join(missing)} within {self._timeout.total_seconds():g} s"
+            raise RuntimeError(f"{text}; all ranks must call it") from error
 
     def delete(self, key: str) -> None:
         """Delete a key."""

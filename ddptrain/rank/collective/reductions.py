@@ -1,7 +1,7 @@
 """Values that all ranks compute together (ctx.mean and ctx.all_finite), in a separate process group.
 
 In the default group, a call that other ranks do not make would meet their next gradient reduction, and both would read
-wrong data. In a separate group the call waits, and the wait is reported (see calls.py).
+wrong data. In a separate group the call waits, and the driver reports the hang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import distributed
 
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.collective.calls import CollectiveCalls
 
 GROUP_NAME = "ddptrain"  # the description of the process group
 _CODES = {"mean": 1.0, "all_finite": 2.0}  # ranks compare these codes, to notice that they are in different calls
@@ -22,8 +21,8 @@ _CODES = {"mean": 1.0, "all_finite": 2.0}  # ranks compare these codes, to notic
 class CollectiveValues:
     """One rank's part of the computations. The first call creates the process group, on the CPU."""
 
-    def __init__(self, spec: RankSpec, calls: CollectiveCalls) -> None:
-        self._spec, self._calls = spec, calls
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
         self._group: Any = None
 
     def mean(self, value: float | torch.Tensor, weight: float) -> float:
@@ -40,14 +39,12 @@ class CollectiveValues:
 
     def _sum(self, name: str, first: float, second: float) -> tuple[float, float]:
         """Return the sums of both numbers over all ranks. Raises RuntimeError if ranks are in different calls."""
-        self._calls.enter(name)
         code = _CODES[name]
         sums = torch.tensor([code, code * code, first, second], dtype=torch.float64)
-        with self._calls.waiting(name):
-            if self._group is None:
-                timeout = dt.timedelta(seconds=self._spec.group.timeout_s)
-                self._group = distributed.new_group(backend="gloo", timeout=timeout, group_desc=GROUP_NAME)
-            distributed.all_reduce(sums, group=self._group)
+        if self._group is None:
+            timeout = dt.timedelta(seconds=self._spec.group.timeout_s)
+            self._group = distributed.new_group(backend="gloo", timeout=timeout, group_desc=GROUP_NAME)
+        distributed.all_reduce(sums, group=self._group)
         size = self._spec.placement.world_size
         if sums[:2].tolist() != [size * code, size * code * code]:
             raise RuntimeError(

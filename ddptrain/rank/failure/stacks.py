@@ -23,7 +23,6 @@ from ddptrain.errors import one_line
 from ddptrain.file_ops import open_append, sha256
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
-from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.failure.exceptions import handled_error
 from ddptrain.rank.failure.lost_peer_errors import message_of
@@ -35,8 +34,7 @@ _MAX_FRAMES = 200
 class StackReporter:
     """Reports a rank's stacks: those of the main thread as an event, those of all threads as a file."""
 
-    def __init__(self, spec: RankSpec, emitter: Emitter, collective_calls: CollectiveCalls) -> None:
-        self._collective_calls = collective_calls
+    def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec = spec
         self._emitter = emitter
         self._counter = itertools.count()
@@ -61,14 +59,12 @@ class StackReporter:
         self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, len(data), digest))
 
     def _event(self, main: FrameType | None) -> events.Stacks:
-        calls, wait = self._collective_calls.counts, self._collective_calls.wait
-        where = (wait.name, wait.step) if wait is not None else ("", None)
         error = handled_error()
         handles = (
             clipped(one_line(f"{type(error).__qualname__}: {message_of(error)}"), 300) if error is not None else ""
         )
         frames = _innermost_first(main)
-        return events.Stacks(time.time_ns(), frames, _sequence(), "", calls, *where, handles, _pending())
+        return events.Stacks(time.time_ns(), frames, _sequence(), "", handles, _pending())
 
 
 def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import pytest
 
 from ddptrain.driver.attempt import actions, inbox
-from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.protocol import events, worker_notices
 from ddptrain.results.errors import ResultsError, UnsafePath
 from tests.unit.driver.attempt.attempt_play import GRACE_S, PORT, Play
-from tests.unit.driver.attempt.ranks import running
 
 BUSY = ("/home/u/train.py:41 load",)
 REDUCING = ("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:3100 all_reduce", *BUSY)
@@ -695,21 +693,6 @@ def test_rank_that_finishes_while_the_ranks_are_asked_has_not_left_those_that_wa
     assert (play.cause.rank, play.cause.message.split(" while")[0]) == (0, "returned from the workload")
 
 
-def test_rank_that_waits_in_a_ctx_method_for_one_that_has_returned_ends_the_attempt() -> None:
-    play = Play().start()
-    play.event(1, events.Finished(1, calls={"checkpoint": 1.0}))
-    play.exit(1)
-    play.event(0, events.Waiting(1, "checkpoint", 5))
-    assert play.commands() == [(0.0, "stacks", (0, 2))]
-    for rank in (0, 2):
-        waits = events.Stacks(1, BUSY, 7, "", {"checkpoint": 2.0}, "checkpoint", 5)
-        play.event(rank, waits)
-        play.event(rank, events.FileSaved(1, f"stacks/rank-{rank}.txt", "s", 1, ""))
-    assert (
-        play.cause.line == "rank 0 is in ctx.checkpoint at step 5, which rank 1 has not called; all ranks must call it"
-    )
-
-
 def test_time_out_in_a_collective_asks_for_stacks_before_the_group_is_stopped() -> None:
     play = Play().start()
     play.fail(0, timed_out=True)
@@ -807,13 +790,3 @@ def test_next_deadline_is_known() -> None:
     assert play.state.due() == pytest.approx(102.15)
     play.tick(2.0)
     assert play.state.due() == pytest.approx(100.15 + GRACE_S + 3.0)
-
-
-def test_a_rank_of_which_nothing_is_known_has_done_nothing() -> None:
-    fresh = running(1)._replace(submitted_at=0.0)
-    assert RankState(fresh.spec, fresh.place) == (
-        *(fresh.spec, fresh.place, None),
-        *(False, False, False),
-        *(None, None, None),
-        *(False, 0.0, None, None),
-    )

@@ -415,7 +415,6 @@ ACTIVITY = [
     (events.Started(1, 1, "h"), False),
     (events.Stacks(1, ()), False),
     (events.FileSaved(1, "stacks/rank-0.txt", "s", 1, ""), False),
-    (events.Waiting(1, "checkpoint"), False),
     (events.Noticed(1), False),
     (events.ThreadFailure(1, "t", "E", "m", "tb"), False),
     (events.Tracked(1, "wandb", {"url": "u"}), False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,74 +23,6 @@ def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
     size = int.from_bytes(data[:8], "little")
     assert size % 8 == 0
     return json.loads(data[8 : 8 + size]), data[8 + size :]
-
-
-def test_file_of_tensors_has_wide_types_first_and_no_gaps() -> None:
-    tensors = {
-        "b": torch.tensor([1, 2, 3], dtype=torch.uint8),
-        "d": torch.tensor([[1.0], [2.0]], dtype=torch.float32),
-        "c": torch.tensor(5, dtype=torch.int64),
-        "a": torch.tensor([7.0], dtype=torch.float32),
-    }
-    data = b"".join(file_format._safetensors(tensors, {"tied": "a"}))
-    header, body = header_of(data)
-    assert header.pop("__metadata__") == {"tied": "a"}
-    assert header == {
-        "c": {"dtype": "I64", "shape": [], "data_offsets": [0, 8]},
-        "a": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]},
-        "d": {"dtype": "F32", "shape": [2, 1], "data_offsets": [12, 20]},
-        "b": {"dtype": "U8", "shape": [3], "data_offsets": [20, 23]},
-    }
-    assert list(header) == ["c", "a", "d", "b"] and len(body) == 23
-    assert body[:8] == (5).to_bytes(8, "little") and body[20:] == b"\x01\x02\x03"
-    assert "__metadata__" not in header_of(b"".join(file_format._safetensors({}, {})))[0]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "aside"),
-    [
-        (torch.zeros(MIB, dtype=torch.uint8), True),
-        (torch.zeros(MIB // 4, dtype=torch.float32), True),
-        (torch.zeros(MIB - 1, dtype=torch.uint8), False),
-        (torch.zeros(MIB // 4 - 1, dtype=torch.float32), False),
-        (torch.zeros(MIB // 8, dtype=torch.complex128), False),  # no type of safetensors
-        (torch.zeros(1024, 1024).to_sparse(), False),
-    ],
-)
-def test_large_tensors_of_the_state_have_a_file_of_their_own(tensor: Tensor, aside: bool) -> None:
-    large: dict[str, Tensor] = {"0": torch.zeros(1)}
-    told = file_format._refer_if_large(tensor, large)
-    assert (told == {"ddptrain.tensor": "1"} and large["1"] is tensor) if aside else told is tensor
-    assert len(large) == (2 if aside else 1)
-    if aside:
-        assert file_format._resolved(told, large) is tensor
-        assert file_format._resolved({**told, "more": 1}, large) == {**told, "more": 1}
-
-
-def test_each_container_is_searched_and_keeps_its_type() -> None:
-    given = {"a": [1, (2, "x")], "b": {3}, 4: {"c": 5}}
-    assert file_format._map(given, int, lambda number: 10 * number) == {"a": [10, (20, "x")], "b": {30}, 4: {"c": 50}}
-    seen: list[Any] = []
-
-    def count(item: dict[str, Any]) -> int:
-        seen.append(dict(item))
-        return len(seen)
-
-    file_format._map({"a": {"b": {}}}, dict, count)
-    assert seen == [{}, {"b": 1}, {"a": 2}], "items before their container"
-
-
-@pytest.mark.parametrize("size", [0, 1, 4 * MIB, 4 * MIB + 1, 9 * MIB])
-def test_file_has_all_bytes_and_their_hash(tmp_path: Path, size: int) -> None:
-    data = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
-    pieces = [memoryview(b"head"), memoryview(data)]
-    staged = file_format._write_file(tmp_path / "f", pieces)
-    written = (tmp_path / "f").read_bytes()
-    assert written == b"head" + data
-    assert (staged.name, staged.size_bytes, staged.sha256) == ("f", size + 4, hashlib.sha256(written).hexdigest())
-    assert (tmp_path / "f").stat().st_mode & 0o022 == 0
-    with pytest.raises(FileExistsError):
-        file_format._write_file(tmp_path / "f", pieces)
 
 
 def test_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:

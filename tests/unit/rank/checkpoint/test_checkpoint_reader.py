@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +104,3 @@ class OnDevice:
 
     def to(self, device: torch.device) -> str:
         return f"on {device}"
-
-
-@pytest.mark.parametrize(
-    ("make", "moved"),
-    [
-        (lambda item: [1, item], [1, "on cuda:1"]),
-        (lambda item: (item, "x"), ("on cuda:1", "x")),
-        (lambda item: {item}, {"on cuda:1"}),
-        (lambda item: {"a": {"b": [item]}, "c": None}, {"a": {"b": ["on cuda:1"]}, "c": None}),
-    ],
-)
-def test_tensors_in_plain_data_are_moved_to_the_device(make: Callable[[Any], Any], moved: Any) -> None:
-    found = checkpoint_reader._moved(torch.device("cuda", 1), make(OnDevice()))
-    assert found == moved and type(found) is type(moved)

@@ -282,7 +282,7 @@ def test_call_that_is_not_due_reads_no_state_and_asks_no_store(tmp_path: Path, m
     optimizer = torch.optim.Adam(model.parameters())
     for kind in (torch.nn.Module, torch.optim.Optimizer):
         monkeypatch.setattr(kind, "state_dict", lambda *_, **__: pytest.fail("the state was read"))
-    for method in ("get", "set", "has", "wait"):
+    for method in ("get", "set", "has", "meet"):
         monkeypatch.setattr(WorkerGroupStore, method, lambda *_: pytest.fail("the store was asked"))
     for step in range(1000):
         state = {"loss_sum": 1.0, "n": 3}

@@ -77,25 +77,6 @@ def test_calls_that_are_not_due_cost_next_to_nothing() -> None:
     assert is_cheap(lambda call: rule.now(call + 1, call + 1, 0.5), 10e-6)
 
 
-def test_other_ranks_ask_the_store_in_few_of_their_calls(worker_group: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    get = WorkerGroupStore.get
-
-    def noted(store: WorkerGroupStore, key: str) -> bytes:
-        asked.append(key)
-        return get(store, key)
-
-    monkeypatch.setattr(WorkerGroupStore, "get", noted)
-    leader, other = (
-        SaveSchedule(spec, WorkerGroupStore(spec))
-        for spec in (worker_group.spec(rank, 2, every_epochs=None, every_s=3600.0) for rank in (0, 1))
-    )
-    for call in range(1, 10_001):
-        assert leader.now(call, call, None) is other.now(call, call, None) is False
-    # The next call that asks is at most twice as far: 1, 2, 4, 8, ... up to 8192.
-    assert asked == [f"pace/{2**n}" for n in range(14)]
-
-
 def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(worker_group: Gang) -> None:
     """Rank 0 is ahead, rank 1 is told late and goes on meanwhile: nobody has passed the call that they agree on."""
     specs = [worker_group.spec(rank, 3, grace_s=60.0) for rank in range(3)]

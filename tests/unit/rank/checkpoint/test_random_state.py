@@ -66,16 +66,3 @@ def test_states_are_plain_and_those_of_numpy_and_python_are_restored_exactly() -
     draws()
     random_state.restore(state, CPU)
     assert random.getstate() == python and all(map(np.array_equal, np.random.get_state(), numpy))
-
-
-def test_state_of_a_gpu_is_kept_and_restored_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, done = torch.device("cuda", 1), list[object]()
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: ("state of", device))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: done.append(given))
-    state = random_state.capture(gpu)
-    assert state["cuda"] == ("state of", gpu)
-    random_state.restore({**state, "cuda": None}, gpu)
-    random_state.restore(state, CPU)
-    assert done == []
-    random_state.restore(state, gpu)
-    assert done == [(("state of", gpu), gpu)]

@@ -7,10 +7,8 @@ import pytest
 
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.rank_identity import RankIdentity
 from ddptrain.rank.steps.timed_activities import TimedActivities
 from tests import fake_time
-from tests.unit.specs import make_spec
 
 
 class Activities(TimedActivities):
@@ -71,16 +69,3 @@ def test_a_hundredth_of_a_second_is_reported(
     with activities.timed("checkpoint"):
         now[0] = seconds
     assert [event.seconds for event in activities.told() if isinstance(event, events.Timed)] == reported
-
-
-def test_rank_knows_its_place_and_its_folders() -> None:
-    identity = RankIdentity()
-    place = {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node_rank": 2}
-    identity._spec = make_spec(run_id="r-7", attempt=3, **place)
-    found = (identity.rank, identity.world_size, identity.local_rank, identity.local_world_size, identity.node_rank)
-    assert found == (5, 8, 1, 4, 2)
-    assert (identity.run_id, identity.attempt) == ("r-7", 3)
-    assert identity.inputs is None and identity.resume_folder is None
-    prepared = RankIdentity()
-    prepared._spec = make_spec(inputs="/in", resume_from="/runs/r-7/step-3")
-    assert (prepared.inputs, prepared.resume_folder) == (Path("/in"), Path("/runs/r-7/step-3"))
