@@ -66,6 +66,7 @@ _UNSHOWN = Problem("", "", "")
 _REMOVED = {
     "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
     "models.mirror_timeout_s": "leave it out",
+    "checkpoint.max_failures": "leave it out; a checkpoint that can't be written ends the run",
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
     "failure.slow": "leave it out; a slow rank is always named, and stays where it is",

@@ -147,9 +147,7 @@ class AttemptSeries:
         record = context.writer.next_attempt(self.checkpoint, len(places))
         attempts = (*context.writer.record.attempts, record)
         context.writer.update(world_size=len(places), attempts=attempts, waiting=False)
-        transfer = TransferQueue(
-            context.writer, self.policy, context.worker_group.inbox, self.config.checkpoint.max_failures
-        )
+        transfer = TransferQueue(context.writer, self.policy, context.worker_group.inbox)
         start_timeout_s = self.config.cluster.start_timeout_s
         fault = context.cluster.worker_fault
         try:

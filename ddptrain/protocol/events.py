@@ -141,16 +141,6 @@ class Failure(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointFailed(Event):
-    """A checkpoint could not be written, `failures` times in a row; `given_up`: there will be no further attempt."""
-
-    step: int
-    message: str
-    failures: int
-    given_up: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ThreadFailure(Event):
     """An exception has ended a thread of the user's code. The rank continues, and may wait for the thread for ever."""
 
@@ -265,7 +255,6 @@ KINDS: dict[str, type[Event]] = {
     "progress": Progress,
     "epochs": Epochs,
     "checkpoint": CheckpointSaved,
-    "checkpoint_failed": CheckpointFailed,
     "file": FileSaved,
     "failure": Failure,
     "thread_failure": ThreadFailure,

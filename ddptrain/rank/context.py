@@ -56,6 +56,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._buffers = HostBuffers()
         self._writer = CheckpointWriter(spec, emitter, self._store, self._tracked.checkpoint)
         self._save_count = 0
+        self._save_waits = False  # whether a checkpoint is due, but the optimizer is within its window
         self._loaders: list[RankLoader] = []
         self._loader_states: list[dict[str, int]] = []  # from the loaded checkpoint
         self._first_epoch = 1
@@ -277,7 +278,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
         It may be called after every step. A checkpoint is due if `last` is True, if `epoch` (from 1) is a whole number
         and a multiple of `checkpoint.every_epochs`, at or after each multiple of `every_steps`, and when `every_s`
-        seconds have passed; without an epoch and without these two settings, every call saves. `more` are objects with
+        seconds have passed; without an epoch and without these two settings, every call saves. A checkpoint that is due
+        between two micro-batches of an accumulated step is saved by the call after the step. `more` are objects with
         state_dict(), or plain data (numbers, text, lists, dictionaries, tensors): those of rank 0 are saved. Of each of
         `metrics` the mean over the ranks that give it is saved.
         `rank_state` is such data that is saved for each rank. The call returns when everything is copied; a thread
@@ -286,8 +288,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Raises:
             TypeError: `step` is not an integer, or a value cannot be saved in a form that loads without executing a
                 pickle.
-            CheckpointNotWritten: an earlier checkpoint could not be written, `checkpoint.max_failures` times in a row,
-                or once if its files exceed the limit of their size (ulimit -f).
+            CheckpointNotWritten: an earlier checkpoint could not be written.
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         step = whole("step", step)
@@ -295,7 +296,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         if self._checks_steps:
             self._check_first_step(step)
         due, ends = self._is_due(step, epoch, last=last)
-        if not due:
+        self._save_waits = due and not last and not self._gradients.is_whole
+        if not due or self._save_waits:
             return False
         with self.timed("checkpoint"):
             self._save(model, optimizer, step, epoch, metrics or {}, rank_state, more)
@@ -331,7 +333,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._calls.complete = last
         if self._writer.error is not None:  # tested before raise_error(), because the thread may set it at any moment
             self._writer.raise_error()
-        due = self._schedule.now(number, step, epoch)
+        due = self._schedule.now(number, step, epoch) or self._save_waits
         ends = self._calls.told_to_end and self._calls.is_last(number)
         return due or last or ends, ends
 
@@ -351,7 +353,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         rank_data = plain_bytes(own)
         self._save_count += 1
         self._calls.has_saved = True
-        gradients = self._gradients.state({"model": model, **extra})
+        gradients = self._gradients.state()
         if self.rank != 0 and not is_sharded(model):
             self._store.set(state_key(self._save_count, self.rank), rank_data)
             return
@@ -393,7 +395,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
             return None
         resumed, state = load_checkpoint(self._spec, self.device, model, optimizer, more, self._note)
         self._loader_states = state.get("loaders") or []
-        self._gradients.restore(state.get("gradients"), {"model": model, **more})
+        self._gradients.restore(state.get("gradients"))
         self._schedule.step = resumed.step
         self._first_epoch = int(resumed.epoch or 0) + 1
         for loader, state in zip(self._loaders, self._loader_states, strict=False):

@@ -15,7 +15,7 @@ from distributed import Worker, WorkerPlugin
 
 from ddptrain.gpus import visible_gpus
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
-from ddptrain.worker import code_cache, rank_environment
+from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_host import RankHost, own_host
 from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
 
@@ -46,7 +46,6 @@ class RunPlugin(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Clean up. Dask calls this when the run is over or its driver has ended."""
         self._removed = True
-        code_cache.release(self.run_id)
         # A worker that closes meanwhile cancels this. The thread continues; Dask would log the cancellation with a
         # traceback, which then looks like the cause of the worker's end.
         with contextlib.suppress(asyncio.CancelledError):

@@ -21,8 +21,8 @@ from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
 from ddptrain.schedule.entries import Entry
 from ddptrain.schedule.monitor import State, look
-from tests.integration.s3server import s3_server
-from tests.integration.seaweed import seaweed
+from tests.servers.s3server import s3_server
+from tests.servers.seaweed import seaweed
 
 PROMOTIONS = 10
 _PROMOTER = """

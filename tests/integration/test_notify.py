@@ -20,9 +20,9 @@ from aiosmtpd.handlers import Message as MessageHandler
 from ddptrain.notify.heartbeat import Heartbeat
 from ddptrain.notify.messages import RetrainReport, compose
 from ddptrain.notify.sender import Delivery, send
-from tests.command import PATIENCE_S, Cli
-from tests.integration.notify_servers import CheckServer, SilentServer, WebServer, serving
-from tests.integration.ports import free_ports
+from tests.servers.notify_servers import CheckServer, SilentServer, WebServer, serving
+from tests.servers.ports import free_ports
+from tests.support.command import PATIENCE_S, Cli
 
 REPORT = RetrainReport(
     event="failed",

@@ -14,7 +14,7 @@ from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.lookup import list_runs
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords, Stage
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.integration.seaweed import seaweed
+from tests.servers.seaweed import seaweed
 
 WORKLOAD = """
 import json, os, time

@@ -1,4 +1,4 @@
-"""Writes checkpoints in a thread while training continues, one after the other. Repeats failed writes."""
+"""Writes checkpoints in a thread while training continues, one after the other. A failed write ends the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot
 from ddptrain.rank.emitter import Emitter
 
 _POLL_S, _MAX_POLL_S = 0.01, 0.2  # longer and longer: a rank that waits must not look as if it worked
-_MAX_PAUSE_S = 60.0
 _LATE_S = 0.5  # while the worker group is being stopped, another rank may be this much later than rank 0
 _NICENESS = 5  # the priority of the thread is lower than that of training steps
 
@@ -105,7 +104,7 @@ class CheckpointWriter:
     def wait(self, deadline_s: float | None = None, *, hurry: bool = False) -> bool:
         """Wait until no checkpoint is in progress; return False after `deadline_s` seconds.
 
-        hurry: do not repeat a failed write.
+        hurry: the worker group is being stopped, so do not wait long for other ranks.
 
         Raises CheckpointNotWritten, once, if a checkpoint could not be written.
         """
@@ -140,21 +139,21 @@ class CheckpointWriter:
                 self._write_first_part(save, save.snapshot.shards)
             else:
                 self._write_part(save, save.snapshot.shards)
-        except _Dropped:
-            shutil.rmtree(save.folder, ignore_errors=True)
         except BaseException as error:
-            self.error = error
+            shutil.rmtree(save.folder, ignore_errors=True)
+            if not isinstance(error, _Dropped):
+                self.error = error
 
     def _write_whole(self, save: PendingCheckpoint) -> None:
         ranks, metrics = self._gather_states(save)
-        files = self._write_with_retries(save, lambda: checkpoint_files.write(save.folder, save.snapshot, ranks))
+        files = checkpoint_files.write(save.folder, save.snapshot, ranks)
         self._written(save.step, save.folder, metrics)
         self._announce(save, files, metrics, finite=snapshot.are_finite(save.snapshot.weights))
 
     def _write_part(self, save: PendingCheckpoint, shards: Shards) -> None:
         """Write the slices of a rank other than 0, then store the names of its files and its state."""
         rank = self._spec.rank
-        files = self._write_with_retries(save, lambda: checkpoint_files.write_shards(save.folder, shards, rank))
+        files = checkpoint_files.write_shards(save.folder, shards, rank)
         part = events.CheckpointPart(rank, save.folder.name, files)
         made = {**asdict(part), "finite": snapshot.are_finite(shards.model)}
         try:
@@ -166,25 +165,14 @@ class CheckpointWriter:
     def _write_first_part(self, save: PendingCheckpoint, shards: Shards) -> None:
         """Write the slices of rank 0, wait for the other ranks, and tell the driver."""
         began = time.monotonic()
-        first_files = self._write_with_retries(save, lambda: checkpoint_files.write_shards(save.folder, shards, 0))
+        first_files = checkpoint_files.write_shards(save.folder, shards, 0)
         self._late_s = _LATE_S + time.monotonic() - began  # other ranks write about as much
         ranks, metrics = self._gather_states(save)
         if None in ranks:  # the slices of a rank are missing; _note_missing has reported it
             raise _Dropped
         parts = [self._part_of_rank(save.number, rank) for rank in range(1, len(ranks))]
-        shard_files = [*first_files]
-
-        def write() -> tuple[StagedFile, ...]:
-            if not shard_files:  # a failed write has deleted the folder
-                shard_files.extend(checkpoint_files.write_shards(save.folder, shards, 0))
-            try:
-                return *shard_files, *checkpoint_files.write_state(save.folder, save.snapshot, ranks)
-            except OSError:
-                shard_files.clear()
-                raise
-
+        files = *first_files, *checkpoint_files.write_state(save.folder, save.snapshot, ranks)
         finite = snapshot.are_finite(shards.model) and all(is_finite for _, is_finite in parts)
-        files = self._write_with_retries(save, write)
         self._announce(save, files, metrics, tuple(part for part, _ in parts if part.files), finite=finite)
 
     def _part_of_rank(self, number: int, rank: int) -> tuple[events.CheckpointPart, bool]:
@@ -205,32 +193,6 @@ class CheckpointWriter:
     ) -> None:
         place = save.step, save.folder.name, files, save.epoch, metrics, parts, finite
         self._emitter.emit(events.CheckpointSaved(time.time_ns(), *place))
-
-    def _write_with_retries(
-        self, save: PendingCheckpoint, write: Callable[[], tuple[StagedFile, ...]]
-    ) -> tuple[StagedFile, ...]:
-        """Call `write`, which writes files into the folder of `save`, and return the files.
-
-        A failed write is repeated, unless a file exceeds the limit on the size of files.
-        """
-        failures = 0
-        while True:
-            try:
-                return write()
-            except OSError as error:
-                shutil.rmtree(save.folder, ignore_errors=True)
-                failures += 1
-                pause_s = min(2.0 ** (failures - 1), _MAX_PAUSE_S)
-                is_last = failures >= self._spec.checkpointing.max_failures or error.errno == errno.EFBIG
-                given_up = is_last or self._hurry.is_set()
-                self._report_failure(save, error, failures, given_up)
-                if given_up or self._hurry.wait(pause_s):
-                    raise
-
-    def _report_failure(self, save: PendingCheckpoint, error: OSError, failures: int, given_up: bool) -> None:
-        message = f"{error.strerror or error}"
-        with suppress(OSError):  # the disk of the events may be full, too
-            self._emitter.emit(events.CheckpointFailed(time.time_ns(), save.step, message, failures, given_up))
 
     def _gather_states(self, save: PendingCheckpoint) -> tuple[list[Any], dict[str, float]]:
         """Return the state of each rank, None for a rank that has not called ctx.checkpoint, and the metrics.

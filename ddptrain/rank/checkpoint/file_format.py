@@ -1,14 +1,11 @@
 """The files of a checkpoint: tensors as safetensors, the rest as a state that loads without executing a pickle.
 
 This module writes the files itself, not with safetensors or torch.save: in large pieces, which release the GIL for the
-training thread, with their hash, and with the OSError of the disk. Large files bypass the page cache (O_DIRECT), which
-halves the CPU time and keeps the training data in the cache.
+training thread, with their hash, and with the OSError of the disk.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import io
 import json
 import os
@@ -16,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,8 +28,6 @@ TENSORS_FILE = "tensors.safetensors"  # large tensors of the state; state.pt ref
 STATE_FILE = "state.pt"
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 20
-_PAGE_BYTES = 4096  # for O_DIRECT, memory address, length and file position must be multiples of this
-_DIRECT_BYTES = 64 << 20  # smaller files stay in the page cache, from which a restart reads them
 _REFERENCE = "ddptrain.tensor"  # {_REFERENCE: name} in state.pt refers to the tensor of that name in TENSORS_FILE
 
 
@@ -133,8 +127,8 @@ def _map(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """Return the bytes of a safetensors file: the header with its length, and the tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # Tensors of whole pages first, for O_DIRECT. Then wide types, so that each tensor is aligned to its element size.
-    names = sorted(tensors, key=lambda name: (tensors[name].nbytes % _PAGE_BYTES > 0, -tensors[name].itemsize, name))
+    # Wide types first, so that each tensor is aligned to its element size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     end = 0
     for name in names:
         begin, end = end, end + tensors[name].nbytes
@@ -144,7 +138,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % (_PAGE_BYTES if end >= _DIRECT_BYTES else 8))
+    text += b" " * (-(8 + len(text)) % 8)
     return [memoryview(len(text).to_bytes(8, "little") + text), *(_octets(tensors[name]) for name in names)]
 
 
@@ -156,37 +150,15 @@ def _octets(tensor: Tensor) -> memoryview:
 def _write_file(path: Path, pieces: Sequence[memoryview]) -> StagedFile:
     """Write a file and compute its hash; the file is durable when this returns."""
     digest, size = sha256(), 0
-    is_large = sum(map(len, pieces)) >= _DIRECT_BYTES
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for piece in pieces:
-            write = _write_direct if is_large and _is_whole_pages(piece, size) else write_all
             for start in range(0, len(piece), _CHUNK_BYTES):
                 chunk = piece[start : start + _CHUNK_BYTES]
                 digest.update(chunk)
                 size += len(chunk)
-                write(descriptor, chunk)
+                write_all(descriptor, chunk)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return StagedFile(path.name, size, digest.hexdigest())
-
-
-def _is_whole_pages(piece: memoryview, position: int) -> bool:
-    """Return whether O_DIRECT can write the bytes at this position of the file."""
-    address = np.frombuffer(piece, np.uint8).ctypes.data if piece else 1
-    return address % _PAGE_BYTES == 0 and len(piece) % _PAGE_BYTES == 0 and position % _PAGE_BYTES == 0
-
-
-def _write_direct(descriptor: int, chunk: memoryview) -> None:
-    """Write whole pages without the page cache, or with it if the file system or the memory requires that."""
-    flags, written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        written = os.write(descriptor, chunk)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EFAULT):
-            raise
-    finally:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    write_all(descriptor, chunk[written:])  # the rest of an interrupted write, or everything

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddptrain.rank.checkpoint.snapshot import is_sharded, unwrapped
-
 _MAX_SKIPPED = 100  # steps in a row, which reduce the loss scale from 65536 to 5e-26
 
 
@@ -44,7 +42,6 @@ class GradientSteps:
         self._scale_is_due = False
         self._skipped_in_a_row = 0
         self._windows: list[_Window] = []
-        self._resumed: list[int] = []  # `done` of the windows of a checkpoint, by optimizer
         # Models whose last gradients were not averaged over the ranks. A set would have another order on each rank.
         self._unsynced: dict[DistributedDataParallel, None] = {}
 
@@ -83,7 +80,7 @@ class GradientSteps:
         for window in self._windows:
             if any(id(parameter) in ids for parameter in window.parameters()):
                 return window.done
-        return next(iter(self._resumed[len(self._windows) :]), 0)
+        return 0
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss. Raises RuntimeError if the earlier gradients of the window were deleted."""
@@ -131,8 +128,7 @@ class GradientSteps:
         for window in self._windows:
             if window.optimizer is optimizer:
                 return window
-        position = next(iter(self._resumed[len(self._windows) :]), 0)
-        self._windows.append(_Window(optimizer, position))
+        self._windows.append(_Window(optimizer))
         return self._windows[-1]
 
     def _count_skipped(self, *, is_finite: bool) -> None:
@@ -146,43 +142,28 @@ class GradientSteps:
 
     def _update_scale(self) -> None:
         """Update the loss scale when no optimizer has gradients that were computed with the old scale."""
-        if self._scaler is not None and self._scale_is_due and not any(window.done for window in self._windows):
+        if self._scaler is not None and self._scale_is_due and self.is_whole:
             self._scaler.update()
             self._scale_is_due = False
 
     # --- checkpoints ---
 
-    def state(self, modules: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the state for a checkpoint: the scaler, and the window with the gradients of `modules`; None if empty.
+    @property
+    def is_whole(self) -> bool:
+        """Whether no optimizer is within its window, so that a checkpoint needs no gradients."""
+        return not any(window.done for window in self._windows)
 
-        Within a window all ranks must call it, because it replaces the gradients by their mean over the ranks. This
-        does not change the final gradient, and any number of ranks can continue with the mean.
-        """
+    def state(self) -> dict[str, Any] | None:
+        """Return the state of the scaler for a checkpoint; None without a scaler."""
         self._update_scale()
-        state: dict[str, Any] = {}
-        if self._scaler is not None:
-            state = {"scaler": self._scaler.state_dict(), "skipped": self.skipped}
-        if any(window.done for window in self._windows):
-            for model in self._unsynced:
-                average_gradients(model)
-            state["windows"] = [window.done for window in self._windows]
-            state["gradients"] = {name: _gradients(module) for name, module in _only_modules(modules).items()}
-        return state or None
+        return {"scaler": self._scaler.state_dict(), "skipped": self.skipped} if self._scaler is not None else None
 
-    def restore(self, state: Mapping[str, Any] | None, modules: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue with the state of a checkpoint, before the first call of `step`."""
         state = state or {}
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(dict(state["scaler"]))
         self.skipped = state.get("skipped", 0)
-        self._resumed = list(state.get("windows", ()))
-        factor = self.scale / state["scaler"]["scale"] if "scaler" in state else self.scale
-        for name, module in _only_modules(modules).items():
-            saved = state.get("gradients", {}).get(name, {})
-            for key, parameter in module.named_parameters():
-                if key in saved:
-                    gradient = _placed_as(parameter, saved[key].to(parameter.device, parameter.dtype, copy=True))
-                    parameter.grad = gradient if factor == 1.0 else gradient * factor
 
 
 def average_gradients(model: DistributedDataParallel) -> None:
@@ -202,29 +183,3 @@ def average_gradients(model: DistributedDataParallel) -> None:
 
 def _share(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return not {id(each) for each in some}.isdisjoint(id(each) for each in others)
-
-
-def _only_modules(parts: Mapping[str, Any]) -> dict[str, nn.Module]:
-    return {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
-
-
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients by name. For a sharded model, all ranks must call it, and the gradients are whole."""
-    gradients = {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
-    if not is_sharded(module):
-        return gradients
-    return {name: _whole(gradient).cpu() for name, gradient in gradients.items()}
-
-
-def _whole(gradient: Any) -> Tensor:
-    whole: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return whole
-
-
-def _placed_as(parameter: Any, whole: Tensor) -> Tensor:
-    """Return a gradient with the placement of its parameter: this rank's part if the parameter is sharded."""
-    if not hasattr(parameter, "placements"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)

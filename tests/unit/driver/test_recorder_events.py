@@ -88,7 +88,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 FAILURE = events.Failure(AT, "ValueError", "no", "trace", "train")
 THREAD = events.ThreadFailure(AT, "loader", "OSError", "full\nmore", "trace")
-FAILED = events.CheckpointFailed(AT, 7, "disk full", 2)
 
 
 @pytest.mark.parametrize(
@@ -139,44 +138,6 @@ FAILED = events.CheckpointFailed(AT, 7, "disk full", 2)
                 (
                     "notice",
                     "rank 3: thread loader has ended with OSError: full; the rank continues",
-                    {"level": "warning"},
-                )
-            ],
-        ),
-        (
-            FAILED,
-            {
-                "event": "checkpoint_failed",
-                "rank": 3,
-                "step": 7,
-                "message": "disk full",
-                "failures": 2,
-                "given_up": False,
-                "rank_time_ns": AT,
-            },
-            [
-                (
-                    "notice",
-                    "rank 3: checkpoint step-7 could not be written (failure 2 in a row), trying again: disk full",
-                    {"level": "warning"},
-                )
-            ],
-        ),
-        (
-            dataclasses.replace(FAILED, given_up=True),
-            {
-                "event": "checkpoint_failed",
-                "rank": 3,
-                "step": 7,
-                "message": "disk full",
-                "failures": 2,
-                "given_up": True,
-                "rank_time_ns": AT,
-            },
-            [
-                (
-                    "notice",
-                    "rank 3: checkpoint step-7 could not be written (failure 2 in a row), not tried again: disk full",
                     {"level": "warning"},
                 )
             ],

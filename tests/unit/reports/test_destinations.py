@@ -61,7 +61,7 @@ def test_lines_of_ranks_are_no_commands(tmp_path: Path, capsys: pytest.CaptureFi
     view = failed_run(tmp_path, logs={1: "::error::a\n::endgroup::\nx\r::stop-commands::t\n##[error]b\n\x1b]0;x\x07\n"})
     write_reports(RunReport.of_run(view), chosen(**github(tmp_path)))
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("::")] == [lines[-1]]
+    assert [line for line in lines if line.startswith("::")] == [lines[-1]], lines
 
 
 def test_success_has_no_annotation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,12 +86,12 @@ def test_problems_are_annotated_at_their_lines(tmp_path: Path, capsys: pytest.Ca
     )
 
 
-def test_gitlab_gets_a_section_and_a_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gitlab_gets_the_last_lines_and_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_reports(RunReport.of_run(failed_run(tmp_path)), chosen(GITLAB_CI="true", CI_PROJECT_DIR=str(tmp_path)))
     lines = capsys.readouterr().err.split("\n")
-    assert lines[0].endswith("[collapsed=true]\r\x1b[0Klast lines of rank 1")
+    assert lines[0] == "last lines of rank 1:"
     assert lines[1:3] == ["[rank 1] step 1", "[rank 1] ValueError: wrong shape"]
-    assert lines[4] == "ddptrain: error at train.py:4: rank 1 on node-1: ValueError: wrong shape"
+    assert lines[3] == "ddptrain: error at train.py:4: rank 1 on node-1: ValueError: wrong shape"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["toy-1", "train.py"]
 
 

@@ -400,7 +400,6 @@ ACTIVITY = [
     (events.Progress(1, 5.0, 10.0), True),
     (events.Epochs(1, 3), True),
     (events.CheckpointSaved(1, 5, "s", ()), True),
-    (events.CheckpointFailed(1, 5, "no", 1), True),
     (events.FileSaved(1, "figure.png", "s", 1, ""), True),
     (events.FileSaved(1, "stacksofit.txt", "s", 1, ""), True),
     (events.Returned(1, "1"), True),

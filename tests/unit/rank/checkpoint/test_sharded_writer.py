@@ -47,7 +47,7 @@ class ShardedRank:
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[tuple[ShardedRank, ShardedRank]]:
     gang = Gang()
-    made = ShardedRank(gang, tmp_path, 0), ShardedRank(gang, tmp_path, 1, max_failures=2)
+    made = ShardedRank(gang, tmp_path, 0), ShardedRank(gang, tmp_path, 1)
     yield made
     for rank in made:
         rank.file.close()

@@ -8,7 +8,7 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.steps.timed_activities import TimedActivities
-from tests import fake_time
+from tests.support import fake_time
 
 
 class Activities(TimedActivities):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, dataloader
 from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
-from tests import fake_time
+from tests.support import fake_time
 
 
 class Emitted:
