@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from ddptrain.clusters.resolve import Target
-    from ddptrain.driver.attempt.inbox import Inbox
     from ddptrain.driver.control.signals import Signals
     from ddptrain.driver.display.run_display import RunDisplay
-    from ddptrain.driver.worker_group.cluster_news import ClusterNews
+    from ddptrain.driver.inbox import Inbox
+    from ddptrain.driver.workers import ClusterNews
 
 _APPEAR_S = 5.0  # time for a foreign scheduler to answer a dry run; a run waits for cluster.start_timeout_s
 

@@ -10,31 +10,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.artifact_files import ArtifactFiles
-from ddptrain.rank.checkpoint import random_state
-from ddptrain.rank.checkpoint.checkpoint_reader import Resumed, load_checkpoint
-from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
-from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
+from ddptrain.protocol.rank_spec import RankSpec, StepProfile
+from ddptrain.rank import profile
+from ddptrain.rank.agreement import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
+from ddptrain.rank.checkpoint import files as checkpoint_files
+from ddptrain.rank.checkpoint.files import Resumed, load_checkpoint
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_bytes
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.model.optimizer_calls import OptimizerCalls
-from ddptrain.rank.plain_numbers import number, numbers, optional, optional_whole, whole
-from ddptrain.rank.profiling.profiled_steps import ProfiledSteps
+from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
+from ddptrain.rank.output import ArtifactFiles, Emitter, number, numbers, optional, optional_whole, whole
+from ddptrain.rank.profile import StepProfiler
 from ddptrain.rank.trackers import RankTrackers
+
+_MIN_TIMED_S = 0.01  # shorter activities are not recorded, because ctx.checkpoint may be called after each step
 
 if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
-    from ddptrain.rank.collective.reductions import CollectiveValues
-    from ddptrain.rank.data.dataloader import RankLoader
-    from ddptrain.rank.media.media_log import MediaLog
+    from ddptrain.rank.agreement import CollectiveValues
+    from ddptrain.rank.gradients import GradientSteps
+    from ddptrain.rank.loader import RankLoader
+    from ddptrain.rank.media import MediaLog
 
 __all__ = ["PreemptedExit", "RankContext", "Resumed"]
 
 
-class RankContext(OptimizerCalls, ProfiledSteps):
+class RankContext:
     """A rank's view of its run. The process group is initialized as long as a workload has a context."""
 
     def __init__(
@@ -63,7 +64,54 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._has_resumed = False
         self._checks_steps = bool(spec.checkpointing.resume_from)  # until the first step is known to be right or wrong
         self.device = device
+        self._profiler: StepProfiler | None = None  # None while there is no profile, which costs no time
+        self._last_profiled = 0
         self._watch_steps(spec.profile)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name in the runs folder."""
+        return self._spec.run_id
+
+    @property
+    def attempt(self) -> int:
+        """The number of this attempt, from 1."""
+        return self._spec.attempt
+
+    @property
+    def rank(self) -> int:
+        """This process among all processes of the run, from 0 to world_size - 1."""
+        return self._spec.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        return self._spec.placement.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process among the run's ranks on its host, from 0."""
+        return self._spec.placement.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of the run's ranks on this host."""
+        return self._spec.placement.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """This host among the run's hosts, from 0."""
+        return self._spec.placement.node_rank
+
+    @property
+    def inputs(self) -> Path | None:
+        """The folder with the inputs that the driver has prepared; None if the workload prepares nothing."""
+        return Path(self._spec.code.inputs) if self._spec.code.inputs else None
+
+    @property
+    def resume_folder(self) -> Path | None:
+        """The folder of the checkpoint from which this attempt resumes; None if it starts from scratch."""
+        return Path(self._spec.checkpointing.resume_from) if self._spec.checkpointing.resume_from else None
 
     @property
     def preempted(self) -> bool:
@@ -130,7 +178,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
     @cached_property
     def _media(self) -> MediaLog:
-        from ddptrain.rank.media.media_log import MediaLog
+        from ddptrain.rank.media import MediaLog
 
         return MediaLog(self.rank, self._files, self._tracked)
 
@@ -142,6 +190,21 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._emitter.progress(number("done", done), optional("total", total), unit)
         if self._profiler is not None and unit == "steps":
             self._report_step(int(done))
+
+    @contextmanager
+    def timed(self, activity: str) -> Iterator[None]:
+        """Measure the time of a block: `with ctx.timed("evaluation"):`. The line `time` of the run shows "evaluation".
+
+        Every rank may use it. Times of rank 0 of at least 0.01 s are recorded in events.jsonl.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            if self.rank == 0 and seconds >= _MIN_TIMED_S:
+                with suppress(OSError):  # the disk is full: an exception of the block is more important
+                    self._emitter.emit(events.Timed(time.time_ns(), activity, seconds))
 
     def prepare(
         self,
@@ -165,7 +228,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         `activation_checkpointing` are names of classes of layers. Raises ValueError for another precision, strategy or
         class, or `accumulate` below 1.
         """
-        from ddptrain.rank.model.prepare import prepare_model
+        from ddptrain.rank.prepare import prepare_model
 
         options: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
         options |= {"accumulate": accumulate, "strategy": strategy, "shard": shard}
@@ -179,9 +242,60 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         return prepared
 
     def _use_compile_cache(self) -> None:
-        from ddptrain.rank.model.compile_cache import use_compile_cache
+        from ddptrain.rank.prepare import use_compile_cache
 
         use_compile_cache(self._spec, self._note)
+
+    @cached_property
+    def _gradients(self) -> GradientSteps:
+        from ddptrain.rank.gradients import GradientSteps
+
+        def is_last_batch() -> bool:
+            return any(loader.is_at_last_batch for loader in self._loaders)
+
+        steps = GradientSteps(self.device, is_last_batch=is_last_batch)
+        steps.use(self._spec.prepare.get("precision", "fp32"), self._spec.prepare.get("accumulate", 1))
+        return steps
+
+    @property
+    def accumulate(self) -> int:
+        """The number of batches per step of the optimizer, from ctx.prepare or the configuration."""
+        return self._gradients.accumulate
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Call `loss.backward()`, with the loss scale of fp16. `loss` is the mean over this rank's batch.
+
+        Raises:
+            RuntimeError: optimizer.zero_grad() was called before all batches of a step were accumulated.
+        """
+        self._gradients.backward(loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None, last: bool = False) -> bool:
+        """Count a batch, after its `backward`; return whether the optimizer took a step, so that the weights have
+        changed.
+
+        With `accumulate` the optimizer takes a step with every N-th batch and with the last batch of an epoch. Its
+        gradient is the mean over these batches, also if the last step of an epoch has fewer than N; then the gradients
+        are set to zero. ctx.loader detects the last batch; with any other loader pass last=True for it, on all ranks.
+        `clip` is the largest norm of the gradient. With fp16 a step with infinite gradients is skipped, and logged as
+        train/skipped_steps and train/loss_scale.
+
+            ctx.backward(loss)
+            if ctx.step(optimizer, clip=1.0):
+                scheduler.step()
+
+        Raises:
+            FloatingPointError: the gradients were infinite or NaN in 100 steps in a row.
+        """
+        steps = self._gradients
+        skipped = steps.skipped
+        taken = steps.step(optimizer, clip, last=last)
+        if steps.skipped > skipped and self.rank == 0:
+            values = {"train/skipped_steps": float(steps.skipped), "train/loss_scale": steps.scale}
+            event = events.Metrics(time.time_ns(), values, None, None)
+            self._emitter.emit(event)
+            self._tracked.numbers(event)
+        return taken
 
     def loader(
         self,
@@ -202,7 +316,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         position in the epoch, and a resumed run continues there, also with another number of ranks. Several loaders are
         identified by their order of creation. Raises TypeError for data without a length.
         """
-        from ddptrain.rank.data.dataloader import make_loader
+        from ddptrain.rank.loader import make_loader
 
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
         loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
@@ -233,7 +347,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
     @cached_property
     def _collective_values(self) -> CollectiveValues:
-        from ddptrain.rank.collective.reductions import CollectiveValues
+        from ddptrain.rank.agreement import CollectiveValues
 
         return CollectiveValues(self._spec)
 
@@ -349,7 +463,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
     ) -> None:
         epoch = optional("epoch", epoch)
         metrics = numbers(raw_metrics)
-        own = {"random": random_state.capture(self.device), "rank_state": rank_state, "metrics": metrics}
+        own = {"random": checkpoint_files.capture_random(self.device), "rank_state": rank_state, "metrics": metrics}
         rank_data = plain_bytes(own)
         self._save_count += 1
         self._calls.has_saved = True
@@ -406,9 +520,54 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._note(f"continues from step {resumed.step}{epoch}")
         return resumed
 
-    @property
-    def _known_step(self) -> int:
-        return self._schedule.step
+    def profile(self, steps: tuple[int, int], *, ranks: Sequence[int] | None = None) -> None:
+        """Record the steps `steps[0]` to `steps[1]` (counted from 1, both included) with torch.profiler.
+
+        `ranks`: None for every rank that calls this method. Writes a Chrome trace,
+        artifacts/profile/steps-<a>-<b>/rank-<r>.pt.trace.json.gz.
+
+        A step is complete when the workload reports it with ctx.checkpoint(step=), ctx.log(step=) or
+        ctx.progress(unit="steps"). The profile begins at the first report of a step >= steps[0] - 1 (with steps[0] = 1
+        in this call) and ends at the first report of a step >= steps[1]. A profile that fails is a warning.
+
+        Raises:
+            TypeError: a step or a rank is not an integer.
+            ValueError: the steps are reversed, below 1 or more than 100, or another profile is not over.
+        """
+        first, last = (whole("step", step) for step in steps)
+        wanted = StepProfile(first, last, tuple(whole("rank", rank) for rank in ranks or ()))
+        if problem := wanted.problem:
+            raise ValueError("ctx.profile(steps={}): {}; {}".format(tuple(steps), *problem))
+        if self._profiler is not None:
+            raise ValueError(
+                f"ctx.profile: the profile of {self._profiler.wanted} is not over; leave out one of them (the section "
+                "`profile` of the configuration counts, too)"
+            )
+        self._watch_steps(wanted)
+        self._report_step(max(self._schedule.step, self._last_profiled))
+
+    def _watch_steps(self, wanted: StepProfile | None) -> None:
+        if wanted is None:
+            return
+        missing = sorted(rank for rank in set(wanted.ranks) if not 0 <= rank < self.world_size)
+        if missing and self.rank == 0:
+            names = ", ".join(map(str, missing[:10]))
+            profile.note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self.world_size - 1}")
+        if wanted.includes(self.rank):
+            self._profiler = StepProfiler(wanted, self.rank, self.device, self._files, self._emitter)
+
+    def _report_step(self, step: int) -> None:
+        """Tell the profiler, if there is one, that a step is over."""
+        if self._profiler is not None:
+            self._profiler.reported(step)
+            if self._profiler.is_over:
+                self._profiler, self._last_profiled = None, step
+
+    def end_profile(self, *, complete: bool) -> None:
+        """End the current profile with the workload: save it if `complete`, else discard it."""
+        if self._profiler is not None:
+            self._profiler.close(complete=complete)
+            self._profiler = None
 
     def _note(self, text: str, level: str = "info") -> None:
         if self.rank == 0:

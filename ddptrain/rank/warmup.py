@@ -18,10 +18,9 @@ _MODULES = (
     "torch.utils.data.distributed",
     "safetensors.torch",
     "ddptrain.rank.context",
-    "ddptrain.rank.data.dataloader_workers",
+    "ddptrain.rank.loader",
     "ddptrain.rank.rank_process",
-    "ddptrain.rank.steps.ddp_times",
-    "ddptrain.rank.steps.waiting_time",
+    "ddptrain.rank.steps",
 )
 
 

@@ -37,7 +37,6 @@ class RunStatus(StrEnum):
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
     WAITING = "waiting"
-    UNKNOWN = "unknown"
     UNREADABLE = "unreadable"
 
 
@@ -289,7 +288,7 @@ class RunRecord(_Part):
     driver: DriverRecord = field(default_factory=DriverRecord)
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
     progress: ProgressRecord | None = None
-    time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/timing/time_use.py
+    time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/time_use.py
     goodput: float | None = None  # the share of training
     best: BestRecord | None = None
     checkpoints: tuple[str, ...] = ()

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ddptrain.errors import DdptrainError
-from ddptrain.results.annotations.annotations import Annotations
-from ddptrain.results.annotations.edit import Change, edit_folder
+from ddptrain.results.annotations import Annotations, Change, edit_folder
 from ddptrain.results.layout import BEST, RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 

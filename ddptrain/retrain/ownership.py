@@ -21,8 +21,8 @@ from pathlib import Path
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
 from ddptrain.model_registry.own_folder import OwnFolder
+from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.lease import LOCK, StoreLock, claim_from
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
@@ -41,13 +41,13 @@ class _FolderLock:
         self._path = Path(store.location.url, self._key)
         self._descriptor = -1
 
-    def take(self, *, contested: bool) -> None:
+    def take(self) -> None:
         try:
             self._store.make_parent(self._key)
         except OSError as error:
             raise StoreError(f"cannot write into {self._path.parent}: {error.strerror}; see models.dir") from error
         try:
-            self._descriptor = run_lock.take(self._path)
+            self._descriptor = ownership.take(self._path)
         except ResultsError as error:
             raise ResultsError(str(error).replace("--runs-dir", "--models-dir")) from error
 
@@ -108,7 +108,7 @@ class ModelOwner:
         """
         lock = _lock_in(_record_folder(self._folder, number))
         try:
-            lock.take(contested=True)
+            lock.take()
         except RunLocked:
             return False
         self.release()
@@ -137,7 +137,7 @@ class ModelOwner:
         lock = _lock_in(self._folder)
         while True:
             try:
-                lock.take(contested=True)
+                lock.take()
                 self._hold(lock)
                 return
             except RunLocked:
@@ -158,7 +158,7 @@ class ModelOwner:
         """Return the process that holds the lock, as "process 12 on host"; "" if unknown."""
         store, claim = self._folder.store, None
         if isinstance(store, OwnFolder):
-            return run_lock.holder(Path(store.location.url, self._folder.path, LOCK))
+            return ownership.holder(Path(store.location.url, self._folder.path, LOCK))
         with suppress(StoreError):
             claim = claim_from(self._folder.read(LOCK))
         return f"process {claim.pid} on {claim.host}" if claim else ""
@@ -190,9 +190,9 @@ def is_being_retrained(registry: RemoteFolder, model: str, number: int | None = 
     if number is not None:
         folder = _record_folder(folder, number)
     if isinstance(folder.store, OwnFolder):
-        return run_lock.is_held(Path(folder.store.location.url, folder.path, LOCK))
+        return ownership.is_held(Path(folder.store.location.url, folder.path, LOCK))
     claim = claim_from(folder.read(LOCK))
-    return claim is not None and claim.is_held(claim.age_s)
+    return claim is not None and claim.is_held()
 
 
 def _record_folder(retrainings: RemoteFolder, number: int) -> RemoteFolder:

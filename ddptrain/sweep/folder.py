@@ -14,11 +14,10 @@ from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import describe_value, shorten
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
+from ddptrain.results import ownership
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import RunLayout, new_run_id
+from ddptrain.results.layout import RunLayout, check_run_id, new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.ownership import run_lock
-from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import is_own_folder, read_bytes, require_own_folder
@@ -111,9 +110,9 @@ class LocalSweeps:
         folder = self.runs / sweep_id
         require_own_folder(folder)
         try:
-            descriptor = run_lock.take(folder / LOCK)
+            descriptor = ownership.take(folder / LOCK)
         except RunLocked:
-            holder = run_lock.holder(folder / LOCK) or "another process"
+            holder = ownership.holder(folder / LOCK) or "another process"
             raise RunLocked(
                 f"sweep {sweep_id} is held by {holder}; wait for it, stop it with ddptrain stop {sweep_id}, or "
                 "choose another --sweep-id"

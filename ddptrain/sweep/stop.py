@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddptrain.errors import ClusterError, UsageError
+from ddptrain.results import ownership
 from ddptrain.results.layout import valid_run_id
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.lease import LOCK as LEASE
 from ddptrain.results.remote.lease import claim_from
 from ddptrain.results.remote.runs import StoreRuns, split_run
@@ -68,7 +68,7 @@ def _stored(runs: StoreRuns, name: str) -> SweepTarget | None:
         if owner := _holder(lock):
             return owner
         claim = claim_from(sweep.read(LEASE))
-        return (0, claim.host) if claim is not None and claim.is_held(claim.age_s) else None
+        return (0, claim.host) if claim is not None and claim.is_held() else None
 
     def read() -> SweepRecord:
         return parse_sweep(sweep.read(SWEEP_JSON) or b"", f"{sweep.url}/{SWEEP_JSON}")
@@ -77,9 +77,9 @@ def _stored(runs: StoreRuns, name: str) -> SweepTarget | None:
 
 
 def _holder(lock: Path) -> tuple[int, str] | None:
-    if not run_lock.is_held(lock):
+    if not ownership.is_held(lock):
         return None
-    return run_lock.holder_here(lock), run_lock.holder(lock).rpartition(" on ")[2]
+    return ownership.holder_here(lock), ownership.holder(lock).rpartition(" on ")[2]
 
 
 def sweep_folder(runs_dir: str, name: str) -> Path | None:

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from ddptrain.errors import DdptrainError, UsageError
 from ddptrain.log import Log
+from ddptrain.results import ownership
 from ddptrain.results.checkpoints.verification import metrics_in, parse_manifest
 from ddptrain.results.errors import ResultsError, results_errors
-from ddptrain.results.layout import MANIFEST, new_run_id, valid_run_id
+from ddptrain.results.layout import MANIFEST, check_run_id, new_run_id, valid_run_id
 from ddptrain.results.lookup import RunView
-from ddptrain.results.ownership import run_lock
-from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.remote.local_copy import Origin
@@ -138,7 +137,7 @@ class StoredSweeps:
     def _held(self, sweep_id: str, *, resumed: bool) -> Iterator[StoredSweep]:
         run = self._store.below(sweep_id)
         lock = StoreLock(run)
-        before = lock.take(contested=True)
+        before = lock.take()
         guarded = replace(run, guard=lock.assure)
         uploads = StoreUpload(guarded, self._runs.folder / sweep_id, lock.claim.token, _PASSES)
         try:
@@ -151,7 +150,7 @@ class StoredSweeps:
                 download_working_folder(run, uploads, None, lambda *_: None)
             sweep = StoredSweep(self._runs, sweep_id, uploads)
             sweep.begin(run, lock.claim.token)
-            descriptor = run_lock.take(uploads.root / WORK_LOCK)
+            descriptor = ownership.take(uploads.root / WORK_LOCK)
             try:
                 with uploads:
                     yield sweep

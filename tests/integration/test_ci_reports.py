@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tests.conftest import PATIENCE_S, Cli
-from tests.servers.s3server import s3_server
+from tests.servers.seaweed import seaweed
 
 WORKLOAD = """
 def train(ctx, fail=False):
@@ -117,11 +117,10 @@ def test_detached_run_writes_its_files_and_nothing_for_the_job(run_cli: Cli, war
 def test_run_in_an_object_store_is_reported_completely(run_cli: Cli, warm_cluster: str) -> None:
     folder = run_cli.folder
     write(folder, warm_cluster)
-    with s3_server(folder) as server:
-        (server.buckets / "bucket").mkdir()
+    with seaweed(folder, "bucket") as environment:
         home = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
         options = "--runs-dir", "s3://bucket/runs", "--run-id", "toy-1", "--set", "params.fail=true"
-        done = run_cli("train", "toy.yaml", *options, env={**job(folder), **server.environment, **home})
+        done = run_cli("train", "toy.yaml", *options, env={**job(folder), **environment, **home})
     assert done.rc == 1, done.stderr
     summary = (folder / "summary.md").read_text()
     assert "run directory `s3://bucket/runs/toy-1`" in summary

@@ -78,16 +78,16 @@ def _arguments() -> list[str]:
 SPY = """
 import sys
 from ddptrain.cli.main import main
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 
-submit = WorkerGroup.submit
+submit = Workers.submit
 
 def spied(self, specs, slots):
     with open("orders.txt", "a") as file:
         file.writelines(spec.to_json() + chr(10) for spec in specs)
     submit(self, specs, slots)
 
-WorkerGroup.submit = spied
+Workers.submit = spied
 sys.exit(main(sys.argv[1:]))
 """
 FAILING = """

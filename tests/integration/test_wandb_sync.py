@@ -16,12 +16,13 @@ import pytest
 
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
+from ddptrain.results import ownership
 from ddptrain.results.lookup import load_run
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.wandb_folders import OPEN, UNSENT, parts_below, unsent_parts
 from tests.conftest import Cli
+from tests.servers.seaweed import bucket_of, seaweed
 from tests.servers.wandb_backend import Backend, wandb_backend
 
 # Two attempts of one run, the first of which was killed.
@@ -211,7 +212,7 @@ def test_what_fails_waits_for_the_next_time(run: Path, backend: Backend) -> None
 
 
 def test_run_that_is_on_and_one_that_is_being_sent_are_left_alone(run: Path, backend: Backend) -> None:
-    held = run_lock.take(run / "tracking" / "wandb" / ".sync.lock")
+    held = ownership.take(run / "tracking" / "wandb" / ".sync.lock")
     try:
         assert sync(run, backend.environment).skipped == "another process is sending it"
     finally:
@@ -255,14 +256,26 @@ def test_online_run_counts_as_sent_unless_it_says_otherwise(run: Path) -> None:
     assert unsent(run) == 1
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[dict[str, str]]:
+    (tmp_path / "seaweed").mkdir()
+    with seaweed(tmp_path / "seaweed", "bucket") as environment:
+        yield environment
+
+
 @pytest.mark.usefixtures("gone")
-def test_run_in_an_object_store_is_sent_from_there_and_only_once(run: Path, backend: Backend, run_cli: Cli) -> None:
-    place = f"file://{run.parent}"  # fsspec takes any folder for a store
+def test_run_in_an_object_store_is_sent_from_there_and_only_once(
+    run: Path, backend: Backend, run_cli: Cli, store: dict[str, str]
+) -> None:
+    place = "s3://bucket/runs"
     run_cli.folder.joinpath("tmp").mkdir()
     table = run / "artifacts/tables/predictions/step-8-rank-0.csv"
     table.parent.mkdir(parents=True)
     table.write_text("name,score\nrex,0.5\n")
-    env = {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "TMPDIR": str(run_cli.folder / "tmp")}
+    bucket = bucket_of(store, "bucket")
+    for path in (path for path in run.rglob("*") if path.is_file()):
+        bucket.put(f"runs/{path.relative_to(run.parent).as_posix()}", path)
+    env = store | {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "TMPDIR": str(run_cli.folder / "tmp")}
     ended = run_cli("results", "sync", "--all", "--runs-dir", place, env=env | backend.environment)
     assert (ended.rc, ended.stdout) == (0, "a-run: 2 sent to W&B\n"), ended.stderr
     assert [row["step"] for row in backend.run.history if "loss" in row] == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
@@ -275,4 +288,6 @@ def test_run_in_an_object_store_is_sent_from_there_and_only_once(run: Path, back
     assert len(backend.asked) == asked
     shown = run_cli("results", "show", "latest", "--runs-dir", place, env=env).stdout
     assert f"{backend.url}/stub-entity/petnames/runs/w1" in shown
-    assert not [*(run_cli.folder / "tmp").iterdir(), *run.glob("tracking/wandb/run.lock")]
+    assert not [*(run_cli.folder / "tmp").iterdir()]
+    left = [item["path"] for page in bucket.list() for item in page if item["path"].endswith("wandb/run.lock")]
+    assert left == []

@@ -17,7 +17,7 @@ from ddptrain.errors import ExitCode
 from ddptrain.text_tables import clean_line, duration, plain_table
 
 if TYPE_CHECKING:
-    from ddptrain.results.prune.prune import PruneReport
+    from ddptrain.results.prune import PruneReport
 
 
 _HEADER = ("RUN", "AGE", "SIZE", "REASON")
@@ -56,8 +56,8 @@ def prune(
     """
     from ddptrain.config.sections.retraining import duration_s
     from ddptrain.model_registry.model_reader import ModelReader
-    from ddptrain.results.prune.policy import PrunePolicy, size_bytes
-    from ddptrain.results.prune.prune import prune as prune_runs
+    from ddptrain.results.prune import PrunePolicy, size_bytes
+    from ddptrain.results.prune import prune as prune_runs
     from ddptrain.results.remote.runs import open_runs_dir
     from ddptrain.retrain.cleanup.clean_up import protected_runs
 

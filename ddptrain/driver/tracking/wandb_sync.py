@@ -20,12 +20,11 @@ from ddptrain.driver.tracking.wandb_artifact_files import kept_checkpoints, tabl
 from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.file_ops import temp_folder
+from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.lease import StoreLock
-from ddptrain.results.run_record import RunStatus
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, WANDB, wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -127,7 +126,7 @@ def _sync_local(
     view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
     _check_ended(view)
     processes = _processes(view, environ, notice)
-    held = run_lock.take(_recorded_folder(view.layout) / _LOCK)
+    held = ownership.take(_recorded_folder(view.layout) / _LOCK)
     try:
         return _send_all(view, processes, deadline)
     finally:
@@ -149,7 +148,7 @@ def _sync_stored(
     _check_ended(view)
     processes = _processes(local_view, environ, notice)
     lock_file = StoreLock(stored.store.below(RECORDED))
-    lock_file.take(contested=True)
+    lock_file.take()
     # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
     lock_file.keep(lambda error: None)
     try:
@@ -170,9 +169,6 @@ def _check_ended(view: RunView) -> None:
     """Raise _Skipped unless the run's driver is known to have ended."""
     if view.is_running:
         raise _Skipped("it is running")
-    if view.status == RunStatus.UNKNOWN:
-        host = view.record.driver.host
-        raise _Skipped(f"its driver may be running on {host}, which cannot be seen from this host")
 
 
 def _recorded_folder(layout: RunLayout) -> Path:

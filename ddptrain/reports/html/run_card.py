@@ -26,7 +26,7 @@ from ddptrain.results.layout import files_below
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.run_record import FailureRecord
 from ddptrain.results.show.render import size
-from ddptrain.results.timing.time_use import TimeUse, time_use_of
+from ddptrain.results.time_use import TimeUse, time_use_of
 
 _FRAME = re.compile(r'^[ |+]*File "(?P<file>[^"\n]{1,1000})", line (?P<line>\d{1,9})(?:, in (?P<name>[^\n]{1,300}))?')
 _MOST_FILES = 5000

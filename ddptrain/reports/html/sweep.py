@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import UsageError
+from ddptrain.results import ownership
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.metrics import finite_number, is_number
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.secure_files import read_bytes
 
 SWEEP_JSON, _LOCK = "sweep.json", "sweep.lock"
@@ -95,7 +95,7 @@ def read_sweep(folder: Path) -> Sweep:
     Raises UsageError if sweep.json cannot be read.
     """
     path, lock = folder / SWEEP_JSON, folder / _LOCK  # no lock is in a copy of a sweep in a store
-    is_free = lock.is_file() and run_lock.look(lock) is run_lock.LockState.FREE  # before the driver's last record
+    is_free = lock.is_file() and ownership.is_held(lock) is False  # before the driver's last record
     try:
         raw = json.loads(read_bytes(path))
     except OSError as error:

@@ -13,9 +13,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.log import Log
 from ddptrain.model_registry.model_reader import ModelReader
 from ddptrain.results.lookup import RunView, list_runs
-from ddptrain.results.prune.folder_removal import folder_bytes
-from ddptrain.results.prune.policy import PrunePolicy
-from ddptrain.results.prune.prune import prune
+from ddptrain.results.prune import PrunePolicy, folder_bytes, prune
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import is_own_folder

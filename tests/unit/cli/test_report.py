@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from ddptrain.cli.results import app
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.ownership import liveness
-from ddptrain.results.ownership.liveness import Liveness
+from ddptrain.results import ownership
 from ddptrain.results.run_record import RunRecord
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
 from tests.support import fake_time
@@ -76,7 +75,7 @@ def test_wrong_names_and_files_write_nothing(runs: Path) -> None:
 
 def test_watched_page_is_written_until_the_run_is_over(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(runs, "b-2", "running", "2026-01-02T00:00:00Z")
-    monkeypatch.setattr(liveness, "look", lambda *_, **__: Liveness.RUNNING)
+    monkeypatch.setattr(ownership, "is_alive", lambda *_: True)
     seen: list[str] = []
 
     def end_the_run(seconds: float) -> None:
@@ -94,7 +93,7 @@ def test_watched_page_is_written_until_the_run_is_over(runs: Path, monkeypatch: 
 
 def test_interrupted_watch_leaves_a_page_that_does_not_wait(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(runs, "b-2", "running", "2026-01-02T00:00:00Z")
-    monkeypatch.setattr(liveness, "look", lambda *_, **__: Liveness.RUNNING)
+    monkeypatch.setattr(ownership, "is_alive", lambda *_: True)
 
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt

@@ -18,10 +18,10 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.driver import resume
 from ddptrain.driver.resume import Choice, choose
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
+from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import load_run
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.run_record import DriverRecord, FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
@@ -132,7 +132,7 @@ def test_auto_names_who_has_the_lock_also_before_run_json_does(tmp_path: Path) -
     layout = RunLayout(tmp_path / "night")
     killed = dataclasses.replace(load_run(layout.root).record, status=RunStatus.RUNNING, driver=DriverRecord(1, "old"))
     layout.run_json.write_text(killed.to_json())
-    held = run_lock.take(layout.lock_file)
+    held = ownership.take(layout.lock_file)
     try:
         with pytest.raises(RunLocked, match=rf"run night is running: process {os.getpid()} on"):
             auto(tmp_path)

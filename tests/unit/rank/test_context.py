@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint.checkpoint_writer import done_key
-from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
+from ddptrain.rank.agreement import WorkerGroupStore
+from ddptrain.rank.checkpoint.writer import done_key
 from ddptrain.rank.context import RankContext
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.output import Emitter
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
 
@@ -200,3 +201,18 @@ def test_epochs_are_counted_from_1_and_set_in_each_loader(rank: Rank) -> None:
 
 
 # --- what is passed on ---
+
+
+def test_rank_0_reports_how_long_a_block_took_unless_it_was_short(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}").mkdir()
+    ranks = [Rank(tmp_path / f"{number}", rank=number, world_size=2) for number in range(2)]
+    for rank in ranks:
+        with rank.context.timed("evaluation"):
+            time.sleep(0.02)
+        with rank.context.timed("nothing"):
+            pass
+        rank.file.close()
+    (event,) = map(events.decode, (tmp_path / "0" / "events").read_bytes().splitlines())
+    assert isinstance(event, events.Timed) and event.activity == "evaluation" and event.seconds >= 0.02
+    assert (tmp_path / "1" / "events").read_bytes() == b""

@@ -16,7 +16,7 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank import trackers
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.items import Checkpoint, Image, Model, Numbers
 from tests.unit.specs import make_spec

@@ -22,7 +22,7 @@ importlib.metadata.entry_points = lambda **group: searches.append(group) or []
 from ddptrain.rank.entrypoint import bind
 def workload(ctx, folder: str, steps: int = 1): ...
 bind(workload, {"folder": "x"})
-from ddptrain.rank.steps import ddp_times, waiting_time
+import ddptrain.rank.steps
 from torch.distributed.distributed_c10d import BackendConfig
 BackendConfig("gloo")
 import weakref

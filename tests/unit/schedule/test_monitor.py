@@ -15,7 +15,7 @@ from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.notify import sender
 from ddptrain.notify.messages import Message
 from ddptrain.notify.sender import Delivery
-from ddptrain.results.ownership import run_lock
+from ddptrain.results import ownership
 from ddptrain.results.remote.lease import LOCK
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.records import RetrainRecord, RetrainRecords
@@ -100,7 +100,7 @@ def test_model_with_a_held_lock_is_running(watched: Entry, folder: str) -> None:
     assert state_of(look(watched, GRACE)) is State.LATE
     place = Path(watched.workdir) / "models" / "petnames" / "retrainings" / folder
     place.mkdir(exist_ok=True)
-    held = run_lock.take(place / LOCK)
+    held = ownership.take(place / LOCK)
     try:
         assert state_of(look(watched, GRACE)) is State.RUNNING
     finally:

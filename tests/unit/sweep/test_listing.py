@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results.ownership import run_lock
+from ddptrain.results import ownership
 from ddptrain.sweep.folder import LOCK
 from ddptrain.sweep.listing import find_listed, list_sweeps, sweep_table
 from ddptrain.sweep.output import summary_lines
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
+from tests.unit.results.stores import serve_folder
 
 TRIALS = [
     TrialRecord(0, {"params.lr": 1}, TrialState.COMPLETE, 2.5),
@@ -39,7 +40,7 @@ def test_each_sweep_is_a_line_the_newest_first(tmp_path: Path) -> None:
 
 def test_a_sweep_runs_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
     folder = save(tmp_path, "mine", "2026-03-01T10:00:00Z", trials=TRIALS)
-    held = run_lock.take(folder / LOCK)
+    held = ownership.take(folder / LOCK)
     assert [each.record.status for each in list_sweeps(str(tmp_path))] == ["running"]
     os.close(held)
     assert [each.record.status for each in list_sweeps(str(tmp_path))] == ["interrupted"]
@@ -47,7 +48,7 @@ def test_a_sweep_runs_as_long_as_its_lock_is_held(tmp_path: Path) -> None:
 
 def test_trials_of_a_killed_driver_are_interrupted(tmp_path: Path) -> None:
     folder = save(tmp_path, "mine", "2026-03-01T10:00:00Z", trials=TRIALS)
-    held = run_lock.take(folder / LOCK)
+    held = ownership.take(folder / LOCK)
     running = find_listed(str(tmp_path), "mine")
     assert running is not None and running.record.trials[2].state is TrialState.RUNNING
     assert "  2      running   1         -          -" in summary_lines(running.record, "there")
@@ -70,5 +71,6 @@ def test_sweeps_of_a_store_are_listed_without_reading_known_runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save(tmp_path / "store", "mine", "2026-03-01T10:00:00Z", status="succeeded")
     save(tmp_path / "store", "run", "2026-03-02T10:00:00Z", status="succeeded")
-    found = list_sweeps(f"file://{tmp_path}/store", {"run"})
-    assert [(each.record.sweep_id, each.where) for each in found] == [("mine", f"file://{tmp_path}/store/mine")]
+    url = serve_folder(tmp_path, monkeypatch) + "/store"
+    found = list_sweeps(url, {"run"})
+    assert [(each.record.sweep_id, each.where) for each in found] == [("mine", f"{url}/mine")]

@@ -14,17 +14,18 @@ from ddptrain.sweep.folder import last_source, open_sweeps
 from ddptrain.sweep.records import SweepRecord
 from ddptrain.sweep.stop import find_target, stop_sweep
 from ddptrain.sweep.stored import StoredSweep, StoredSweeps
+from tests.unit.results.stores import serve_folder
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
+    return tmp_path / "store/sweeps"
 
 
 @pytest.fixture
 def sweeps(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoredSweeps:
     on_machine(tmp_path / "first", monkeypatch)
-    opened = open_sweeps(f"file://{store}")
+    opened = open_sweeps(serve_folder(store.parent, monkeypatch) + "/sweeps")
     assert isinstance(opened, StoredSweeps)
     return opened
 
@@ -57,7 +58,7 @@ def test_the_journal_is_uploaded_in_pieces_and_another_machine_continues_it(
     assert not sweep.folder.exists()
 
     on_machine(tmp_path / "second", monkeypatch)
-    elsewhere = open_sweeps(f"file://{store}")
+    elsewhere = open_sweeps("s3://bucket/sweeps")
     assert elsewhere.find("mine", None) == elsewhere.find(None, "s") == "s"
     with elsewhere.resume("s") as again:
         assert again.journal.read_bytes() == b'{"a": 1}\n{"half": 2}\n'
@@ -93,7 +94,7 @@ def test_names_that_are_taken_or_missing_are_refused(sweeps: StoredSweeps, store
 def test_a_running_sweep_is_stopped_by_the_lock_of_its_working_folder(
     sweeps: StoredSweeps, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = f"file://{store}"
+    place = "s3://bucket/sweeps"
     assert find_target(place, "s") is None
     with sweeps.create("mine", "s") as sweep:
         SweepRecord("s", "mine", "mine.yaml", "2026-01-01T00:00:00Z").save(sweep.folder)
@@ -123,4 +124,4 @@ def test_a_store_does_not_choose_the_configuration_that_is_run(store: Path, swee
         SweepRecord("s", "mine", "/tmp/of-another-user.yaml", "2026-01-01T00:00:00Z").save(sweep.folder)
         write(sweep, b"{}\n")
     with pytest.raises(UsageError, match="name the configuration: ddptrain sweep CONFIG --resume"):
-        last_source(f"file://{store}", "s")
+        last_source("s3://bucket/sweeps", "s")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
 from ddptrain.driver.control import signals as signals_module
 from ddptrain.driver.control.signals import Signals, ThreadSignals, signals_to
+from ddptrain.driver.inbox import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
 
 

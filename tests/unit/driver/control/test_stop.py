@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import pytest
 
-from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
 from ddptrain.driver.control import stop
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.failure import run_end as verdicts
 from ddptrain.driver.failure.run_end import RunEnd
+from ddptrain.driver.inbox import Inbox, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout

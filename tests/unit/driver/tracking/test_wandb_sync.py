@@ -15,7 +15,6 @@ from ddptrain.errors import UsageError
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import load_run
-from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
@@ -50,19 +49,14 @@ def sync(layout: RunLayout) -> SyncResult:
 
 
 def test_run_of_another_host_is_left_alone_while_its_heart_beats_however_little_it_logs(layout: RunLayout) -> None:
-    kept = Heartbeat(layout.heartbeat_file)
+    layout.lock_file.touch()
     assert sync(layout).skipped == "it is running"
-    kept.close()
-
-
-def test_run_of_another_host_that_shows_no_sign_of_life_is_not_taken_for_a_finished_one(layout: RunLayout) -> None:
-    assert sync(layout).skipped == "its driver may be running on another-host, which cannot be seen from this host"
 
 
 @pytest.mark.usefixtures("home")
 def test_run_of_another_host_whose_heart_has_stopped_is_sent(layout: RunLayout) -> None:
-    Heartbeat(layout.heartbeat_file)
-    os.utime(layout.heartbeat_file, (1, 1))
+    layout.lock_file.touch()
+    os.utime(layout.lock_file, (1, 1))
     with pytest.raises(UsageError, match="there is no API key"):
         sync(layout)
 

@@ -17,10 +17,10 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer import inputs_process
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.worker import driver_calls
 from tests.unit.worker.stubs import has_ended, until
@@ -91,7 +91,7 @@ def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: C
     inputs.wait(pytest.fail)
     inputs.close()
     assert not (tmp_path / "inputs").exists()
-    assert inputs.place(cast("WorkerGroup", None), [cast("RankPlace", None)] * 2) == ["", ""]
+    assert inputs.place(cast("Workers", None), [cast("RankPlace", None)] * 2) == ["", ""]
 
 
 def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
@@ -100,7 +100,7 @@ def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Call
     inputs.close()
     assert said == ["looked"]
     assert not (tmp_path / "inputs").exists()
-    assert inputs.place(cast("WorkerGroup", None), [cast("RankPlace", None)]) == [""]
+    assert inputs.place(cast("Workers", None), [cast("RankPlace", None)]) == [""]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begu
     inputs = begun("writes")
     inputs.wait(lambda line: None)
     client = Elsewhere(tmp_path / "far", {"w2"})
-    worker_group = WorkerGroup(cast("Any", client), "run", queue.SimpleQueue())
+    worker_group = Workers(cast("Any", client), "run", queue.SimpleQueue())
     places = [
         RankPlace(rank, rank, 1, 0, Slot(worker, "host", 0, False, True), "host", tmp_path, True)
         for rank, worker in enumerate(["w1", "w2", "w1"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddptrain.protocol.tensor_slices import MODEL, OPTIMIZER, shard_file
-from ddptrain.rank.checkpoint import file_format
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, Shards, Snapshot
 
 MIB = 1 << 20
@@ -32,11 +32,11 @@ def test_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     model(torch.ones(2, 700)).sum().backward()
     optimizer.step()
     snapshot = HostBuffers().take(model, optimizer, {"step": 3, "extra": {"x": torch.arange(3)}})
-    staged = file_format.write(tmp_path / "c", snapshot, [b"zero", b"one"])
+    staged = files.write(tmp_path / "c", snapshot, [b"zero", b"one"])
     assert [file.name for file in staged] == ["model.safetensors", "tensors.safetensors", "state.pt"]
     again = torch.nn.Linear(700, 700)
     other = torch.optim.SGD(again.parameters(), lr=0.5, momentum=0.9)
-    state = file_format.read(tmp_path / "c", again, other, CPU)
+    state = files.read(tmp_path / "c", again, other, CPU)
     assert (state["step"], state["ranks"]) == (3, [b"zero", b"one"]) and state["extra"]["x"].tolist() == [0, 1, 2]
     assert torch.equal(again.weight, model.weight) and other.param_groups[0]["lr"] == 0.1
     buffers = [
@@ -44,23 +44,23 @@ def test_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     ]
     assert torch.equal(*buffers) and "model" not in state
     with pytest.raises(FileExistsError):
-        file_format.write(tmp_path / "c", snapshot)
+        files.write(tmp_path / "c", snapshot)
 
 
 def test_checkpoint_without_large_tensors_has_no_file_for_them(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     snapshot = HostBuffers().take(model, None, {})
-    assert [file.name for file in file_format.write(tmp_path / "c", snapshot)] == ["model.safetensors", "state.pt"]
+    assert [file.name for file in files.write(tmp_path / "c", snapshot)] == ["model.safetensors", "state.pt"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    state = file_format.read(tmp_path / "c", model, optimizer, CPU)
+    state = files.read(tmp_path / "c", model, optimizer, CPU)
     assert (state["optimizer"], state["ranks"]) == (None, None) and optimizer.param_groups[0]["lr"] == 0.5
-    assert file_format.read(tmp_path / "c", model, None, CPU).keys() == {"optimizer", "ranks"}
+    assert files.read(tmp_path / "c", model, None, CPU).keys() == {"optimizer", "ranks"}
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    file_format.write(tmp_path / "c", HostBuffers().take(torch.nn.Linear(2, 1), None, {}))
+    files.write(tmp_path / "c", HostBuffers().take(torch.nn.Linear(2, 1), None, {}))
     with pytest.raises(RuntimeError, match=r"Missing key.*\n?.*Unexpected key"):
-        file_format.read(tmp_path / "c", torch.nn.Sequential(torch.nn.Linear(2, 1)), None, CPU)
+        files.read(tmp_path / "c", torch.nn.Sequential(torch.nn.Linear(2, 1)), None, CPU)
 
 
 class Counting(torch.nn.Linear):
@@ -78,13 +78,13 @@ class Counting(torch.nn.Linear):
 def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
     model, again = Counting(2, 1), Counting(2, 1)
     model.count = 7
-    file_format.write(tmp_path / "c", HostBuffers().take(model, None, {}))
-    file_format.read(tmp_path / "c", again, None, CPU)
+    files.write(tmp_path / "c", HostBuffers().take(model, None, {}))
+    files.read(tmp_path / "c", again, None, CPU)
     assert again.count == 7 and torch.equal(again.weight, model.weight)
 
 
 @pytest.mark.parametrize(
-    ("rank", "model", "optimizer", "files"),
+    ("rank", "model", "optimizer", "kinds"),
     [
         (0, {"w": torch.ones(2)}, {"w/m": torch.ones(2)}, [MODEL, OPTIMIZER]),
         (1, {"w": torch.ones(2)}, {}, [MODEL]),
@@ -94,14 +94,14 @@ def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_rank_writes_its_slices(
-    tmp_path: Path, rank: int, model: dict[str, Tensor], optimizer: dict[str, Tensor], files: list[str]
+    tmp_path: Path, rank: int, model: dict[str, Tensor], optimizer: dict[str, Tensor], kinds: list[str]
 ) -> None:
     places = dict.fromkeys((*model, *optimizer), ((4,), (2,)))
     model_places, optimizer_places = ({name: places[name] for name in part} for part in (model, optimizer))
     shards = Shards(model, model_places, optimizer, optimizer_places, {"v": "w"}, {}, None)
-    staged = file_format.write_shards(tmp_path / "c", shards, rank)
-    assert [file.name for file in staged] == [shard_file(kind, rank) for kind in files]
-    for kind, file in zip(files, staged, strict=True):
+    staged = files.write_shards(tmp_path / "c", shards, rank)
+    assert [file.name for file in staged] == [shard_file(kind, rank) for kind in kinds]
+    for kind, file in zip(kinds, staged, strict=True):
         header, _ = header_of((tmp_path / "c" / file.name).read_bytes())
         told = json.dumps(header.get("__metadata__", {}))
         assert header.keys() - {"__metadata__"} == (model if kind == MODEL else optimizer).keys()

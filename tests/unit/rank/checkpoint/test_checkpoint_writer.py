@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint import file_format
-from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
+from ddptrain.rank.agreement import WorkerGroupStore
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.context import PreemptedExit
 from tests.support.pace import is_cheap
 from tests.unit.rank.stores import Gang
@@ -109,7 +109,7 @@ def test_safetensors_reads_every_type_and_large_state_lies_in_a_file_of_its_own(
     assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
     assert {file.name for file in event.files} == {"model.safetensors", "tensors.safetensors", "state.pt"}
     assert (folder / "state.pt").stat().st_size < 100_000
-    extra = file_format.read_state(folder)["extra"]
+    extra = files.read_state(folder)["extra"]
     assert torch.equal(extra["moments"][0], moments[0]) and extra["moments"][1] == 3
     rank.file.close()
 
@@ -117,8 +117,8 @@ def test_safetensors_reads_every_type_and_large_state_lies_in_a_file_of_its_own(
 def test_what_is_saved_is_what_was_there_at_the_call(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while the checkpoint is being written."""
     go = threading.Event()
-    write = file_format.write
-    monkeypatch.setattr(file_format, "write", lambda *args: (go.wait(60), write(*args))[1])
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda *args: (go.wait(60), write(*args))[1])
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
     history = [1]
@@ -130,7 +130,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(rank: Rank, monkeypatch: py
     rank.context.close()
     folder = rank.folder / "staging/checkpoint-0"
     assert torch.equal(load_file(folder / "model.safetensors")["weight"], before)
-    assert file_format.read_state(folder)["extra"] == {"history": [1]}
+    assert files.read_state(folder)["extra"] == {"history": [1]}
 
 
 def test_scheduler_and_sampler_come_back_and_random_numbers_go_on(rank: Rank, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank.checkpoint import coordination
-from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveInterval, SaveSchedule
+from ddptrain.rank import agreement
+from ddptrain.rank.agreement import CheckpointCalls, PreemptedExit, SaveInterval, SaveSchedule
 from tests.support.fake_time import Clock
 from tests.unit.specs import make_spec
 
@@ -39,7 +39,7 @@ class Store:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(coordination, "time", made)
+    monkeypatch.setattr(agreement, "time", made)
     return made
 
 

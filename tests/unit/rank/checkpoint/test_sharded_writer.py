@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint import file_format
-from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key
-from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
+from ddptrain.rank.agreement import WorkerGroupStore
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot, plain_bytes
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key
+from ddptrain.rank.output import Emitter
 from ddptrain.workloads.saved_weights import read_weights
 from tests.unit.rank.stores import Gang
 
@@ -78,7 +78,7 @@ def test_rank_zero_tells_the_driver_when_the_files_of_all_ranks_are_there(
         for path in rank.staging().iterdir():
             path.rename(together / path.name)
     assert torch.equal(read_weights(together)["w"], torch.tensor([[0.0] * 3, [1.0] * 3]))
-    assert file_format.read_state(together)["ranks"] == [{"rank": 0}, {"rank": 1}]
+    assert files.read_state(together)["ranks"] == [{"rank": 0}, {"rank": 1}]
 
 
 def test_nothing_is_saved_without_the_slices_of_a_rank(ranks: tuple[ShardedRank, ShardedRank]) -> None:

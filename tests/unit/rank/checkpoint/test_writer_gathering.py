@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint import file_format, snapshot
-from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
-from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
+from ddptrain.rank.agreement import WorkerGroupStore
+from ddptrain.rank.checkpoint import files, snapshot
 from ddptrain.rank.checkpoint.snapshot import Snapshot, plain_bytes
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
+from ddptrain.rank.output import Emitter
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
 
@@ -39,7 +39,7 @@ class Group:
 
     def states(self, number: int) -> Any:
         """The states of all ranks in a checkpoint."""
-        return file_format.read_state(self.folder / f"checkpoint-{number}")["ranks"]
+        return files.read_state(self.folder / f"checkpoint-{number}")["ranks"]
 
     def events(self) -> list[events.Event]:
         told = [events.decode(line) for line in (self.folder / "events").read_bytes().splitlines()]

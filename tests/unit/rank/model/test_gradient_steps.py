@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.protocol import events
-from ddptrain.rank.model import gradient_steps
-from ddptrain.rank.model.gradient_steps import GradientSteps
+from ddptrain.rank import gradients
+from ddptrain.rank.gradients import GradientSteps
 from tests.unit.rank.test_context import Rank
 
 ROWS = torch.linspace(-1, 1, 40).reshape(20, 2)
@@ -171,7 +171,7 @@ def test_scale_changes_only_when_no_optimizer_has_gradients_of_the_old_one() -> 
 def test_steps_that_are_skipped_again_and_again_end_the_run(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_steps, "_MAX_SKIPPED", 3)
+    monkeypatch.setattr(gradients, "_MAX_SKIPPED", 3)
     training = Training(make_rank(precision="fp16"))
     for _ in range(2):
         training.batch(ROWS * float("nan"))
@@ -218,7 +218,7 @@ def test_gradients_are_averaged_also_where_only_another_rank_has_used_a_paramete
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.add_(next(of_other_rank)))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     model.process_group = None  # type: ignore[assignment]  # as DDP has it
-    gradient_steps.average_gradients(model)  # type: ignore[arg-type]
+    gradients.average_gradients(model)  # type: ignore[arg-type]
     assert [parameter.grad for parameter in model.parameters()] == [1.0, 5.0, 4.0, None]
     assert next(of_other_rank, None) is None
 

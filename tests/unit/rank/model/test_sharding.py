@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddptrain.rank.model.prepare import prepare_model
-from ddptrain.rank.model.sharding import checkpoint_activations, layers_of, repeated_blocks
+from ddptrain.rank.prepare import checkpoint_activations, layers_of, prepare_model, repeated_blocks
 from tests.unit.rank.checkpoint.fake_ranks import CPU, Net, fake_rank
 
 

@@ -18,8 +18,8 @@ import torch
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import StepProfile
 from ddptrain.rank.context import RankContext
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.profiling.profiled_steps import note_unused
+from ddptrain.rank.output import Emitter
+from ddptrain.rank.profile import note_unused
 from tests.unit.specs import make_spec
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, dataloader
 
 from ddptrain.protocol import events
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
+from ddptrain.rank.output import Emitter
+from ddptrain.rank.steps import WaitingTime, measure_data
 from tests.support import fake_time
 
 

@@ -12,8 +12,9 @@ import pytest
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.reports.html.subjects import find_subjects
 from ddptrain.reports.html.sweep import Axis, read_sweep
-from ddptrain.results.ownership import run_lock
+from ddptrain.results import ownership
 from ddptrain.results.run_record import RunRecord
+from tests.unit.results.stores import serve_folder
 
 
 def add_run(runs: Path, name: str, status: str = "succeeded") -> None:
@@ -63,11 +64,12 @@ def test_sweep_in_a_store_is_found_with_its_runs(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     store = tmp_path / "store"
-    folder = write_sweep(store, [trial(0, 3.0), trial(1, 1.0), trial(2, 0.5)])
+    folder = write_sweep(store / "runs", [trial(0, 3.0), trial(1, 1.0), trial(2, 0.5)])
     for number in range(2):  # the third trial has no run yet
         add_run(folder, f"sweep-{number:04d}")
     (folder / "sweep-0001" / "metrics.jsonl").write_text("{}\n")
-    name, runs_dir = (f"file://{folder}/", "runs") if is_named_by_url else ("sweep", f"file://{store}")
+    url = serve_folder(store, monkeypatch) + "/runs"
+    name, runs_dir = (f"{url}/{folder.name}/", "runs") if is_named_by_url else ("sweep", url)
     found = find_subjects([name], runs_dir, str(tmp_path / "models"))
     assert found.sweep is not None and found.sweep.name == "sweep"
     assert [view.run_id for view in found.views] == ["sweep-0001", "sweep-0000"]
@@ -77,7 +79,7 @@ def test_sweep_in_a_store_is_found_with_its_runs(
 def test_run_in_a_store_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     add_run(tmp_path / "store", "a-1")
-    found = find_subjects([f"file://{tmp_path}/store/a-1"], "runs", str(tmp_path / "models"))
+    found = find_subjects([f"{serve_folder(tmp_path, monkeypatch)}/store/a-1"], "runs", str(tmp_path / "models"))
     assert (found.sweep, [view.run_id for view in found.views]) == (None, ["a-1"])
 
 
@@ -98,7 +100,7 @@ def test_damaged_fields_of_a_sweep_are_left_out(tmp_path: Path) -> None:
 def test_sweep_whose_driver_was_killed_is_not_running(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path, [trial(0, 1.0, "running")], status="running")
     assert read_sweep(folder).is_running  # a copy without the lock
-    held = run_lock.take(folder / "sweep.lock")
+    held = ownership.take(folder / "sweep.lock")
     assert read_sweep(folder).is_running
     os.close(held)
     killed = read_sweep(folder)

@@ -12,7 +12,7 @@ from ddptrain.errors import ClusterError, ExitCode
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.prune.policy import PrunePolicy
+from ddptrain.results.prune import PrunePolicy
 from ddptrain.results.run_record import RunRecord
 from ddptrain.retrain.cleanup.disk_space import check_space
 

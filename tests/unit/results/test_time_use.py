@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.run_record import AttemptRecord, RunRecord
+from ddptrain.results.time_use import TimeUse, time_use, time_use_of, timed_events
+
+START = 1735689600.0
+
+
+def iso(at_s: float) -> str:
+    return datetime.fromtimestamp(START + at_s, UTC).isoformat()
+
+
+def attempt(
+    number: int, began: float, ended: float | None, outcome: str | None, resumed_from: int | None = None
+) -> Any:
+    return AttemptRecord(
+        number, iso(began), None if ended is None else iso(ended), 2, outcome, resumed_from=resumed_from
+    )
+
+
+def event(kind: str, at_s: float, **fields: Any) -> dict[str, Any]:
+    return {"event": kind, "time_s": START + at_s, **fields}
+
+
+def training(number: int, began: float, entered: float) -> list[dict[str, Any]]:
+    return [event("run_started", began, attempt=number), event("entered", entered - 1), event("entered", entered)]
+
+
+def timed(activity: str, ended: float, seconds: float) -> dict[str, Any]:
+    return event("timed", ended, activity=activity, seconds=seconds)
+
+
+def parts(record: RunRecord, events: list[dict[str, Any]], duration_s: float) -> dict[str, float]:
+    found = time_use(record, events, duration_s)
+    assert sum(asdict(found).values()) == pytest.approx(duration_s)
+    return {name: seconds for name, seconds in found.as_dict().items() if seconds > 1e-6}
+
+
+def test_a_run_that_succeeded() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
+    events = [
+        *training(1, 3, 10),
+        timed("evaluation", 20, 2),
+        timed("checkpoint", 21, 0.5),
+        timed("something else", 25, 3),
+        event("finished", 34),
+        event("finished", 35),
+        event("run_finished", 40),
+    ]
+    expected = {"queue": 3, "start": 7, "training": 22.5, "checkpoints": 0.5, "evaluation": 2, "end": 5}
+    assert parts(record, events, 40) == expected
+
+
+def test_waits_and_the_first_step_are_no_training() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
+    events = [
+        *training(1, 3, 10),
+        timed("first step", 14, 5),  # it was measured from before all ranks had entered
+        timed("data", 24, 1),
+        timed("data", 34, 2),
+        timed("ranks", 34, 6),
+        event("finished", 34),
+        event("run_finished", 40),
+    ]
+    expected = {"queue": 3, "start": 7, "first_step": 4, "training": 11, "data": 3, "ranks": 6, "end": 6}
+    assert parts(record, events, 40) == expected
+    assert time_use(record, events, 40).goodput == pytest.approx(11 / 40)
+
+
+def test_training_after_the_last_checkpoint_of_a_failed_attempt_is_lost() -> None:
+    attempts = (attempt(1, 2, 50, "failed"), attempt(2, 53, 90, "succeeded", resumed_from=4))
+    record = RunRecord(started_at=iso(0), ended_at=iso(91), attempts=attempts)
+    events = [
+        *training(1, 2, 10),
+        event("checkpoint_staged", 20, step=2),
+        event("checkpoint_staged", 30, step=4),
+        timed("checkpoint", 30, 1),
+        timed("checkpoint", 45, 1),  # of a checkpoint that was damaged: lost as well
+        *training(2, 53, 60),
+        event("finished", 90),
+        event("run_finished", 91),
+    ]
+    expected = {"queue": 2, "start": 8, "training": 49, "checkpoints": 1, "lost": 20, "restarts": 10, "end": 1}
+    assert parts(record, events, 91) == expected
+
+
+def test_without_a_checkpoint_all_of_a_failed_attempt_is_lost() -> None:
+    attempts = (attempt(1, 2, 50, "failed"), attempt(2, 53, 90, "succeeded"))
+    record = RunRecord(started_at=iso(0), ended_at=iso(90), attempts=attempts)
+    events = [*training(1, 2, 10), *training(2, 53, 60), event("finished", 90)]
+    assert parts(record, events, 90) == {"queue": 2, "start": 8, "training": 30, "lost": 40, "restarts": 10}
+
+
+def test_a_failure_at_the_end_is_not_lost_training_but_one_before_training_is_a_start() -> None:
+    failed = RunRecord(started_at=iso(0), ended_at=iso(30), attempts=(attempt(1, 1, 29, "failed"),))
+    assert parts(failed, training(1, 1, 5), 30) == {"queue": 1, "start": 4, "training": 24, "end": 1}
+    assert parts(failed, [event("run_started", 1, attempt=1)], 30) == {"queue": 1, "start": 28, "end": 1}
+
+
+def test_the_time_between_the_parts_of_a_resumed_run_does_not_count() -> None:
+    attempts = (attempt(1, 2, 20, "preempted"), attempt(2, 1005, 1030, "succeeded", resumed_from=7))
+    record = RunRecord(started_at=iso(0), ended_at=iso(1031), resumed_at=iso(1000), earlier_s=21.0, attempts=attempts)
+    events = [
+        *training(1, 2, 5),
+        event("checkpoint_staged", 19, step=7),
+        event("run_finished", 21),
+        *training(2, 1005, 1010),
+        event("finished", 1030),
+        event("run_finished", 1031),
+    ]
+    assert parts(record, events, 52) == {"queue": 7, "start": 8, "training": 35, "end": 2}
+
+
+def test_a_run_that_was_resumed_twice() -> None:
+    attempts = tuple(attempt(number, 1000 * number + 1, 1000 * number + 11, "preempted") for number in range(3))
+    record = RunRecord(started_at=iso(0), ended_at=iso(2012), resumed_at=iso(2000), earlier_s=24.0, attempts=attempts)
+    events = [
+        line
+        for n in range(3)
+        for line in (*training(n, 1000 * n + 1, 1000 * n + 3), event("run_finished", 1000 * n + 12))
+    ]
+    # When the second part began was not recorded: its second in the queue is not known.
+    assert parts(record, events, 36) == {"queue": 2, "start": 6, "training": 24, "end": 3, "other": 1}
+
+
+def test_a_run_that_is_running_or_waits() -> None:
+    record = RunRecord(started_at=iso(0), attempts=(attempt(1, 2, None, None),))
+    assert parts(record, training(1, 2, 5), 25) == {"queue": 2, "start": 3, "training": 20}
+    assert parts(RunRecord(started_at=iso(0)), [], 25) == {"queue": 25}
+
+
+def test_attempt_without_ranks_is_a_start() -> None:
+    empty = AttemptRecord(1, iso(3), iso(5), 0, "failed")
+    record = RunRecord(started_at=iso(0), ended_at=iso(6), attempts=(empty,))
+    assert parts(record, [event("run_started", 3, attempt=1)], 6) == {"queue": 3, "start": 2, "end": 1}
+
+
+def test_missing_events_leave_the_sum() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
+    assert parts(record, [], 40) == {"queue": 3, "start": 35, "end": 2}
+    assert parts(RunRecord(attempts=(AttemptRecord(),)), [], 5) == {"other": 5}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["entered", "finished", "checkpoint_staged", "timed", "run_finished", "run_started"]),
+            st.floats(-100, 300),
+            st.integers(0, 4),
+            st.floats(-50, 500),
+        ),
+        max_size=30,
+    ),
+    st.lists(st.tuples(st.floats(-10, 200), st.floats(-10, 200)), max_size=4),
+    st.floats(0, 250),
+    st.none() | st.floats(0, 100),
+)
+def test_the_sum_is_the_duration_whatever_was_recorded(
+    told: list[tuple[str, float, int, float]],
+    times: list[tuple[float, float]],
+    duration_s: float,
+    resumed_at: float | None,
+) -> None:
+    attempts = tuple(attempt(n, began, ended, "failed", n) for n, (began, ended) in enumerate(times))
+    resumed = None if resumed_at is None else iso(resumed_at)
+    record = RunRecord(started_at=iso(0), ended_at=iso(200), resumed_at=resumed, earlier_s=3, attempts=attempts)
+    events = [
+        event(kind, at_s, attempt=number, step=number, seconds=seconds, activity="checkpoint")
+        for kind, at_s, number, seconds in told
+    ]
+    found = asdict(time_use(record, events, duration_s))
+    assert sum(found.values()) == pytest.approx(duration_s, abs=1e-3)
+    assert min(found.values()) >= 0
+
+
+def test_events_are_read_from_the_file_of_anyone(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    good = json.dumps(event("entered", 1), separators=(",", ":"))
+    lines = [
+        good,
+        '{"event":"entered"',
+        '{"event":"entered","time_s":"x"}',
+        "[1]",
+        '{"event":"entered","time_s":NaN}',
+        '{"event":"notice","time_s":1}',
+    ]
+    lines += ['{"event":"timed","time_s":1,"seconds":1e999}', f'{{"event":"entered","time_s":1{"0" * 400}}}']
+    path.write_text("\n".join([*lines, f'{{"event":"entered","x":"{"y" * (1 << 20)}","time_s":1}}', good]) + "\n")
+    assert list(timed_events(RunLayout(tmp_path))) == [event("entered", 1)] * 2
+    assert list(timed_events(RunLayout(tmp_path / "missing"))) == []
+
+
+def test_as_text() -> None:
+    use = TimeUse(queue=3.4, training=126, lost=0.6, end=0.01)
+    assert use.line() == "queue 3.4 s, training 2m 06s, lost to failures 0.6 s"
+    assert use.shown()[1] == ("training", "2m 06s (97%)")
+    assert TimeUse().line() == "" and TimeUse().shown() == []
+
+
+def test_parts_below_50_milliseconds_are_not_shown() -> None:
+    use = TimeUse(queue=0.05, start=0.049, first_step=1.0, data=2.0, ranks=1.0, training=4.0)
+    assert (
+        use.line() == "queue 0.1 s, first step 1.0 s, training 4.0 s, waiting for data 2.0 s, waiting for ranks 1.0 s"
+    )
+    assert use.shown() == [
+        ("queue", "0.1 s (1%)"),
+        ("first step", "1.0 s (12%)"),
+        ("training", "4.0 s (49%)"),
+        ("waiting for data", "2.0 s (25%)"),
+        ("waiting for ranks", "1.0 s (12%)"),
+    ]
+    assert TimeUse(training=3.0, other=1.0).goodput == 0.75 and TimeUse().goodput is None
+    assert TimeUse(queue=1.23456).as_dict()["queue"] == 1.235
+
+
+def test_activities_that_overlap_count_once_and_only_within_the_training() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(20), attempts=(attempt(1, 0, 20, "succeeded"),))
+    events = [
+        *training(1, 0, 5),
+        timed("checkpoint", 7, 4.0),  # 2 s of it since the ranks have entered
+        timed("evaluation", 21, 3.0),  # 2 s of it before the end
+        timed("first step", 12, 5.0),
+        timed("data", 14, 20.0),  # 9 s since the ranks have entered; 6 s are left
+        timed("ranks", 19, -1.0),
+        timed("other", 19, 1.0),
+    ]
+    assert parts(record, events, 20.0) == {
+        "start": 5.0,
+        "checkpoints": 2.0,
+        "evaluation": 2.0,
+        "first_step": 5.0,
+        "data": 6.0,
+    }
+
+
+def test_what_was_recorded_beyond_the_duration_is_taken_from_what_is_known_least() -> None:
+    record = RunRecord(started_at=iso(0), ended_at=iso(40), attempts=(attempt(1, 3, 38, "succeeded"),))
+    events = [*training(1, 3, 10), event("finished", 36), event("run_finished", 39)]
+    assert parts(record, events, 40.0) == {"queue": 3.0, "start": 7.0, "training": 26.0, "end": 4.0}
+    assert parts(replace(record, ended_at=iso(35)), events, 35.0) == {"queue": 2.0, "start": 7.0, "training": 26.0}
+    assert parts(replace(record, ended_at=iso(9)), events, 9.0) == {"training": 9.0}
+
+
+def test_a_running_run_ends_now_by_its_clock() -> None:
+    record = RunRecord(started_at=iso(0), attempts=(attempt(1, 3, None, None),))
+    assert parts(record, training(1, 3, 10), 3640) == {"queue": 3, "start": 7, "training": 3630}
+
+
+def test_run_is_timed_by_its_files(tmp_path: Path) -> None:
+    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed"))
+    assert time_use_of(view) is None
+    view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed", duration_s=7.0))
+    assert time_use_of(view) == TimeUse(queue=7.0)
