@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
-from ddptrain.results.lookup import load_run
-from ddptrain.results.run_record import RunStatus
-from ddptrain.results.run_writer import RunWriter
-from tests.conftest import Cli
+from tests.conftest import Cli, Finished
 from tests.servers.wandb_backend import API_KEY, Backend, wandb_backend
 
 
@@ -55,19 +51,20 @@ def recorded(server: str) -> bytes:
 
 def attack(folder: Path, server: str) -> Path:
     """A run that was recorded offline, and each of whose files names `server`; its folder."""
-    with RunWriter.create(folder / "runs", "a-run", "petnames", "name: petnames\n", "petnames") as writer:
-        part = writer.layout.tracking_dir / "wandb/offline-run-20240101_000000-w1"
-        (part / "files").mkdir(parents=True)
-        (part / "run-w1.wandb").write_bytes(recorded(server))
-        lines = "\n".join(f"{name} = {server}" for name in ("base_url", "http_proxy", "https_proxy"))
-        for place in (writer.layout.root, writer.layout.tracking_dir, part, part / "files"):
-            (place / "wandb").mkdir(exist_ok=True)
-            for file in (place / "wandb/settings", place / "settings"):
-                file.write_text(f"[default]\n{lines}\n")
-            (place / "wandb/__main__.py").write_text(f"raise SystemExit('{place} was executed')")
-        writer.update(tracking={"wandb": {"id": "w1", "mode": "offline", "base_url": server}})
-        writer.finish(RunStatus.SUCCEEDED, 0)
-    return writer.layout.root
+    run = folder / "runs" / "a-run"
+    part = run / "tracking/wandb/offline-run-20240101_000000-w1"
+    (part / "files").mkdir(parents=True)
+    (part / "run-w1.wandb").write_bytes(recorded(server))
+    lines = "\n".join(f"{name} = {server}" for name in ("base_url", "http_proxy", "https_proxy"))
+    for place in (run, run / "tracking", part, part / "files"):
+        (place / "wandb").mkdir(exist_ok=True)
+        for file in (place / "wandb/settings", place / "settings"):
+            file.write_text(f"[default]\n{lines}\n")
+        (place / "wandb/__main__.py").write_text(f"raise SystemExit('{place} was executed')")
+    tracking = {"wandb": {"id": "w1", "mode": "offline", "project": "petnames", "base_url": server}}
+    record = {"run_id": "a-run", "name": "petnames", "workload": "petnames", "status": "succeeded", "exit_code": 0}
+    (run / "run.json").write_text(json.dumps({**record, "started_at": "2026-01-01T00:00:00Z", "tracking": tracking}))
+    return run
 
 
 def user(home: Path, **environ: str) -> dict[str, str]:
@@ -81,10 +78,6 @@ def user(home: Path, **environ: str) -> dict[str, str]:
         "NETRC": str(home / ".netrc"),
         **environ,
     }
-
-
-def sync(run: Path, environ: dict[str, str]) -> SyncResult:
-    return sync_run(load_run(run), environ, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize("chosen", ["key alone", "settings", "netrc", "default of netrc"])
@@ -106,27 +99,30 @@ def test_key_is_not_sent_to_a_server_that_only_the_run_names(
     assert own.asked == []
 
 
+def sync(run_cli: Cli, run: Path, environ: dict[str, str], cwd: Path | None = None) -> Finished:
+    return run_cli("results", "sync", run, env={"WANDB_API_KEY": "", **environ}, cwd=cwd)
+
+
 @pytest.mark.parametrize("inside", [".", "tracking", "tracking/wandb/offline-run-20240101_000000-w1/files"])
 def test_settings_and_modules_in_the_run_directory_are_not_read(
-    inside: str, tmp_path: Path, own: Backend, foreign: Backend, monkeypatch: pytest.MonkeyPatch
+    inside: str, tmp_path: Path, own: Backend, foreign: Backend, run_cli: Cli
 ) -> None:
     run = attack(tmp_path, foreign.url)
-    monkeypatch.chdir(run / inside)
-    came = sync(run, user(tmp_path / "home", **own.environment))
-    assert (came.summary, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
+    ended = sync(run_cli, run, user(tmp_path / "home", **own.environment), cwd=run / inside)
+    assert (ended.stdout, own.keys) == ("a-run: 1 sent to W&B\n", {API_KEY}), ended
     assert [row["loss"] for row in own.run.history] == [1.0]
 
 
-def test_server_of_netrc_gets_its_own_key(tmp_path: Path, own: Backend) -> None:
+def test_server_of_netrc_gets_its_own_key(tmp_path: Path, own: Backend, run_cli: Cli) -> None:
     run = attack(tmp_path, own.url)
     environ = user(tmp_path / "home")
     Path(environ["NETRC"]).write_text(f"machine {own.url.removeprefix('http://')} login user password {API_KEY}\n")
-    assert (sync(run, environ).summary, own.keys) == ("a-run: 1 sent to W&B", {API_KEY})
+    assert (sync(run_cli, run, environ).stdout, own.keys) == ("a-run: 1 sent to W&B\n", {API_KEY})
 
 
-def test_cause_is_shown_of_a_key_that_wandb_refuses(tmp_path: Path, own: Backend) -> None:
+def test_cause_is_shown_of_a_key_that_wandb_refuses(tmp_path: Path, own: Backend, run_cli: Cli) -> None:
     run = attack(tmp_path, own.url)
-    came = sync(run, user(tmp_path / "home", **own.environment | {"WANDB_API_KEY": "short"}))
-    assert came.problem == "WANDB_API_KEY invalid: API key must have 40+ characters, has 5."
+    ended = sync(run_cli, run, user(tmp_path / "home", **own.environment | {"WANDB_API_KEY": "short"}))
+    assert "WANDB_API_KEY invalid: API key must have 40+ characters, has 5." in ended.stdout
     own.fault = "unauthorized"
-    assert "it is unauthorized" in sync(run, user(tmp_path / "home", **own.environment)).problem
+    assert "it is unauthorized" in sync(run_cli, run, user(tmp_path / "home", **own.environment)).stdout
