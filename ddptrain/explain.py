@@ -195,6 +195,10 @@ EXPLANATIONS: dict[int, Explanation] = {
             ),
             Cause("a certificate is wrong or missing", "set cluster.tls", "certificate|TLS"),
             Cause("the cluster is of another host", "run the command on the host that is named", "runs on "),
+            Cause(
+                "schedule check: no successful retraining in time",
+                "does the schedule run (ddptrain schedule list, crontab -l, systemctl --user list-timers)?",
+            ),
         ),
         "ddptrain doctor checks this machine, ddptrain doctor --cluster NAME all hosts of a cluster.",
     ),
@@ -262,17 +266,6 @@ EXPLANATIONS: dict[int, Explanation] = {
         "retrain: out of time",
         causes=(Cause("retrain.deadline is over", "set a longer deadline, or train for fewer epochs"),),
         remarks="The state is saved; the next start of ddptrain retrain continues.",
-    ),
-    ExitCode.LATE: Explanation(
-        "schedule check: a model is late",
-        causes=(
-            Cause(
-                "there was no successful retraining in time",
-                "does the schedule run (ddptrain schedule list, crontab -l, systemctl --user list-timers)? Is the "
-                "host up?",
-            ),
-        ),
-        remarks="The message names the model, and since when.",
     ),
     ExitCode.PREEMPTED: Explanation(
         "preempted, and a checkpoint is saved",

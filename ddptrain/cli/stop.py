@@ -10,14 +10,11 @@ from ddptrain.cli import complete
 from ddptrain.cli.models.models import TrainedRunsDir
 from ddptrain.cli.options import JsonOption, VerboseOption
 from ddptrain.cli.printing import print_result, say
-from ddptrain.errors import UsageError, one_line
+from ddptrain.errors import one_line
 from ddptrain.text_tables import clean_line
 
 if TYPE_CHECKING:
-    from ddptrain.driver.control.stop import StopTarget
     from ddptrain.results.lookup import RunView
-
-_STORE_EVERY_S = 2.0
 
 
 def stop(
@@ -39,11 +36,11 @@ def stop(
     It works in any shell, and on any host, that sees the run's directory; a run in an object store is stopped
     on its driver's host.
     """
-    from ddptrain.driver.control.stop import is_active, stop_run
+    from ddptrain.driver.control.stop import find_target, is_active, stop_run
 
     if _stop_sweep(runs_dir, run, now=now, as_json=as_json):
         return
-    target = _stop_target(runs_dir, run)
+    target = find_target(runs_dir, run)
     was_active = is_active(target.look())
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
     fields = {"run_id": ended.run_id, "status": str(ended.status), "exit_code": ended.record.exit_code}
@@ -63,37 +60,6 @@ def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
     ended = f"{'' if was_running else 'is not running, it has ended: '}{record.status} (exit code {record.exit_code})"
     print_result(fields, [f"sweep {target.name} {ended}{hint}"], as_json=as_json, indent=None)
     return True
-
-
-def _stop_target(runs_dir: str, run: str) -> StopTarget:
-    """Return the run to stop, and the folder where its driver looks for requests.
-
-    Raises:
-        RunNotFound: there is no such run.
-        UsageError: run.json can't be read, or the folder exists only on the driver's host.
-    """
-    import socket
-
-    from ddptrain.driver.control.stop import StopTarget, is_active
-    from ddptrain.results.layout import RunLayout
-    from ddptrain.results.lookup import load_run
-    from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
-    from ddptrain.results.run_record import RunStatus
-
-    place, name = split_run(run, runs_dir)
-    runs = open_runs_dir(place)
-    view = runs.find(name)
-    run_id, driver = view.run_id, view.record.driver
-    if view.status == RunStatus.UNREADABLE:
-        raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
-    if view.layout.is_original or not isinstance(runs, StoreRuns):
-        return StopTarget(view.layout, lambda: load_run(view.layout.root))
-    if is_active(view) and driver.host != socket.gethostname():
-        raise UsageError(
-            f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
-            "it has no directory that other hosts see"
-        )
-    return StopTarget(RunLayout(runs.work / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
 
 
 def _words(view: RunView, *, was_active: bool) -> str:

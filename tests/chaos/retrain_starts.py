@@ -29,7 +29,7 @@ from pathlib import Path
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, RetrainStatus
 from tests.integration.seaweed import seaweed
 
 _ADDRESS, _MODEL = "10.84.0.1", "mine"

@@ -16,9 +16,8 @@ FOLDER = Path(__file__).parents[2] / "docs" / "troubleshooting"
 _BLOCK = re.compile(r"(<!-- explain (titles|\d+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Pages with several codes, or with another name than that of the code.
 _PAGES = {
-    7: "7-8-9.md#7-the-gate-rejected-the-new-version",
-    8: "7-8-9.md#8-out-of-time",
-    9: "7-8-9.md#9-a-model-is-late",
+    7: "7-8.md#7-the-gate-rejected-the-new-version",
+    8: "7-8.md#8-out-of-time",
 }
 _PAGES |= dict.fromkeys((129, 130, 131, 143), "130-143.md")
 CODE = (

@@ -50,6 +50,4 @@ def test_causes_that_fit_the_root_cause_are_chosen(code: int, root_cause: str, f
 def test_codes_of_others_are_named() -> None:
     assert as_text(137)[0] == "exit code 137: ddptrain itself was killed by SIGKILL"
     assert explanation_of(139).title == "ended by SIGSEGV"
-    assert (
-        explanation_of(42).remarks == "Its exit codes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 75, 129, 130, 131, 143, 137, 141."
-    )
+    assert explanation_of(42).remarks == "Its exit codes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 75, 129, 130, 131, 143, 137, 141."
