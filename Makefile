@@ -83,10 +83,10 @@ wheel: $(INSTALLED) ## build the source archive and the wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 release: $(INSTALLED) ## a dry run of a release: all checks, in empty environments of each Python; TAG=v0.2.0 names it
-	$(BIN)/python -m tests.release --tag $(TAG)
+	$(BIN)/python -m tests.support.release --tag $(TAG)
 
 release-check: $(INSTALLED) ## the same without these environments
-	$(BIN)/python -m tests.release --tag $(TAG) --quick
+	$(BIN)/python -m tests.support.release --tag $(TAG) --quick
 
 clean: ## remove .venv, dist and caches; runs/ stays
 	rm -rf $(VENV) .bench-peers dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -11,21 +11,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import leaks
-from tests.command import PATIENCE_S, QUICK_START, Cli, Finished, Running
-from tests.fork_server import ForkServer
-
-if TYPE_CHECKING:
-    from distributed import Client, Scheduler
+from tests.support import leaks
+from tests.support.command import PATIENCE_S, Cli, Finished, Running
 
 __all__ = ["PATIENCE_S", "Cli", "Finished", "Running"]
 
@@ -46,8 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(50_000)
     # pytest keeps the test files that it has rewritten: 10 s of CPU time in each process.
     sys.dont_write_bytecode = False
-    # Some containers set it. Processes that get few variables lack it, and would not be forked: see child_forks.py.
-    os.environ.pop("PYTHONUNBUFFERED", None)
+    os.environ.pop("PYTHONUNBUFFERED", None)  # some containers set it
     for name in (
         "CI",
         "GITHUB_ACTIONS",
@@ -55,7 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "DDPTRAIN_CI",
     ):  # where this suite runs must not change what it sees
         os.environ.pop(name, None)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (QUICK_START, os.environ.get("PYTHONPATH"))))
     # A shell's `&` ignores SIGINT and SIGQUIT, nohup ignores SIGHUP, and children would inherit it. A handler they do
     # not inherit.
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -159,17 +151,10 @@ def leak_guard() -> Iterator[None]:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def run_cli(request: pytest.FixtureRequest, tmp_path: Path, fork_server: ForkServer) -> Iterator[Cli]:
+def run_cli(tmp_path: Path) -> Iterator[Cli]:
     """Runs `ddptrain` in tmp_path: `run_cli("schema")` to its end, `run_cli.start("train")` to be watched."""
-    runner = Cli(tmp_path, None if request.node.get_closest_marker("real_start") else fork_server)
+    runner = Cli(tmp_path)
     yield runner
     for running in runner.started:
         # What outlives a command that has ended by itself is reported by leak_guard.
@@ -178,45 +163,23 @@ def run_cli(request: pytest.FixtureRequest, tmp_path: Path, fork_server: ForkSer
 
 
 @pytest.fixture(scope="session")
-def lasting_cluster(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Client]:
-    from distributed import Client  # most tests need no Dask
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a cluster with six CPU slots, for runs of tests that are not about their cluster.
 
-    cli = Cli(tmp_path_factory.mktemp("warm"), fork_server)
-    options = ("--name", "warm", "--ranks", "6", "--gpus", "0", "--idle-timeout", "3600", "--json")
+    A run on it takes a third of what one takes that starts its own. Its workers have the environment of pytest, not
+    that of the command: what ranks are to see goes into the configuration's `env`. The cluster must be free in the end.
+    """
+    cli = Cli(tmp_path_factory.mktemp("cluster"))
+    # No cluster outlives the tests, even if their process is killed.
+    options = ("--name", "shared", "--ranks", "6", "--gpus", "0", "--idle-timeout", "600", "--json")
     up = cli("cluster", "up", *options)
     assert up.rc == 0, up.stderr
-    with Client(json.loads(up.stdout)["address"], set_as_default=False) as client:
-        yield client
-    down = cli("cluster", "down", "warm", "--now")
-    assert down.rc == 0, down.stderr
+    yield json.loads(up.stdout)["address"]
+    status = json.loads(cli("cluster", "status", "shared", "--json").stdout)
+    assert cli("cluster", "down", "shared", "--now").rc == 0
+    assert not status["runs"], status
 
 
 @pytest.fixture
-def warm_cluster(lasting_cluster: Client) -> Iterator[str]:
-    """The address of a cluster with six slots that all tests of a process share: for runs of tests that are not about
-    their cluster. A test that leaves slots, tasks or ranks on it fails.
-
-    A run on it takes a third of what one takes that starts its own. Its workers have the environment of pytest, not
-    that of the command: what ranks are to see goes into the configuration's `env`.
-    """
-    yield str(lasting_cluster.scheduler.address)  # type: ignore[union-attr]
-    _wait_until_clean(lasting_cluster)
-
-
-def _wait_until_clean(client: Client) -> None:
-    """Fail the test where runs, tasks or a changed number of slots stay on the cluster."""
-
-    def state(dask_scheduler: Scheduler) -> dict[str, Any]:  # a function in a function travels by value
-        from ddptrain.clusters.scheduler.slots import overview
-
-        found = overview(dask_scheduler)
-        slots = [worker["slots"] - worker["held"] for worker in found["workers"]]
-        tasks = sorted(map(str, dask_scheduler.tasks))
-        return {"runs": found["runs"], "waiting": found["waiting"], "tasks": tasks, "free slots": slots}
-
-    clean = {"runs": [], "waiting": [], "tasks": [], "free slots": [6]}
-    deadline = time.monotonic() + leaks.GRACE_S
-    while (found := client.run_on_scheduler(state)) != clean:
-        if time.monotonic() > deadline:
-            pytest.fail(f"the test left the shared cluster as {found}", pytrace=False)
-        time.sleep(0.05)
+def warm_cluster(shared_cluster: str) -> str:
+    return shared_cluster

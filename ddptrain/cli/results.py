@@ -51,7 +51,7 @@ class ExportFormat(StrEnum):
 @app.callback(invoke_without_command=True)
 def results(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
     """List runs; show one, its logs, its curves."""
-    from ddptrain.results.select.table import Selection
+    from ddptrain.results.selection import Selection
 
     ctx.obj = runs_dir
     if ctx.invoked_subcommand is None:

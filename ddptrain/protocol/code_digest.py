@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from ddptrain.file_ops import hash_file, sha256
@@ -44,19 +44,10 @@ def inode_digest(folder: Path, names: Iterable[str]) -> str:
 
     Sizes and times are not part of it: a log in the folder may grow meanwhile.
     """
-    return _digest(folder, names, lambda status: f"{status.st_ino}")
-
-
-def change_digest(folder: Path, names: Iterable[str]) -> str:
-    """Return a digest of sizes and modification times, which shows changes; "" if a file is missing."""
-    return _digest(folder, names, lambda status: f"{status.st_size} {status.st_mtime_ns}")
-
-
-def _digest(folder: Path, names: Iterable[str], about: Callable[[os.stat_result], str]) -> str:
     digest = sha256()
     try:
         for name in sorted(names):
-            digest.update(f"{about(os.lstat(f'{folder}/{name}'))} {name}\n".encode("utf-8", "surrogateescape"))
+            digest.update(f"{os.lstat(f'{folder}/{name}').st_ino} {name}\n".encode("utf-8", "surrogateescape"))
     except OSError:
         return ""
     return digest.hexdigest()

@@ -28,6 +28,7 @@ from ddptrain.results.metrics import AllSeries, read_series
 from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
+from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run_record import (
     AttemptRecord,
     DriverRecord,
@@ -38,7 +39,6 @@ from ddptrain.results.run_record import (
     utc_now,
 )
 from ddptrain.results.secure_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
-from ddptrain.results.select.recorded_config import parsed_config
 from ddptrain.results.staged_files import adopt_file
 from ddptrain.results.system.system_file import SystemFile
 

@@ -172,16 +172,16 @@ async def sees_code(folder: str, names: list[str], expected: str) -> bool:
     return await asyncio.to_thread(inode_digest, Path(folder), names) == expected
 
 
-async def use_code(run_id: str, code: str) -> str:
-    """Return the cached folder of the code with this hash, locked for the run; "" if it is not in the cache."""
-    return await asyncio.to_thread(CodeCache().use, run_id, code)
+async def use_code(code: str) -> str:
+    """Return the cached folder of the code with this hash; "" if it is not in the cache."""
+    return await asyncio.to_thread(CodeCache().use, code)
 
 
 async def unpack_code(run_id: str, code: str, archive: str, names: list[str], dask_worker: Worker) -> str:
     """Unpack an archive from the run's scratch folder into the code cache. Return its folder. Raises ClusterError."""
     path = rank_host(dask_worker, run_id).scratch / run_id / archive
     try:
-        return await asyncio.to_thread(CodeCache().unpack, run_id, code, path, names)
+        return await asyncio.to_thread(CodeCache().unpack, code, path, names)
     finally:
         path.unlink(missing_ok=True)
 

@@ -22,7 +22,7 @@ from ddptrain.file_ops import sha256
 from ddptrain.gpus import visible_gpus
 from ddptrain.protocol.exec_env import exec_only
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
-from ddptrain.worker import code_cache, rank_environment
+from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_host import RankHost, own_host
 from ddptrain.worker.rank_server_client import RankServerLost, SharedRankServerClient
 
@@ -55,7 +55,6 @@ class RunPlugin(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """Clean up. Dask calls this when the run is over or its driver has ended."""
         self._removed = True
-        code_cache.release(self.run_id)
         host, self.host = self.host, None
         if host is not None:
             remove = partial(host.remove_run, self.run_id) if self._is_own else partial(_remove_host, host)

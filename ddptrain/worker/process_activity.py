@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from ddptrain.file_ops import text_or_empty
-from ddptrain.worker.system.process_metrics import members
+from ddptrain.worker.system_metrics import members
 
 _SEARCH_S = 30.0  # between two searches for the processes of the group
 

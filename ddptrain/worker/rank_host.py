@@ -20,7 +20,7 @@ from ddptrain.protocol.encryption import WorkerKey
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_server_client import RankServerClient
-from ddptrain.worker.system.sampler import SystemSampler
+from ddptrain.worker.system_metrics import SystemSampler
 
 PLUGIN_NAME = "ddptrain"
 MAX_SLOTS = 1024
@@ -70,7 +70,7 @@ class RankHost(WorkerPlugin):
         self.environ = environ
         self.gpus = gpus
         self.scratch = scratch
-        self.sampler = SystemSampler(scratch)
+        self.sampler = SystemSampler()
         # A driver that can read this file shares the file system with the worker.
         self.token = os.urandom(16).hex()
         self.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)

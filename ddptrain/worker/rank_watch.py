@@ -21,8 +21,7 @@ from ddptrain.worker.oom import MemoryWatch
 from ddptrain.worker.process_activity import ProcessMonitor
 from ddptrain.worker.rank_environment import HostResources, RankResources
 from ddptrain.worker.rank_host import RankHost
-from ddptrain.worker.system.gpu_metrics import gpu_percent
-from ddptrain.worker.system.sampler import SampledRank
+from ddptrain.worker.system_metrics import GpuReader, SampledRank
 
 # The signals of which faulthandler writes the stacks into the log.
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
@@ -31,6 +30,9 @@ _NUMBERS_S_PER_RANK = 0.001  # times the world size: between two notices of a ra
 _MAX_NUMBERS_S = 2.0  # the limit of that time
 _OUTPUT_BYTES = 12 * 1024  # the most bytes in a notice: the scheduler keeps the last thousand messages of a topic
 _RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
+
+
+_gpus = GpuReader()
 
 
 class RankWatch:
@@ -119,7 +121,7 @@ class RankWatch:
         """Return a notice with the CPU time that the rank has used, and the use of its GPU if it is known."""
         cpu_s = self._process.cpu_s() if self._process is not None else 0.0
         gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
-        percent = gpu_percent(gpu) if gpu else None
+        percent = _gpus.percent(gpu) if gpu else None
         return worker_notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
 
     def _check_process(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.arena import ClusterUp
-from tests.integration.netns import Network, why_not
+from tests.servers.netns import Network, why_not
 
 CUT_S = 30.0  # shorter than failure.lost_after_s
 _START_S = 60.0

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.child_forks import HELPER
-
 MARK = "DDPTRAIN_CHAOS"  # in the environment of every process of a case
 SESSION = "DDPTRAIN_CHAOS_SESSION"  # in the environment of every process that one run of the suite starts
 _SERVER = "ddptrain-ranks"  # a worker has one as long as it lives
@@ -36,8 +34,8 @@ def of_session() -> set[int]:
 
 
 def ranks_below(worker: int) -> set[int]:
-    """Live descendants of a running worker, except its rank server and the tests' own process."""
-    return {pid for pid in descendants(worker) if _comm(pid) not in (_SERVER, HELPER) and not _is_zombie(pid)}
+    """Live descendants of a running worker, except its rank server."""
+    return {pid for pid in descendants(worker) if _comm(pid) != _SERVER and not _is_zombie(pid)}
 
 
 def descendants(pid: int) -> set[int]:

@@ -29,7 +29,7 @@ from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.sweep.folder import open_sweeps
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
-from tests.integration.seaweed import seaweed
+from tests.servers.seaweed import seaweed
 
 _ID, _STEPS, _FAILS_ABOVE = "kills", 12, 0.9
 _WORKLOAD = f"""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tests.integration.netns import why_not
+from tests.servers.netns import why_not
 
 STEPS = 12  # of the stub
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.command import Cli, Finished, Running
+from tests.support.command import INSTALLED, Cli, Finished, Running
 
-# The program that pip installs, beside the interpreter of the tests. Another version can be named.
-INSTALLED = (os.environ.get("DDPTRAIN_COMMAND", str(Path(sys.executable).with_name("ddptrain"))),)
+__all__ = ["INSTALLED", "Project", "events", "lines", "pids_of"]
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ class Project:
 
     def start(self, *args: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Running:
         """Start the command, in a session of its own, with an empty stdin."""
-        return self.cli.start(*args, env=env, cwd=cwd, program=INSTALLED)
+        return self.cli.start(*args, env=env, cwd=cwd)
 
     def __call__(
         self,
@@ -88,20 +86,6 @@ def project(tmp_path: Path) -> Iterator[Project]:
     for running in cli.started:
         if running.popen.poll() is None:
             running.kill_group()
-
-
-@pytest.fixture(scope="session")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a cluster with four CPU slots for tests that are not about their cluster: `--cluster ADDRESS`."""
-    folder = tmp_path_factory.mktemp("cluster")
-    cli = Cli(folder)
-    # No cluster outlives the tests, even if their process is killed.
-    options = ("--name", "contract", "--ranks", "4", "--gpus", "0", "--idle-timeout", "600", "--json")
-    up = cli("cluster", "up", *options, program=INSTALLED)
-    assert up.rc == 0, up.stderr
-    yield json.loads(up.stdout)["address"]
-    down = cli("cluster", "down", "contract", "--now", program=INSTALLED)
-    assert down.rc == 0, down.stderr
 
 
 def pids_of(mark: str) -> list[int]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import PATIENCE_S
 from tests.contract.conftest import INSTALLED, Project
-from tests.integration.s3server import S3Server, s3_server
+from tests.servers.s3server import S3Server, s3_server
+from tests.support.command import PATIENCE_S
 
 # Imported by every Python program that has it on PYTHONPATH: the clock of this host is two minutes ahead of the others.
 CLOCK_AHEAD = """

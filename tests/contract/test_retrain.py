@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tests.command import PATIENCE_S
 from tests.contract.conftest import Project, events
+from tests.support.command import PATIENCE_S
 
 FUNCTION = """
 import os, time

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Running
 from tests.contract.conftest import Project, pids_of
+from tests.support.command import Running
 
 # Saves only if it is asked to end: no save is due before step 1,000,000.
 _SAVES = """

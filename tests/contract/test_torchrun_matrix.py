@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import PATIENCE_S
 from tests.contract.conftest import Project
+from tests.support.command import PATIENCE_S
 
 Lines = Sequence[str] | Mapping[int, Sequence[str]]
 Files = Mapping[str, str | bytes | None]
@@ -964,7 +964,7 @@ def test_expectation_is_that_of_torchrun(project: Project, case: Case, request: 
         output.seek(0)
         text = output.read()
     assert rc == case.rc, text
-    # Without `record` torchrun itself names no cause: it is in the rank's log, or in the file that the rank has written.
+    # Without `record` torchrun itself names no cause: it is in the rank's log, or in the file that the rank wrote.
     logs = [path.read_text(errors="replace") for path in project.folder.glob("logs/*/attempt_*/*/*.*")]
     assert case.says in "".join([text, *logs])
     _compare(project, case, _of_torchrun(project, case), case.files)

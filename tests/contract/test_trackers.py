@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.command import Cli
 from tests.contract.conftest import Project, pids_of
-from tests.integration.wandb_backend import Backend, wandb_backend
+from tests.servers.wandb_backend import Backend, wandb_backend
+from tests.support.command import Cli
 
 TRAIN = """
     import torch

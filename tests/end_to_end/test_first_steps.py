@@ -44,7 +44,6 @@ def ended(done: Finished, rc: int = 0) -> Finished:
     return done
 
 
-@pytest.mark.real_start
 def test_readme_trains_pet_names_and_generates_names(run_cli: Cli) -> None:
     """The first screen of the README, with two epochs, on an embedded cluster."""
     done = ended(run_cli("train", ROOT / "configs" / "petnames.yaml", "--set", "params.epochs=2", "--ranks", "2"))

@@ -1,36 +1,13 @@
-"""How the integration tests are spread over the test processes, and how they start other processes."""
+"""How the integration tests are spread over the test processes."""
 
 from __future__ import annotations
 
 import functools
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
-
-from tests.child_forks import can_fork_siblings
-from tests.fork_server import ForkServer, ServerForks
-
-_POPEN = subprocess.Popen
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forked_children(fork_server: ForkServer) -> Iterator[None]:
-    """Have the fork server start what tests start by `subprocess.Popen`, where that makes no difference."""
-    if can_fork_siblings():
-        ServerForks(fork_server).install()
-    yield
-    subprocess.Popen = _POPEN  # type: ignore[misc]
-
-
-@pytest.fixture(autouse=True)
-def real_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start programs as users do in tests that are marked so."""
-    if request.node.get_closest_marker("real_start"):
-        monkeypatch.setattr(subprocess, "Popen", _POPEN)
 
 
 class _Units(LoadScopeScheduling):  # type: ignore[misc]  # without type hints

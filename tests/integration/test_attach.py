@@ -17,7 +17,7 @@ from distributed import Client, Scheduler, Security, Worker
 from safetensors.numpy import load_file
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.environments import make_environment
+from tests.support.environments import make_environment
 from tests.unit.worker.daskbench import DaskBench
 from tests.unit.worker.stubs import until
 

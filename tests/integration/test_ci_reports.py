@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tests.conftest import PATIENCE_S, Cli
-from tests.integration.s3server import s3_server
+from tests.servers.s3server import s3_server
 
 WORKLOAD = """
 def train(ctx, fail=False):

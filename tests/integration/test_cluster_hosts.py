@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Cli, Finished
-from tests.integration import netns
-from tests.integration.netns import Host
+from tests.servers import netns
+from tests.servers.netns import Host
 
 pytestmark = pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not())
 

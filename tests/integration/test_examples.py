@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from tests.child_forks import RANK_IMPORTS
 from tests.conftest import PATIENCE_S, Cli
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,9 +58,8 @@ needs_transformers = pytest.mark.skipif(
 
 @pytest.fixture
 def cluster_with_transformers(run_cli: Cli) -> Iterator[str]:
-    """The address of a cluster whose ranks need not import them, which takes 4 s of CPU time."""
-    imports = {RANK_IMPORTS: "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate"}
-    up = run_cli("cluster", "up", "--name", "hf", "--ranks", "2", "--gpus", "0", "--json", env=imports)
+    """The address of a cluster."""
+    up = run_cli("cluster", "up", "--name", "hf", "--ranks", "2", "--gpus", "0", "--json")
     assert up.rc == 0, up.stderr
     yield json.loads(up.stdout)["address"]
     assert run_cli("cluster", "down", "hf", "--now").rc == 0

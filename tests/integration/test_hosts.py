@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from ddptrain.clusters.security import make_tls
 from tests.conftest import PATIENCE_S, Cli, Running
-from tests.integration import netns
-from tests.integration.netns import Host, Network
+from tests.servers import netns
+from tests.servers.netns import Host, Network
 
 pytestmark = [
     pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not()),
@@ -123,7 +123,7 @@ class Cluster:
             self._python(host, "ddptrain.worker", "--scheduler", self.address, *options)
 
     def _python(self, host: Host, module: str, *words: str) -> None:
-        host.start(sys.executable, "-P", "-m", "tests.integration.with_limit", str(self.limit_s), module, *words)
+        host.start(sys.executable, "-P", "-m", "tests.servers.with_limit", str(self.limit_s), module, *words)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> float:
         """Wait for a condition; the seconds that it took, less those that the machine stood still."""

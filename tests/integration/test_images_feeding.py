@@ -25,8 +25,8 @@ from ddptrain.workloads.images.data.listing import ImageSource, list_images, mak
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S
-from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
-from tests.integration.images_on_s3 import ImageBucket, images_on_s3
+from tests.servers.faultproxy import Fault, FaultProxy, fault_proxy
+from tests.servers.images_on_s3 import ImageBucket, images_on_s3
 from tests.unit.worker.stubs import until
 
 if TYPE_CHECKING:  # every test process would import torch, for 2 s

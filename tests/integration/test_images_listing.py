@@ -30,8 +30,8 @@ from ddptrain.workloads.images.data.listing import list_images, prepare
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S, Cli
-from tests.integration.faultproxy import Fault, FaultProxy, fault_proxy
-from tests.integration.images_on_s3 import CLASSES, ImageBucket, draw, draw_folder, images_on_s3
+from tests.servers.faultproxy import Fault, FaultProxy, fault_proxy
+from tests.servers.images_on_s3 import CLASSES, ImageBucket, draw, draw_folder, images_on_s3
 
 HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
 HARD_PREFIX = "a +%41 ü/Images"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Cli
-from tests.integration.s3server import s3_server
+from tests.servers.s3server import s3_server
 from tests.unit.workloads.pictures import COLOURS, picture
 
 

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from tests.conftest import PATIENCE_S, Cli, Running
-from tests.integration.faultproxy import FaultProxy, fault_proxy
-from tests.integration.images_on_s3 import ImageBucket, images_on_s3
+from tests.servers.faultproxy import FaultProxy, fault_proxy
+from tests.servers.images_on_s3 import ImageBucket, images_on_s3
 
 BATCH = 8  # images in a step of both ranks
 STEPS = 30  # 120 images to train on, twice

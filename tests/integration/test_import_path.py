@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.command import QUICK_START
 from tests.conftest import Cli
-
-pytestmark = pytest.mark.real_start  # about the import path
 
 
 def words(text: str) -> list[str]:
@@ -143,7 +140,7 @@ def test_function_of_the_user_finds_its_folder_and_the_working_directory(
     (tmp_path / "helper.py").write_text("WORD = 'hello'")
     config = {"workload": "work:train", "cluster": {"ranks": 1, "gpus": 0}}
     (tmp_path / "configs/run.yaml").write_text(json.dumps(config))
-    trained = run_cli("train", "configs/run.yaml", program=program, env={"PYTHONPATH": QUICK_START})
+    trained = run_cli("train", "configs/run.yaml", program=program, env={"PYTHONPATH": ""})
     assert trained.rc == 0, trained.stderr
     assert "helper says hello" in trained.stdout
 
@@ -153,7 +150,7 @@ def test_script_finds_what_an_empty_entry_of_the_path_names(tmp_path: Path, run_
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/job.py").write_text("import helper\nprint('helper says', helper.WORD, flush=True)")
     (tmp_path / "helper.py").write_text("WORD = 'hello'")
-    trained = run_cli("run", "--ranks", "1", "scripts/job.py", env={"PYTHONPATH": f":/nowhere:{QUICK_START}"})
+    trained = run_cli("run", "--ranks", "1", "scripts/job.py", env={"PYTHONPATH": ":/nowhere:"})
     assert trained.rc == 0, trained.stderr
     assert "helper says hello" in trained.stdout
-    assert run_cli("run", "--ranks", "1", "scripts/job.py", env={"PYTHONPATH": f"/nowhere:{QUICK_START}"}).rc == 1
+    assert run_cli("run", "--ranks", "1", "scripts/job.py", env={"PYTHONPATH": "/nowhere"}).rc == 1

@@ -24,8 +24,8 @@ pytest.importorskip("dask_kubernetes", reason='dask-kubernetes is not installed:
 
 from dask_kubernetes.operator import make_cluster_spec
 
-from tests.integration.kube_node import GOOD_IMAGE, Node
-from tests.integration.kube_server import KubeServer
+from tests.servers.kube_node import GOOD_IMAGE, Node
+from tests.servers.kube_server import KubeServer
 
 OPERATOR = Path(__file__).with_name("kube_operator.py")
 

@@ -17,7 +17,7 @@ from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.run_record import RunRecord
 from ddptrain.storage.remote_folder import RemoteFolder
 from tests.conftest import PATIENCE_S, Cli
-from tests.integration.seaweed import seaweed
+from tests.servers.seaweed import seaweed
 
 FILES = 300
 

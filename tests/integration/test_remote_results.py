@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import PATIENCE_S, Cli, Finished
-from tests.integration.s3server import S3Server, s3_server
 from tests.integration.test_restart import WORKLOAD
+from tests.servers.s3server import S3Server, s3_server
 
 RUNS = "s3://bucket/some/runs"
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ddptrain.results.run_record import RunRecord, RunStatus
-from tests.browser import CHROMIUM, Browser
 from tests.conftest import Cli
-from tests.hostile_run import ATTACKS, MARK, write_hostile_run
+from tests.support.browser import CHROMIUM, Browser
+from tests.support.hostile_run import ATTACKS, MARK, write_hostile_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 

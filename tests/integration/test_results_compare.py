@@ -14,7 +14,7 @@ import pytest
 from ddptrain.results.run_record import RunRecord
 from ddptrain.storage.remote_folder import RemoteFolder
 from tests.conftest import Cli
-from tests.integration.seaweed import seaweed
+from tests.servers.seaweed import seaweed
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, Stage
 from ddptrain.results.lookup import list_runs
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.integration.seaweed import seaweed
+from tests.servers.seaweed import seaweed
 
 WORKLOAD = """
 import json, os, time

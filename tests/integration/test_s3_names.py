@@ -11,7 +11,7 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.workloads.petnames.names import load_names
 from ddptrain.workloads.petnames.params import PetnamesParams
-from tests.integration.s3server import s3_server
+from tests.servers.s3server import s3_server
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ pytest.importorskip("dask_saturn", reason='dask-saturn is not installed: pip ins
 
 from dask_saturn.external import _create_csr, _serialize_csr, _serialize_key
 
-from tests.integration.saturn_server import TOKEN, SaturnServer
+from tests.servers.saturn_server import TOKEN, SaturnServer
 
 
 class SaturnClusters(Clusters):

@@ -71,10 +71,10 @@ def test_systemd_accepts_the_units(
 ) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128/a%20b")
     options = ["--system"] if system else []
-    done = run_cli("schedule", "add", "nightly.yaml", "--at", "0 3 1 * 1", "--as", "systemd", *options)
-    assert done.rc == 0, done.stderr
+    added = run_cli("schedule", "add", "nightly.yaml", "--at", "0 3 1 * 1", "--as", "systemd", *options)
+    assert added.rc == 0, added.stderr
     units = []
-    for part in done.stdout.split("# --- ")[1:]:
+    for part in added.stdout.split("# --- ")[1:]:
         path, text = part.split("\n", 1)
         units.append(str(homes / Path(path).name))
         Path(units[-1]).write_text(text)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,6 @@ from tests.conftest import Cli, Finished
 SCRIPTS = Path(__file__).with_name("scripts")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The command `torchrun`, as a script that the tests can fork.
-TORCHRUN = """
-import subprocess, sys
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-from torch.distributed.run import main
-subprocess_handler.Popen = subprocess.Popen  # in a forked process the one of child_forks.py
-sys.exit(main())
-"""
-
 # The DDP tutorial's script, torch elastic's ImageNet, and minGPT-ddp: each in miniature.
 SHAPES = [
     (EXAMPLES / "torchrun_script.py", ["--epochs", "2", "--snapshot", "snapshot.pt"]),
@@ -56,7 +49,7 @@ def test_script_has_the_losses_that_it_has_under_torchrun(
     ours.mkdir()
     monkeypatch.chdir(tmp_path)
     options = ["--standalone", "--nproc-per-node", "2", "--redirects", "3", "--log-dir", "../logs"]
-    said = run_cli(*options, script, *args, program=run_cli.program(TORCHRUN), cwd=theirs)
+    said = run_cli(*options, script, *args, program=(sys.executable, "-m", "torch.distributed.run"), cwd=theirs)
     expected = losses(said, "logs/*/*/*/stdout.log")
     assert [len(lines) >= 2 for lines in expected] == [True, True]
     where = ("--ranks", "2", "--cluster", warm_cluster)

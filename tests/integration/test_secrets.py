@@ -10,14 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from distributed import Client, Scheduler
 
 from tests.conftest import Cli
 from tests.unit.worker.daskbench import DaskBench
 from tests.unit.worker.stubs import until
-
-pytestmark = pytest.mark.real_start  # reads the arguments of processes from /proc
 
 KEY = "5ecre7" * 7  # wandb takes none that is shorter than 40
 OPTIONS = {"api_key": "own-5ecre7", "login": {"secret": {"words": ["open 5esame"]}}, "every": 3}

@@ -18,8 +18,8 @@ import pytest
 from distributed.comm.core import connect
 
 from tests.conftest import Cli
-from tests.integration.attacker import NOBODY
 from tests.integration.test_cluster import Clusters, clusters, is_gone, wait_until
+from tests.servers.attacker import NOBODY
 
 __all__ = ["clusters"]  # a fixture
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
@@ -50,7 +50,7 @@ def listening_ports(processes: Iterable[psutil.Process]) -> list[int]:
 def attacked(ports: Sequence[int], paths: Sequence[str], marker: Path, *, as_other_user: bool) -> str:
     """What the attacker has printed."""
     who = ["user"] if as_other_user else []
-    command = [sys.executable, "-m", "tests.integration.attacker"]
+    command = [sys.executable, "-m", "tests.servers.attacker"]
     command += [",".join(map(str, ports)), ",".join(paths), str(marker), *who]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert done.stdout.count("failed") + done.stdout.count("answered") == 2 * (2 * len(ports) + len(paths)), done

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Running
-from tests.fork_server import ForkServer
 
 WORKLOAD = '''
 import fcntl, os, signal, time
@@ -67,9 +66,9 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Path]:
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What a machine knows whose cluster is up."""
-    cli = Cli(tmp_path_factory.mktemp("shared"), fork_server)
+    cli = Cli(tmp_path_factory.mktemp("shared"))
     done = cli("cluster", "up", "--name", "shared", "--ranks", "2", "--gpus", "0")
     assert done.rc == 0, done.stderr
     yield cli.folder / ".state"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Finished
-from tests.integration.slurmd import Slurm, slurm
+from tests.servers.slurmd import Slurm, slurm
 
 pytestmark = pytest.mark.slow
 

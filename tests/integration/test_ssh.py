@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Finished
-from tests.integration import netns
-from tests.integration.sshd import SshHosts, ssh_hosts, ssh_network
 from tests.integration.test_security import attacked, listening_ports, marker
+from tests.servers import netns
+from tests.servers.sshd import SshHosts, ssh_hosts, ssh_network
 
 __all__ = ["marker"]  # a fixture
 

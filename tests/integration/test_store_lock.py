@@ -22,8 +22,8 @@ from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import NoConditionalWrites
-from tests.integration.s3server import s3_server
-from tests.integration.seaweed import seaweed
+from tests.servers.s3server import s3_server
+from tests.servers.seaweed import seaweed
 
 PATIENCE_S = 60.0
 ACQUISITIONS = 1000

@@ -17,7 +17,7 @@ from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.sweep.folder import open_sweeps
 from ddptrain.sweep.records import SweepRecord, read_sweep
 from tests.conftest import PATIENCE_S, Cli
-from tests.integration.seaweed import seaweed
+from tests.servers.seaweed import seaweed
 
 WORKLOAD = """
 import time

@@ -13,9 +13,9 @@ import pytest
 
 from ddptrain import Run
 from tests.conftest import Cli
-from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
-from tests.integration.wandb_runs import plain
-from tests.integration.wandb_training import Training
+from tests.servers.wandb_backend import API_KEY, Backend, wandb_backend
+from tests.servers.wandb_runs import plain
+from tests.servers.wandb_training import Training
 
 STEPS = [*range(1, 41)]
 PETNAMES = Path(__file__).parents[2] / "configs" / "petnames-wandb.yaml"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
-from tests.integration.wandb_runs import plain
+from tests.servers.wandb_backend import API_KEY, Backend, wandb_backend
+from tests.servers.wandb_runs import plain
 
 CLIENT = """
 import json, sys

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Cli, Finished
-from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
-from tests.integration.wandb_training import Training, wait_until_rows
+from tests.servers.wandb_backend import API_KEY, Backend, wandb_backend
+from tests.servers.wandb_training import Training, wait_until_rows
 
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
 FINISH_S = 5.0  # configured; the default's bound is 35 s for 30 s

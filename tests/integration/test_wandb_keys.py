@@ -18,7 +18,7 @@ from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from tests.conftest import Cli
-from tests.integration.wandb_backend import API_KEY, Backend, wandb_backend
+from tests.servers.wandb_backend import API_KEY, Backend, wandb_backend
 
 
 @pytest.fixture

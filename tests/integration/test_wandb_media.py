@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import load
 
 from tests.conftest import PATIENCE_S, Cli
-from tests.integration.wandb_backend import Backend, wandb_backend
-from tests.integration.wandb_training import OfflineRun
+from tests.servers.wandb_backend import Backend, wandb_backend
+from tests.servers.wandb_training import OfflineRun
 
 OFFLINE = {"WANDB_MODE": "offline"}
 SMALL = {"architecture": "small_cnn", "image_size": 32, "batch_size": 32}

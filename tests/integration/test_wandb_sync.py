@@ -22,7 +22,7 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.wandb_folders import OPEN, UNSENT, parts_below, unsent_parts
 from tests.conftest import Cli
-from tests.integration.wandb_backend import Backend, wandb_backend
+from tests.servers.wandb_backend import Backend, wandb_backend
 
 # Two attempts of one run, the first of which was killed.
 _RANK = """
@@ -31,7 +31,7 @@ from pathlib import Path
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb.tracker import WandbTracker
-from tests.integration.wandb_training import OfflineRun
+from tests.servers.wandb_training import OfflineRun
 
 
 def rows_on_disk():

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests import fake_time
+from tests.support import fake_time
 
 
 def test_threads_of_others_keep_the_real_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.mutants.run import failed_test, imports, select_tests
 
 def changes(folder: Path, code: str) -> list[str]:
     (folder / "code.py").write_text(code)
-    return [mutant.describe(code.encode()) for mutant in mutants_of(folder, "code.py")]
+    return [f"{mutant.before(code.encode())} -> {mutant.after}" for mutant in mutants_of(folder, "code.py")]
 
 
 @pytest.mark.parametrize(
@@ -61,14 +61,19 @@ def test_change_is_made_in_its_place_only(tmp_path: Path) -> None:
     assert last.lines == (2, 3)
 
 
-def test_same_seed_chooses_the_same_mutants_in_turns_of_the_paths(tmp_path: Path) -> None:
+def test_same_seed_chooses_the_same_mutants_of_all_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "code.py").write_text("x = 10\ny = 20\nz = 30\n")
-    chosen = choose(tmp_path, 1, 4, ["a", "b"])
-    assert [mutant.path for mutant in chosen] == ["a/code.py", "b/code.py"] * 2
-    assert chosen == choose(tmp_path, 1, 4, ["a", "b"]) != choose(tmp_path, 2, 4, ["a", "b"])
-    assert len(choose(tmp_path, 1, 100, ["a"])) == 6
+        (tmp_path / name / "code.py").write_text("x = 10\ny = 20\nz = 30\n" * 5)
+    chosen = choose(tmp_path, 1, 20, ["a", "b"])
+    assert {mutant.path for mutant in chosen} == {"a/code.py", "b/code.py"}
+    assert chosen == choose(tmp_path, 1, 20, ["a", "b"]) != choose(tmp_path, 2, 20, ["a", "b"])
+    assert len(choose(tmp_path, 1, 100, ["a"])) == 30
+
+
+def test_mutant_names_the_function_around_it(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("class A:\n    def f(self):\n        return a\n")
+    assert [mutant.function for mutant in mutants_of(tmp_path, "code.py")] == ["A.f"]
 
 
 def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.release import NEEDED_FILES, changelog_problems, tag_problems, wheel_problems
+from tests.support.release import NEEDED_FILES, changelog_problems, tag_problems, wheel_problems
 
 GOOD = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n### Added\n\n- x\n\n## [0.1.0] - 2026-11-21\n"
 

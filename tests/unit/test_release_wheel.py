@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.release import citation_problems, release_date
-from tests.release_environments import find_python, readme_commands
-from tests.release_wheel import MOST_BYTES, licence_problems, metadata_problems, size_problems
+from tests.support.release import citation_problems, release_date
+from tests.support.release_environments import find_python, readme_commands
+from tests.support.release_wheel import MOST_BYTES, licence_problems, metadata_problems, size_problems
 
 PROJECT = {"name": "ddptrain", "optional-dependencies": {"s3": ["s3fs>=2025.2"], "all": ["ddptrain[s3]", "Types_X"]}}
 GOOD = """\

@@ -82,7 +82,7 @@ def _configuration(folder: Path, overrides: list[str], options: dict[str, str]) 
     """Return the configuration of a run or version, from its config.yaml, without the secrets. Raises ConfigError."""
     from ddptrain.config.load import load_data, load_mapping
     from ddptrain.file_ops import read_regular
-    from ddptrain.results.select.recorded_config import is_own_record, of_the_model
+    from ddptrain.results.recorded_config import is_own_record, of_the_model
 
     path = folder / "config.yaml"
     try:

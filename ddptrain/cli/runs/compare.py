@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 
 class Align(StrEnum):
-    """The values of --align: those of results.compare.alignment.Alignment, which takes long to import."""
+    """The values of --align."""
 
     STEP = "step"
     EPOCH = "epoch"
-    TIME = "time"
-    SAMPLES = "samples"
 
 
 def compare(
@@ -53,14 +51,12 @@ def compare(
 
     Differences of values are to the first run. Tables show only what differs.
     """
-    from ddptrain.results.compare.alignment import Alignment
-    from ddptrain.results.compare.comparison import compare_runs
-    from ddptrain.results.compare.text import comparison_text
+    from ddptrain.results.compare import compare_runs, comparison_text
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.plot import save_picture, terminal_charts
 
     views = [view_of(ctx, runs_dir, run, NeededFiles.COMPARISON) for run in runs]
-    found = compare_runs(views, None if align is None else Alignment(align), metric or ())
+    found = compare_runs(views, None if align is None else align.value, metric or ())
     has_curves = any(panel.curves for panel in found.plot.panels)
     if plot is not None:
         if not has_curves:

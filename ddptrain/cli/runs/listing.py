@@ -15,7 +15,7 @@ from ddptrain.config.wording import counted
 from ddptrain.text_tables import plain_table
 
 if TYPE_CHECKING:
-    from ddptrain.results.select.table import Selection
+    from ddptrain.results.selection import Selection
 
 _SHOWN = 20
 _FIELDS = (
@@ -54,7 +54,7 @@ def list_runs(
     json: JsonOption = False,
 ) -> None:
     """List the runs, newest first, and below them the sweeps; with other options, or --json, only runs."""
-    from ddptrain.results.select.table import Selection
+    from ddptrain.results.selection import Selection
 
     print_runs(folder_of(ctx, runs_dir), Selection.parse(where, sort, columns), limit, as_json=json)
 
@@ -96,7 +96,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
     """
     from ddptrain.results.remote.runs import open_runs_dir
     from ddptrain.results.run_store import NeededFiles
-    from ddptrain.results.select.table import cells, header
+    from ddptrain.results.selection import cells, header
     from ddptrain.results.show.render import run_table
     from ddptrain.sweep.listing import list_sweeps as list_found
     from ddptrain.sweep.listing import sweep_table

@@ -10,8 +10,8 @@ from pathlib import Path
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
+from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.secure_files import read_bytes
-from ddptrain.results.select.recorded_config import parsed_config
 
 _TABLE = re.compile(r"(?:step-(?P<step>\d{1,18})-)?rank-(?P<rank>\d{1,9})\.csv")
 

@@ -50,12 +50,12 @@ def upload_code(
     if without:
         package.check(needed, max_mb)
         code = package.hash
-        folders |= _run_on(worker_group, without, driver_calls.use_code, worker_group.run_id, code)
+        folders |= _run_on(worker_group, without, driver_calls.use_code, code)
     if not all(folders[worker] for worker in without):
         archive, code = package.archive
         for worker in without:
             # It may be in the cache by now: another worker of this host may just have got it.
-            folders |= _run_on(worker_group, [worker], driver_calls.use_code, worker_group.run_id, code)
+            folders |= _run_on(worker_group, [worker], driver_calls.use_code, code)
             if not folders[worker]:
                 tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
                 folders[worker] = _send(worker_group, worker, package.names, code, archive)

@@ -12,7 +12,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.redact import hide_secrets
-from ddptrain.results.compare.differences import flat
+from ddptrain.results.compare import flat
 from ddptrain.results.secure_files import read_bytes
 
 _MOST = 1000

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ddptrain.errors import ClusterError, UsageError, one_line
 from ddptrain.optional_packages import install_command
 from ddptrain.redact import hide_credentials
-from ddptrain.results.compare.differences import flat
+from ddptrain.results.compare import flat
 from ddptrain.results.export.output import encodable
 from ddptrain.results.export.tensorboard import points
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import read_series
+from ddptrain.results.recorded_config import params_of
 from ddptrain.results.run_record import RunStatus
-from ddptrain.results.select.recorded_config import params_of
 from ddptrain.storage.remote_folder import is_url
 
 if TYPE_CHECKING:

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddptrain.results.compare.differences import flat
+from ddptrain.results.compare import flat
 from ddptrain.results.export.output import output_file
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import MetricsReader, drop_replaced
-from ddptrain.results.select.expression import Field
-from ddptrain.results.select.fields import FIELDS, PARAMS, RunFields
-from ddptrain.results.select.recorded_config import params_of
+from ddptrain.results.recorded_config import params_of
+from ddptrain.results.selection import FIELDS, PARAMS, Field, RunFields
 
 POSITION = ("run", "name", "rank", "attempt", "time_s", "step", "epoch")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet executes a cell that begins with one of these

@@ -10,11 +10,11 @@ from typing import Any
 
 from ddptrain.errors import UsageError
 from ddptrain.optional_packages import install_command
-from ddptrain.results.compare.differences import flat
+from ddptrain.results.compare import flat
 from ddptrain.results.export.output import encodable, output_file
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, read_series
-from ddptrain.results.select.recorded_config import params_of
+from ddptrain.results.recorded_config import params_of
 from ddptrain.results.show.curves import mean_of
 from ddptrain.results.system.system_file import HOST_PREFIX, read_system, system_series
 

@@ -13,7 +13,7 @@ from typing import Any
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import MetricsReader, is_number
-from ddptrain.results.select.recorded_config import params_of
+from ddptrain.results.recorded_config import params_of
 from ddptrain.results.show.log_follower import final_text
 from ddptrain.results.show.notebook import run_table_html
 from ddptrain.sanitize import sanitized

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 _COLOURS = ("#1f6fb4", "#d9570f", "#2a8c46", "#8a4fb8", "#b8860b", "#5b6770")
 _FEW_POINTS = 40
-_X_LABELS = {"step": "step", "epoch": "epoch", "time_s": "seconds", "samples": "samples"}
+_X_LABELS = {"step": "step", "epoch": "epoch", "time_s": "seconds"}
 
 
 def save_picture(plot: Plot, out: Path, best: BestRecord | None = None, *, option: str = "--out") -> None:

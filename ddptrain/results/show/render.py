@@ -20,9 +20,7 @@ from ddptrain.results.run_record import (
     RunRecord,
     RunStatus,
 )
-from ddptrain.results.select.expression import Field
-from ddptrain.results.select.fields import RunFields
-from ddptrain.results.select.table import cells, header
+from ddptrain.results.selection import Field, RunFields, cells, header
 from ddptrain.results.system.system_file import read_system
 from ddptrain.results.system.use import use_lines
 from ddptrain.results.timing.time_use import time_use_of

@@ -61,29 +61,18 @@ def use_lines(lines: Sequence[SystemLine]) -> list[tuple[str, str]]:
 def _host(use: _Metrics) -> list[str]:
     facts = [f"CPU {text}" for text in use.mean("cpu_percent", "%")]
     facts += [f"memory {text}" for text in use.most("memory", "GB", _GB)]
-    facts += [f"shared memory {text}" for text in use.most("shm", "GB", _GB)]
-    facts += [f"disk {text}" for text in use.most("disk", "GB", _GB)]
-    for label, first, second in (
-        ("disk", "disk_read_bytes_s", "disk_write_bytes_s"),
-        ("network", "network_receive_bytes_s", "network_send_bytes_s"),
-    ):
-        came, went = use.mean(first, "MB/s in", _MB), use.mean(second, "MB/s out", _MB)
-        facts += [f"{label} {', '.join((*came, *went))}"] if came or went else []
-    return facts
+    facts += [f"disk {text}" for text in use.mean("disk_bytes_s", "MB/s", _MB)]
+    return facts + [f"network {text}" for text in use.mean("network_bytes_s", "MB/s", _MB)]
 
 
 def _rank(use: _Metrics) -> list[str]:
     facts = [f"CPU {text} of a core" for text in use.mean("cpu_percent", "%")]
-    facts += [f"waited for a core {text}" for text in use.mean("cpu_wait_percent", "%")]
     facts += [f"resident memory {text}" for text in use.most("rss", "GB", _GB)]
     facts += [f"GPU {text}" for text in use.mean("gpu_percent", "%")]
     facts += [f"GPU memory {text}" for text in use.most("gpu_memory", "GB", _GB)]
-    facts += use.mean("gpu_power_w", "W") + use.most("gpu_temperature_c", "°C") + use.mean("gpu_clock_mhz", "MHz")
+    facts += use.mean("gpu_power_w", "W") + use.most("gpu_temperature_c", "°C")
     reasons = {text for bits in use.of("gpu_throttle") for text in throttle_reasons(bits)}
-    facts += [f"clock was reduced: {', '.join(sorted(reasons))}"] if reasons else []
-    if errors := max(use.of("gpu_ecc_errors"), default=0.0):
-        facts.append(f"{errors:.0f} memory errors of the GPU")
-    return facts
+    return facts + ([f"clock was reduced: {', '.join(sorted(reasons))}"] if reasons else [])
 
 
 class SystemSummary:

@@ -23,8 +23,8 @@ from ddptrain.workloads.images.data.listing import ImageSource, list_images, mak
 from ddptrain.workloads.images.params import ImagesParams
 from tests.bench.measure import Experiment, Figures, Goal, NotHere, Row, Source, Variants
 from tests.bench.stage import BenchError, Stage
-from tests.integration.faultproxy import FaultProxy, fault_proxy
-from tests.integration.s3server import RCLONE, S3Server, s3_server
+from tests.servers.faultproxy import FaultProxy, fault_proxy
+from tests.servers.s3server import RCLONE, S3Server, s3_server
 
 _LATENCY_S = 0.025
 _CLASSES = 20

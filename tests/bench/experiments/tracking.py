@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.stage import BenchError, Stage
-from tests.integration.wandb_backend import wandb_backend
+from tests.servers.wandb_backend import wandb_backend
 
 _OFFLINE = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
 

@@ -14,7 +14,7 @@ from ddptrain.results.ownership import liveness
 from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.run_record import RunRecord
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
-from tests import fake_time
+from tests.support import fake_time
 
 
 @pytest.fixture

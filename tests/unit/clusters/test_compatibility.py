@@ -18,8 +18,7 @@ import pytest
 from ddptrain.clusters import compatibility, compatibility_probe
 from ddptrain.clusters.compatibility import Needs, check_cluster, folded
 from ddptrain.errors import ClusterError
-from tests.environments import make_environment
-from tests.fork_server import ForkServer
+from tests.support.environments import make_environment
 from tests.unit.worker.daskbench import DaskBench, Driver
 
 PACKAGES = ("ddptrain", "torch", "distributed", "dask-pytorch-ddp")
@@ -284,9 +283,9 @@ def refused(driver: Driver, needs: Needs) -> list[str]:
 
 
 @pytest.fixture
-def dask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dask_fork_server: ForkServer | None) -> Iterator[DaskBench]:
+def dask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaskBench]:
     monkeypatch.setattr(compatibility, "_DEADLINE_S", 60.0)
-    with DaskBench(tmp_path, fork_server=dask_fork_server) as bench:
+    with DaskBench(tmp_path) as bench:
         bench.scheduler()
         yield bench
 

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +25,6 @@ from ddptrain.config import plugin_names
 from ddptrain.config.sections.clusters import ClusterConfig, SshSettings
 from ddptrain.errors import ClusterError, Interrupted, UsageError
 from ddptrain.host_identity import HostId, this_host
-from tests.fork_server import ForkServer, ServerForks
 from tests.unit.worker.stubs import Bench
 
 
@@ -266,14 +264,10 @@ def test_host_that_was_added_is_another_setting_and_its_environment_is_not_print
 
 
 @pytest.fixture
-def one_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, dask_fork_server: ForkServer | None
-) -> OneWorker:
+def one_worker(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> OneWorker:
     made = OneWorker()
     without_torch = Bench(tmp_path_factory.mktemp("stubs")).env
     monkeypatch.setenv("PYTHONPATH", without_torch["PYTHONPATH"])
-    if dask_fork_server:
-        monkeypatch.setattr(subprocess, "Popen", ServerForks(dask_fork_server, without_torch).popen())
     made.written = {"scheduler": "fine", "worker a": "also fine", "worker b": "no torch here"}
     monkeypatch.setattr(plugin_names, "provider_class", lambda backend: lambda: made)
     return made

@@ -21,7 +21,7 @@ from ddptrain.config.load import load_mapping
 from ddptrain.driver import cluster_session, connect
 from ddptrain.driver.cluster_session import SharedCluster, cluster_for
 from ddptrain.host_identity import HostId
-from tests.fake_time import Clock
+from tests.support.fake_time import Clock
 from tests.unit.notes import Notes
 
 

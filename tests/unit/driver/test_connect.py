@@ -25,7 +25,7 @@ from ddptrain.driver import connect, port_diagnosis
 from ddptrain.driver.connect import connected
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import unix_comm
-from tests.fake_time import Clock
+from tests.support.fake_time import Clock
 
 SOON_S = 60.0  # for what takes ten seconds where nothing else runs; the cluster may take ten minutes to start
 

@@ -15,7 +15,7 @@ from ddptrain.protocol.commands import Command
 from ddptrain.rank import driver_commands
 from ddptrain.rank.driver_commands import CommandHandler
 from ddptrain.rank.server import process_control
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.specs import make_spec
 
 

@@ -37,7 +37,7 @@ from ddptrain.results.run_record import (
 )
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.secure_files import write_file
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.results.conftest import Stage
 
 

@@ -21,7 +21,6 @@ from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.worker import driver_calls as worker_tasks
 from ddptrain.worker import rank_task
 from tests.conftest import PATIENCE_S
-from tests.fork_server import ForkServer, ServerForks
 from tests.unit.specs import make_spec
 from tests.unit.worker.stubs import until
 
@@ -29,22 +28,16 @@ _END_S = 15.0
 
 
 class DaskBench:
-    """A scheduler, and workers that are started one by one. All end with the block.
-
-    With a fork server they are forked, without the 0.8 s of CPU time that each spends on the import of Dask. Stubs on
-    the path of `env` take effect in processes that they start, not in themselves.
-    """
+    """A scheduler, and workers that are started one by one. All end with the block."""
 
     def __init__(
         self,
         folder: Path,
         env: Mapping[str, str] | None = None,
         tls_dir: Path | None = None,
-        fork_server: ForkServer | None = None,
     ) -> None:
         self.folder = folder
         self.env = dict(env or os.environ)
-        self._forks = ServerForks(fork_server, self.env) if fork_server else None
         self.tls_dir = tls_dir
         self.scheduler_file = folder / "scheduler.json"
         self.started: list[subprocess.Popen[bytes]] = []
@@ -58,9 +51,8 @@ class DaskBench:
 
     def start(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
         """Start a process of the bench. Its output goes to `name`.log."""
-        popen = self._forks.popen() if self._forks else subprocess.Popen
         with self.log(name).open("ab") as log:
-            process = popen(
+            process = subprocess.Popen(
                 [sys.executable, *command],
                 env={**self.env, **env},
                 stdin=subprocess.DEVNULL,
@@ -79,9 +71,7 @@ class DaskBench:
         """A plain Dask scheduler."""
         tls = {f"tls_{name}": f"{self.tls_dir}/{file}" for name, file in _TLS.items()} if self.tls_dir else {}
         words = (str(self.scheduler_file), json.dumps(tls))
-        # Without stub ranks there, the integration tests fork it.
-        path = {} if self._forks else {"PYTHONPATH": os.environ["PYTHONPATH"]}
-        process = self.start("scheduler", "-P", "-m", "tests.unit.worker.plain_scheduler", *words, **path)
+        process = self.start("scheduler", "-P", str(Path(__file__).with_name("plain_scheduler.py")), *words)
         until(self.scheduler_file.exists, "the scheduler's file")
         return process
 

@@ -1,4 +1,4 @@
-"""`python -m tests.unit.worker.plain_scheduler FILE TLS`: a plain Dask scheduler, which writes its address to a file.
+"""`python plain_scheduler.py FILE TLS`: a plain Dask scheduler, which writes its address to a file.
 
 TLS is a JSON object of arguments of Dask's Security; empty for none.
 """

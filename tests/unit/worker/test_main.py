@@ -17,7 +17,6 @@ from ddptrain.clusters.security import make_tls
 from ddptrain.worker import driver_calls
 from ddptrain.worker.__main__ import main
 from ddptrain.worker.rank_server_client import RankServerLost
-from tests.fork_server import ForkServer
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
 from tests.unit.worker.stubs import Bench, until
 
@@ -27,11 +26,10 @@ SLEEPER = "import os, time; say(os.getpid()); time.sleep(600)"
 
 
 @pytest.fixture
-def dask(request: pytest.FixtureRequest, tmp_path: Path, dask_fork_server: ForkServer | None) -> Iterator[DaskBench]:
+def dask(tmp_path: Path) -> Iterator[DaskBench]:
     """A folder for a scheduler and workers with stub ranks, also for their temporary files."""
     (tmp_path / "tmp").mkdir()
-    server = None if request.node.get_closest_marker("real_start") else dask_fork_server
-    with DaskBench(tmp_path, Bench(tmp_path).env | {"TMPDIR": str(tmp_path / "tmp")}, fork_server=server) as bench:
+    with DaskBench(tmp_path, Bench(tmp_path).env | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
         yield bench
 
 
@@ -44,7 +42,6 @@ def about(driver: Driver, worker: str = "ours") -> dict[str, Any]:
     return next(each for each in driver.about_workers.values() if each["name"] == worker)
 
 
-@pytest.mark.real_start
 def test_worker_waits_for_the_schedulers_file_and_becomes_warm(dask: DaskBench) -> None:
     dask.ours("--slots", "3", "--gpus", "none")
     dask.scheduler()
@@ -111,11 +108,9 @@ def test_more_slots_than_gpus_are_refused(dask: DaskBench) -> None:
     assert left_files(dask) == []
 
 
-def test_rank_server_that_cannot_start_is_reported_as_a_fault(
-    tmp_path: Path, dask_fork_server: ForkServer | None
-) -> None:
+def test_rank_server_that_cannot_start_is_reported_as_a_fault(tmp_path: Path) -> None:
     env = Bench(tmp_path, at_import="raise ImportError('libcudart.so: cannot open')").env
-    with DaskBench(tmp_path, env, fork_server=dask_fork_server) as dask:
+    with DaskBench(tmp_path, env) as dask:
         dask.scheduler()
         dask.ours("--slots", "1", "--gpus", "none")
         with dask.driver(workers=1) as driver:
@@ -175,14 +170,12 @@ def test_worker_that_is_ended_while_it_starts_leaves_nothing(tmp_path: Path, whe
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_tls_worker_joins_with_the_clusters_certificate_alone(
-    tmp_path: Path, dask_fork_server: ForkServer | None
-) -> None:
+def test_tls_worker_joins_with_the_clusters_certificate_alone(tmp_path: Path) -> None:
     (tmp_path / "tls").mkdir()
     make_tls(tmp_path / "tls")
     (tmp_path / "other").mkdir()
     make_tls(tmp_path / "other")
-    with DaskBench(tmp_path, Bench(tmp_path).env, tmp_path / "tls", dask_fork_server) as dask:
+    with DaskBench(tmp_path, Bench(tmp_path).env, tmp_path / "tls") as dask:
         dask.scheduler()
         dask.ours("--slots", "1", "--gpus", "none", "--tls-dir", str(tmp_path / "tls"))
         stranger = dask.ours("--slots", "1", "--tls-dir", str(tmp_path / "other"), "--timeout", "2", name="stranger")

@@ -28,7 +28,6 @@ from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.server.warmup import import_everything
 from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.petnames import train as workload
-from tests.command import QUICK_START
 from tests.unit.specs import make_spec
 
 
@@ -108,8 +107,7 @@ def run_ranks(script: Path, root: Path, world_sizes: Sequence[int]) -> None:
     """Run this program or images_ranks.py to its end; all ranks must succeed. Rank N prints to output-N.txt."""
     output = root / "output.txt"
     command = [sys.executable, str(script), str(root), *map(str, world_sizes)]
-    path = os.pathsep.join([QUICK_START, str(Path(__file__).parents[3])])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:

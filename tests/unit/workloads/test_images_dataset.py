@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.dataset import ImageFolder, UnreadableImage
-from tests.integration.images_on_s3 import draw_folder
+from tests.servers.images_on_s3 import draw_folder
 
 CLASSES = ("beagle", "chow", "pug")
 

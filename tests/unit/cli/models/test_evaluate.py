@@ -9,7 +9,7 @@ import pytest
 from ddptrain.cli.models import evaluate as command
 from ddptrain.config.load import load_mapping
 from ddptrain.errors import ConfigError, UsageError
-from ddptrain.results.select import recorded_config
+from ddptrain.results import recorded_config
 from ddptrain.retrain.evaluation import Evaluation
 
 FOUND = Evaluation(

@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from ddptrain.cli.models.models import app, open_trained
 from ddptrain.errors import DdptrainError, RunNotFound, UsageError
+from ddptrain.results import recorded_config
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.select import recorded_config
 
 MANIFEST = {
     "step": 5,

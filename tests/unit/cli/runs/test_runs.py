@@ -73,8 +73,8 @@ def test_runs_are_compared(runs: Path) -> None:
     result = call("compare", "pets-1", "pets-2", "--plot", "x.png")
     assert "params    A  B\n  layers  1  2" in result.stdout and "B pets-2: 0.6667" in result.stdout
     assert result.stdout.endswith("picture: x.png\n") and Path("x.png").read_bytes().startswith(b"\x89PNG")
-    data = json.loads(call("compare", "pets-1", "pets-2", "--json", "--align", "samples").stdout)
-    assert data["x"] == "samples" and data["series"][0]["x"] == [10, 20, 30]
+    data = json.loads(call("compare", "pets-1", "pets-2", "--json", "--align", "step").stdout)
+    assert data["x"] == "step" and data["series"][0]["x"] == [1, 2, 3]
     for arguments in (["pets-1"], ["pets-1", "pets-2", "--metric", "x"], ["pets-1", "pets-2", "--plot", "x.abc"]):
         with pytest.raises(UsageError):
             call("compare", *arguments)

@@ -25,7 +25,6 @@ from distributed import Client
 from ddptrain.clusters.scheduler import scheduler_process, slots
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER, drop_the_silent
 from ddptrain.clusters.security import make_tls, own_security
-from tests.fork_server import ForkServer, ServerForks
 
 START_S = 60.0
 END_S = 60.0
@@ -36,7 +35,7 @@ TTL_S = 0.4
 class Started:
     """A scheduler's process and its folder."""
 
-    def __init__(self, popen: type[subprocess.Popen[bytes]], folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         command = [
             sys.executable,
@@ -49,7 +48,7 @@ class Started:
         ]
         self.log = folder / "log"
         with self.log.open("wb") as log:
-            self.process = popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def card(self) -> dict[str, Any]:
         """What it has written once it listens."""
@@ -71,16 +70,11 @@ def wait_until(true: Callable[[], bool], timeout_s: float = START_S) -> None:
 
 
 @pytest.fixture
-def start(
-    request: pytest.FixtureRequest, tmp_path: Path, dask_fork_server: ForkServer | None
-) -> Iterator[Callable[..., Started]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     started: list[Started] = []
-    popen: type[subprocess.Popen[bytes]] = subprocess.Popen
-    if dask_fork_server and not request.node.get_closest_marker("real_start"):
-        popen = ServerForks(dask_fork_server).popen()
 
     def start(*options: str) -> Started:
-        started.append(Started(popen, tmp_path, *options))
+        started.append(Started(tmp_path, *options))
         return started[-1]
 
     yield start
@@ -109,7 +103,6 @@ def connected_in_time(start: Callable[..., Started], **options: Any) -> Iterator
     pytest.fail("no client came in time")
 
 
-@pytest.mark.real_start
 def test_scheduler_tells_where_it_listens_in_a_private_file_that_goes_with_it(start: Callable[..., Started]) -> None:
     scheduler = start()
     card = scheduler.card()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddptrain.clusters.scheduler import slots
 from ddptrain.errors import ClusterError
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.clusters.scheduler.fake_scheduler import FakeScheduler, ask
 
 LOOP = asyncio.new_event_loop()  # of the scheduler

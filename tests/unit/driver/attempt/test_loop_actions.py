@@ -16,7 +16,7 @@ from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.worker_notices import RankExit, SystemSample
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.driver.attempt.ranks import running
 from tests.unit.notes import Notes, noted
 

@@ -371,7 +371,7 @@ def test_display_is_a_context_manager(tmp_path: Path) -> None:
     shown.close()
 
 
-def test_from_17_ranks_on_equal_lines_are_one_and_all_are_complete_and_in_order(tmp_path: Path) -> None:
+def test_from_17_ranks_on_rank_0_is_shown_and_whatever_differs(tmp_path: Path) -> None:
     shown = Shown(tmp_path, "plain", ranks=17)
     for rank in range(17):
         shown.print(rank, b"epoch 1/20\n")
@@ -379,13 +379,12 @@ def test_from_17_ranks_on_equal_lines_are_one_and_all_are_complete_and_in_order(
     for rank in range(17):
         shown.print(rank, b"of rank %d\nepoch 2/20\nlast words" % rank)
     shown.close(summary=["the end"])
-    assert shown.out.startswith("[ranks 0-16] epoch 1/20\n")
-    assert shown.out.endswith("[ranks 0-16] last words\nthe end\n")
+    assert shown.out.startswith("[rank 0] epoch 1/20\n")
+    assert shown.out.count("epoch 1/20") == shown.out.count("last words") == 1
+    assert shown.out.endswith("the end\n")
     assert sorted(line for line in shown.out.splitlines() if "of rank" in line) == sorted(
         f"[rank {rank}] of rank {rank}" for rank in range(17)
     )
-    after = shown.out.partition("of rank 3\n")[2]
-    assert "of rank 3" not in after and "epoch 2/20\n" in after
 
 
 @pytest.mark.parametrize(("mode", "ranks", "all_ranks"), [("plain", 16, False), ("plain", 17, True)])

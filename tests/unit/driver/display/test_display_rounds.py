@@ -352,7 +352,6 @@ def test_late_logs_are_waited_for_until_nothing_comes_for_the_deadline(
         ("auto", {}, "PlainRenderer", 1.0),
         ("live", {}, "PlainRenderer", 1.0),
         ("json", {}, "JsonRenderer", 1.0),
-        ("plain", {"GITHUB_ACTIONS": "true"}, "FoldingRenderer", 1.0),
     ],
 )
 def test_renderer_fits_the_mode(

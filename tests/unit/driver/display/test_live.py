@@ -302,5 +302,5 @@ def test_64_ranks_have_one_bar_and_their_equal_lines_are_one(tmux: Tmux, tmp_pat
     (tmp_path / "end").touch()
     screen = tmux.wait_for(lambda screen: screen[-1] == "$")
     kinds = [line.split(" on ")[0] for line in screen if re.match(r"\[rank|\d+ ranks|slowest|SUMMARY", line)]
-    assert kinds[:2] == ["[ranks 0-63] epoch 1/20", "[rank 7] odd"]
+    assert kinds[:2] == ["[rank 0] epoch 1/20", "[rank 7] odd"]
     assert [kind.split("  ")[0] for kind in kinds[2:]] == ["64 ranks", "slowest rank 63", "SUMMARY"]

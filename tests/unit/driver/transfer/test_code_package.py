@@ -16,7 +16,7 @@ from ddptrain.driver.transfer import code_package
 from ddptrain.driver.transfer.code_package import CodePackage, Project, pack, project_folder
 from ddptrain.errors import UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
-from tests import fake_time
+from tests.support import fake_time
 
 
 @pytest.fixture

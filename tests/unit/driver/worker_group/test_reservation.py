@@ -14,7 +14,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.worker_group import reservation
 from ddptrain.driver.worker_group.reservation import SlotQueue, SlotRequest, WaitHooks, request_for
 from ddptrain.errors import ClusterError
-from tests.fake_time import Clock
+from tests.support.fake_time import Clock
 
 WISH = SlotRequest(4, False, start_timeout_s=20.0, wait_s=60.0)
 

@@ -25,7 +25,7 @@ from ddptrain.errors import ClusterError
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.worker import driver_calls
-from tests.fake_time import Clock
+from tests.support.fake_time import Clock
 from tests.unit.notes import Notes
 from tests.unit.specs import make_spec
 

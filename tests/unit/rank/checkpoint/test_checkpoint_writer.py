@@ -22,7 +22,7 @@ from ddptrain.protocol import events
 from ddptrain.rank.checkpoint import checkpoint_writer, file_format
 from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
 from ddptrain.rank.context import PreemptedExit
-from tests.pace import is_cheap
+from tests.support.pace import is_cheap
 from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls, SaveSchedule, WorkerGroupStore
-from tests.pace import is_cheap
+from tests.support.pace import is_cheap
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
 

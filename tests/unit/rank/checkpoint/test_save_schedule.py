@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.rank.checkpoint import coordination
 from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveInterval, SaveSchedule
-from tests.fake_time import Clock
+from tests.support.fake_time import Clock
 from tests.unit.specs import make_spec
 
 

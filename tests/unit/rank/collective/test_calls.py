@@ -19,8 +19,8 @@ from ddptrain.rank.checkpoint.snapshot import plain_bytes
 from ddptrain.rank.collective import calls
 from ddptrain.rank.collective.calls import CollectiveCalls
 from ddptrain.rank.emitter import Emitter
-from tests import fake_time
 from tests.conftest import PATIENCE_S
+from tests.support import fake_time
 from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank
 from tests.unit.specs import make_spec

@@ -9,7 +9,7 @@ from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.rank_identity import RankIdentity
 from ddptrain.rank.steps.timed_activities import TimedActivities
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.specs import make_spec
 
 

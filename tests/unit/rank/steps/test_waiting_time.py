@@ -14,7 +14,7 @@ from ddptrain.protocol import events
 from ddptrain.rank.emitter import Emitter
 from ddptrain.rank.steps import waiting_time
 from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
-from tests import fake_time
+from tests.support import fake_time
 
 
 class Emitted:

@@ -19,7 +19,7 @@ from ddptrain.reports.html.subjects import Subjects
 from ddptrain.reports.html.sweep import read_sweep
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import GitRecord
-from tests.hostile_run import ATTACKS, MARK, write_hostile_run
+from tests.support.hostile_run import ATTACKS, MARK, write_hostile_run
 from tests.unit.reports.runs import failed_run, run
 
 

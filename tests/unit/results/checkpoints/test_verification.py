@@ -22,7 +22,7 @@ from ddptrain.results.errors import CheckpointDamaged, ResultsError
 from ddptrain.results.layout import checkpoint_folders
 from ddptrain.results.remote.checkpoint_upload import parse_stored
 from ddptrain.results.run_writer import RunWriter
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.results.conftest import Stage
 
 

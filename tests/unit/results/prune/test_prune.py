@@ -29,7 +29,7 @@ from ddptrain.results.prune.prune import PruneReport, prune
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import FolderIdentity
-from tests import fake_time
+from tests.support import fake_time
 
 Driver = Callable[[str], subprocess.Popen[str]]
 ALL = PrunePolicy(keep=0, failed_keep=0)

@@ -19,7 +19,7 @@ from ddptrain.results.remote import lease as remote_lock
 from ddptrain.results.remote.lease import LOCK, STALE_S, Claim, StoreLock, claim_from
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Limits, StoreError, Versioned, WriteConflict
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.results.stores import watched_store
 
 

@@ -20,7 +20,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.log_follower import follow_logs
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Listed, StoreError, StoreForbidden
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.results.stores import watched_fs, watched_store
 
 WEAK = (

@@ -22,7 +22,7 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
-from tests import fake_time
+from tests.support import fake_time
 from tests.unit.results.stores import WatchedFs, root_of, watched_fs, watched_store
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]

@@ -20,8 +20,7 @@ from ddptrain.results.run_record import (
     RunRecord,
     SlowRankRecord,
 )
-from ddptrain.results.select.expression import Field
-from ddptrain.results.select.fields import RunFields
+from ddptrain.results.selection import Field, RunFields
 from ddptrain.results.show import render
 from ddptrain.results.show.render import HEADER, print_sections, print_table, rows, run_table, sections, size
 from ddptrain.results.tracker_records import wandb_parts

@@ -21,7 +21,7 @@ from ddptrain.tracking.wandb.rank_run import RankRun
 from ddptrain.tracking.wandb.tracker import WandbTracker, WentOffline
 from ddptrain.tracking.wandb.wandb_folders import parts_below
 from ddptrain.tracking.wandb.wandb_run import RunOptions, settings_for
-from tests.integration.wandb_training import OfflineRun
+from tests.servers.wandb_training import OfflineRun
 
 CONFIG = {"params": {"epochs": 2}, "checkpoint": {"metric": "val/loss", "mode": "min"}}
 

@@ -18,7 +18,7 @@ import pytest
 from ddptrain.workloads.images.loader import decode_client, decode_pool
 from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessDecodePool, ThreadDecodePool
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
-from tests.integration.images_on_s3 import draw_folder
+from tests.servers.images_on_s3 import draw_folder
 from tests.unit.worker.stubs import until
 from tests.unit.workloads.images.loader.test_image_loader import CLASSES, PER_CLASS, Told, feeder, manifest_of, seen
 

@@ -18,7 +18,7 @@ from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.loader.decode import decode_eval
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.params import ImagesParams
-from tests.integration.images_on_s3 import draw, draw_folder
+from tests.servers.images_on_s3 import draw, draw_folder
 
 CPU = torch.device("cpu")
 CLASSES = ("beagle", "chow", "pug")

@@ -11,7 +11,7 @@ import pytest
 from ddptrain.storage.store import Location, NotFound, StoreForbidden, Transient
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
-from tests import fake_time
+from tests.support import fake_time
 
 S3 = Location("s3://bucket/dogs")
 QUICK = RetryPolicy(deadline_s=60, first_wait_s=0.001, longest_wait_s=0.01)

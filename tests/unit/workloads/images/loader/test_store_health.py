@@ -13,7 +13,7 @@ import pytest
 from ddptrain.storage.store import Location, NotFound, StoreUnreachable, Transient
 from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
 from ddptrain.workloads.images.loader.store_health import StoreHealth
-from tests import fake_time
+from tests.support import fake_time
 
 S3 = Location("s3://bucket/dogs")
 REFUSED = "s3://bucket/dogs/a: no connection (Connection refused)"

@@ -1,1 +1,0 @@
-"""Compares runs: configuration, code, data, versions, metrics and curves."""

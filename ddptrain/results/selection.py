@@ -1,0 +1,433 @@
+"""Selects, sorts and tabulates runs by their fields, with conditions such as `val/loss < 2.3 and params.layers == 1`.
+
+A condition has Python's syntax, of which only comparisons, `and`, `or`, `not`, lists and fields are accepted; nothing
+else is executed. A field is a name, `last(name)` or `best(name)`. A number may have a unit of time: `2h` is 7200. A
+comparison with a field that the run does not have is false. Text needs no quotes where it is compared with status,
+name, run or workload: `status == failed`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from ddptrain.config.wording import did_you_mean, shorten
+from ddptrain.errors import UsageError
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.lookup import RunView, parse_time
+from ddptrain.results.metrics import AllSeries, is_number, read_series
+from ddptrain.results.recorded_config import params_of
+from ddptrain.text_tables import clean_line, duration
+from ddptrain.tracking.metric_goals import goal_of
+
+PARAMS = "params."
+_LONGEST_CELL = 60
+_SECONDS = ("duration", "age")
+_TIMES = ("started", "ended")
+
+
+# --- Fields: the values of runs by name ---
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A value of a run: `kind` is "" (a field, a parameter, or the last value of a metric), "last" or "best"."""
+
+    name: str
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.name})" if self.kind else self.name
+
+
+def _age_s(view: RunView) -> float | None:
+    started = parse_time(view.record.started_at)
+    return None if started is None else (datetime.now(UTC) - started).total_seconds()
+
+
+FIELDS: Mapping[str, Callable[[RunView], Any]] = {
+    "run": lambda view: view.run_id,
+    "name": lambda view: view.record.name,
+    "workload": lambda view: view.record.workload,
+    "status": lambda view: str(view.shown_status),
+    "started": lambda view: view.record.started_at or None,
+    "ended": lambda view: view.record.ended_at,
+    "duration": lambda view: view.duration_s,
+    "age": _age_s,
+    "ranks": lambda view: view.record.world_size or None,
+    "attempts": lambda view: len(view.record.attempts),
+    "exit_code": lambda view: view.record.exit_code,
+    "failure": lambda view: view.record.failure.summary if view.record.failure is not None else None,
+    "commit": lambda view: view.record.git.commit if view.record.git is not None else None,
+    "tags": lambda view: list(view.annotations.tags),
+    "note": lambda view: view.annotations.note or None,
+}
+
+
+class RunFields:
+    """Looks up the values of one run; files besides run.json are read when they are needed, once."""
+
+    def __init__(self, view: RunView) -> None:
+        self.view = view
+        self._known: dict[Field, Any] = {}
+
+    def __call__(self, field: Field) -> Any:
+        """Return the value of a field; None if the run does not have it."""
+        if field not in self._known:
+            self._known[field] = self._find(field)
+        return self._known[field]
+
+    def _find(self, field: Field) -> Any:
+        if field.kind == "best":
+            return best_value(self.view, field.name)
+        if field.kind == "" and field.name in FIELDS:
+            return FIELDS[field.name](self.view)
+        if field.kind == "" and field.name.startswith(PARAMS):
+            return _below(params_of(self.view), field.name.removeprefix(PARAMS))
+        return self.view.record.numbers.get(field.name)
+
+
+def _below(values: Any, path: str) -> Any:
+    """Return the value at a path such as optimizer.lr; a key may contain dots itself."""
+    if not isinstance(values, dict):
+        return None
+    if path in values:
+        return values[path]
+    key, _, rest = path.partition(".")
+    return _below(values.get(key), rest) if rest else None
+
+
+def best_value(view: RunView, metric: str, series: AllSeries | None = None, goal: str = "") -> float | None:
+    """Return the best value of a metric: of the run's best checkpoint, or else of metrics.jsonl, mean over the ranks.
+
+    None if the run does not have it, or if it is not known whether it should be small or large. `series` are the
+    metrics of the run, if the caller has read them; `goal` is min or max, if the caller knows it.
+    """
+    best = view.record.best
+    if best is not None and best.metric == metric:
+        return best.value if math.isfinite(best.value) else None
+    goal = goal or goal_of(metric)
+    if not goal:
+        return None
+    if series is None:
+        try:
+            series = read_series(view.layout.metrics_jsonl, view.record.attempts)
+        except ResultsError:
+            return None
+    values = filter(math.isfinite, _rank_means(series, metric))
+    return min(values, default=None) if goal == "min" else max(values, default=None)
+
+
+def _rank_means(series: AllSeries, metric: str) -> list[float]:
+    """Return the mean over the ranks at each step, or for values without a step, at each call."""
+    by_step: dict[float | str, list[float]] = {}
+    for (name, _), rank_series in series.items():
+        if name == metric:
+            for number, (step, value) in enumerate(zip(rank_series.step, rank_series.value, strict=True)):
+                by_step.setdefault(f"call {number}" if step is None else step, []).append(value)
+    return [sum(values) / len(values) for values in by_step.values()]
+
+
+# --- Conditions ---
+
+Lookup = Callable[[Field], Any]  # the value of a field; None if the run does not have it
+_Node = Callable[[Lookup], Any]
+
+_LONGEST = 1_000  # characters; so it is also not nested too deeply
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_WORDS = {"and": "and", "or": "or", "not": "not", "in": "in", "true": "True", "false": "False"}
+_TOKEN = re.compile(
+    r"(?P<text>'[^']*'|\"[^\"]*\")"
+    r"|(?P<name>[^\W\d][\w./:@-]*)"
+    r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?P<unit>[smhd]?)(?![\w./:-])"
+)
+_ORDER: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_TEXT_FIELDS = frozenset({"status", "name", "run", "workload"})
+_HINT = "compare with ==, < and so on, connect with and, or, not, and write text in quotes"
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A condition on runs; `fields` are those that it names."""
+
+    text: str
+    fields: tuple[Field, ...]
+    _node: _Node
+
+    def matches(self, lookup: Lookup) -> bool:
+        """Return whether the condition is true for a run."""
+        return _is_true(self._node(lookup))
+
+
+def parse_expression(text: str) -> Expression:
+    """Parse a condition. Raises UsageError."""
+    parser = _Parser(text)
+    node = parser.node(parser.tree)
+    return Expression(text, tuple(dict.fromkeys(parser.fields)), node)
+
+
+def parse_fields(text: str) -> list[Field]:
+    """Parse fields that are separated by commas, as `val/loss, best(val/loss), params.layers`. Raises UsageError."""
+    parser = _Parser(f"[{text}]")
+    assert isinstance(parser.tree, ast.List)
+    for item in parser.tree.elts:
+        if not isinstance(item, ast.Name | ast.Call):
+            raise parser.error("expected fields, as val/loss,best(val/loss)")
+        parser.node(item)
+    if not parser.fields:
+        raise parser.error("expected a field, as val/loss")
+    return parser.fields
+
+
+class _Parser:
+    """Turns the names of a text, as val/loss, into names of Python, and builds functions from Python's syntax tree."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._names: list[str] = []
+        self.fields: list[Field] = []
+        if len(text) > _LONGEST:
+            raise UsageError(f"the expression has {len(text):,} characters; at most {_LONGEST:,} are allowed")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python's, on code that is only strange
+                self.tree = ast.parse(_TOKEN.sub(self._token, text.replace("\n", " ")).strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise self.error(str(getattr(error, "msg", error))) from None
+
+    def error(self, what: str) -> UsageError:
+        return UsageError(f'cannot read "{shorten(self._text, 200)}": {what}; {_HINT}')
+
+    def _token(self, match: re.Match[str]) -> str:
+        if match["text"]:
+            return repr(match["text"][1:-1])
+        if match["number"]:
+            unit = match["unit"]
+            return str(float(match["number"]) * _UNITS_S[unit]) if unit else match[0]
+        name = match["name"]
+        if name in _WORDS or (name in ("best", "last") and self._is_call(match)):
+            return _WORDS.get(name, name)
+        self._names.append(name)
+        return f"_{len(self._names) - 1}"
+
+    @staticmethod
+    def _is_call(match: re.Match[str]) -> bool:
+        return match.string[match.end() :].lstrip().startswith("(")
+
+    def node(self, tree: ast.expr, *, is_text: bool = False) -> _Node:  # noqa: C901 (a case for each kind of node)
+        """Return a function for an operand or a condition; is_text: names are texts without quotes."""
+        match tree:
+            case ast.Constant(value=str() | int() | float() as value):
+                return lambda look: value
+            case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as value)):
+                number = -value if isinstance(sign, ast.USub) else value
+                return lambda look: number
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                made = [self.node(item, is_text=is_text) for item in items]
+                return lambda look: [item(look) for item in made]
+            case ast.BoolOp(op=op, values=values):
+                parts, fold = [self.node(each) for each in values], all if isinstance(op, ast.And) else any
+                return lambda look: fold(_is_true(part(look)) for part in parts)
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                negated = self.node(inner)
+                return lambda look: not _is_true(negated(look))
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                with_text = isinstance(left, ast.Name) and self._name(left) in _TEXT_FIELDS
+                sides = [self.node(left), *(self.node(side, is_text=with_text) for side in others)]
+                # As in Python, 1 < x < 2 is 1 < x and x < 2.
+                return lambda look: all(
+                    _holds(op, sides[place](look), sides[place + 1](look)) for place, op in enumerate(ops)
+                )
+            case ast.Name() if is_text and self._name(tree) not in _TEXT_FIELDS:
+                text = self._name(tree)
+                return lambda look: text
+            case ast.Name():
+                field = Field(self._name(tree))
+            case ast.Call(func=ast.Name(id="best" | "last" as kind), args=[ast.Name() as of], keywords=[]):
+                field = Field(self._name(of), kind)
+            case ast.Call(
+                func=ast.Name(id="best" | "last" as kind), args=[ast.Constant(value=str() as of)], keywords=[]
+            ):
+                field = Field(of, kind)
+            case _:
+                raise self.error("there is something other than comparisons")
+        self.fields.append(field)
+        return lambda look: look(field)
+
+    def _name(self, tree: ast.Name) -> str:
+        return self._names[int(tree.id[1:])] if tree.id.startswith("_") else tree.id
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _is_true(value: Any) -> bool:
+    return bool(value) and not _is_missing(value)
+
+
+def _holds(sign: ast.cmpop, left: Any, right: Any) -> bool:
+    """Compare two values; with a missing value, or by order with one of another type, this is false."""
+    if _is_missing(left) or _is_missing(right):
+        return False
+    if isinstance(sign, ast.In | ast.NotIn):
+        return _contains(right, left) == isinstance(sign, ast.In)
+    if isinstance(sign, ast.Eq | ast.NotEq):
+        return _equal(left, right) == isinstance(sign, ast.Eq)
+    comparable = (is_number(left) and is_number(right)) or (isinstance(left, str) and isinstance(right, str))
+    return comparable and type(sign) in _ORDER and _ORDER[type(sign)](left, right)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, bool) is not isinstance(right, bool):
+        return False  # Python's true is 1
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(left == right)
+
+
+def _contains(whole: Any, part: Any) -> bool:
+    if isinstance(whole, str):
+        return isinstance(part, str) and part in whole
+    return isinstance(whole, list | tuple) and any(_equal(item, part) for item in whole)
+
+
+# --- Selection and table ---
+
+
+@dataclass(frozen=True, slots=True)
+class SortKey:
+    """A field to sort by; runs without a value are last in both directions."""
+
+    field: Field
+    descending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which runs to list, in which order, with which columns; columns is None for the usual table."""
+
+    where: Expression | None = None
+    sort: Sequence[SortKey] = ()
+    columns: Sequence[Field] | None = None
+
+    @classmethod
+    def parse(cls, where: str | None, sort: str | None, columns: str | None) -> Selection:
+        """Parse the options of the command line. Raises UsageError, which names the option."""
+        return cls(
+            _named("--where", lambda: parse_expression(where)) if where is not None else None,
+            _named("--sort", lambda: _sort_keys(sort)) if sort is not None else (),
+            _named("--columns", lambda: parse_fields(columns)) if columns is not None else None,
+        )
+
+    @property
+    def fields(self) -> list[Field]:
+        """All fields that are used, each once."""
+        used = (*(self.where.fields if self.where else ()), *(key.field for key in self.sort), *(self.columns or ()))
+        return list(dict.fromkeys(used))
+
+    @property
+    def extra_columns(self) -> list[Field]:
+        """The fields to add to the usual table: parameters and metrics that decide what is listed, and where."""
+        return [field for field in self.fields if field.kind or field.name not in FIELDS]
+
+    @property
+    def needs_metrics(self) -> bool:
+        """Whether metrics.jsonl of the runs is read."""
+        return any(field.kind == "best" for field in self.fields)
+
+    def apply(self, views: Iterable[RunView]) -> list[RunFields]:
+        """Return the runs that match, sorted."""
+        runs = [RunFields(view) for view in views]
+        matching = [run for run in runs if self.where is None or self.where.matches(run)]
+        for key in reversed(self.sort):  # sorting is stable: the first key is the last to be applied
+            with_value = [run for run in matching if _rank_of(run(key.field)) is not None]
+            without = [run for run in matching if _rank_of(run(key.field)) is None]
+            matching = (
+                sorted(with_value, key=lambda run: _rank_of(run(key.field)) or (), reverse=key.descending) + without
+            )
+        return matching
+
+    def unknown_fields(self, views: Sequence[RunView]) -> list[str]:
+        """Return a message for each field that no run has: it may be misspelled, or text without quotes."""
+        runs = [RunFields(view) for view in views]
+        unknown = [field for field in self.extra_columns if all(run(field) is None for run in runs)] if runs else []
+        if not unknown:
+            return []
+        metrics = {name for view in views for name in view.record.last_metrics}
+        params = {PARAMS + str(name) for view in views for name in params_of(view)}
+        known = sorted({*FIELDS, *metrics, *params})
+        return [_unknown(field, known) for field in unknown]
+
+
+def _unknown(field: Field, known: Sequence[str]) -> str:
+    hint = did_you_mean(field.name, known) if len(known) <= 30 else ""
+    text = "" if field.kind else f'; text is written in quotes, as "{shorten(field.name, 40)}"'
+    return f"no run has {shorten(str(field))}{f': {hint}' if hint else ''}{text}"
+
+
+def _named(option: str, parse: Any) -> Any:
+    try:
+        return parse()
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _sort_keys(text: str) -> list[SortKey]:
+    """Parse `val/loss` or `-started,name`; a minus sorts from large to small."""
+    parts = [part.strip() for part in text.split(",")]
+    return [SortKey(parse_fields(part.removeprefix("-"))[0], part.startswith("-")) for part in parts]
+
+
+def _rank_of(value: Any) -> tuple[int, Any] | None:
+    """Return a sort key for values of any type; None for a missing one."""
+    if _is_missing(value):
+        return None
+    if isinstance(value, int | float):  # also true and false
+        return 0, value
+    return 1, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def header(fields: Sequence[Field]) -> list[str]:
+    """Return the titles of columns: fields in capitals; names of metrics and parameters as they are."""
+    return [str(field).upper() if not field.kind and field.name in FIELDS else str(field) for field in fields]
+
+
+def cells(run: RunFields, fields: Sequence[Field]) -> list[str]:
+    """Return the values of a run as text, "-" for none."""
+    return [clean_line(_cell(field, run(field))) for field in fields]
+
+
+def _cell(field: Field, value: Any) -> str:
+    if not field.kind and field.name in _SECONDS:
+        return duration(value)
+    if not field.kind and field.name in _TIMES:
+        parsed = parse_time(value)
+        return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else "-"
+    return value_text(value)
+
+
+def value_text(value: Any, longest: int = _LONGEST_CELL) -> str:
+    """Return a value in few characters: numbers with five significant digits, lists as in JSON."""
+    if value is None or value == [] or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return shorten(" ".join(value), longest)
+    return shorten(value.replace("\n", " ") if isinstance(value, str) else json.dumps(value, default=str), longest)

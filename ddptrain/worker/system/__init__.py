@@ -1,1 +1,0 @@
-"""Samples the use of a host, its ranks and its GPUs."""

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from ddptrain.errors import UsageError
+from ddptrain.results.compare import compare_runs, comparison_text, find_differences, flat
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.run_record import AttemptRecord, BestRecord, CodeRecord, GitRecord, RankRecord, RunRecord
+
+Rows = list[tuple[int, dict[str, float | None]]]
+
+
+def put(folder: Path, run_id: str, rows: Rows, **fields: Any) -> RunView:
+    layout = RunLayout(folder / run_id)
+    layout.root.mkdir()
+    lines = [json.dumps({"time_s": step, "step": step, "rank": 0, **values}) for step, values in rows]
+    layout.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
+    last = {name: value for _, values in rows for name, value in values.items()}
+    record = RunRecord(run_id=run_id, status="succeeded", started_at="2025-01-01T00:00:00Z", last_metrics=last)
+    return RunView(layout, dataclasses.replace(record, **fields))
+
+
+@pytest.fixture
+def views(tmp_path: Path) -> list[RunView]:
+    one: Rows = [(1, {"val/loss": 3.0, "val/acc": 0.2}), (2, {"val/loss": 2.0, "val/acc": 0.5}), (3, {"val/loss": 2.5})]
+    two: Rows = [(1, {"val/loss": 4.0, "val/acc": 0.1, "lr": 0.1}), (2, {"val/loss": 1.0, "val/acc": 0.4, "lr": 0.2})]
+    return [put(tmp_path, "a-1", one, params={"layers": 1}), put(tmp_path, "b-1", two, params={"layers": 2})]
+
+
+def test_last_and_best_values_with_the_winner(views: list[RunView]) -> None:
+    found = {each.name: each for each in compare_runs(views).metrics}
+    loss, accuracy, rate = found["val/loss"], found["val/acc"], found["lr"]
+    assert (loss.goal, loss.last, loss.best, loss.winner) == ("min", (2.5, 1.0), (2.0, 1.0), 1)
+    assert (accuracy.goal, accuracy.last, accuracy.best, accuracy.winner) == ("max", (0.5, 0.4), (0.5, 0.4), 0)
+    assert (rate.goal, rate.last, rate.best, rate.winner) == ("", (None, 0.2), (None, None), None)
+
+
+def test_the_mode_of_the_checkpoint_metric_decides(tmp_path: Path) -> None:
+    rows: Rows = [(1, {"score/loss": 1.0}), (2, {"score/loss": 0.5})]
+    views = [
+        put(tmp_path, "a", rows, best=BestRecord("score/loss", "max", 1.5, 1)),  # as the checkpoint says
+        put(tmp_path, "b", rows),
+    ]
+    (metric,) = compare_runs(views).metrics
+    assert (metric.goal, metric.best, metric.winner) == ("max", (1.5, 1.0), 0)
+
+
+def test_a_tie_has_no_winner(tmp_path: Path) -> None:
+    views = [put(tmp_path, name, [(1, {"loss": 1.0})]) for name in "ab"]
+    assert compare_runs(views).metrics[0].winner is None
+
+
+def test_curves_of_the_losses_or_of_chosen_metrics(views: list[RunView]) -> None:
+    (panel,) = compare_runs(views).plot.panels
+    assert panel.quantity == "val/loss"
+    assert [(curve.name, curve.main) for curve in panel.curves] == [
+        ("A a-1", ([1, 2, 3], [3.0, 2.0, 2.5])),
+        ("B b-1", ([1, 2], [4.0, 1.0])),
+    ]
+    plot = compare_runs(views, None, ["lr", "val/acc"]).plot
+    assert plot.x_name == "step"
+    assert [[curve.name for curve in panel.curves] for panel in plot.panels] == [["B b-1"], ["A a-1", "B b-1"]]
+
+
+def test_wrong_input(views: list[RunView]) -> None:
+    with pytest.raises(UsageError, match=r"at least two different runs to compare, not only \w+"):
+        compare_runs([views[0], views[0]])
+    with pytest.raises(UsageError, match='none of the runs has logged "val/los"; did you mean val/loss'):
+        compare_runs(views, None, ["val/los"])
+
+
+def test_runs_without_metrics_are_compared(tmp_path: Path) -> None:
+    found = compare_runs([put(tmp_path, name, [], params={"x": name}) for name in "ab"])
+    assert found.differences["params"] == {"x": ["a", "b"]} and found.plot.panels == () and found.metrics == ()
+    assert "params  A  B\n  x     a  b" in comparison_text(found)
+
+
+def test_the_text(views: list[RunView]) -> None:
+    (views[1].layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "\\u001b[31mred"}')
+    text = comparison_text(compare_runs(views))
+    assert "params    A  B\n  layers  1  2\n\nno differences, or not recorded: config, code, data" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["val/loss", "last", "2.5", "1", "(-1.5)"] in rows and ["best", "(min)", "2", "1", "(-1)", "*"] in rows
+    assert ["best", "(max)", "0.5", "*", "0.4", "(-0.1)"] in rows and ["lr", "last", "-", "0.2"] in rows
+    assert rows[0][-2:] == ["TAGS", "NOTE"] and rows[2][-2:] == ["good", "\\u001b[31mred"]
+
+
+def test_json_has_everything(views: list[RunView]) -> None:
+    data = compare_runs(views).as_dict()
+    loss = next(each for each in data["metrics"] if each["name"] == "val/loss")
+    assert loss["best_difference"] == (0.0, -1.0) and loss["winner"] == "b-1"
+    assert data["x"] == "step" and data["series"][0] == {
+        "name": "val/loss",
+        "run": "a-1",
+        "x": [1, 2, 3],
+        "y": [3.0, 2.0, 2.5],
+    }
+    assert [run["run_id"] for run in data["runs"]] == ["a-1", "b-1"]
+
+
+def test_without_a_loss_the_first_six_metrics_are_drawn(tmp_path: Path) -> None:
+    rows: Rows = [(1, {f"m{number}": 1.0 for number in range(8)})]
+    plot = compare_runs([put(tmp_path, name, rows) for name in "ab"]).plot
+    assert [panel.quantity for panel in plot.panels] == ["m0", "m1", "m2", "m3", "m4", "m5"]
+    assert (plot.run_id, plot.status, plot.x_name) == ("2 runs", "by step", "step")
+
+
+def test_best_metric_of_a_checkpoint_is_compared_even_if_nobody_logged_it(tmp_path: Path) -> None:
+    views = [
+        put(tmp_path, name, [], best=BestRecord("score", "max", value, 1)) for name, value in (("a", 1.0), ("b", 2.0))
+    ]
+    (metric,) = compare_runs(views).metrics
+    assert (metric.name, metric.goal, metric.last, metric.best, metric.winner) == (
+        "score",
+        "max",
+        (None, None),
+        (1.0, 2.0),
+        1,
+    )
+
+
+def test_last_value_that_is_not_finite_is_shown_as_nan(tmp_path: Path) -> None:
+    views = [put(tmp_path, name, [(1, {"x": value})]) for name, value in (("a", 1.0), ("b", None))]
+    (row,) = [line for line in comparison_text(compare_runs(views)).splitlines() if line.startswith("  x ")]
+    assert row.split() == ["x", "last", "1", "nan"]
+
+
+def test_axis_is_one_that_all_runs_have(tmp_path: Path) -> None:
+    def logged(run_id: str, *positions: dict[str, float]) -> RunView:
+        view = put(tmp_path, run_id, [])
+        lines = [json.dumps({"time_s": 1, "rank": 0, "loss": 1.0, **position}) for position in positions]
+        view.layout.metrics_jsonl.write_text("".join(f"{line}\n" for line in lines))
+        return view
+
+    by_step, by_epoch = logged("s", {"step": 3}, {"step": 5}), logged("e", {"epoch": 1}, {"epoch": 2})
+    both, none = logged("b", {"step": 3, "epoch": 1}), logged("n", {}, {})
+
+    def drawn(*views: RunView, axis: Literal["step", "epoch"] | None = None) -> tuple[str, list[list[float]]]:
+        plot = compare_runs(views, axis).plot
+        return plot.x_name, [curve.main[0] for curve in plot.panels[0].curves]
+
+    assert drawn(by_step, both) == ("step", [[3, 5], [3]])
+    assert drawn(by_epoch, both) == ("epoch", [[1, 2], [1]])
+    assert drawn(by_epoch, by_step) == ("step", [[0, 1], [3, 5]])  # the number of the call
+    assert drawn(none, by_step) == ("step", [[0, 1], [3, 5]])
+    with pytest.raises(UsageError, match="run n has logged loss without epoch"):
+        drawn(both, none, axis="epoch")
+
+
+def put_inputs(folder: Path, run_id: str, config: str = "", manifest: str = "", **fields: Any) -> RunView:
+    layout = RunLayout(folder / run_id)
+    layout.inputs_dir.mkdir(parents=True)
+    layout.config_yaml.write_text(config)
+    if manifest:
+        (layout.inputs_dir / "manifest.json").write_text(manifest)
+    return RunView(layout, dataclasses.replace(RunRecord(run_id=run_id, status="succeeded"), **fields))
+
+
+def test_only_what_differs_is_found(tmp_path: Path) -> None:
+    ranks = (RankRecord(0, host="h1", gpu="0"), RankRecord(1, host="h2"))
+    one = put_inputs(
+        tmp_path,
+        "a",
+        "name: n\nparams: {layers: 9}\ndist: {backend: gloo, timeout_s: 1}",
+        "[1]",
+        params={"layers": 1, "opt": {"lr": 0.1, "wd": 0}},
+        git=GitRecord("a" * 40, dirty=False),
+        versions={"torch": "2.6", "python": "3.11"},
+    )
+    other = put_inputs(
+        tmp_path,
+        "b",
+        "name: n\nparams: {layers: 9}\ndist: {backend: nccl, timeout_s: 1}",
+        "[2]",
+        params={"layers": 1, "opt": {"lr": 0.2, "wd": 0}, "new": None},
+        git=GitRecord("b" * 40, dirty=True),
+        code=CodeRecord("c" * 64, files=3),
+        versions={"torch": "2.7", "python": "3.11"},
+        attempts=(AttemptRecord(ranks=ranks),),
+        world_size=2,
+    )
+    assert find_differences([one, other]) == {
+        "params": {"opt.lr": [0.1, 0.2]},
+        "config": {"dist.backend": ["gloo", "nccl"]},
+        "code": {
+            "git commit": ["a" * 12, "b" * 12],
+            "uncommitted changes": [False, True],
+            "uploaded code": [None, "c" * 12],
+            "uploaded files": [None, 3],
+        },
+        "data": {"manifest.json": ["sha256 080a9ed42855", "sha256 038966de9f6b"]},
+        "versions": {"torch": ["2.6", "2.7"]},
+        "environment": {"ranks": [0, 2], "hosts": [[], ["h1", "h2"]], "GPUs": [0, 1]},
+    }
+
+
+def test_equal_runs_differ_in_nothing(tmp_path: Path) -> None:
+    views = [put_inputs(tmp_path, name, "name: n", "[1]", params={"layers": 1}) for name in "ab"]
+    assert all(not found for found in find_differences(views).values())
+
+
+def test_run_without_a_folder_of_inputs_has_no_data(tmp_path: Path) -> None:
+    views = [put_inputs(tmp_path, name, "name: n", "[1]") for name in "ab"]
+    (views[1].layout.inputs_dir / "manifest.json").unlink()
+    views[1].layout.inputs_dir.rmdir()
+    assert find_differences(views)["data"] == {"manifest.json": ["sha256 080a9ed42855", None]}
+
+
+def test_nested_values_have_dotted_names() -> None:
+    assert dict(flat({"a": {"b": 1, "c": {}}, "d": [1, 2], 3: "x"})) == {"a.b": 1, "a.c": {}, "d": [1, 2], "3": "x"}
