@@ -8,14 +8,13 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder
 UNIT := --numprocesses 3 --dist loadfile
 INTEGRATION := --numprocesses 5 --dist loadgroup
-# An integration test that fails runs once more, three of them at most; the summary lists each (R).
-AGAIN := --reruns 1 --max-suite-reruns 3 -r sR
 # uv's progress is for people.
 QUIET := $(shell test -t 2 || echo --quiet)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv train lint format schema test test-integration test-all check long chaos mutants bench docs docs-test recordings wheel release release-check clean
+.PHONY: help venv train lint format schema test test-integration test-all check long nightly hypothesis nightly-chaos
+.PHONY: nightly-mutants chaos mutants bench docs docs-test recordings wheel release release-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
@@ -52,12 +51,25 @@ test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; optio
 	$(PYTEST) $(UNIT) tests/unit tests/end_to_end $(ARGS)
 
 test-integration: $(INSTALLED) ## run the contract tests, and those with real servers, clusters and faults; options go into ARGS
-	$(PYTEST) $(INTEGRATION) $(AGAIN) tests/contract tests/integration $(ARGS)
+	$(PYTEST) $(INTEGRATION) tests/contract tests/integration $(ARGS)
 
-test-all: test test-integration ## run all tests
+test-all: test test-integration ## run all tests but those that only `make nightly` runs
 
-long: $(INSTALLED) ## run the tests that take minutes; options go into ARGS
+long: $(INSTALLED) ## run the tests that only `make nightly` runs; options go into ARGS
 	$(PYTEST) $(INTEGRATION) -m long $(ARGS)
+
+# Each part runs, whichever fails.
+nightly: ## what takes hours: long tests, other examples of hypothesis, chaos for 20 minutes, docs-test, 60 mutants
+	@$(MAKE) --keep-going long hypothesis docs-test nightly-chaos nightly-mutants
+
+hypothesis: $(INSTALLED) ## run the unit tests with other examples each time
+	$(PYTEST) $(UNIT) --hypothesis-profile nightly tests/unit $(ARGS)
+
+nightly-chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos --minutes 20
+
+nightly-mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants --count 60 --survivors
 
 check: lint test ## lint and test
 

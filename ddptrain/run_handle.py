@@ -80,7 +80,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Show the run as a table in notebooks."""
-        from ddptrain.results.show.notebook import run_table_html
+        from ddptrain.results.show.live_table import run_table_html
 
         return run_table_html(self._view())
 

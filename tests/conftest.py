@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,16 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import leaks
+from tests.support import leaks, skips
 from tests.support.command import PATIENCE_S, Cli, Finished, Running
 
 __all__ = ["PATIENCE_S", "Cli", "Finished", "Running"]
-
-# Reasons for which a test may be skipped where every server is installed (DDPTRAIN_STRICT_SKIPS).
-ALLOWED_SKIPS = re.compile(
-    r"no NVIDIA GPU|root may read everything|only root can give a folder|transformers is not installed|"
-    r"Seattle names are not at|groff is not installed|needs bash|gcc is not installed"
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -110,24 +103,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the failures of tests that passed only in a second run."""
-    for report in terminalreporter.stats.get("rerun", ()):
-        terminalreporter.section(f"failed at first, run once more: {report.nodeid} ({report.when})")
-        terminalreporter.line(report.longreprtext)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With DDPTRAIN_STRICT_SKIPS set, a test that is skipped for any other reason than those allowed fails the run."""
+    """With DDPTRAIN_STRICT_SKIPS set, a test that is skipped for a reason that is not allowed fails the run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get("DDPTRAIN_STRICT_SKIPS") or reporter is None:
         return
-    reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", ())}
-    if forbidden := sorted(reason for reason in reasons if not ALLOWED_SKIPS.search(reason)):
+    if found := skips.forbidden({str(report.longrepr[2]) for report in reporter.stats.get("skipped", ())}):
         reporter.write_line("")
         reporter.section("these tests must not be skipped here")
-        reporter.write_line("\n".join(forbidden))
+        reporter.write_line("\n".join(found))
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

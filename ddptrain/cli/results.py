@@ -63,7 +63,7 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOptio
     from ddptrain.errors import RunNotFound
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.render import print_sections, sections
-    from ddptrain.results.timing.time_use import time_use_of
+    from ddptrain.results.time_use import time_use_of
 
     try:
         view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
@@ -205,7 +205,7 @@ def tag(
     json: JsonOption = False,
 ) -> None:
     """Add tags to a run, or remove them: ddptrain results tag latest +good -old. Without tags it prints them."""
-    from ddptrain.results.annotations.annotations import tag_changes
+    from ddptrain.results.annotations import tag_changes
 
     add, remove = tag_changes(word.removeprefix(_MARK) for word in tags or ())
     runs, name = place_of(ctx, runs_dir, run)
@@ -229,7 +229,7 @@ def note(
     json: JsonOption = False,
 ) -> None:
     """Write a note on a run: ddptrain results note latest "larger batches". Without a text it prints the note."""
-    from ddptrain.results.annotations.annotations import checked_note
+    from ddptrain.results.annotations import checked_note
 
     runs, name = place_of(ctx, runs_dir, run)
     if text is not None:
@@ -262,9 +262,7 @@ def export(
     parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
     folder for MLflow, or on its server.
     """
-    from ddptrain.results.export.mlflow import export_mlflow
-    from ddptrain.results.export.tables import export_tables
-    from ddptrain.results.export.tensorboard import export_tensorboard
+    from ddptrain.results.export import export_mlflow, export_tables, export_tensorboard
     from ddptrain.results.run_store import NeededFiles
 
     views = [view_of(ctx, runs_dir, run, NeededFiles.COMPARISON) for run in dict.fromkeys(runs)]

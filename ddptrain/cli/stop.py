@@ -38,8 +38,6 @@ def stop(
     """
     from ddptrain.driver.control.stop import find_target, is_active, stop_run
 
-    if _stop_sweep(runs_dir, run, now=now, as_json=as_json):
-        return
     target = find_target(runs_dir, run)
     was_active = is_active(target.look())
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
@@ -47,26 +45,15 @@ def stop(
     print_result(fields, [clean_line(_words(ended, was_active=was_active))], as_json=as_json, indent=None)
 
 
-def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
-    """Stop a sweep, if this is the name of one; return whether it is."""
-    from ddptrain.sweep.stop import find_target, stop_sweep
-
-    target = find_target(runs_dir, name)
-    if target is None:
-        return False
-    record, was_running = stop_sweep(target, now=now, tell=lambda text: say(f"ddptrain: {text}"))
-    fields = {"sweep_id": record.sweep_id, "status": record.status, "exit_code": record.exit_code}
-    hint = "; continue with ddptrain sweep CONFIG --resume" if was_running and record.exit_code else ""
-    ended = f"{'' if was_running else 'is not running, it has ended: '}{record.status} (exit code {record.exit_code})"
-    print_result(fields, [f"sweep {target.name} {ended}{hint}"], as_json=as_json, indent=None)
-    return True
-
-
 def _words(view: RunView, *, was_active: bool) -> str:
     """Return the end of the run in one line."""
-    from ddptrain.results.run_record import RunStatus
+    from ddptrain.results.run_record import SWEEP, RunStatus
 
     record = view.record
+    if record.kind == SWEEP:
+        hint = "; continue with ddptrain sweep CONFIG --resume" if record.exit_code else ""
+        state = "" if was_active else "is not running, it has ended: "
+        return f"sweep {view.run_id} {state}{view.status} (exit code {record.exit_code}){hint}"
     code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
     why = f": {one_line(record.failure.message)}" if record.failure and record.failure.message else ""
     can_go_on = view.status in (RunStatus.PREEMPTED, RunStatus.CANCELLED) and record.checkpoints

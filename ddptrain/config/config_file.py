@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import stat
 from pathlib import Path
 
 from ddptrain.config.wording import nearest, shorten
@@ -57,55 +56,30 @@ def _missing_hint(path: Path, shipped: dict[str, Path]) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file without a byte order mark. Line ends are not changed.
-
-    Raises ConfigError if the file can't be read, is not a regular file, is not UTF-8, or is larger than 1 MiB.
-    """
+    """Return the text of a file without a byte order mark. Raises ConfigError if it is no UTF-8 file of 1 MiB."""
     where = shorten(str(path), 300)
     try:
-        # Checked before it is opened: opening a FIFO waits for a writer, and a device may react.
-        _refuse_by_kind(os.stat(path), where)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            _refuse_by_kind(os.fstat(descriptor), where)
-            data = file.read(MAX_BYTES + 1)
+        if path.exists() and not path.is_file():
+            what = "is a folder, not a YAML file" if path.is_dir() else "is not a regular file"
+            raise ConfigError([Problem(where, "", what, "name a YAML file")])
+        with path.open("rb") as file:
+            return decode(file.read(MAX_BYTES + 1), where)
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise _error(where, f"can't be read: {reason}") from None
-    return decode(data, where)
-
-
-def _refuse_by_kind(status: os.stat_result, where: str) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise _error(where, "is a folder, not a YAML file", "name the file in it")
-    if not stat.S_ISREG(status.st_mode):
-        raise _error(where, "is not a regular file", "write the configuration into a file first")
-    if status.st_size > MAX_BYTES:
-        raise _too_large(where, status.st_size)
-
-
-def _too_large(where: str, size: int) -> ConfigError:
-    message = f"has {size:,} bytes, which is too large for a configuration: at most {MAX_BYTES:,} are read"
-    return _error(where, message, "is it the right file?")
+        raise ConfigError([Problem(where, "", f"can't be read: {reason}")]) from None
 
 
 def decode(data: bytes, where: str) -> str:
     """Return the text of UTF-8 data. Raises ConfigError if it is not UTF-8, or larger than 1 MiB."""
     if len(data) > MAX_BYTES:
-        raise _too_large(where, len(data))
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise _error(f"{where}:1", "is UTF-16", "save it as UTF-8")
+        message = f"is too large for a configuration: at most {MAX_BYTES:,} bytes are read"
+        raise ConfigError([Problem(where, "", message, "is it the right file?")])
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # The position does not include the byte order mark.
-        start = error.start + (3 if data.startswith(b"\xef\xbb\xbf") else 0)
-        line = data.count(b"\n", 0, start) + 1
-        raise _error(f"{where}:{line}", f"byte 0x{data[start]:02x} is not UTF-8", "save it as UTF-8") from None
-
-
-def _error(where: str, message: str, hint: str = "") -> ConfigError:
-    return ConfigError([Problem(where, "", message, hint)])
+        line = data.count(b"\n", 0, error.start) + 1
+        message = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+        raise ConfigError([Problem(f"{where}:{line}", "", message, "save it as UTF-8")]) from None
 
 
 def python_files(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,9 +21,9 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import ClusterConfig, ClusterFile
 from ddptrain.config.sweep_check import first_values, sweep_problems
 from ddptrain.config.types import default_name
-from ddptrain.config.validation_errors import MAX_PROBLEMS, Schema, explain, located, place_of
+from ddptrain.config.validation_errors import MAX_PROBLEMS, Schema, explain
 from ddptrain.config.wording import KNOWN, describe_value, dotted, nearest, shorten
-from ddptrain.config.yaml_reader import MAX_DEPTH, Located, Node, Place, make_nodes, parse_yaml, plain
+from ddptrain.config.yaml_reader import MAX_DEPTH, Document, copied, read_yaml
 from ddptrain.errors import ConfigError, Problem
 from ddptrain.redact import LEFT_OUT, hide_credentials, holds_secret
 
@@ -38,12 +38,9 @@ def load_config(source: Path | str, overrides: Sequence[str] = (), *, sweeps: bo
 
     Raises ConfigError with all problems: those of the file in file order, then those of the overrides.
     """
-    path, root, problems = _read(source)
-    problems += _overridden(root, overrides)
-    config = _validate(root, path, problems, sweeps=sweeps)
-    if problems or config is None:
-        raise ConfigError(_in_order(problems, shorten(str(path), 300)))
-    return resolve(config, path)
+    path, document, problems = _read(source)
+    problems += _override(document, overrides)
+    return resolve(_complete(_validate(document, path, problems, sweeps=sweeps), document, problems), path)
 
 
 def load_mapping(
@@ -53,13 +50,10 @@ def load_mapping(
 
     `source` is the name of the data in errors. Raises ConfigError with all problems.
     """
-    root = make_nodes(Place(0, 0, 0, source), data)
-    problems = _overridden(root, overrides)
+    document = Document(source, copied(data))
+    problems = _override(document, overrides)
     path = folder / "-"  # no such file exists; the name gives no name to the run
-    config = _validate(root, path, problems)
-    if problems or config is None:
-        raise ConfigError(_in_order(problems, source))
-    return resolve(config, path)
+    return resolve(_complete(_validate(document, path, problems), document, problems), path)
 
 
 def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -68,85 +62,82 @@ def load_cluster(source: Path | str | None, overrides: Sequence[str] = ()) -> Cl
     Without a file the overrides are the whole section. Raises ConfigError with all problems.
     """
     if source is not None:
-        path, root, problems = _read(source)
+        path, document, problems = _read(source)
     else:
-        path, root, problems = Path("--set"), Node(Place(0, 0, 0, "--set"), {}), []
-    problems += _overridden(root, overrides)
-    if "workload" in root.value:
-        run = _validate(root, path, problems)
-        cluster = run.cluster if run else None
-    else:
-        try:
-            cluster = ClusterFile.model_validate(plain(root)).cluster
-        except ValidationError as error:
-            cluster = None
-            problems += explain(error, root, Schema(ClusterFile, None))
-    if problems or cluster is None:
-        raise ConfigError(_in_order(problems, shorten(str(path), 300)))
-    return cluster
+        path, document, problems = Path("--set"), Document("--set", {}), []
+    problems += _override(document, overrides)
+    if "workload" in document.data:
+        return _complete(_validate(document, path, problems), document, problems).cluster
+    try:
+        cluster = ClusterFile.model_validate(document.data)
+    except ValidationError as error:
+        problems += explain(error, document, Schema(ClusterFile, None))
+    return _complete(None if problems else cluster, document, problems).cluster
 
 
 def load_data(data: bytes, name: str) -> Any:
     """Return the content of a YAML file as plain data. Raises ConfigError if it is no YAML, or too large."""
     where = shorten(name, 300)
-    root, problems = parse_yaml(decode(data, where), lambda line, column: Place(0, line, column, f"{where}:{line}"))
+    document, problems = read_yaml(decode(data, where), where)
     if problems:
-        raise ConfigError([problems[0].problem])
-    return plain(root) if root is not None else None
+        raise ConfigError(problems[:1])
+    return document.data
 
 
 def place_in_file(path: Path, key: tuple[str, ...], value: object) -> str:
     """Return the place of a key as FILE:LINE; the file alone if it has another value there, as with --set."""
     name = shorten(str(path), 300)
     try:
-        root, _ = parse_yaml(read_text(path), lambda line, column: Place(0, line, column, f"{name}:{line}"))
+        document, _ = read_yaml(read_text(path), name)
     except ConfigError:
         return name
-    present = plain(root) if root is not None else None
+    present = document.data
     for part in key:
         present = present.get(part) if isinstance(present, dict) else None
-    return place_of(root, key).text if root is not None and present == value else name
+    return document.where(key) if present == value else name
 
 
-def _read(source: Path | str) -> tuple[Path, Node, list[Located]]:
-    """Return the path of the file, its tree (a mapping) and the problems found so far."""
+def _read(source: Path | str) -> tuple[Path, Document, list[Problem]]:
+    """Return the path of the file, its content (a mapping) and the problems found so far."""
     path = find_config(source)
+    name = shorten(str(path), 300)
     if path.suffix in (".py", ".ipynb") and path.is_file():
         hint = f"ddptrain run {shlex.quote(str(path))} runs a script" if path.suffix == ".py" else "name a YAML file"
-        raise ConfigError([Problem(shorten(str(path), 300), "", "is not a YAML file", hint)])
+        raise ConfigError([Problem(name, "", "is not a YAML file", hint)])
     text = read_text(path)
-    name = shorten(str(path), 300)
-    root, problems = parse_yaml(text, lambda line, column: Place(0, line, column, f"{name}:{line}"))
-    if root is None or root.value is None:
+    document, problems = read_yaml(text, name)
+    if document.data is None:
         what = "contains only comments" if text.strip() else "is empty"
         raise ConfigError([Problem(name, "", what, "a configuration has at least a line as workload: petnames")])
-    if not isinstance(root.value, dict):
-        got = f"expected a mapping, as workload: petnames, got {describe_value(root.value)}"
-        raise ConfigError([Problem(root.place.text, "", got)])
-    return path, root, problems
+    if not isinstance(document.data, dict):
+        got = f"expected a mapping, as workload: petnames, got {describe_value(document.data)}"
+        raise ConfigError([document.problem((), got)])
+    return path, document, problems
 
 
-def _overridden(root: Node, overrides: Sequence[str]) -> list[Located]:
-    return [problem for number, option in enumerate(overrides, 1) for problem in _override(root, number, option)]
+Config = TypeVar("Config")
 
 
-def _in_order(problems: list[Located], name: str) -> list[Problem]:
-    """Return the problems by their places. The known keys of a section are listed only once."""
-    ordered = [each.problem for each in sorted(problems, key=lambda each: each.place)]
+def _complete(config: Config | None, document: Document, problems: list[Problem]) -> Config:
+    """Return the configuration. Raises ConfigError with the problems, in the order of the input."""
+    if config is not None and not problems:
+        return config
+    ordered = sorted(problems, key=lambda problem: document.order(problem.where))
     listed: set[str] = set()
-    for number, problem in enumerate(ordered):
+    for number, problem in enumerate(ordered):  # the known keys of a section are listed only once
         if problem.hint in listed:
             ordered[number] = dataclasses.replace(problem, hint="")
         elif problem.hint.startswith(KNOWN):
             listed.add(problem.hint)
-    more = len(ordered) - MAX_PROBLEMS
-    return [*ordered[:MAX_PROBLEMS], *([Problem(name, "", f"and {more:,} more problems")] if more > 0 else [])]
+    if (more := len(ordered) - MAX_PROBLEMS) > 0:
+        ordered[MAX_PROBLEMS:] = [Problem(document.source, "", f"and {more:,} more problems")]
+    raise ConfigError(ordered)
 
 
-def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool = False) -> RunConfig | None:
-    data = plain(root)
+def _validate(document: Document, path: Path, problems: list[Problem], *, sweeps: bool = False) -> RunConfig | None:
+    data = dict(document.data)
     workload = data.get("workload")
-    model = _params_model(workload, path, root, problems) if isinstance(workload, str) and workload else None
+    model = _params_model(workload, path, document, problems) if isinstance(workload, str) and workload else None
     schema = Schema(RunConfig, model)
     if "name" not in data and isinstance(workload, str):
         data["name"] = default_name(workload, path.stem)
@@ -159,41 +150,41 @@ def _validate(root: Node, path: Path, problems: list[Located], *, sweeps: bool =
             check_params(model, params)
         except ValidationError as error:
             if not all(details["loc"] and details["loc"][0] in searched for details in error.errors()):
-                problems += explain(error, root, schema, ("params",))  # sweep_problems has those of searched fields
+                problems += explain(error, document, schema, ("params",))  # sweep_problems has those of searched fields
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        problems += explain(error, root, schema)
+        problems += explain(error, document, schema)
         return None
-    problems += _script_problems(config, path, root)
+    problems += _script_problems(config, path, document)
     if config.evaluate is not None:
-        _find_function("evaluate", config.evaluate, path, root, problems)
-    problems += sweep_problems(config, model, root)
+        _find_function("evaluate", config.evaluate, path, document, problems)
+    problems += sweep_problems(config, model, document)
     return config
 
 
-def _script_problems(config: RunConfig, path: Path, root: Node) -> list[Located]:
+def _script_problems(config: RunConfig, path: Path, document: Document) -> list[Problem]:
     """Return the problem that the script does not exist. An absolute path may exist on the file system of a cluster."""
     script = config.script.script if config.script is not None else None
     if script is None:
         return []
-    key = () if root.place.text == COMMAND_LINE else ("workload", "script")
+    key = () if document.source == COMMAND_LINE else ("workload", "script")
     shown = describe_value(script)
     if script.endswith(".ipynb"):
         message = f"expected a Python file, got the notebook {shown.removeprefix('the text ')}"
-        return [located(root, key, message, f"convert it: jupyter nbconvert --to script {shorten(script)}")]
+        return [document.problem(key, message, f"convert it: jupyter nbconvert --to script {shorten(script)}")]
     candidates = _candidates(script, path)
     if any(_is_program(each) for each in candidates) or (os.path.isabs(script) and not config.cluster.is_embedded):
         return []
     if any(each.is_dir() for each in candidates):
         message = f"expected a Python file, got the folder {shown.removeprefix('the text ')}"
-        return [located(root, key, message, "name the file in it; a folder is run only if it has a __main__.py")]
+        return [document.problem(key, message, "name the file in it; a folder is run only if it has a __main__.py")]
     name = Path(script)
     beside = [file.name for folder in _candidates(str(name.parent), path) for file in python_files(folder)]
     match = nearest(name.name, beside[:MAX_NEIGHBOURS])
     looked = " and ".join(dict.fromkeys(shorten(folder, 200) for folder in import_folders(path)))
     hint = f"did you mean {name.parent / match}?" if match else f"looked for in {looked}"
-    return [located(root, key, f"there is no such file, got {shown}", hint)]
+    return [document.problem(key, f"there is no such file, got {shown}", hint)]
 
 
 def _candidates(name: str, path: Path) -> list[Path]:
@@ -207,26 +198,28 @@ def _is_program(path: Path) -> bool:
         return False
 
 
-def _params_model(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
+def _params_model(workload: str, path: Path, document: Document, problems: list[Problem]) -> type[BaseModel] | None:
     try:
         model = plugin_names.params_model(workload)
-        return model or _model_of_function(workload, path, root, problems)
+        return model or _model_of_function(workload, path, document, problems)
     except ConfigError as error:
         for problem in error.problems:
             message = f"{problem.message}, got {describe_value(workload)}"
-            problems.append(located(root, ("workload",), message, problem.hint))
+            problems.append(document.problem(("workload",), message, problem.hint))
         return None
 
 
-def _model_of_function(workload: str, path: Path, root: Node, problems: list[Located]) -> type[BaseModel] | None:
+def _model_of_function(
+    workload: str, path: Path, document: Document, problems: list[Problem]
+) -> type[BaseModel] | None:
     """The model of the params, read from the source of the user's function; adds a problem if there is no function."""
     target = plugin_names.workload_target(workload)
-    source = _find_function("workload", target, path, root, problems)
+    source = _find_function("workload", target, path, document, problems)
     return config_params.params_model(source, target.partition(":")[2]) if source is not None else None
 
 
 def _find_function(
-    field: str, target: str, path: Path, root: Node, problems: list[Located]
+    field: str, target: str, path: Path, document: Document, problems: list[Problem]
 ) -> config_params.Found | None:
     """Return the source with a function of the user; None if it is not found. Adds a problem if it surely is missing.
 
@@ -246,41 +239,45 @@ def _find_function(
         hint = f"name a function of {module}, as {module}:train"
     else:
         return source
-    problems.append(located(root, (field,), message, hint))
+    problems.append(document.problem((field,), message, hint))
     return None
 
 
-def _override(root: Node, number: int, option: str) -> list[Located]:
-    """Set the value of one `key=value` in the tree; mappings on the way are created."""
+def _override(document: Document, overrides: Sequence[str]) -> list[Problem]:
+    """Set the value of each `key=value` in the document; mappings on the way are created."""
+    problems: list[Problem] = []
+    for option in overrides:
+        try:
+            problems += _set(document, option)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def _set(document: Document, option: str) -> list[Problem]:
     key, equals, text = option.partition("=")
-    place = Place(number, 0, 0, _option_text(key, option))
-    path = tuple(key.split("."))
+    where, path = _option_text(key, option), tuple(key.split("."))
+    document.options.append(where)
     if all(path[2:]) and len(path) > 2 and path[:2] == ("sweep", "space"):  # whose keys are such as params.lr
         path = (*path[:2], ".".join(path[2:]))
     if not equals or not all(path):
-        return [_malformed(place, "", "expected key=value", "as in --set params.epochs=3")]
+        return [Problem(where, "", "expected key=value", "as in --set params.epochs=3")]
     if len(path) > MAX_DEPTH:
-        return [_malformed(place, "", f"the key has more than {MAX_DEPTH} parts", "make it shorter")]
-    try:
-        given, problems = parse_yaml(
-            text, lambda line, column: dataclasses.replace(place, line=line, column=column), path
-        )
-    except ConfigError as error:
-        return [Located(place, problem) for problem in error.problems]
-    parent = root.value
-    for depth, part in enumerate(path[:-1], 1):
-        child = parent.get(part)
-        if child is None or child.value is None:
-            parent[part] = Node(place, {})
-        elif isinstance(child.value, dict):
-            # A copy: an alias may share the mapping with another key.
-            parent[part] = Node(child.place, dict(child.value))
-        else:
-            what = f"{dotted(path[:depth])} is {describe_value(child.value, path)}, which has no keys"
-            return [_malformed(place, key, what, f"set {dotted(path[:depth])} itself")]
-        parent = parent[part].value
-    node = given or Node(place, None)
-    parent[path[-1]] = dataclasses.replace(node, place=place)
+        return [Problem(where, "", f"the key has more than {MAX_DEPTH} parts", "make it shorter")]
+    given, problems = read_yaml(text, where, path, numbered=False)
+    inside = document.data
+    for end, part in enumerate(path[:-1], 1):
+        if inside.get(part) is None:
+            inside[part] = {}
+            document.places[path[:end]] = where
+        inside = inside[part]
+        if not isinstance(inside, dict):
+            above = dotted(path[:end])
+            message = f"{above} is {describe_value(inside, path)}, which has no keys"
+            return [Problem(where, shorten(key), message, f"set {above} itself")]
+    inside[path[-1]] = given.data
+    document.places = {known: at for known, at in document.places.items() if known[: len(path)] != path}
+    document.places[path] = where
     return problems
 
 
@@ -288,7 +285,3 @@ def _option_text(key: str, option: str) -> str:
     if holds_secret(tuple(key.split("."))):
         return f"--set {shorten(key)}={LEFT_OUT}"
     return f"--set {shorten(hide_credentials(option))}"
-
-
-def _malformed(place: Place, key: str, message: str, hint: str) -> Located:
-    return Located(place, Problem(place.text, shorten(key), message, hint))

@@ -58,8 +58,7 @@ def describe(error: ValidationError, params: Mapping[str, Any], model: type[Base
     """Return what is wrong with the params, one line for each key, in the form of the configuration's errors."""
     from ddptrain.config.run_config import RunConfig
     from ddptrain.config.validation_errors import Schema, explain
-    from ddptrain.config.yaml_reader import Place, make_nodes
+    from ddptrain.config.yaml_reader import Document
 
-    root = make_nodes(Place(0, 0, 0, ""), {"params": params})
-    problems = explain(error, root, Schema(RunConfig, model), ("params",))
-    return "\n".join(str(located.problem) for located in problems)
+    problems = explain(error, Document("", {"params": params}), Schema(RunConfig, model), ("params",))
+    return "\n".join(str(problem) for problem in problems)

@@ -10,9 +10,8 @@ from pydantic import BaseModel, ValidationError
 from ddptrain.config.params_check import check_params
 from ddptrain.config.run_config import PrepareConfig, RunConfig
 from ddptrain.config.sections.sweeping import SweepConfig, samples_of, values_of
-from ddptrain.config.validation_errors import located, place_of
 from ddptrain.config.wording import describe_value, did_you_mean, shorten
-from ddptrain.config.yaml_reader import Located, Node
+from ddptrain.config.yaml_reader import Document
 from ddptrain.errors import Problem
 from ddptrain.secret_rules import is_secret_name
 
@@ -33,7 +32,7 @@ def first_values(section: object, model: type[BaseModel] | None) -> dict[str, An
     }
 
 
-def sweep_problems(config: RunConfig, model: type[BaseModel] | None, root: Node) -> Iterator[Located]:
+def sweep_problems(config: RunConfig, model: type[BaseModel] | None, document: Document) -> Iterator[Problem]:
     """Yield the problems of the section `sweep`; `model` is that of the workload's params, if it is known."""
     sweep = config.sweep
     if sweep is None:
@@ -41,11 +40,11 @@ def sweep_problems(config: RunConfig, model: type[BaseModel] | None, root: Node)
     for name, space in sweep.space.items():
         problem = _space_problem(config, model, name, samples_of(space)[:_MOST_SAMPLES]) or _grid_problem(sweep, name)
         if problem is not None:
-            place = place_of(root, ("sweep", "space", name))
-            yield Located(place, Problem(place.text, f"sweep.space.{shorten(name)}", *problem))
+            where = document.where(("sweep", "space", name))
+            yield Problem(where, f"sweep.space.{shorten(name)}", *problem)
     if sweep.seeds > 1 and "seed" not in (_names(model) if model else config.params):
         message = f"is {sweep.seeds}, but {shorten(config.workload_name)} has no parameter seed to vary"
-        yield located(root, ("sweep", "seeds"), message, "leave it out, or add params.seed")
+        yield document.problem(("sweep", "seeds"), message, "leave it out, or add params.seed")
 
 
 def _grid_problem(sweep: SweepConfig, name: str) -> tuple[str, str] | None:

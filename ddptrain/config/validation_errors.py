@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from ddptrain.config.sections.retraining import duration_s
 from ddptrain.config.types import MODULE_PATTERN, NAME_PATTERN, slug
 from ddptrain.config.wording import PathKey, describe_value, did_you_mean, dotted, nearest
-from ddptrain.config.yaml_reader import Located, Node, Place, scalar
+from ddptrain.config.yaml_reader import Document, scalar
 from ddptrain.errors import Problem
 
 _NUMBER = "a number"
@@ -61,7 +61,6 @@ _PATTERNS = {
     MODULE_PATTERN: "a module's name, as package.module",
 }
 MAX_PROBLEMS = 50
-_UNSHOWN = Problem("", "", "")
 # Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
 _REMOVED = {
     "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
@@ -119,74 +118,55 @@ def _dotted_keys(model: type[BaseModel]) -> Iterator[str]:
                 yield from (f"{name}.{key}" for key in _fields(below))
 
 
-def explain(error: ValidationError, root: Node, schema: Schema, prefix: PathKey = ()) -> Iterator[Located]:
-    """Yield one problem for each wrong value; `prefix` is the key, below `root`, of the validated data."""
+def explain(error: ValidationError, document: Document, schema: Schema, prefix: PathKey = ()) -> list[Problem]:
+    """Return one problem for each wrong value; `prefix` is the key of the validated data in the document."""
     groups: dict[PathKey, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         if details["type"] not in _CONSEQUENCES:
-            groups.setdefault(_path(root, prefix, details), []).append(details)
-    ordered = sorted(((place_of(root, path), path) for path in groups), key=lambda each: each[0])
-    for number, (place, path) in enumerate(ordered):
-        # Problems beyond the limit are only counted: searching the most similar key is slow.
-        shown = number < MAX_PROBLEMS
-        yield Located(place, _problem(place, path, groups[path], schema) if shown else _UNSHOWN)
+            groups.setdefault(_path(document.data, prefix, details), []).append(details)
+    # Problems beyond the limit are only counted: searching the most similar key is slow.
+    return [
+        _problem(document, path, group, schema) if number < MAX_PROBLEMS else Problem(document.where(path), "", "")
+        for number, (path, group) in enumerate(groups.items())
+    ]
 
 
-def _path(root: Node, prefix: PathKey, details: ErrorDetails) -> PathKey:
+def _path(value: Any, prefix: PathKey, details: ErrorDetails) -> PathKey:
     """Return the key of the wrong value, without the names that pydantic adds for members of a union."""
-    path, value = list(prefix), _below(root, prefix).value
     names = list(details["loc"])
     missing = [names.pop()] if details["type"] == "missing" and names else []
+    path: list[str | int] = list(prefix)
+    for part in prefix:
+        value = value.get(part) if isinstance(value, Mapping) else None
     for name in names:
-        if (isinstance(value, dict) and name in value) or (isinstance(value, list) and isinstance(name, int)):
+        inside = isinstance(value, Mapping) and name in value
+        if inside or (isinstance(value, list) and isinstance(name, int) and name < len(value)):
             path.append(name)
-            value = value[name].value  # type: ignore[index]
+            value = value[name]
     blamed = details.get("ctx", {}).get("field", "") if details["type"] == "wrong_field" else ""
     return (*path, *missing, *(blamed.split(".") if blamed else []))
 
 
-def _below(root: Node, path: PathKey) -> Node:
-    """Return the node at `path`, or its nearest ancestor that exists."""
-    node = root
-    for part in path:
-        inside = isinstance(node.value, dict) and part in node.value
-        if not inside and not (isinstance(node.value, list) and isinstance(part, int) and part < len(node.value)):
-            break
-        node = node.value[part]
-    return node
-
-
-def place_of(root: Node, path: PathKey) -> Place:
-    """Return the place of the key at `path`, or of its nearest ancestor that exists."""
-    return _below(root, path).place
-
-
-def located(root: Node, path: PathKey, message: str, hint: str) -> Located:
-    """Return a problem of the key at `path`."""
-    place = place_of(root, path)
-    return Located(place, Problem(place.text, dotted(path), message, hint))
-
-
-def _problem(place: Place, path: PathKey, group: Sequence[ErrorDetails], schema: Schema) -> Problem:
+def _problem(document: Document, path: PathKey, group: Sequence[ErrorDetails], schema: Schema) -> Problem:
     first = group[0]
     context = first.get("ctx", {})
-    key = dotted(path)
     match first["type"]:
         case "missing":
+            key = dotted(path)
             hint = "as in workload: train:train" if key == "workload" else f"write {key}: VALUE"
-            return Problem(place.text, key, "is required, and not given", hint)
+            return document.problem(path, "is required, and not given", hint)
         case "extra_forbidden":
-            return Problem(place.text, key, "unknown key", _unknown_hint(path, schema))
+            return document.problem(path, "unknown key", _unknown_hint(path, schema))
         case "wrong_field":
-            return Problem(place.text, key, str(context["message"]), str(context["hint"]))
+            return document.problem(path, str(context["message"]), str(context["hint"]))
         case "value_error" | "assertion_error":
-            return Problem(place.text, key, f"{context['error']}, got {describe_value(first['input'], path)}")
+            return document.problem(path, f"{context['error']}, got {describe_value(first['input'], path)}")
     # Each member of a union reports what it accepts.
     expected = " or ".join(dict.fromkeys(_expected(details) for details in group))
     message = f"expected {expected}, got {describe_value(first['input'], path)}"
     types = {each["type"] for each in group}
     choices = re.findall(r"'([^']*)'", expected) if types & {"literal_error", "enum"} else []
-    return Problem(place.text, key, message, _value_hint(path, first["input"], types, choices))
+    return document.problem(path, message, _value_hint(path, first["input"], types, choices))
 
 
 def _expected(details: ErrorDetails) -> str:

@@ -1,23 +1,22 @@
-"""Reads a YAML file into values with their line numbers, and reports any content of the file that is not valid.
+"""Reads a YAML file into plain data with the place of each key, and reports what is not valid YAML.
 
-Built on YAML's events, not on a YAML loader: a loader recurses, expands aliases for ever, drops a duplicate
-key's first value and all positions, and reads YAML 1.1: `no` is false, `1e-3` is text and `12:30` is 750.
+Built on the events of PyYAML's C parser, not on its loader: the loader drops the first value of a key that is given
+twice and all positions, and reads YAML 1.1, in which `no` is false, `1e-3` is text and `12:30` is 750.
+Aliases, merge keys and tags are refused, so that each value stands where it is used.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
 
 from ddptrain.config.wording import PathKey, dotted, shorten
 from ddptrain.errors import ConfigError, Problem
 
-MAX_NODES = 100_000
 MAX_DEPTH = 50
 _LONGEST_NUMBER = 1000
 
@@ -30,105 +29,60 @@ _WORDS: dict[str, bool | float | None] = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
     **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
 }
-_NOT_YAML = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_PLAIN, _QUOTED = "plain", "quoted"  # the tags of nodes without one in the text
-_BAD_ALIASES = ("is not defined above", "holds itself")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
+_NO_ALIASES = "write the value out; quote text that starts with * or &"
 _HINTS = {
     "mapping values are not allowed": 'quote a value that holds ": ", and check the indentation',
     "could not find expected ':'": 'a key is followed by ": "',
-    "cannot start any token": "quote text that starts with @, ` or %",
+    "cannot start any token": "replace a tab with spaces; quote text that starts with @, ` or %",
     "expected <block end>": "check the indentation",
     "did not find expected key": "check the indentation",
     "did not find expected alphabetic": "quote text that starts with * or &",
     "unexpected end of stream": "a quote is opened and not closed",
+    "control characters are not allowed": "delete it",
 }
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A position in the input; `text` shows it to the user. The file comes first (source 0), then each --set."""
-
-    source: int
-    line: int
-    column: int
-    text: str = field(compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A value and its place (in a mapping, that of the key). `size` and `height` include what aliases stand for."""
-
-    place: Place
-    value: Any
-    size: int = 1
-    height: int = 1
-
-
-def make_nodes(place: Place, value: Any) -> Node:
-    """Return plain data as nodes that all have the same place."""
-    if isinstance(value, Mapping):
-        return Node(place, {key: make_nodes(place, below) for key, below in value.items()})
-    return Node(place, [make_nodes(place, item) for item in value] if isinstance(value, list | tuple) else value)
-
-
-def plain(node: Node) -> Any:
-    """Return the value of the node as dicts, lists and scalars."""
-    if isinstance(node.value, dict):
-        return {key: plain(child) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
-    return node.value
-
-
-def _stop(where: str, message: str, hint: str = "", key: str = "") -> ConfigError:
-    return ConfigError([Problem(where, key, message, hint)])
-
-
 @dataclass(slots=True)
-class Located:
-    """A problem and its place, by which the problems of different checks are sorted."""
+class Document:
+    """The data of a file, the place of each key and item as the user is shown it, and the options that change them."""
 
-    place: Place
-    problem: Problem
+    source: str
+    data: Any
+    places: dict[PathKey, str] = field(default_factory=dict)
+    options: list[str] = field(default_factory=list)
+
+    def where(self, path: PathKey) -> str:
+        """Return the place of the key at `path`, or of its nearest ancestor that exists."""
+        ends = range(len(path), -1, -1)
+        return next((self.places[path[:end]] for end in ends if path[:end] in self.places), self.source)
+
+    def order(self, where: str) -> tuple[int, int]:
+        """Return the position of a place: the lines of the file come first, then the options."""
+        if where in self.options:
+            return 1, self.options.index(where)
+        line = where.removeprefix(f"{self.source}:")
+        return 0, int(line) if line.isdecimal() else 0
+
+    def problem(self, path: PathKey, message: str, hint: str = "") -> Problem:
+        """Return a problem of the key at `path`."""
+        return Problem(self.where(path), dotted(path), message, hint)
 
 
-def parse_yaml(
-    text: str, place: Callable[[int, int], Place], prefix: PathKey = ()
-) -> tuple[Node | None, list[Located]]:
-    """Return the root of the text's only document (None if it is empty), and the problems that did not end it.
+def read_yaml(text: str, where: str, prefix: PathKey = (), *, numbered: bool = True) -> tuple[Document, list[Problem]]:
+    """Return the content of the text's only document (None if it is empty), and the problems that did not end it.
 
-    `place` makes a place of line and column. `prefix` is the key that the text is the value of.
+    `prefix` is the key that the text is the value of. Without `numbered` the places are `where` alone, not its lines.
 
-    Raises ConfigError if the text is not YAML, or has more levels or values than a configuration needs.
+    Raises ConfigError if the text is not YAML, is nested too deep, or has an alias or a second document.
     """
-    if match := _NOT_YAML.search(text):
-        line = text.count("\n", 0, match.start()) + 1
-        where = place(line, 1).text
-        raise _stop(where, f"the character U+{ord(match[0]):04X} is not allowed", "delete it", dotted(prefix))
-    builder = _Builder(text, place, prefix)
+    if match := _SURROGATE.search(text):
+        raise ConfigError([Problem(where, dotted(prefix), f"the character U+{ord(match[0]):04X} is not allowed")])
+    reader = _Reader(text, where, prefix, numbered)
     try:
-        return builder.root(), builder.problems
+        return reader.document(), reader.problems
     except yaml.YAMLError as error:
-        raise _syntax_error(error, text, place, prefix) from None
-
-
-def _syntax_error(error: yaml.YAMLError, text: str, place: Callable[[int, int], Place], prefix: PathKey) -> ConfigError:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-    reason = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be read")
-    lines = text.splitlines()
-    start = lines[line - 1] if line <= len(lines) else ""
-    indent = start[: len(start) - len(start.lstrip(" \t"))]
-    where = place(line, column).text
-    if "\t" in indent or start[column - 1 : column] == "\t":
-        message, hint = "a tab is used for indentation: YAML allows only spaces", "replace the tab with spaces"
-        return _stop(where, message, hint, dotted(prefix))
-    context = str(getattr(error, "context", None) or "").strip()
-    message = f"not valid YAML: {reason}" + (f" {context}" if context else "")
-    hint = next((hint for part, hint in _HINTS.items() if part in message), "")
-    return _stop(where, message, hint, dotted(prefix))
+        raise ConfigError([reader.syntax_error(error, text)]) from None
 
 
 def scalar(text: str) -> Any:
@@ -150,153 +104,111 @@ def scalar(text: str) -> Any:
     return number
 
 
-class _Builder(Composer):
-    """Builds nodes with PyYAML's composer, from the events of its C parser; limits the depth and the number of values.
+def copied(value: Any) -> Any:
+    """Return mappings as dicts and tuples as lists, all of them new."""
+    if isinstance(value, Mapping):
+        return {key: copied(below) for key, below in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list | tuple) else value
 
-    The composer resolves aliases to the same object; one that it can't resolve becomes a node with one of _BAD_ALIASES.
-    """
 
-    def __init__(self, text: str, place: Callable[[int, int], Place], prefix: PathKey) -> None:
-        super().__init__()
-        self.problems: list[Located] = []
-        self._events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        self._next: Any = None
-        self._place_at = place
-        self._prefix = prefix
-        self._open: list[yaml.Node | None] = []  # the parents of the node that is being composed
-        self._composed = 0
-        self._built: dict[yaml.Node, Node] = {}
+class _Reader:
+    """Builds the data of one document from its events."""
 
-    def root(self) -> Node | None:
-        """Return the root of the text's only document, None if the text is empty."""
-        self.get_event()  # the start of the stream
-        composed = None if self.check_event(yaml.StreamEndEvent) else self.compose_document()
-        if not self.check_event(yaml.StreamEndEvent):
-            hint = "keep one, and delete the --- line"
-            raise self._fatal(self.get_event(), (), "a second document starts here", hint)
-        return self._build(composed, self._prefix) if composed is not None else None
+    def __init__(self, text: str, where: str, prefix: PathKey, numbered: bool) -> None:
+        self.problems: list[Problem] = []
+        self._events: Iterator[Any] = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        self._source, self._prefix, self._numbered = where, prefix, numbered
+        self._places: dict[PathKey, str] = {}
+        self._lines: dict[PathKey, int] = {}
 
-    # --- what the composer calls: events, and the tags of nodes that have none ---
+    def document(self) -> Document:
+        next(self._events)  # the start of the stream
+        if isinstance(next(self._events), yaml.StreamEndEvent):
+            return Document(self._source, None)
+        data = self._value(next(self._events), self._prefix)
+        next(self._events)  # the end of the document
+        if not isinstance(after := next(self._events), yaml.StreamEndEvent):
+            raise self._fatal(after, (), "a second document starts here", "keep one, and delete the --- line")
+        return Document(self._source, data, self._places)
 
-    def peek_event(self) -> Any:
-        if self._next is None:
-            self._next = next(self._events, None)
-        return self._next
-
-    def get_event(self) -> Any:
-        event, self._next = self.peek_event(), None
-        return event
-
-    def check_event(self, *kinds: type[yaml.Event]) -> bool:
-        return isinstance(self.peek_event(), kinds)
-
-    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
-        return _PLAIN if kind is yaml.ScalarNode and implicit[0] else _QUOTED
-
-    def descend_resolver(self, parent: yaml.Node | None, index: Any) -> None: ...
-
-    def ascend_resolver(self) -> None: ...
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        self._composed += 1
-        if self._composed > 2 * MAX_NODES:  # each value of a mapping has a key
-            raise self._too_many(event, self._prefix)
-        self._open.append(parent)
+    def _value(self, event: Any, path: PathKey) -> Any:
+        self._places.setdefault(path, self._where(event))
         if isinstance(event, yaml.AliasEvent):
-            node = self.anchors.get(event.anchor)
-            if node is None or node in self._open:
-                self._open.pop()
-                return yaml.ScalarNode(_BAD_ALIASES[node is not None], event.anchor, self.get_event().start_mark)
-        elif isinstance(event, yaml.CollectionStartEvent) and len(self._open) + len(self._prefix) > MAX_DEPTH:
-            raise self._too_deep(event, self._prefix, "make it flatter")
-        else:
-            self.anchors.pop(event.anchor, None)  # an anchor may be defined again
-        composed = super().compose_node(parent, index)
-        self._open.pop()
-        return composed
-
-    # --- from composed nodes to ours ---
-
-    def _build(self, node: yaml.Node, path: PathKey) -> Node:
-        if node in self._built:
-            built = self._built[node]
-            if len(path) + built.height > MAX_DEPTH:
-                raise self._too_deep(node, path, "use fewer aliases")
-            return built
-        if node.tag in _BAD_ALIASES:
-            raise self._fatal(node, path, f"*{shorten(node.value)} {node.tag}", "quote text that starts with *")
-        if node.tag not in (_PLAIN, _QUOTED):
+            raise self._fatal(event, path, f"aliases are not supported, got *{shorten(str(event.anchor))}", _NO_ALIASES)
+        if event.tag is not None and event.tag != "!":
             hint = "delete it; quotes make a value text"
-            self._report(node, path, f"the tag {shorten(node.tag)} is not supported", hint)
-        self._built[node] = self._scalar(node, path) if isinstance(node, yaml.ScalarNode) else self._items(node, path)
-        return self._built[node]
-
-    def _items(self, node: yaml.Node, path: PathKey) -> Node:
-        value: Any
-        if isinstance(node, yaml.MappingNode):
-            value = self._mapping(node, path)
-            children = list(value.values())
-        else:
-            value = children = [self._build(item, (*path, number)) for number, item in enumerate(node.value)]
-        size = 1 + sum(child.size for child in children)
-        if size > MAX_NODES:
-            raise self._too_many(node, path)
-        return Node(self._place(node), value, size, 1 + max((child.height for child in children), default=0))
-
-    def _mapping(self, node: Any, path: PathKey) -> dict[str, Node]:
-        items: dict[str, Node] = {}
-        for key_node, value_node in node.value:
-            key = self._key(key_node, path, items)
-            value = self._build(value_node, (*path, key) if key is not None else path)
-            if key is not None:
-                items[key] = replace(value, place=self._place(key_node))
+            self._report(event, path, f"the tag {shorten(event.tag)} is not supported", hint)
+        if isinstance(event, yaml.ScalarEvent):
+            return self._scalar(event, path)
+        if len(path) >= MAX_DEPTH:
+            raise self._fatal(event, path, f"values are nested more than {MAX_DEPTH} deep", "make it flatter")
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path)
+        items: list[Any] = []
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            items.append(self._value(event, (*path, len(items))))
         return items
 
-    def _key(self, node: yaml.Node, path: PathKey, before: Mapping[str, Node]) -> str | None:
+    def _mapping(self, path: PathKey) -> dict[str, Any]:
+        items: dict[str, Any] = {}
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            key = self._key(event, path, items)
+            if key is None:
+                self._ignored(next(self._events), path)
+                continue
+            self._places[*path, key], self._lines[*path, key] = self._where(event), event.start_mark.line + 1
+            items[key] = self._value(next(self._events), (*path, key))
+        return items
+
+    def _key(self, event: Any, path: PathKey, before: Mapping[str, Any]) -> str | None:
         """Return the key, None if it cannot be used: its value is then read, to find more problems, and dropped."""
-        key = self._build(node, path).value
-        if node.tag == _PLAIN and node.value == "<<":
-            self._report(node, path, "merge keys (<<) are not supported", "write the keys out")
+        is_plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
+        key: Any = self._ignored(event, (*path, 0))
+        if is_plain and key == "<<":
+            self._report(event, path, "merge keys (<<) are not supported", "write the keys out")
         elif not isinstance(key, str):
             kind = "a list or mapping" if isinstance(key, list | dict) else shorten("null" if key is None else str(key))
-            self._report(node, path, f"a key must be text, not {kind}", "write it in quotes")
+            self._report(event, path, f"a key must be text, not {kind}", "write it in quotes")
         elif key in before:
-            lines = f"on line {before[key].place.line} and on line {self._place(node).line}"
-            self._report(node, (*path, key), f"is given twice: {lines}", "keep one of them")
+            lines = f"on line {self._lines[*path, key]} and on line {event.start_mark.line + 1}"
+            self._report(event, (*path, key), f"is given twice: {lines}", "keep one of them")
         else:
             return key
         return None
 
-    def _scalar(self, node: yaml.Node, path: PathKey) -> Node:
-        value = node.value
-        if _SURROGATE.search(value):
-            self._report(node, path, "holds half of a surrogate pair, which is not a character", "write the character")
-            value = ""
-        elif node.tag == _PLAIN and (path[:1] != ("env",) or value in _WORDS):  # a number in env stays as written
-            try:
-                value = scalar(value)
-            except ValueError as error:
-                self._report(node, path, str(error), "write it in quotes if it is text")
-                value = 0
-        return Node(self._place(node), value)
+    def _ignored(self, event: Any, path: PathKey) -> Any:
+        """Return the value; the places in it are not kept."""
+        places, self._places = self._places, {}
+        value = self._value(event, path)
+        self._places = places
+        return value
 
-    # --- problems ---
+    def _scalar(self, event: Any, path: PathKey) -> Any:
+        value = event.value
+        if not event.implicit[0] or (path[:1] == ("env",) and value not in _WORDS):  # a number in env stays as written
+            return value
+        try:
+            return scalar(value)
+        except ValueError as error:
+            self._report(event, path, str(error), "write it in quotes if it is text")
+            return 0
 
-    def _place(self, item: Any) -> Place:
-        mark = item.start_mark
-        return self._place_at(mark.line + 1, mark.column + 1) if mark else self._place_at(1, 1)
+    def syntax_error(self, error: yaml.YAMLError, text: str) -> Problem:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        position = getattr(error, "position", None)  # of a character that YAML does not allow
+        line = mark.line if mark else text.count("\n", 0, position or 0)
+        why = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "it can't be read")
+        context = str(getattr(error, "context", None) or "").strip()
+        message = f"not valid YAML: {why}" + (f" {context}" if context else "")
+        hint = next((hint for part, hint in _HINTS.items() if part in message), "")
+        where = f"{self._source}:{line + 1}" if self._numbered else self._source
+        return Problem(where, dotted(self._prefix), message, hint)
 
-    def _report(self, item: Any, path: PathKey, message: str, hint: str) -> None:
-        place = self._place(item)
-        self.problems.append(Located(place, Problem(place.text, dotted(path), message, hint)))
+    def _where(self, event: Any) -> str:
+        return f"{self._source}:{event.start_mark.line + 1}" if self._numbered else self._source
 
-    def _fatal(self, item: Any, path: PathKey, message: str, hint: str) -> ConfigError:
-        return _stop(self._place(item).text, message, hint, dotted(path))
+    def _report(self, event: Any, path: PathKey, message: str, hint: str) -> None:
+        self.problems.append(Problem(self._where(event), dotted(path), message, hint))
 
-    def _too_deep(self, item: Any, path: PathKey, hint: str) -> ConfigError:
-        return self._fatal(item, path, f"values are nested more than {MAX_DEPTH} deep", hint)
-
-    def _too_many(self, item: Any, path: PathKey) -> ConfigError:
-        message = f"there are more than {MAX_NODES:,} values, aliases counted in full"
-        return self._fatal(item, path, message, "use fewer")
+    def _fatal(self, event: Any, path: PathKey, message: str, hint: str) -> ConfigError:
+        return ConfigError([Problem(self._where(event), dotted(path), message, hint)])

@@ -20,7 +20,7 @@ from ddptrain.results.metrics import MetricsReader, json_object
 from ddptrain.results.remote.runs import RunsDir
 from ddptrain.results.run_record import ProgressRecord, RunStatus
 from ddptrain.results.show.log_follower import LogCursor, start_of_last
-from ddptrain.results.system.system_file import SystemLine, parse_line
+from ddptrain.results.system import SystemLine, parse_line
 
 _LOOK_EVERY_S = 0.5
 _EARLIER_EVENTS = 10_000  # lines of events.jsonl in which the last attempt begins

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.events_file import LAST_BYTES, read_events
 from ddptrain.results.lookup import RunView
+from ddptrain.results.metrics import LAST_BYTES, read_events
 from ddptrain.results.run_record import RankRecord
 
 _PASSED, _FAILED, _STOPPED = "passed", "failed", "stopped"

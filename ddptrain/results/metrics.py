@@ -1,7 +1,7 @@
-"""Reads metrics.jsonl while it grows. Incomplete and damaged lines are skipped.
+"""Reads metrics.jsonl and events.jsonl while they grow. Incomplete and damaged lines are skipped.
 
-A resumed run repeats the steps after its checkpoint, so the file may have several values of a step. The value of the
-last attempt counts.
+A resumed run repeats the steps after its checkpoint, so metrics.jsonl may have several values of a step. The value of
+the last attempt counts.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from ddptrain.file_ops import open_regular
 from ddptrain.results.errors import results_errors
@@ -185,3 +185,102 @@ def series_of(lines: Iterable[MetricLine]) -> AllSeries:
             rank_series.epoch.append(line.epoch)
             rank_series.value.append(math.nan if value is None else value)
     return series
+
+
+@dataclass(slots=True)
+class _Latest:
+    """One metric at its newest step. by_rank: logged values; saved: the value of a checkpoint."""
+
+    step: int | None
+    by_rank: dict[int, float] = field(default_factory=dict)
+    saved: float | None = None
+    is_old: bool = False  # of an earlier attempt: any new value replaces it
+
+    @property
+    def value(self) -> float:
+        if self.by_rank:
+            return sum(self.by_rank.values()) / len(self.by_rank)
+        return math.nan if self.saved is None else self.saved
+
+
+class LatestMetrics:
+    """Defines `last_metrics`: the value of each metric at its newest step.
+
+    It is the mean over the ranks that logged the metric at this step, as in the curves; if none did, the value of the
+    checkpoint of this step. A value logged without a step is newer than all earlier values of its rank.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, _Latest] = {}
+
+    @classmethod
+    def of(cls, series: AllSeries, saved: Iterable[tuple[int, Mapping[str, float]]]) -> Self:
+        """Return the values of a run from the metrics of its ranks, and the steps and metrics of its checkpoints."""
+        latest = cls()
+        for (name, rank), rank_series in series.items():
+            for step, value in zip(rank_series.step, rank_series.value, strict=True):
+                if not math.isnan(value):
+                    latest.logged(rank, None if step is None else int(step), {name: value})
+        for step, metrics in saved:
+            latest.saved(step, metrics)
+        return latest
+
+    def begin_attempt(self, known: Mapping[str, float | None] | None = None) -> None:
+        """Begin an attempt, whose steps may start again at a lower number; `known`: the values of a resumed run."""
+        for name, value in (known or {}).items():
+            if value is not None:
+                self._latest[name] = _Latest(None, saved=value)
+        for latest in self._latest.values():
+            latest.is_old = True
+
+    def logged(self, rank: int, step: int | None, values: Mapping[str, float]) -> None:
+        """Add values that a rank has logged."""
+        for name, value in values.items():
+            if (latest := self._at(name, step)) is not None:
+                latest.by_rank[rank] = value
+
+    def saved(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the metrics of a checkpoint."""
+        for name, value in values.items():
+            if (latest := self._at(name, step)) is not None:
+                latest.saved = value
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the values for run.json."""
+        return {name: latest.value for name, latest in self._latest.items()}
+
+    def _at(self, name: str, step: int | None) -> _Latest | None:
+        """Return the metric at this step; None if a newer step is known."""
+        latest = self._latest.get(name)
+        if latest is None or latest.is_old or (step is not None and (latest.step is None or step > latest.step)):
+            latest = self._latest[name] = _Latest(step)
+        return None if step is not None and latest.step is not None and step < latest.step else latest
+
+
+LAST_BYTES = 16 << 20  # the end of the file, which contains the last attempt
+_LONGEST_LINE_BYTES = 1 << 20
+_LARGEST_S = 1e12
+
+
+def read_events(path: Path, kinds: Collection[str], last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events of these kinds, each with a number as `time_s`. last_bytes: only from the end of a larger file.
+
+    Damaged lines and lines above 1 MiB are skipped; a file that cannot be read has no events.
+    """
+    marks = [f'"event":"{kind}"'.encode() for kind in kinds]
+    try:
+        descriptor = open_regular(path)
+    except OSError:
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        while line := file.readline(_LONGEST_LINE_BYTES):
+            event = json_object(line) if any(mark in line for mark in marks) else {}
+            if event.get("event") in kinds and is_time(event.get("time_s")):
+                yield event
+
+
+def is_time(value: object) -> bool:
+    """Return whether a value of JSON is a possible number of seconds."""
+    return isinstance(value, int | float) and -_LARGEST_S < value < _LARGEST_S  # also false for NaN

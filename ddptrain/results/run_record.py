@@ -23,6 +23,7 @@ from ddptrain.errors import one_line
 from ddptrain.host_identity import boot_id
 
 SCHEMA = 1
+SWEEP = "sweep"  # the kind of a run whose trials are runs below it
 
 
 ENDED_BY_STOP = "ended by ddptrain stop"
@@ -267,6 +268,7 @@ class RunRecord(_Part):
     schema: int = SCHEMA
     run_id: str = ""
     name: str = ""
+    kind: str = ""  # SWEEP, or "" for a training
     workload: str = ""
     status: str = RunStatus.RUNNING
     waiting: bool = False
@@ -289,7 +291,7 @@ class RunRecord(_Part):
     driver: DriverRecord = field(default_factory=DriverRecord)
     last_metrics: Mapping[str, float | None] = field(default_factory=dict)
     progress: ProgressRecord | None = None
-    time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/timing/time_use.py
+    time_use_s: Mapping[str, float | None] = field(default_factory=dict)  # by part; see results/time_use.py
     goodput: float | None = None  # the share of training
     best: BestRecord | None = None
     checkpoints: tuple[str, ...] = ()

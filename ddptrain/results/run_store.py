@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ddptrain.errors import DdptrainError
-from ddptrain.results.annotations.annotations import Annotations
-from ddptrain.results.annotations.edit import Change, edit_folder
+from ddptrain.results.annotations import Annotations, Change, edit_folder
 from ddptrain.results.layout import BEST, RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 
@@ -62,9 +61,9 @@ class LocalRuns:
 
     folder: Path
 
-    def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
-        """Return every run, newest first."""
-        return list_runs(self.folder)
+    def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
+        """Return every run of that kind, newest first."""
+        return list_runs(self.folder, kind)
 
     def find(
         self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None, checkpoint: str = BEST

@@ -22,9 +22,8 @@ from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.latest_metrics import LatestMetrics
 from ddptrain.results.layout import RunLayout, checkpoint_folders
-from ddptrain.results.metrics import AllSeries, read_series
+from ddptrain.results.metrics import AllSeries, LatestMetrics, read_series
 from ddptrain.results.ownership.claim import claim, continue_run
 from ddptrain.results.ownership.driver_heartbeat import Heartbeat
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
@@ -40,7 +39,7 @@ from ddptrain.results.run_record import (
 )
 from ddptrain.results.secure_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.staged_files import adopt_file
-from ddptrain.results.system.system_file import SystemFile
+from ddptrain.results.system import SystemFile
 
 _NUMBERS_EVERY_S = 1.0  # metrics and progress
 _SAVING_SHARE = 50  # at most one part in so many of the time is for numbers in run.json, which grows with the ranks
@@ -82,7 +81,15 @@ class RunWriter:
 
     @classmethod
     def create(
-        cls, runs_dir: Path, run_id: str | None, name: str, config_text: str, workload: str, *, world_size: int = 0
+        cls,
+        runs_dir: Path,
+        run_id: str | None,
+        name: str,
+        config_text: str,
+        workload: str,
+        *,
+        world_size: int = 0,
+        kind: str = "",
     ) -> Self:
         """Create the directory of a new run, take its lock, and write config.yaml and run.json.
 
@@ -92,8 +99,9 @@ class RunWriter:
         record = RunRecord(
             run_id=layout.root.name,
             name=name,
+            kind=kind,
             workload=workload,
-            waiting=True,
+            waiting=not kind,
             started_at=utc_now(),
             world_size=world_size,
             params=_params_in(config_text),

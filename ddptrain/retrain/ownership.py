@@ -70,7 +70,7 @@ class ModelOwner:
         store = self._folder.store
         if not isinstance(store, OwnFolder):
             self._lease = StoreLock(self._folder)
-            self._lease.take(contested=True)
+            self._lease.take()
             self._lease.keep(self._lose)
             return self._lease.release
         path = Path(store.location.url, self._folder.path, LOCK)
@@ -105,4 +105,4 @@ def is_being_retrained(registry: RemoteFolder, model: str) -> bool:
     if isinstance(folder.store, OwnFolder):
         return run_lock.is_held(Path(folder.store.location.url, folder.path, LOCK))
     claim = claim_from(folder.read(LOCK))
-    return claim is not None and claim.is_held(claim.age_s)
+    return claim is not None and claim.is_held()

@@ -1,4 +1,4 @@
-"""Every other file system that fsspec knows: pages of links over http(s), sftp, a folder in memory, ..."""
+"""Reads every other file system that fsspec knows: pages of links over http(s), sftp, a folder in memory, ..."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from ddptrain.errors import UsageError
+from ddptrain.optional_packages import install_command
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.store import (
     UNKNOWN_SIZE,
@@ -36,16 +36,19 @@ _FINAL = (ValueError, TypeError, NotImplementedError)  # another attempt gives t
 
 def open_fsspec_store(location: Location, limits: Limits) -> Store:
     """Open a location. Raises UsageError if fsspec does not know the protocol or an option, or a package is missing."""
-    import fsspec
+    import fsspec  # Dask needs it, too; aiohttp comes with the extra http
 
     options = dict(location.options)
     if location.protocol in _HTTP:
-        import aiohttp
-
+        try:
+            import aiohttp
+        except ImportError:
+            raise UsageError(
+                f"{location.description} can't be opened: it needs aiohttp: {install_command('http')}"
+            ) from None
         client = dict(options.pop("client_kwargs", {}))
         client.setdefault("timeout", aiohttp.ClientTimeout(total=limits.timeout_s, connect=limits.connect_timeout_s))
         options["client_kwargs"] = client
-    if location.protocol in _HTTP or not location.options_setting:  # runs change while they are listed
         options["use_listings_cache"] = False
     try:
         fs, root = fsspec.core.url_to_fs(location.url, **options)
@@ -106,25 +109,6 @@ class FsspecStore(Store):
             entries = self.fs.ls(folder, detail=True)
         return entries
 
-    def folders(self, folder: str = "") -> list[str]:
-        """See Store."""
-        with self._errors("listed"):
-            try:
-                entries = self.fs.ls(f"{self.root}/{folder}" if folder else self.root, detail=True)
-            except FileNotFoundError:
-                return []
-        names = (str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
-        return sorted(names)
-
-    def check(self) -> None:
-        """See Store. A folder may be missing, as it comes with its first file; a bucket may not."""
-        bucket = self.root.lstrip("/").partition("/")[0]
-        with self._errors("listed"):
-            if self.root == bucket or not (self.root.startswith("/") or self.fs.isdir(self.root)):
-                self.fs.ls(bucket, detail=False)
-            else:
-                self.folders()
-
     def get(self, key: str, *, start: int = 0, limit_bytes: int | None = None) -> bytes:
         """See Store."""
         end = None if limit_bytes is None or self._is_http else start + limit_bytes + 1
@@ -137,19 +121,6 @@ class FsspecStore(Store):
         with self._errors("read", key), self.fs.open(self._path(key), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
-
-    def put(self, key: str, data: bytes | Path) -> None:
-        """See Store."""
-        with self._errors("written", key):
-            if isinstance(data, Path):
-                self.fs.put_file(str(data), self._path(key))
-            else:
-                self.fs.pipe_file(self._path(key), data)
-
-    def delete(self, key: str) -> None:
-        """See Store."""
-        with self._errors("deleted", key):
-            self.fs.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:
         # Without a key the location is the file: an address with a query can't be taken apart.

@@ -1,4 +1,4 @@
-"""S3, Google Cloud Storage and Azure through obstore, with options named as fsspec names them."""
+"""S3, Google Cloud Storage and Azure through obstore."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ CREDENTIAL_VARIABLE = {
     "az": "AZURE_STORAGE_ACCOUNT_KEY",
 }
 _METADATA_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")  # asked if no credentials are given
-_REFUSED_NAMES = {"PermissionDeniedError", "UnauthenticatedError"}
-_TRANSIENT_CODES = {"RequestTimeout", "SlowDown", "InternalError"}  # S3 sends the first one with status 400
-_TRANSIENT_STATUS = {408, 425, 429}
-_STATUS = re.compile(r"status code: (\d{3})\b ?([^\n:]*)")
-_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
+# Of a request that another attempt would not help, but for those that S3 answers so when it is busy.
+_REFUSED = re.compile(
+    r"status code: 4(?!08|25|29)\d\d\b(?!.*<Code>(?:RequestTimeout|SlowDown|InternalError)<)", re.DOTALL
+)
+_STATUS = re.compile(
+    r"status code: (\d{3})\b ?([^\n:]*)(?:.*<Code>([^<]{1,80})</Code>)?(?:.*<Message>([^<]{1,300})</Message>)?",
+    re.DOTALL,
+)
 _OS_MESSAGE = re.compile(r'(?:message|error): "((?:[^"\\]|\\.){1,200})"')
-_KIND = re.compile(r"\bkind: (Connect|Timeout|Interrupted|Request|Decode)\b|\b(TimedOut)\b")
-_TRIES = re.compile(r"after (\d+) retries")
+_ADDRESS = re.compile(r"\b[a-z]+://\S+")
 
 
 def open_object_store(location: Location, limits: Limits) -> Store:
@@ -71,24 +72,17 @@ def open_object_store(location: Location, limits: Limits) -> Store:
             f"{location.description} contains credentials, which {kind}:// does not support: set them in "
             f"{by_options}the environment ({CREDENTIAL_VARIABLE[kind]}, ...)"
         )
-    settings = settings_for(location, kind, bucket, limits.connect_timeout_s)
-    client = {
+    bucket, options = settings_for(location, kind, bucket, limits.connect_timeout_s)
+    options["client_options"] = {
         "allow_http": True,
         "timeout": timedelta(seconds=limits.timeout_s),
         "connect_timeout": timedelta(seconds=limits.connect_timeout_s),
-        **settings.client,
+        **options["client_options"],
     }
     retry = {"max_retries": limits.retries, "retry_timeout": timedelta(seconds=limits.patience_s)}
     store: Any = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}[kind]
     try:
-        opened = store(
-            settings.bucket,
-            prefix=prefix or None,
-            client_options=client,
-            retry_config=retry,
-            credential_provider=settings.credentials,
-            **settings.store,
-        )
+        opened = store(bucket, prefix=prefix or None, retry_config=retry, **options)
     except Exception as error:  # obstore's own errors, or a ValueError
         raise UsageError(
             f"{location.description} can't be opened: {first_line(str(error))}; {location.advice}"
@@ -208,9 +202,6 @@ class ObjectStore(Store):
             raise self._error(action, key, error) from None
 
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
-        """Return the StoreError for an error of obstore."""
-        if type(error).__name__ == "PreconditionError":
-            return Transient(f"{self.location.description}/{key} can't be {action}: it was replaced meanwhile")
         return store_error(self.location, action, key, error, self._limits.timeout_s)
 
 
@@ -222,7 +213,7 @@ def _condition(about: Mapping[str, Any]) -> dict[str, str]:
     return {name: about[name] for name in ("e_tag", "version") if about.get(name)}
 
 
-# --- what an error means: obstore has few kinds of errors, so the text of the message decides ---
+# --- Errors: obstore's class says what kind it is, its text why ---
 
 
 def store_error(location: Location, action: str, key: str, error: Exception, timeout_s: float) -> StoreError:
@@ -230,76 +221,47 @@ def store_error(location: Location, action: str, key: str, error: Exception, tim
 
     action: "listed", "read", "written" or "deleted". key: "" for a request that concerns the whole location.
     """
-    text = str(error)
-    status, why = _status(text), _why(text, timeout_s)
+    text, why = str(error), _why(str(error), timeout_s)
     where = f"{location.description}/{key}" if key else location.description
-    if any(host in text for host in _METADATA_HOSTS) and status != 200:
+    if any(host in text for host in _METADATA_HOSTS) and "status code: 200" not in text:
         return StoreForbidden(f"{where} can't be {action}: there are no credentials; {_credentials_advice(location)}")
-    if status == 404 or isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or "status code: 404" in text:
         if key and "NoSuchBucket" not in text:
             return NotFound(key)
         return StoreMissing(f"{location.description} does not exist ({why}): see {location.setting} and its endpoint")
-    if status in {301, 307, 308} or "redirect" in text:
+    if "redirect" in text or "status code: 301" in text:
         region = f"{location.options_setting}.region" if location.options_setting else "AWS_REGION"
-        answer = f" ({why})" if status else ""
-        return StoreForbidden(f"{where} is in another region than {_region(location)}{answer}: set {region}")
-    if _is_refused(status, text, error):
+        asked = location.options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        named = shorten(str(asked), 40) if asked else "us-east-1, the default"
+        return StoreForbidden(f"{where} is in another region than {named}: set {region}")
+    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError") or _REFUSED.search(text):
         return StoreForbidden(f"{where} can't be {action}: the store refuses it ({why}): {location.advice}")
+    if type(error).__name__ == "PreconditionError":
+        return Transient(f"{where} can't be {action}: it was replaced meanwhile")
     if key:
         return Transient(f"{where} can't be {action}: {why}")
-    return StoreUnreachable(
-        f"{where} can't be {action}: {why}: is its endpoint{_endpoint(location)} right, and the server up?"
-    )
-
-
-def _region(location: Location) -> str:
-    """Return the region that was asked, for messages."""
-    named = location.options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return shorten(str(named), 40) if named else "us-east-1, the default"
-
-
-def _endpoint(location: Location) -> str:
-    """Return the endpoint that the options or the environment name, for messages."""
-    named = location.options.get("endpoint_url") or os.environ.get("AWS_ENDPOINT_URL")
-    return f", {shorten(hide_credentials(one_line(str(named))), 100)}," if named else ""
+    endpoint = location.options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL")
+    named = f", {shorten(hide_credentials(one_line(str(endpoint))), 100)}," if endpoint else ""
+    return StoreUnreachable(f"{where} can't be {action}: {why}: is its endpoint{named} right, and the server up?")
 
 
 def first_line(text: str) -> str:
     """Return the first line of a message without addresses, whose query may hold a signature."""
-    line = one_line(text)
-    return re.sub(r"\b[a-z]+://\S+", "...", line)[:200]
+    return _ADDRESS.sub("...", one_line(text))[:200]
 
 
 def _credentials_advice(location: Location) -> str:
     variable = CREDENTIAL_VARIABLE[OBJECT_STORES.get(location.protocol, "s3")]
     setting = location.options_setting
-    options = f"set {setting} to {{anon: true}} for a public one, or to your own, or " if setting else ""
+    options = f"set {setting} to {{skip_signature: true}} for a public one, or to your own, or " if setting else ""
     return f"{options}set the store's variables in the environment ({variable}, ...)"
-
-
-def _is_refused(status: int, text: str, error: Exception) -> bool:
-    code = _CODE.search(text)
-    if code and code[1] in _TRANSIENT_CODES:
-        return False
-    return type(error).__name__ in _REFUSED_NAMES or (400 <= status < 500 and status not in _TRANSIENT_STATUS)
-
-
-def _status(text: str) -> int:
-    match = _STATUS.search(text)
-    return int(match[1]) if match else 0
 
 
 def _why(text: str, timeout_s: float) -> str:
     """Describe what happened; the request's address is left out, because its query may hold a signature."""
     if found := _STATUS.search(text):
-        code, message = _CODE.search(text), _MESSAGE.search(text)
-        details = ": ".join(part[1] for part in (code, message) if part) or found[2].strip()
-        return f"{found[1]} {details}".strip()
-    kinds = {part for match in _KIND.findall(text) for part in match if part}
-    retries = _TRIES.search(text)
-    tried = f", tried {int(retries[1]) + 1} times" if retries and retries[1] != "0" else ""
-    if kinds & {"Timeout", "TimedOut"}:
-        return f"it did not answer within {timeout_s:g} s{tried}"
+        return ": ".join(part for part in (f"{found[1]} {found[3] or found[2].strip()}", found[4]) if part)
+    if "kind: Timeout" in text or "TimedOut" in text:
+        return f"it did not answer within {timeout_s:g} s"
     detail = _OS_MESSAGE.search(text)
-    words = "no connection" if "Connect" in kinds else "the connection broke" if kinds else first_line(text)
-    return (f"{words} ({detail[1]})" if detail and kinds else words) + tried
+    return f"no connection ({detail[1]})" if detail and "kind: Connect" in text else first_line(text)

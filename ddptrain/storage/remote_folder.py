@@ -73,12 +73,12 @@ class RemoteFolder:
         scheme, _, rest = url.rstrip("/").partition("://")
         if not rest.strip("/"):
             raise UsageError(f"cannot keep runs in {url}: give a bucket or a folder, as s3://bucket/runs")
-        is_local = scheme.lower() in ("file", "local")
-        location = Location(f"{scheme.lower()}://{rest}", {"auto_mkdir": True} if is_local else {}, "results.dir")
-        if is_local:  # storage/folder.py only reads
-            from ddptrain.storage.fsspec_store import open_fsspec_store
-
-            return cls(open_fsspec_store(location, limits))
+        location = Location(f"{scheme.lower()}://{rest}", {}, "results.dir")
+        if location.protocol not in OBJECT_STORES:
+            raise UsageError(
+                f"cannot keep runs or models in {location.description}: give a path, or a bucket of S3, Google Cloud "
+                "Storage or Azure, as s3://bucket/runs"
+            )
         return cls(open_store(location, limits))
 
     def with_limits(self, limits: Limits) -> RemoteFolder:

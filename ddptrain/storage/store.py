@@ -173,7 +173,7 @@ class Store(ABC):
     """An open location. Threads may share it; a process that was forked afterwards may not.
 
     All methods raise StoreForbidden, StoreUnreachable and Transient; StoreMissing if the location does not exist.
-    A backend that only reads implements listing() and get().
+    A store of images or data implements listing() and get(); one of runs or models all methods.
     """
 
     def __init__(self, location: Location) -> None:

@@ -29,13 +29,8 @@ from pathlib import Path
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry
-<<<<<<< HEAD
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, RetrainStatus
-from tests.integration.seaweed import seaweed
-=======
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus
 from tests.servers.seaweed import seaweed
->>>>>>> main
 
 _ADDRESS, _MODEL = "10.84.0.1", "mine"
 _TRAINED = (RetrainStatus.PROMOTED, RetrainStatus.REJECTED)

@@ -27,8 +27,7 @@ from ddptrain.errors import DdptrainError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_store import NeededFiles
-from ddptrain.sweep.folder import open_sweeps
-from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
+from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState, find_sweep
 from tests.servers.seaweed import seaweed
 
 _ID, _STEPS, _FAILS_ABOVE = "kills", 12, 0.9
@@ -64,9 +63,12 @@ class Kills:
     def look(self) -> SweepRecord | None:
         """Compare the record of the sweep, as a killed driver left it, with what was seen before."""
         try:
-            record = open_sweeps(self.place).read(_ID)
+            found = find_sweep(self.place, _ID)
         except DdptrainError:  # killed before it wrote the first record
             return None
+        if found is None:
+            return None
+        record = found.record
         for trial in record.trials:
             if self.points.setdefault(trial.number, trial.params) != trial.params:
                 self.problems.append(f"trial {trial.number} has another point than before: {trial.params}")

@@ -136,11 +136,11 @@ def test_a_listing_gets_over_errors_resets_and_answers_that_break_off(bucket: Im
     ("url", "options", "kind", "words"),
     [
         ("s3://no-such-bucket/dogs", {}, StoreMissing, "s3://no-such-bucket/dogs does not exist (404 NoSuchBucket"),
-        ("s3://images/dogs", {"secret": "wr0ng"}, StoreForbidden, "refuses it (403 SignatureDoesNotMatch"),
-        ("s3://images/dogs", {"endpoint_url": "http://127.0.0.1:9"}, StoreUnreachable, "Connection refused"),
+        ("s3://images/dogs", {"secret_access_key": "wr0ng"}, StoreForbidden, "refuses it (403 SignatureDoesNotMatch"),
+        ("s3://images/dogs", {"endpoint": "http://127.0.0.1:9"}, StoreUnreachable, "Connection refused"),
         (
             "s3://images/dogs",
-            {"endpoint_url": "http://no-such-host.invalid"},
+            {"endpoint": "http://no-such-host.invalid"},
             StoreUnreachable,
             "s3://images/dogs can't",
         ),
@@ -232,7 +232,12 @@ def test_four_ranks_cost_one_listing_and_a_resume_elsewhere_costs_none(
 def test_a_bucket_that_does_not_exist_ends_the_command_and_no_secret_is_written(
     run_cli: Cli, warm_cluster: str, bucket: ImageBucket
 ) -> None:
-    options = bucket.anonymous_options() | {"anon": False, "key": "key", "secret": "t0pS3cret", "token": "t0k3n"}
+    options = bucket.anonymous_options() | {
+        "skip_signature": False,
+        "access_key_id": "key",
+        "secret_access_key": "t0pS3cret",
+        "token": "t0k3n",
+    }
     pictures = Pictures(run_cli, warm_cluster, "s3://no-such-bucket/dogs/", options)
     done = run_cli(*pictures.arguments(pictures.config(), "--run-id", "none"), program=pictures.program)
     assert done.rc == ExitCode.USAGE

@@ -151,4 +151,6 @@ def test_run_whose_driver_and_decode_process_are_killed_in_mid_epoch_ends_bit_eq
     assert len(expected) == 2 * STEPS
     assert told == expected
     stored = yaml.safe_load((runs.folder / "night" / "config.yaml").read_text())
-    assert stored["params"]["source_options"]["secret"] == "<left out>", "it came with the configuration again"
+    assert stored["params"]["source_options"]["secret_access_key"] == "<left out>", (
+        "it came with the configuration again"
+    )

@@ -20,14 +20,8 @@ from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.schedule.check import State, check
 from ddptrain.schedule.entries import Entry
-<<<<<<< HEAD
-from tests.integration.s3server import s3_server
-from tests.integration.seaweed import seaweed
-=======
-from ddptrain.schedule.monitor import State, look
 from tests.servers.s3server import s3_server
 from tests.servers.seaweed import seaweed
->>>>>>> main
 
 PROMOTIONS = 10
 _PROMOTER = """

@@ -18,18 +18,10 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.handlers import Message as MessageHandler
 
 from ddptrain.notify.heartbeat import Heartbeat
-<<<<<<< HEAD
 from ddptrain.notify.sender import Delivery, Message, send
-from tests.command import PATIENCE_S, Cli
-from tests.integration.notify_servers import CheckServer, SilentServer, WebServer, serving
-from tests.integration.ports import free_ports
-=======
-from ddptrain.notify.messages import RetrainReport, compose
-from ddptrain.notify.sender import Delivery, send
 from tests.servers.notify_servers import CheckServer, SilentServer, WebServer, serving
 from tests.servers.ports import free_ports
 from tests.support.command import PATIENCE_S, Cli
->>>>>>> main
 
 MESSAGE = Message(
     "petnames: retraining failed: rank 1: ValueError: no_names in *data*",

@@ -57,7 +57,7 @@ def test_run_in_a_store_is_deleted_though_the_first_prune_is_killed(url: str, ru
     put(store, "live", 2, 1)
     put(store, "new", 3, 1)
     lock = StoreLock(store.below("live"))
-    lock.take(contested=False)
+    lock.take()
     arguments = ("results", "prune", "--keep", "1", "--runs-dir", url)
 
     told = run_cli(*arguments, "--dry-run", "--json")

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3fs import S3FileSystem
 
-from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.remote import lease as remote_lock
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
 from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import NoConditionalWrites
 from tests.servers.s3server import s3_server
 from tests.servers.seaweed import seaweed
 
@@ -40,10 +38,9 @@ taken, refused, doubles = [], [], []
 
 def take_often():
     lock = StoreLock(RemoteFolder.open(url))
-    assert not lock.weakness
     while len(taken) < share:
         try:
-            lock.take(contested=True)
+            lock.take()
         except RunLocked:
             refused.append(lock)
             continue
@@ -68,14 +65,6 @@ print(len(taken), len(refused), len(doubles))
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with seaweed(tmp_path_factory.mktemp("seaweed"), "bucket") as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """fsspec keeps its connections by the address, whatever the environment says of where that is."""
-    S3FileSystem.clear_instance_cache()
-    yield
-    S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
@@ -120,12 +109,11 @@ def test_host_names_and_clocks_of_hosts_do_not_matter(store: RemoteFolder, monke
     write_claim(store, machine="another boot pid:[1]", pid=2**22, time_s=time.time() - hour_s)
     late = StoreLock(store)
     with pytest.raises(RunLocked, match=r"last heartbeat \d s ago"):
-        late.take(contested=True)
+        late.take()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + hour_s)
     with pytest.raises(RunLocked):
-        StoreLock(store).take(contested=True)
-    assert not late.weakness
+        StoreLock(store).take()
 
 
 def test_lease_of_an_owner_that_has_died_ends_by_the_clock_of_the_store(
@@ -135,12 +123,12 @@ def test_lease_of_an_owner_that_has_died_ends_by_the_clock_of_the_store(
     monkeypatch.setattr(remote_lock, "STALE_S", 4.0)
     heir = StoreLock(store)
     with pytest.raises(RunLocked):
-        heir.take(contested=True)
+        heir.take()
     deadline = time.monotonic() + PATIENCE_S
     while there(store).token != heir.claim.token:
         assert time.monotonic() < deadline
         try:
-            heir.take(contested=True)
+            heir.take()
         except RunLocked:
             time.sleep(0.1)
     assert time.monotonic() > deadline - PATIENCE_S + 1.0, "it was not taken at once"
@@ -150,7 +138,7 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
     store: RemoteFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = StoreLock(store, refresh_s=PATIENCE_S * 10)  # no thread of its own tells it
-    owner.take(contested=True)
+    owner.take()
     lost: list[DdptrainError] = []
     root = tmp_path / "run"
     root.mkdir()
@@ -166,7 +154,7 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
         # Meanwhile, by the store's clock, the lease has ended, and another driver has taken the run.
         monkeypatch.setattr(remote_lock, "STALE_S", -1.0)
         heir = StoreLock(store)
-        heir.take(contested=True)
+        heir.take()
         elapsed_s = remote_lock._elapsed_s()
         monkeypatch.setattr(remote_lock, "_elapsed_s", lambda: elapsed_s + 200.0)
         (root / "notes").write_text("second, too late")
@@ -181,7 +169,7 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
 
 def test_owner_whose_answer_was_lost_still_has_the_lock(store: RemoteFolder) -> None:
     owner = StoreLock(store)
-    owner.take(contested=True)
+    owner.take()
     assert owner._last_written is not None
     before = owner._last_written
     owner._renew()
@@ -202,14 +190,9 @@ def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         store = RemoteFolder.open("s3://bucket/run")
-        with pytest.raises(NoConditionalWrites, match="ignores the conditions of writes"):
-            store.test_conditions("probe")
-        lock = StoreLock(store, settle_s=0.0)
-        lock.take(contested=True)
-        assert lock.weakness == "the store ignores the conditions of writes"
-        assert list(store.files()) == [LOCK], "what it was tried with is gone"
-        with pytest.raises(RunLocked):
-            StoreLock(store, settle_s=0.0).take(contested=True)
+        with pytest.raises(UsageError, match="ignores the conditions of writes; runs need a store with conditional"):
+            StoreLock(store).take()
+        assert not store.files(), "the object of the test is deleted"
 
 
 def test_profile_of_aws_is_enough(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +206,5 @@ def test_profile_of_aws_is_enough(environment: dict[str, str], tmp_path: Path, m
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     store = RemoteFolder.open(f"s3://bucket/{tmp_path.name}-profile")
     lock = StoreLock(store)
-    lock.take(contested=True)
-    assert not lock.weakness
+    lock.take()
     lock.release()

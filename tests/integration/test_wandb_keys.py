@@ -87,10 +87,9 @@ def sync(run: Path, environ: dict[str, str]) -> SyncResult:
     return sync_run(load_run(run), environ, time.monotonic() + 60)
 
 
-@pytest.mark.parametrize("place", ["folder", "store"])
 @pytest.mark.parametrize("chosen", ["key alone", "settings", "netrc", "default of netrc"])
 def test_key_is_not_sent_to_a_server_that_only_the_run_names(
-    chosen: str, place: str, tmp_path: Path, own: Backend, foreign: Backend, run_cli: Cli
+    chosen: str, tmp_path: Path, own: Backend, foreign: Backend, run_cli: Cli
 ) -> None:
     run = attack(tmp_path, foreign.url)
     home = tmp_path / "home"
@@ -100,7 +99,7 @@ def test_key_is_not_sent_to_a_server_that_only_the_run_names(
         (home / ".config/wandb/settings").write_text(f"[default]\nbase_url = {own.url}\n")
     machine = {"netrc": "machine api.wandb.ai", "default of netrc": "default"}.get(chosen)
     (home / ".netrc").write_text(f"{machine} login user password {API_KEY}\n" if machine else "")
-    what = str(run) if place == "folder" else f"file://{run}"
+    what = str(run)
     ended = run_cli("results", "sync", what, env=env)
     assert ended.rc == 4
     assert f"they are for {foreign.url}: set WANDB_BASE_URL={foreign.url} if your key is to go there" in ended.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from obstore.store import S3Store
 
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
@@ -22,6 +23,7 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.wandb_folders import OPEN, UNSENT, parts_below, unsent_parts
 from tests.conftest import Cli
+from tests.servers.seaweed import seaweed
 from tests.servers.wandb_backend import Backend, wandb_backend
 
 # Two attempts of one run, the first of which was killed.
@@ -255,14 +257,34 @@ def test_online_run_counts_as_sent_unless_it_says_otherwise(run: Path) -> None:
     assert unsent(run) == 1
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[dict[str, str]]:
+    (tmp_path / "seaweed").mkdir()
+    with seaweed(tmp_path / "seaweed", "bucket") as environment:
+        yield environment
+
+
 @pytest.mark.usefixtures("gone")
-def test_run_in_an_object_store_is_sent_from_there_and_only_once(run: Path, backend: Backend, run_cli: Cli) -> None:
-    place = f"file://{run.parent}"  # fsspec takes any folder for a store
+def test_run_in_an_object_store_is_sent_from_there_and_only_once(
+    run: Path, backend: Backend, run_cli: Cli, store: dict[str, str]
+) -> None:
+    place = "s3://bucket/runs"
     run_cli.folder.joinpath("tmp").mkdir()
     table = run / "artifacts/tables/predictions/step-8-rank-0.csv"
     table.parent.mkdir(parents=True)
     table.write_text("name,score\nrex,0.5\n")
-    env = {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "TMPDIR": str(run_cli.folder / "tmp")}
+    bucket = S3Store(
+        "bucket",
+        prefix="runs",
+        client_options={"allow_http": True},
+        region="us-east-1",
+        access_key_id="key",
+        secret_access_key="secret",
+        endpoint=store["AWS_ENDPOINT_URL"],
+    )
+    for path in (path for path in run.rglob("*") if path.is_file()):
+        bucket.put(path.relative_to(run.parent).as_posix(), path)
+    env = store | {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "TMPDIR": str(run_cli.folder / "tmp")}
     ended = run_cli("results", "sync", "--all", "--runs-dir", place, env=env | backend.environment)
     assert (ended.rc, ended.stdout) == (0, "a-run: 2 sent to W&B\n"), ended.stderr
     assert [row["step"] for row in backend.run.history if "loss" in row] == [0, 1, 2, 3, 4, 3, 4, 5, 6, 7]
@@ -275,4 +297,6 @@ def test_run_in_an_object_store_is_sent_from_there_and_only_once(run: Path, back
     assert len(backend.asked) == asked
     shown = run_cli("results", "show", "latest", "--runs-dir", place, env=env).stdout
     assert f"{backend.url}/stub-entity/petnames/runs/w1" in shown
-    assert not [*(run_cli.folder / "tmp").iterdir(), *run.glob("tracking/wandb/run.lock")]
+    assert not [*(run_cli.folder / "tmp").iterdir()]
+    left = [item["path"] for page in bucket.list() for item in page if item["path"].endswith("wandb/run.lock")]
+    assert left == []

@@ -42,11 +42,11 @@ class ImageBucket:
 
     def signed_options(self, endpoint: str = "") -> dict[str, Any]:
         """params.source_options for the server that wants to know who asks; `endpoint` in its place (a proxy)."""
-        return self.signed.options | ({"endpoint_url": endpoint} if endpoint else {})
+        return self.signed.options | ({"endpoint": endpoint} if endpoint else {})
 
     def anonymous_options(self, endpoint: str = "") -> dict[str, Any]:
         """params.source_options for the open server; `endpoint` in its place (a proxy)."""
-        return {"anon": True, "endpoint_url": endpoint or self.anonymous.options["endpoint_url"]}
+        return {"skip_signature": True, "endpoint": endpoint or self.anonymous.options["endpoint"]}
 
 
 def draw(size: tuple[int, int] = (64, 48), seed: int | str = 0, colour: tuple[int, int, int] | None = None) -> bytes:

@@ -28,8 +28,8 @@ class S3Server:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What fsspec takes to reach it."""
-        return {"key": "key", "secret": "secret", "endpoint_url": f"http://127.0.0.1:{self.port}"}
+        """The options with which obstore reaches it."""
+        return {"access_key_id": "key", "secret_access_key": "secret", "endpoint": f"http://127.0.0.1:{self.port}"}
 
     @property
     def environment(self) -> dict[str, str]:

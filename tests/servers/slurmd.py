@@ -47,10 +47,10 @@ class Slurm:
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
     """The daemons, for as long as the block lasts; skips the test where Slurm is missing or does not start."""
-    if missing := [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]:
-        pytest.skip(f"no Slurm here: {', '.join(missing)} is not installed")
     if os.geteuid() != 0:
         pytest.skip("a Slurm of one's own needs root")
+    if missing := [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]:
+        pytest.skip(f"no Slurm here: {', '.join(missing)} is not installed")
     for name in ("munge", "state", *(f"spool-{node}" for node in _NODES)):
         (folder / name).mkdir(parents=True, mode=0o755)
     (folder / "munge.key").write_bytes(os.urandom(1024))

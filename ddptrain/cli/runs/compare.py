@@ -16,7 +16,7 @@ from ddptrain.cli.runs.choice import RunNames, RunsDir, view_of
 from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from ddptrain.results.show.chart import Style
+    from ddptrain.results.show.plot import Style
 
 
 class Align(StrEnum):
@@ -76,7 +76,7 @@ def chart_style() -> Style:
     """Return the style of charts that the terminal can show."""
     import shutil
 
-    from ddptrain.results.show.chart import Style
+    from ddptrain.results.show.plot import Style
 
     is_terminal = sys.stdout.isatty()
     can_show = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

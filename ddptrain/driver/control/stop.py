@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, ConfigError, UsageError
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.lookup import RunView, is_sweep, load_run
 from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.run_record import DriverRecord, RunStatus
@@ -138,6 +139,11 @@ def find_target(runs_dir: str, run: str) -> StopTarget:
         RunNotFound: there is no such run.
         UsageError: run.json can't be read, or the folder exists only on the driver's host.
     """
+    folders = [folder for folder in (Path(runs_dir, run), Path(run)) if "\0" not in run and is_sweep(folder)]
+    if folders:
+        sweep = RunLayout(folders[0].absolute())
+        require_own_folder(sweep.root)
+        return StopTarget(sweep, lambda: load_run(sweep.root))
     place, name = split_run(run, runs_dir)
     runs = open_runs_dir(place)
     view = runs.find(name)

@@ -16,7 +16,7 @@ from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.grouping import MIN_RANKS
 from ddptrain.driver.display.pace import Pace, clock, number
 from ddptrain.driver.display.run_facts import RunFacts
-from ddptrain.results.system.use import SystemSummary
+from ddptrain.results.system import SystemSummary
 
 MIN_BAR, MAX_BAR, GAP = 8, 40, 2  # terminal columns
 LEFT = ("name", "host")  # columns before the bar; all others come after it

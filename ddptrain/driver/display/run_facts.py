@@ -9,7 +9,7 @@ from ddptrain.config.wording import counted
 from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.pace import Pace, clock, number
 from ddptrain.protocol.events import Metrics, Progress
-from ddptrain.results.latest_metrics import LatestMetrics
+from ddptrain.results.metrics import LatestMetrics
 from ddptrain.text_tables import duration
 
 MOST_METRICS = 4

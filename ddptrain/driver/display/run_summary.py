@@ -11,7 +11,7 @@ from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import ExitCode
 from ddptrain.results.run_record import RunStatus, as_json_data, status_text
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.timing.time_use import time_use, timed_events
+from ddptrain.results.time_use import time_use, timed_events
 
 if TYPE_CHECKING:
     from ddptrain.driver.failure.run_end import RunEnd

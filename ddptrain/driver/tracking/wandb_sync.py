@@ -149,7 +149,7 @@ def _sync_stored(
     _check_ended(view)
     processes = _processes(local_view, environ, notice)
     lock_file = StoreLock(stored.store.below(RECORDED))
-    lock_file.take(contested=True)
+    lock_file.take()
     # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
     lock_file.keep(lambda error: None)
     try:

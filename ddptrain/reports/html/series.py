@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ddptrain.config.wording import shorten
 from ddptrain.results.lookup import RunView, parse_time
 from ddptrain.results.metrics import AllSeries, MetricLine, MetricsReader, Series, drop_replaced, series_of
-from ddptrain.results.system.system_file import read_system, system_series
+from ddptrain.results.system import read_system, system_series
 
 MEAN = "mean"
 _READ_BYTES = 64 << 20  # the end of a larger metrics.jsonl

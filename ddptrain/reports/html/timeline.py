@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ddptrain.results.events_file import LAST_BYTES, read_events
 from ddptrain.results.lookup import RunView, parse_time
-from ddptrain.results.timing.time_use import ClockChange
+from ddptrain.results.metrics import LAST_BYTES, read_events
 from ddptrain.text_tables import duration
 
 WIDTH = 1000  # of a row, in units of its drawing
@@ -93,9 +92,6 @@ def read_timeline(view: RunView, evaluations: Sequence[tuple[float, int]] = ()) 
     """
     began = parse_time(view.record.started_at)
     events = list(read_events(view.layout.events_jsonl, _KINDS, LAST_BYTES))
-    if (change := ClockChange.of(view.record, view.duration_s)) is not None:
-        events = _without(change, events)
-        evaluations = [(change.undone_in_rank(time_s), rank) for time_s, rank in evaluations]
     attempts, end = _attempts(events, began.timestamp() if began else None)
     found = [(attempt, rank) for attempt in attempts for rank in sorted(attempt.ranks)]
     if not found:
@@ -107,15 +103,6 @@ def read_timeline(view: RunView, evaluations: Sequence[tuple[float, int]] = ()) 
     until = {attempt.number: last for attempt, last in zip(attempts, ends, strict=True)}
     rows = tuple(_row(attempt, rank, scale, until[attempt.number], evaluations) for attempt, rank in found[:_MOST_ROWS])
     return Timeline(rows, scale.ticks(), max(0, len(found) - _MOST_ROWS))
-
-
-def _without(change: ClockChange, events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events as if the clock had not been set; the time of an activity is that of its rank's clock."""
-    times = iter(change.undone([event["time_s"] for event in events if event["event"] != "timed"]))
-    return [
-        {**event, "time_s": change.undone_in_rank(event["time_s"]) if event["event"] == "timed" else next(times)}
-        for event in events
-    ]
 
 
 class _Scale:

@@ -93,7 +93,7 @@ class StoredRemoval:
 def _lease(run: RemoteFolder) -> Iterator[RemoteFolder]:
     """Hold the lease of a run; yield its folder. If no other file is left at the end, delete the lock file."""
     lock = StoreLock(run)
-    lock.take(contested=True)
+    lock.take()
     is_gone = False
     try:
         lock.keep()  # if the lease is lost, `guard` raises at the next change

@@ -16,9 +16,8 @@ from pathlib import Path, PurePosixPath
 from ddptrain.config.wording import shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.file_ops import make_private, publish, sha256
-from ddptrain.results.annotations.annotations import FILE as ANNOTATIONS
-from ddptrain.results.annotations.annotations import Annotations
-from ddptrain.results.annotations.edit import Change, edit_folder, edit_stored
+from ddptrain.results.annotations import FILE as ANNOTATIONS
+from ddptrain.results.annotations import Annotations, Change, edit_folder, edit_stored
 from ddptrain.results.errors import results_errors
 from ddptrain.results.layout import BEST, valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
@@ -74,10 +73,10 @@ class StoreRuns:
         """The folder in which a driver creates the folder of a new run."""
         return _private(self.work)
 
-    def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
-        """Return every run, newest first, with copies of the files that are needed."""
+    def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
+        """Return every run of that kind, newest first, with copies of the files that are needed."""
         files = self._refresh()
-        views = [view for view in list_runs(self.copies) if view.layout.root.name in files]
+        views = [view for view in list_runs(self.copies, kind) if view.layout.root.name in files]
         if need is not NeededFiles.NOTHING:
 
             def copy(view: RunView) -> None:
@@ -176,13 +175,8 @@ class StoreRuns:
         if not resumed and run.read("run.json") is not None:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
         lock = StoreLock(run)
-        before = lock.take(contested=resumed)
+        before = lock.take()
         uploads = StoreUpload(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
-        if lock.weakness:
-            uploads.warn(
-                f"{self.store.url} has no conditional writes ({lock.weakness}): two drivers that start at the "
-                "same moment may write the same run"
-            )
         try:
             lock.keep(uploads.lose)
             if resumed:
@@ -230,7 +224,7 @@ class StoreRuns:
                 (folder / ANNOTATIONS).unlink(missing_ok=True)
             claim = claim_from(claims.get(f"{name}/{LOCK}"))
             known = origin_of(folder)
-            alive = claim is not None and claim.is_held(claim.age_s)
+            alive = claim is not None and claim.is_held()
             origin = Origin(f"{self.store.url}/{name}", alive=alive, files=known.files if known else {})
             if origin != known:
                 origin.mark(folder)

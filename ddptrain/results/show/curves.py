@@ -11,7 +11,7 @@ from ddptrain.config.wording import did_you_mean, shorten
 from ddptrain.errors import UsageError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import AllSeries, Series, read_series
-from ddptrain.results.system.system_file import PREFIX, read_system, system_series
+from ddptrain.results.system import PREFIX, read_system, system_series
 
 Points = tuple[list[float], list[float]]
 _MOST_POINTS = 2000

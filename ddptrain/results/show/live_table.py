@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any
 
+from ddptrain.errors import one_line
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import MetricsReader, is_number
 from ddptrain.results.recorded_config import params_of
 from ddptrain.results.show.log_follower import final_text
-from ddptrain.results.show.notebook import run_table_html
 from ddptrain.sanitize import sanitized
-from ddptrain.text_tables import clean_line
+from ddptrain.text_tables import clean_line, duration, number
+
+
+def run_table_html(view: RunView, metrics: Mapping[str, float | None] | None = None) -> str:
+    """Return the table; texts of the run are escaped. `metrics`: newer values than those of its record."""
+    rows = "".join(
+        f"<tr><th>{escape(clean_line(name))}</th><td>{escape(clean_line(text))}</td></tr>"
+        for name, text in _rows(view, metrics or {})
+    )
+    return f"<table>{rows}</table>"
+
+
+def _rows(view: RunView, metrics: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
+    record = view.record
+    yield "run", view.run_id
+    code = "" if record.exit_code is None or view.is_running else f" (exit code {record.exit_code})"
+    yield "status", f"{view.status_text}{code}"
+    yield "duration", duration(view.duration_s)
+    if record.world_size:
+        yield "ranks", str(record.world_size)
+    for name, value in sorted({**record.numbers, **metrics}.items()):
+        yield name, number(math.nan if value is None else value)
+    if record.best is not None:
+        yield "best", f"{record.best.metric} {number(record.best.value)} at step {record.best.step}"
+    if record.failure is not None:
+        rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
+        kind = f"{record.failure.type}: " if record.failure.type else ""
+        yield "end" if record.failure.is_order else "failure", f"{rank}{kind}{one_line(record.failure.message)}"
+    yield "directory", view.layout.where
+
 
 EVERY_S = 1.0
 _LINES = 12

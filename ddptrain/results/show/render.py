@@ -21,9 +21,8 @@ from ddptrain.results.run_record import (
     RunStatus,
 )
 from ddptrain.results.selection import Field, RunFields, cells, header
-from ddptrain.results.system.system_file import read_system
-from ddptrain.results.system.use import use_lines
-from ddptrain.results.timing.time_use import time_use_of
+from ddptrain.results.system import read_system, use_lines
+from ddptrain.results.time_use import time_use_of
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 from ddptrain.text_tables import Section, clean, clean_line, columns_of, duration, number, plain_table
 from ddptrain.tracking.wandb.wandb_folders import unsent_parts

@@ -79,7 +79,7 @@ class ImageFolder(Dataset[tuple[Any, Any]]):
     def of(cls, folder: S3ImageFolder, *, requests: int = REQUESTS, deadline_s: float = 60.0) -> Self:
         """The same images, classes, order and transforms as a dataset of dask-pytorch-ddp; nothing is listed again."""
         images = [(ImageRef(key), folder.class_to_idx[folder._get_class(key)]) for key in folder.all_files]  # noqa: SLF001
-        location = Location(f"s3://{folder.s3_bucket}", {"anon": True} if folder.anon else {})
+        location = Location(f"s3://{folder.s3_bucket}", {"skip_signature": True} if folder.anon else {})
         return cls(
             _Images(location, folder.classes, images),
             transform=folder.transform,

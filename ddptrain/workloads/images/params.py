@@ -41,8 +41,8 @@ class ImagesParams(BaseModel):
     )
     source_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Options of the stores of `source` and `val_source` as fsspec names them, such as "
-        "{anon: true, endpoint_url: ...} for S3.",
+        description="Options of the stores of `source` and `val_source` as obstore names them, or fsspec for "
+        "other protocols, such as {skip_signature: true, endpoint: ...} for S3.",
     )
     subset: Annotated[int, Field(ge=1)] | Annotated[list[FilledText], Field(min_length=1)] | None = Field(
         None, description="Classes to use: their names, or how many of them, the first ones in order; null is all."

@@ -25,7 +25,8 @@ class PetnamesParams(BaseModel):
         "with a name on each line, or .json with a list of names.",
     )
     names_options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of the object store, such as {anon: true, endpoint_url: ...} for S3."
+        default_factory=dict,
+        description="Options of the object store, such as {skip_signature: true, endpoint: ...} for S3.",
     )
     unique: bool = Field(True, description="Train on each distinct name once, even if the source repeats it.")
     max_name_length: int = Field(

@@ -44,7 +44,7 @@ class _Bucket:
     @property
     def by_proxy(self) -> dict[str, Any]:
         """params.source_options, through the proxy."""
-        return self.server.options | {"endpoint_url": self.proxy.url}
+        return self.server.options | {"endpoint": self.proxy.url}
 
 
 @contextmanager

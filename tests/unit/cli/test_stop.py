@@ -12,6 +12,7 @@ import pytest
 from ddptrain.cli.main import main
 from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.run_record import DriverRecord, FailureRecord, RunRecord, RunStatus
+from tests.unit.results.stores import serve_folder
 
 RUNNING = RunRecord(run_id="a-run", driver=DriverRecord(7, "far"))
 
@@ -45,5 +46,5 @@ def test_run_of_a_store_is_stopped_on_its_drivers_host(
         monkeypatch.setenv(name, str(tmp_path / name))
     claim = Claim("far", 7, 0.0, "token", time.time())
     (write(tmp_path / "store", RUNNING) / LOCK).write_text(json.dumps(dataclasses.asdict(claim)))
-    assert main(["stop", f"file://{tmp_path}/store/a-run"]) == 2
+    assert main(["stop", f"{serve_folder(tmp_path, monkeypatch)}/store/a-run"]) == 2
     assert "run a-run can only be stopped on far, where its driver is process 7" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from ddptrain.model_registry.records import Change, RegistryDamaged, VersionReco
 from ddptrain.model_registry.reference import ModelReference, is_model_reference, parse_reference
 from ddptrain.model_registry.registry import Edit, ModelRegistry
 from ddptrain.storage.store import StoreError
+from tests.unit.results.stores import serve_folder
 
 FILES = ("run.json", "checkpoints/step-5/model.safetensors")
 
@@ -145,7 +146,7 @@ def test_copy_of_a_version_that_another_process_reads_stays(
             super().fetch(record, target)
             copies.append(open_version(stored, record).stat().st_ino)
 
-    place = f"file://{tmp_path / 'models'}"
+    place = serve_folder(tmp_path, monkeypatch) + "/models"
     stored = ModelReader.open(place)
     copy = open_version(Slow.open(place), stored.version("names", 1))
     assert [copy.stat().st_ino] == copies

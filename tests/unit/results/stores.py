@@ -1,61 +1,78 @@
-"""A store in memory that writes down what is asked of it, and fails when told to."""
+"""A store in memory that notes the writes, and fails when a test asks for it."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from fsspec.implementations.memory import MemoryFileSystem
+import pytest
+from obstore.exceptions import PreconditionError
+from obstore.store import LocalStore, MemoryStore
 
-from ddptrain.storage.fsspec_store import FsspecStore
+from ddptrain.storage.object_store import ObjectStore
 from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import Location
-
-_WRITES = ("pipe_file", "put_file", "rm_file")
+from ddptrain.storage.store import Limits, Location
 
 
-class WatchedFs:
-    """fsspec's memory, with a list of the writes, and errors for the next calls."""
+class WatchedStore:
+    """obstore's store in memory, with a list of the writes, and errors for the next calls."""
 
     def __init__(self) -> None:
-        self.memory = MemoryFileSystem()
+        self.memory: Any = MemoryStore()
+        self.memory.put("first", b"")  # takes version "0", with which conditions are tested as a wrong one
+        self.memory.delete("first")
         self.writes: list[str] = []
         self.errors: list[Exception] = []
         self.fails: Callable[[str], Exception | None] = lambda path: None
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.memory, name)
-        if not callable(method):
-            return method
 
         def call(*args: Any, **options: Any) -> Any:
-            path = args[1] if name == "put_file" else args[0]
             if self.errors:
                 raise self.errors.pop(0)
-            if name in _WRITES and (error := self.fails(str(path))) is not None:
-                raise error
-            if name in _WRITES:
-                self.writes.append(f"{'-' if name == 'rm_file' else ''}{path}")
+            if name in ("put", "delete"):
+                if (error := self.fails(str(args[0]))) is not None:
+                    raise error
+                self.writes.append(f"{'-' if name == 'delete' else ''}{args[0]}")
             return method(*args, **options)
 
         return call
 
 
-def watched_store() -> tuple[RemoteFolder, WatchedFs]:
-    """A store of its own, with two quick retries."""
-    fs, root = WatchedFs(), f"/{uuid.uuid4().hex}"
-    store = FsspecStore(Location(f"memory:/{root}", {}, "results.dir"), fs, root, timeout_s=1.0)
-    return RemoteFolder(store, wait=lambda seconds: False, pauses_s=(0.0, 0.0)), fs
+def watched_store(name: str = "store") -> tuple[RemoteFolder, WatchedStore]:
+    """A folder in a store of its own, with two quick retries."""
+    watched = WatchedStore()
+    # The scheme is unknown, so that no code opens the location again.
+    store = ObjectStore(Location(f"memory://{name}", {}, "results.dir"), watched, Limits())  # type: ignore[arg-type]
+    return RemoteFolder(store, wait=lambda seconds: False, pauses_s=(0.0, 0.0)), watched
 
 
-def watched_fs(store: RemoteFolder) -> WatchedFs:
-    """The file system behind a folder of watched_store()."""
-    assert isinstance(store.store, FsspecStore) and isinstance(store.store.fs, WatchedFs)
-    return store.store.fs
+class _FolderStore:
+    """obstore's store in a folder, which has conditional writes of new objects only; others are compared here."""
+
+    def __init__(self, folder: str) -> None:
+        self._store: Any = LocalStore(folder, mkdir=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put(self, key: str, data: Any, *, mode: Any = "overwrite", **options: Any) -> Any:
+        if isinstance(mode, dict):
+            if self._store.head(key)["e_tag"] != mode["e_tag"]:
+                raise PreconditionError("it was changed")
+            mode = "overwrite"
+        self._store.put(key, data, mode=mode, **options)
+        return self._store.head(key)
 
 
-def root_of(store: RemoteFolder) -> str:
-    """The folder's path in its file system."""
-    assert isinstance(store.store, FsspecStore)
-    return f"{store.store.root}/{store.path}".rstrip("/")
+def serve_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let the bucket `bucket` be a folder of this machine, in this process; return its URL."""
+
+    def open_folder(location: Location, limits: Limits) -> ObjectStore:
+        inside = location.url.removeprefix("s3://bucket").strip("/")
+        return ObjectStore(location, _FolderStore(str(folder / inside)), limits)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ddptrain.storage.object_store.open_object_store", open_folder)
+    return "s3://bucket"

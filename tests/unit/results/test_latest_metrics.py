@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ddptrain.results.latest_metrics import LatestMetrics
-from ddptrain.results.metrics import AllSeries, Series
+from ddptrain.results.metrics import AllSeries, LatestMetrics, Series
 
 
 def test_value_is_the_mean_of_the_ranks_at_the_newest_step() -> None:

@@ -1,20 +1,30 @@
-"""A bucket's folder, with obstore's store in memory: parts, folders, limits and conditional writes."""
+"""Object stores: with obstore's store in memory, its options, and what its errors mean."""
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from obstore.store import MemoryStore
 
+from ddptrain.errors import UsageError
 from ddptrain.storage import object_store
 from ddptrain.storage.object_store import ObjectStore, store_error
+from ddptrain.storage.options import region_of, settings_for
 from ddptrain.storage.store import (
     Limits,
     Location,
     NoConditionalWrites,
     NotFound,
+    StoreError,
     StoreForbidden,
     StoreMissing,
     StoreUnreachable,
@@ -22,7 +32,32 @@ from ddptrain.storage.store import (
     Transient,
     Versioned,
     WriteConflict,
+    open_store,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the machine's own accounts."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
+
+
+def at(source: str, **options: Any) -> Location:
+    return Location.of(source, options)
+
+
+@contextmanager
+def serving(handler: Any) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
 
 REFUSED = 'Generic S3 error: HTTP error: request error, after 4 retries, kind: Connect, error: "Connection refused"'
 REDIRECT = (
@@ -64,7 +99,7 @@ def test_missing_bucket_is_not_taken_for_a_missing_object() -> None:
             raise FileNotFoundError(f"Object at location {key} not found: status code: 404 <Code>NoSuchBucket</Code>")
 
     memory: Any = WithoutBucket()
-    with pytest.raises(StoreMissing, match=r"s3://bucket/cats does not exist \(404 NoSuchBucket\)"):
+    with pytest.raises(StoreMissing, match=r"s3://bucket/cats does not exist \(.*NoSuchBucket.*\)"):
         ObjectStore(Location("s3://bucket/cats"), memory, Limits()).get("x")
 
 
@@ -112,12 +147,6 @@ def test_store_that_ignores_conditions_is_found_out(store: ObjectStore, monkeypa
 # --- what a failed request says: the place, the value that may be wrong, and what to set ---
 
 
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def said(text: str, **options: str) -> str:
     error = store_error(Location.of("s3://pets/dogs", options), "listed", "", OSError(text), 30.0)
     assert isinstance(error, StoreUnreachable | StoreForbidden)
@@ -125,10 +154,10 @@ def said(text: str, **options: str) -> str:
 
 
 def test_closed_port_names_the_endpoint_without_its_password() -> None:
-    start = "s3://pets/dogs can't be listed: no connection (Connection refused), tried 5 times: "
+    start = "s3://pets/dogs can't be listed: no connection (Connection refused): "
     assert said(REFUSED) == f"{start}is its endpoint right, and the server up?"
-    assert said(REFUSED, endpoint_url="http://h:9") == f"{start}is its endpoint, http://h:9, right, and the server up?"
-    assert "secret" not in said(REFUSED, endpoint_url="http://me:secret@h:9")
+    assert said(REFUSED, endpoint="http://h:9") == f"{start}is its endpoint, http://h:9, right, and the server up?"
+    assert "secret" not in said(REFUSED, endpoint="http://me:secret@h:9")
 
 
 def test_endpoint_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +169,161 @@ def test_wrong_region_names_the_region_that_was_asked() -> None:
     wrong = "s3://pets/dogs is in another region than"
     assert said(REDIRECT, region="eu-west-1") == f"{wrong} eu-west-1: set params.source_options.region"
     assert said(REDIRECT) == f"{wrong} us-east-1, the default: set params.source_options.region"
+
+
+# --- options of object stores ---
+
+
+def settings(url: str, kind: str = "s3", **options: Any) -> dict[str, Any]:
+    location = Location(url, options)
+    return settings_for(location, kind, url.partition("://")[2].partition("/")[0], 1.0)[1]
+
+
+def test_names_of_obstore_are_passed_on() -> None:
+    options: dict[str, Any] = {
+        "skip_signature": True,
+        "endpoint": "http://host:1",
+        "region": "eu-west-1",
+        "request_payer": True,
+    }
+    client = {"allow_invalid_certificates": True}
+    assert settings("s3://b/p", **options, client_options=client) == {**options, "client_options": client}
+    open_store(Location("s3://b/p", {**options, "client_options": client}))
+
+
+def test_environment_says_where_and_the_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://of-the-environment")
+    assert settings("s3://b")["region"] == "us-east-1"
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-1")
+    assert "region" not in settings("s3://b")  # obstore reads the variables itself
+    asked = settings("s3://b", endpoint="http://asked", region="us-west-2")
+    assert {asked["endpoint"], asked["aws_endpoint_url_s3"]} == {"http://asked"} and asked["region"] == "us-west-2"
+
+
+def test_profiles_of_awss_own_files_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(os.environ["AWS_CONFIG_FILE"]).write_text(
+        "[default]\nregion = eu-west-1\n[profile work]\nregion = eu-west-3\nendpoint_url = http://work\n"
+    )
+    Path(os.environ["AWS_SHARED_CREDENTIALS_FILE"]).write_text(
+        "[default]\naws_access_key_id = d\naws_secret_access_key = ds\n"
+        "[work]\naws_access_key_id = w\naws_secret_access_key = w%s\naws_session_token = wt\n"
+    )
+    default, work = settings("s3://b"), settings("s3://b", profile="work")
+    assert (default["credential_provider"]()["access_key_id"], default["region"]) == ("d", "eu-west-1")
+    found = work["credential_provider"]()
+    assert (found["secret_access_key"], found["token"]) == ("w%s", "wt")
+    assert (work["region"], work["endpoint"]) == ("eu-west-3", "http://work")
+    with pytest.raises(UsageError, match="the AWS profile wrok can't be used: "):
+        settings("s3://b", profile="wrok")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of the environment")
+    assert "credential_provider" not in settings("s3://b", region="x")
+
+
+def test_missing_botocore_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    with pytest.raises(UsageError, match="AWS profiles are read with botocore: pip install"):
+        settings("s3://b", profile="work")
+
+
+def test_account_of_azure_is_in_the_address() -> None:
+    location = Location("abfs://box@acc.dfs.core.windows.net/p", {"sas_key": "s"})
+    bucket, found = settings_for(location, "az", "box@acc.dfs.core.windows.net", 1.0)
+    assert (bucket, found) == ("box", {"account_name": "acc", "sas_key": "s", "client_options": {}})
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"anon": True}, "params.source_options.anon is not an option of s3://: use skip_signature"),
+        ({"client_kwargs": {}}, "client_kwargs is not an option of s3://: use endpoint, region or client_options"),
+        ({"no_such_option": 1, "region": "x"}, "s3://b/p can't be opened: "),
+        ({"secret_access_key": ["12345"], "region": "x"}, "s3://b/p can't be opened: "),
+    ],
+)
+def test_wrong_option_is_named(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_store(Location("s3://b/p", options))
+    assert problem in str(caught.value) and "12345" not in str(caught.value)
+
+
+def test_a_container_of_azure_is_no_secret() -> None:
+    assert at("abfs://box@acc.dfs.core.windows.net/dogs").description == "abfs://box@acc.dfs.core.windows.net/dogs"
+    assert "secret" not in at("abfs://me:secret@acc/dogs").description
+    with pytest.raises(UsageError, match=r"az://box/dogs can't be opened: .*Account must be specified"):
+        open_store(at("az://box/dogs"))
+
+
+def test_a_url_without_a_bucket_is_a_clear_error() -> None:
+    with pytest.raises(StoreMissing, match="contains no bucket"):
+        open_store(at("s3:///x"))
+
+
+class Aws(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.send_header("x-amz-bucket-region", "us-east-2")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_the_region_of_a_bucket_is_asked_of_aws_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    region_of.cache_clear()
+    with serving(Aws) as url:
+        ask = urllib.request.Request
+        monkeypatch.setattr(urllib.request, "Request", lambda _, method: ask(url, method=method))
+        assert settings("s3://bucket/p", skip_signature=True)["region"] == "us-east-2"
+    assert settings("s3://bucket/q", skip_signature=True)["region"] == "us-east-2"
+    region_of.cache_clear()
+
+
+# --- what errors of obstore mean ---
+
+HERE = Location("s3://bucket/dogs", {"secret": "s3cret"})
+STATUS = "Generic S3 error: Error performing GET http://h/b?sig=s3cret in 1ms - Server returned non-2xx status code: "
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("404 Not Found: <Error><Code>NoSuchBucket</Code></Error>", StoreMissing, "does not exist (404 NoSuchBucket)"),
+        (
+            "403 Forbidden: <Error><Code>AccessDenied</Code><Message>No.</Message>",
+            StoreForbidden,
+            "403 AccessDenied: No.",
+        ),
+        ("400 Bad Request: <Code>ExpiredToken</Code>", StoreForbidden, "refuses it (400 ExpiredToken)"),
+        ("301 Moved Permanently: ", StoreForbidden, "set params.source_options.region"),
+        ("503 Service Unavailable: <Code>SlowDown</Code>", StoreUnreachable, "503 SlowDown"),
+        ("400 Bad Request: <Code>RequestTimeout</Code>", StoreUnreachable, "400 RequestTimeout"),
+    ],
+)
+def test_a_status_of_a_listing_is_told_in_one_line(text: str, kind: type[StoreError], words: str) -> None:
+    error = store_error(HERE, "listed", "", RuntimeError(STATUS + text), 6.0)
+    assert type(error) is kind and words in str(error)
+    assert "s3://bucket/dogs" in str(error) and "s3cret" not in str(error) and "\n" not in str(error)
+
+
+def test_missing_credentials_are_told_as_what_they_are() -> None:
+    text = (
+        "Error performing PUT http://169.254.169.254/latest/api/token in 1s - Server returned non-2xx status code: 403"
+    )
+    assert "there are no credentials; set params.source_options" in str(
+        store_error(HERE, "listed", "", RuntimeError(text), 6.0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (STATUS + "404 Not Found: ", NotFound),
+        (STATUS + "403 Forbidden: ", StoreForbidden),
+        (STATUS + "500 Internal Server Error: ", Transient),
+        (STATUS + "429 Too Many Requests: ", Transient),
+        ("HTTP error: request or response body error\nkind: Interrupted", Transient),
+        ("whatever http://h/?sig=s3cret", Transient),
+    ],
+)
+def test_an_error_of_one_image_says_whether_another_try_helps(text: str, kind: type[StoreError]) -> None:
+    error = store_error(HERE, "read", "a/1.jpg", RuntimeError(text), 6.0)
+    assert type(error) is kind and "s3cret" not in str(error)

@@ -100,4 +100,4 @@ def test_s3_image_folder_keeps_its_files_classes_and_transforms() -> None:
     ours = ImageFolder.of(theirs)
     assert (ours.keys, ours.labels, ours.classes) == (theirs.all_files, [1, 0], theirs.classes)
     assert ours.transform is as_array
-    assert (ours.location.url, ours.location.options) == ("s3://bucket", {"anon": True})
+    assert (ours.location.url, ours.location.options) == ("s3://bucket", {"skip_signature": True})

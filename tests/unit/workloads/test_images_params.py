@@ -83,7 +83,7 @@ def test_where_torchvision_is_not_known_any_name_is_left_to_the_ranks(monkeypatc
 
 def test_shipped_configurations_are_what_they_say() -> None:
     dogs = ImagesParams.model_validate(load_config(CONFIGS / "dogs.yaml").config.params)
-    assert (dogs.source, dogs.source_options) == ("s3://saturn-public-data/dogs/Images", {"anon": True})
+    assert (dogs.source, dogs.source_options) == ("s3://saturn-public-data/dogs/Images", {"skip_signature": True})
     assert (dogs.architecture, dogs.weights, dogs.epochs, dogs.batch_size) == ("resnet50", "DEFAULT", 6, 64)
     assert (dogs.base_lr, dogs.optimizer, dogs.eps, dogs.scheduler) == (3e-4, "adamw", 1e-6, "one_cycle")
     assert load_config(CONFIGS / "images-local.yaml").config.params["source"] == "builtin"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
-
-import pytest
 
 from ddptrain.reports.html.timeline import Mark, Phase, read_timeline
 from tests.unit.reports.runs import run
@@ -96,27 +93,3 @@ def test_damaged_events_are_skipped(tmp_path: Path) -> None:
         )
     found = read_timeline(view)
     assert found is not None and [row.rank for row in found.rows] == [0]
-
-
-@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
-def test_clock_that_is_set_during_the_run_moves_no_phase(tmp_path: Path, by_s: float) -> None:
-    events = [
-        event(2, "entered", rank=0),
-        event(4 + by_s, "timed", rank=0, activity="evaluation", seconds=1),
-        event(5 + by_s, "checkpoint_staged", rank=0, step=1),
-        event(9 + by_s, "finished", rank=0),
-        event(10 + by_s, "rank_ended", rank=0),
-    ]
-    ended = datetime.fromtimestamp(10 + by_s, UTC).isoformat()
-    view = run(tmp_path, events=events, started_at=START, ended_at=ended, duration_s=10.0)
-    found = read_timeline(view)
-    assert found is not None
-    assert [(one.kind, one.x, one.width) for one in found.rows[0].phases] == [
-        ("waiting", 0.0, 100.0),
-        ("start", 100.0, 100.0),
-        ("training", 200.0, 700.0),
-        ("end", 900.0, 100.0),
-        ("evaluation", 300.0, 100.0),
-    ]
-    assert found.rows[0].marks == (Mark("checkpoint", 500.0, "checkpoint at step 1"),)
-    assert found.ticks[-1] == (1000.0, "10.0 s")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.results.annotations.annotations import Annotations, checked_note, tag_changes
+from ddptrain.results.annotations import Annotations, checked_note, tag_changes
 
 
 @pytest.mark.parametrize(

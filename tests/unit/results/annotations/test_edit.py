@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.results.annotations.annotations import FILE, Annotations, read_annotations
-from ddptrain.results.annotations.edit import edit_folder, edit_stored
+from ddptrain.results.annotations import FILE, Annotations, edit_folder, edit_stored, read_annotations
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.storage.remote_folder import RemoteFolder

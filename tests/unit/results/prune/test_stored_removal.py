@@ -30,7 +30,7 @@ FILES = ("checkpoints/step-1/model.safetensors", "checkpoints/step-1/checkpoint.
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRuns]:
     """An empty store, seen from a machine whose folders are below tmp_path."""
-    monkeypatch.setattr(stored_removal, "StoreLock", functools.partial(StoreLock, settle_s=0))
+    monkeypatch.setattr(stored_removal, "StoreLock", functools.partial(StoreLock))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     store, fs = watched_store()

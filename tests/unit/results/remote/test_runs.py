@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
-from ddptrain.results.annotations.annotations import Annotations, read_annotations
+from ddptrain.results.annotations import Annotations, read_annotations
 from ddptrain.results.remote import runs as runs_module
 from ddptrain.results.remote.lease import LOCK, Claim
 from ddptrain.results.remote.runs import StoreRuns, fetch_config, open_runs_dir, split_run

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.results.show import chart
-from ddptrain.results.show.chart import ChartLine, Style, draw_chart
+from ddptrain.results.show import plot as chart
+from ddptrain.results.show.plot import ChartLine, Style, draw_chart
 
 
 def test_ascii_shows_a_falling_line_between_its_bounds() -> None:

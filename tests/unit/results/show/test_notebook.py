@@ -8,7 +8,7 @@ from pathlib import Path
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import BestRecord, FailureRecord, RunRecord
-from ddptrain.results.show.notebook import run_table_html
+from ddptrain.results.show.live_table import run_table_html
 from ddptrain.run_handle import Run
 
 

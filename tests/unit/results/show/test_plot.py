@@ -13,9 +13,8 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import BestRecord, RunRecord
 from ddptrain.results.show import plot as plot_module
-from ddptrain.results.show.chart import Style
 from ddptrain.results.show.curves import Curve, Panel, Plot, plot_of
-from ddptrain.results.show.plot import save_picture, terminal_charts
+from ddptrain.results.show.plot import Style, save_picture, terminal_charts
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -10,9 +10,7 @@ import pytest
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.system import system_file
-from ddptrain.results.system.system_file import SystemFile, SystemLine, read_system, system_series
-from ddptrain.results.system.use import use_lines
+from ddptrain.results.system import SystemFile, SystemLine, read_system, system_series, use_lines
 
 
 def sample(host: str = "h0", at_s: float = 10.0, rank: int = 0, cpu_percent: float = 50.0) -> SystemSample:
@@ -48,7 +46,7 @@ def test_host_of_several_workers_has_one_line_for_each_time(tmp_path: Path) -> N
 
 
 def test_large_file_gets_fewer_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_file, "_HALVED_EVERY_BYTES", 5_000)
+    monkeypatch.setattr("ddptrain.results.system._HALVED_EVERY_BYTES", 5_000)
     file = SystemFile(tmp_path / "system.jsonl")
     for at_s in range(1000):
         file.append(sample(at_s=at_s), 1)

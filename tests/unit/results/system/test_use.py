@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddptrain.protocol.worker_notices import SystemSample
-from ddptrain.results.system.use import SystemSummary
+from ddptrain.results.system import SystemSummary
 
 
 def test_nothing_is_shown_before_the_first_sample() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.timing.time_use import TimeUse, time_use, time_use_of, timed_events
+from ddptrain.results.time_use import TimeUse, time_use, time_use_of, timed_events
 
 START = 1735689600.0
 
@@ -253,65 +253,6 @@ def test_what_was_recorded_beyond_the_duration_is_taken_from_what_is_known_least
     assert parts(replace(record, ended_at=iso(9)), events, 9.0) == {"training": 9.0}
 
 
-def moved(at_s: float, changed_at: float, by_s: float) -> float:
-    """What a clock shows that is moved during the run."""
-    return at_s + by_s if at_s > changed_at else at_s
-
-
-@pytest.mark.parametrize("by_s", [3600.0, -3600.0, 600.0, -600.0])
-@pytest.mark.parametrize("changed_at", [1.0, 5.0, 20.0, 36.0, 39.0])
-def test_clock_that_is_set_during_the_run_moves_no_part(by_s: float, changed_at: float) -> None:
-    def shown(at_s: float) -> float:
-        return moved(at_s, changed_at, by_s)
-
-    record = RunRecord(
-        started_at=iso(0), ended_at=iso(shown(40)), attempts=(attempt(1, shown(3), shown(38), "succeeded"),)
-    )
-    events = [
-        event("run_started", shown(3), attempt=1),
-        event("entered", shown(9)),
-        event("entered", shown(10)),
-        timed("evaluation", shown(15), 2),
-        event("checkpoint_staged", shown(16), step=1),
-        timed("checkpoint", shown(25), 0.5),
-        event("checkpoint_staged", shown(26), step=2),
-        event("finished", shown(34)),
-        event("finished", shown(35)),
-        event("run_finished", shown(40)),
-    ]
-    expected = {"queue": 3, "start": 7, "training": 22.5, "checkpoints": 0.5, "evaluation": 2, "end": 5}
-    assert parts(record, events, 40) == expected
-
-
-def test_time_of_another_host_whose_clock_was_not_set_stays() -> None:
-    record = RunRecord(started_at=iso(0), ended_at=iso(3640), attempts=(attempt(1, 3, 3638, "succeeded"),))
-    events = [*training(1, 3, 10), timed("evaluation", 30, 2), event("finished", 3635)]
-    assert parts(record, events, 40) == {"queue": 3, "start": 7, "training": 23, "evaluation": 2, "end": 5}
-
-
-def test_clock_that_is_set_a_little_back_moves_no_part() -> None:
-    record = RunRecord(started_at=iso(0), ended_at=iso(1030), attempts=(attempt(1, 3, 1028, "succeeded"),))
-    events = [*training(1, 3, 10), event("finished", 1025)]
-    assert parts(record, events, 1040) == {"queue": 3, "start": 7, "training": 1025, "end": 5}
-
-
-@pytest.mark.parametrize("by_s", [7200.0, -7200.0])
-def test_clock_that_is_set_in_the_last_part_of_a_resumed_run_moves_no_part(by_s: float) -> None:
-    attempts = (attempt(1, 2, 20, "preempted"), attempt(2, 1005, 1050 + by_s, "succeeded", resumed_from=7))
-    record = RunRecord(
-        started_at=iso(0), ended_at=iso(1051 + by_s), resumed_at=iso(1000), earlier_s=21.0, attempts=attempts
-    )
-    events = [
-        *training(1, 2, 5),
-        event("finished", 19),
-        event("run_finished", 21),
-        *training(2, 1005, 1010),
-        event("finished", 1050 + by_s),
-        event("run_finished", 1051 + by_s),
-    ]
-    assert parts(record, events, 72) == {"queue": 7, "start": 8, "training": 54, "end": 3}
-
-
 def test_a_running_run_ends_now_by_its_clock() -> None:
     record = RunRecord(started_at=iso(0), attempts=(attempt(1, 3, None, None),))
     assert parts(record, training(1, 3, 10), 3640) == {"queue": 3, "start": 7, "training": 3630}
@@ -322,10 +263,3 @@ def test_run_is_timed_by_its_files(tmp_path: Path) -> None:
     assert time_use_of(view) is None
     view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed", duration_s=7.0))
     assert time_use_of(view) == TimeUse(queue=7.0)
-
-
-@pytest.mark.parametrize(("time_s", "counts"), [("1e12", False), ("-1e12", False), ("9e11", True), ("true", True)])
-def test_times_of_events_are_numbers_below_a_billion_seconds(tmp_path: Path, time_s: str, counts: bool) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text(f'{{"event":"entered","time_s":{time_s}}}\n')
-    assert len(list(timed_events(RunLayout(tmp_path)))) == counts

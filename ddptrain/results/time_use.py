@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
-from ddptrain.results.events_file import is_time, read_events
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, parse_time
+from ddptrain.results.metrics import is_time, read_events
 from ddptrain.results.run_record import AttemptRecord, RunRecord, RunStatus
 from ddptrain.text_tables import duration
 
 _KINDS = ("run_started", "entered", "finished", "checkpoint_staged", "timed", "run_finished")
 _LEAST_SHOWN_S = 0.05
-_CLOCK_CHANGE_S = 1.0  # a smaller one is not noticed
 _KEPT = (RunStatus.SUCCEEDED, RunStatus.PREEMPTED)
 
 
@@ -132,7 +130,6 @@ def time_use(record: RunRecord, events: Iterable[Mapping[str, Any]], duration_s:
     all_events = [by_attempt.get(attempt.attempt, _AttemptEvents()) for attempt in record.attempts]
     for attempt, own in zip(record.attempts, all_events, strict=True):
         own.add_record(attempt)
-    _undo_clock_change(record, all_events, duration_s)
     for number, own in enumerate(all_events):
         spans.add(number, record.attempts[number], own)
     if not record.attempts:
@@ -155,56 +152,6 @@ def _by_attempt(events: Iterable[Mapping[str, Any]]) -> dict[int, _AttemptEvents
             case {"event": "timed", "activity": str(activity), "seconds": int() | float() as seconds}:
                 now.timed.append((activity, time_s, float(seconds)))
     return attempts
-
-
-@dataclass(frozen=True, slots=True)
-class ClockChange:
-    """How the clock was set during the last part of a run, which lasted from `since` to `until` by that clock.
-
-    The duration is that of a clock which nobody sets, so the difference shows by how much the other one was set.
-    """
-
-    since: float
-    until: float
-    by_s: float
-    is_resumed: bool
-
-    @classmethod
-    def of(cls, record: RunRecord, duration_s: float | None) -> Self | None:
-        """Return the change of a run that has ended; None if the clock was not set by a second or more."""
-        since, until = _seconds(record.resumed_at or record.started_at), _seconds(record.ended_at)
-        if since is None or until is None or duration_s is None:
-            return None
-        by_s = until - since - (duration_s - record.earlier_s)
-        return cls(since, until, by_s, record.resumed_at is not None) if abs(by_s) >= _CLOCK_CHANGE_S else None
-
-    def undone(self, times: Sequence[float]) -> list[float]:
-        """Return times of the driver, in their order, as a clock that nobody sets would have shown them.
-
-        The clock was set where a time is earlier than the one before it, or else in the longest pause between two.
-        """
-        earlier = [*itertools.takewhile(lambda time_s: self.is_resumed and time_s < self.since, times)]
-        own = times[len(earlier) :]
-        pauses = [later - before for before, later in itertools.pairwise([self.since, *own, self.until])]
-        goes_back = self.by_s < 0 and min(pauses) < -_CLOCK_CHANGE_S
-        changed = pauses.index(min(pauses) if goes_back else max(pauses))
-        return [*earlier, *own[:changed], *(time_s - self.by_s for time_s in own[changed:])]
-
-    def undone_in_rank(self, time_s: float) -> float:
-        """Return a time of a rank in the last part, whose host may have another clock, within that part."""
-        return time_s if self.since <= time_s <= self.until - self.by_s else time_s - self.by_s
-
-
-def _undo_clock_change(record: RunRecord, attempts: Sequence[_AttemptEvents], duration_s: float) -> None:
-    if (change := ClockChange.of(record, duration_s)) is None:
-        return
-    part = [own for own in attempts if own.stamps]
-    if change.is_resumed:
-        part = list(itertools.dropwhile(lambda own: own.stamps[0][2] < change.since, part))
-    times = iter(change.undone([time_s for own in part for _, _, time_s in own.stamps]))
-    for own in part:
-        own.stamps = [(kind, step, next(times)) for kind, step, _ in own.stamps]
-        own.timed = [(name, change.undone_in_rank(at), s) for name, at, s in own.timed]
 
 
 class _Spans:

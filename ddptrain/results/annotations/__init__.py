@@ -1,1 +1,0 @@
-"""Tags and notes that users add to runs."""

@@ -1,1 +1,0 @@
-"""Writes the metrics of runs in formats of other tools."""

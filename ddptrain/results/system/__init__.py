@@ -1,1 +1,0 @@
-"""The file of system metrics of a run, and what is shown of it."""

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.results.export import export_mlflow, export_tables, export_tensorboard
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.lookup import RunView
+from ddptrain.results.run_record import AttemptRecord, BestRecord, GitRecord, RunRecord
+
+
+def put(folder: Path, run_id: str, *lines: dict[str, Any], **fields: Any) -> RunView:
+    layout = RunLayout(folder / run_id)
+    layout.root.mkdir()
+    texts = [json.dumps({"time_s": 1.5, "rank": 0, "attempt": 1, **line}) for line in lines]
+    layout.metrics_jsonl.write_text("".join(f"{text}\n" for text in texts))
+    return RunView(layout, RunRecord(run_id=run_id, name="n", status="succeeded", **fields))
+
+
+@pytest.fixture
+def views(tmp_path: Path) -> list[RunView]:
+    one = put(
+        tmp_path,
+        "a",
+        {"step": 1, "val/loss": 3.0, "step ": 1},
+        {"step": 2, "val/loss": None, "epoch": 1},
+        last_metrics={"val/loss": 2.5},
+        best=BestRecord("val/loss", "min", 2.0, 1),
+        params={"layers": 2, "deep": {"on": True}, "sizes": [1, 2], "huge": 10**30},
+    )
+    other = put(tmp_path, "b", {"step": 1, "rank": 1, "lr": 0.5, "name": 7}, params={"layers": 3, "text": "=1+1"})
+    (other.layout.root / "annotations.json").write_text('{"tags": ["good", "v2"], "note": "two\\nlines"}')
+    return [one, other]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv(views: list[RunView], tmp_path: Path) -> None:
+    paths = export_tables(views, tmp_path / "new" / "out")
+    assert [path.name for path in paths] == ["metrics.csv", "runs.csv"]
+    first, second, third = read(paths[0])
+    position = {"run": "a", "name": "n", "rank": "0", "attempt": "1", "time_s": "1.5", "step": "1.0", "epoch": ""}
+    assert first == position | {"lr": "", "metrics.name": "", "step ": "1.0", "val/loss": "3.0"}
+    assert (second["step"], second["epoch"], second["val/loss"]) == ("2.0", "1.0", "")
+    assert (third["run"], third["rank"], third["lr"], third["metrics.name"]) == ("b", "1", "0.5", "7.0")
+    one, other = read(paths[1])
+    assert (one["params.deep.on"], one["params.sizes"], one["last(val/loss)"], one["best(val/loss)"]) == (
+        "True",
+        "[1, 2]",
+        "2.5",
+        "2.0",
+    )
+    assert (other["tags"], other["note"], other["params.layers"], other["last(val/loss)"]) == (
+        "good v2",
+        "two\nlines",
+        "3",
+        "",
+    )
+    assert (other["best(val/loss)"], "age" in other) == ("", False)
+    assert other["params.text"] == "'=1+1"  # no formula for a spreadsheet
+
+
+def test_a_file_gets_the_metrics_alone(views: list[RunView], tmp_path: Path) -> None:
+    assert export_tables(views, tmp_path / "m.csv") == [tmp_path / "m.csv"]
+    assert len(read(tmp_path / "m.csv")) == 3
+
+
+def test_values_of_a_repeated_step_are_left_out(tmp_path: Path) -> None:
+    attempts = (AttemptRecord(1), AttemptRecord(2, resumed_from=1))
+    lines = [
+        {"step": step, "attempt": number, "loss": 10.0 * number + step} for number, step in ((1, 1), (1, 2), (2, 2))
+    ]
+    view = put(tmp_path, "a", *lines, attempts=attempts)
+    export_tables([view], tmp_path / "m.csv")
+    assert [row["loss"] for row in read(tmp_path / "m.csv")] == ["11.0", "22.0"]
+
+
+def test_a_run_without_metrics_and_one_of_anyone(tmp_path: Path) -> None:
+    empty = RunView(RunLayout(tmp_path / "none"), RunRecord(run_id="none"))
+    odd = put(tmp_path, "odd", {"step": 1e300, "\ud800=x": 1e308, "=cmd()": 1}, params={"\udfff": "\ud800"})
+    assert len(export_tables([empty, odd], tmp_path / "out")) == 2
+
+
+def test_what_cannot_be_written_is_one_line(views: list[RunView], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write .*file/metrics.csv: .*; choose another place with -o"):
+        export_tables(views, tmp_path / "file")
+
+
+def test_tensorboard_reads_the_files(tmp_path: Path) -> None:
+    lines = [{"step": step, "rank": rank, "val/loss": step + rank / 2} for step in (1, 2) for rank in (0, 1)]
+    view = put(tmp_path, "a", *lines, {"step": 3, "big": 1e300, "\ud800": 1.0}, params={"layers": 2})
+    for _ in range(2):  # a second export replaces the first one
+        (path,) = export_tensorboard([view], tmp_path / "tb")
+    found = EventAccumulator(str(path.parent))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("val/loss")] == [(1, 1.25), (2, 2.25)]
+    assert found.Scalars("big")[0].value == float("inf")
+    assert b"| layers | 2 |" in found.Tensors("params/text_summary")[0].tensor_proto.string_val[0]
+
+
+def scalars(view: RunView, folder: Path, name: str) -> list[tuple[int, float]]:
+    (path,) = export_tensorboard([view], folder)
+    found = EventAccumulator(str(path.parent))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars(name)]
+
+
+def test_value_without_a_step_has_its_epoch_or_the_number_of_the_call(tmp_path: Path) -> None:
+    view = put(
+        tmp_path, "a", {"epoch": 4, "x": 1.0}, {"x": 2.0}, {"step": 1e300, "x": 3.0}, {"rank": 1, "epoch": 4, "x": 2.0}
+    )
+    assert scalars(view, tmp_path / "tb", "x") == [(1, 2.0), (4, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("module", "export"), [("mlflow", export_mlflow), ("tensorboard.compat.proto.event_pb2", export_tensorboard)]
+)
+def test_missing_package_is_named(module: str, export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError, match=r"pip install '(mlflow-skinny|tensorboard)>="):
+        export([], "x")
+
+
+@pytest.mark.parametrize(
+    ("status", "stored"), [("failed", "FAILED"), ("preempted", "KILLED"), ("new", "KILLED"), ("running", "RUNNING")]
+)
+def test_end_of_a_run_in_words_of_mlflow(tmp_path: Path, status: str, stored: str) -> None:
+    from mlflow import MlflowClient
+
+    view = put(tmp_path, "a", params={"a b": "\ud800" + "v" * 7_000, "n" * 300: 1})
+    (run_id,) = export_mlflow(
+        [dataclasses.replace(view, record=dataclasses.replace(view.record, status=status))], str(tmp_path / "m")
+    )
+    run = MlflowClient((tmp_path / "m").as_uri()).get_run(run_id)
+    assert run.info.status == stored
+    assert {name: len(value) for name, value in run.data.params.items()} == {"a b": 6_000, "n" * 250: 1}
+
+
+@pytest.fixture(autouse=True)
+def mlflow_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test's end restore the variables that an export sets for its process."""
+    for name, value in (("ALLOW_FILE_STORE", "true"), ("DISABLE_TELEMETRY", "true"), ("HTTP_REQUEST_MAX_RETRIES", "2")):
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+
+
+def test_mlflow_reads_the_runs_and_a_second_export_replaces_the_first(tmp_path: Path) -> None:
+    lines = [{"step": step, "rank": rank, "val/loss": step + rank / 2} for step in (1, 2) for rank in (0, 1)]
+    view = put(
+        tmp_path,
+        "a",
+        *lines,
+        {"step": 1, "top@5": 0.5},
+        params={"layers": 2, "deep": {"on": True}, **{f"p{number}": number for number in range(120)}},
+        git=GitRecord("c" * 40),
+        started_at="2025-01-01T00:00:00Z",
+    )
+    (view.layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "why"}')
+    first = export_mlflow([view], str(tmp_path / "mlruns"))
+    (run_id,) = export_mlflow([view], str(tmp_path / "mlruns"))
+    assert first != [run_id]
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    (experiment,) = client.search_experiments(filter_string="name = 'n'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "a", "FINISHED")
+    assert run.info.start_time == 1735689600000
+    assert [(each.step, each.value) for each in client.get_metric_history(run_id, "val/loss")] == [(1, 1.25), (2, 2.25)]
+    assert run.data.metrics["top_5"] == 0.5
+    assert (run.data.params["layers"], run.data.params["deep.on"], len(run.data.params)) == ("2", "True", 122)
+    tags = {"tag.good": "true", "mlflow.note.content": "why", "mlflow.source.git.commit": "c" * 40}
+    assert tags.items() <= run.data.tags.items()
+
+
+def test_a_failure_is_one_line_and_leaves_no_half_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    def fail(client: MlflowClient, run_id: str, **items: object) -> None:
+        raise OSError("no space\nleft")
+
+    view = put(tmp_path, "a", {"step": 1, "val/loss": 1.0})
+    export_mlflow([view], str(tmp_path / "mlruns"))
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", fail)
+        with pytest.raises(ClusterError, match=r"^cannot export to MLflow in .*mlruns: .*no space"):
+            export_mlflow([view], str(tmp_path / "mlruns"))
+    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    (experiment,) = client.search_experiments(filter_string="name = 'n'")
+    assert len(client.search_runs([experiment.experiment_id])) == 1
