@@ -14,7 +14,7 @@ QUIET := $(shell test -t 2 || echo --quiet)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv train lint format schema test test-integration test-all check long nightly hypothesis nightly-chaos
-.PHONY: nightly-mutants chaos mutants bench docs docs-test recordings wheel release release-check clean
+.PHONY: nightly-mutants chaos mutants bench docs docs-test wheel release release-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s%s\n' "$$target" "$$what"; done
@@ -42,7 +42,7 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff check --fix .
 
 schema: $(INSTALLED) ## write the schema of the configuration, its page and the man page anew
-	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
+	$(BIN)/ddptrain init --schema > configs/ddptrain.schema.json
 	$(BIN)/python -m tests.docs.reference
 	$(BIN)/python -m tests.docs.python_reference
 	$(BIN)/python -m tests.docs.man_page
@@ -88,9 +88,6 @@ docs: $(INSTALLED) ## build the docs site into site/; a dead link or a missing p
 docs-test: $(INSTALLED) ## run the console blocks of README and tutorial pages, compare their output; files go into ARGS
 	$(BIN)/python -m tests.docs.console $(ARGS)
 
-recordings: $(INSTALLED) ## record docs/images/restart.svg anew: a rank is killed, and the run continues
-	$(BIN)/python -m tests.docs.recording
-
 wheel: $(INSTALLED) ## build the source archive and the wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
@@ -101,5 +98,5 @@ release-check: $(INSTALLED) ## the same without these environments
 	$(BIN)/python -m tests.support.release --tag $(TAG) --quick
 
 clean: ## remove .venv, dist and caches; runs/ stays
-	rm -rf $(VENV) .bench-peers dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

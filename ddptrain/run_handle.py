@@ -98,7 +98,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, succeeded, failed, preempted or cancelled; unknown if its driver on another host is silent."""
+        """running, succeeded, failed, preempted or cancelled."""
         return str(self._view().status)
 
     @property

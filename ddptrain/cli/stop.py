@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.models.models import TrainedRunsDir
-from ddptrain.cli.options import JsonOption, VerboseOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_result, say
 from ddptrain.errors import one_line
 from ddptrain.text_tables import clean_line
@@ -27,9 +26,7 @@ def stop(
         ),
     ],
     now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
-    runs_dir: TrainedRunsDir = "runs",
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """End a run: its ranks finish their step and save, so that --resume can go on; wait until it has ended.
 
@@ -38,7 +35,7 @@ def stop(
     """
     from ddptrain.driver.control.stop import find_target, is_active, stop_run
 
-    target = find_target(runs_dir, run)
+    target = find_target(PLACES.runs, run)
     was_active = is_active(target.look())
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
     fields = {"run_id": ended.run_id, "status": str(ended.status), "exit_code": ended.record.exit_code}

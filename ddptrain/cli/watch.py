@@ -7,17 +7,13 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli import options as opt
-from ddptrain.cli.runs.choice import Run, RunsDir, place_of
+from ddptrain.cli.runs.choice import Run, place_of
 
 
 def watch(
-    ctx: typer.Context,
     run: Run,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Earlier lines to show of each rank.")] = 10,
     all_ranks: opt.AllRanksOption = False,
-    runs_dir: RunsDir = None,
-    as_json: opt.JsonOption = False,
-    verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
 ) -> None:
     """Show a run that another shell started, as train shows it, until it has ended.
@@ -28,6 +24,6 @@ def watch(
     from ddptrain.driver.watch import WatchOptions
     from ddptrain.driver.watch import watch as show
 
-    runs, name = place_of(ctx, runs_dir, run)
-    options = WatchOptions("json" if as_json else output.value, lines, all_ranks)
+    runs, name = place_of(run)
+    options = WatchOptions(output.value, lines, all_ranks)
     raise typer.Exit(show(runs, runs.find(name), options))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddptrain.config.plugin_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
 from ddptrain.driver.failure.watchdog import alive_s
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
 from ddptrain.driver.transfer.code_upload import check_imports, upload_code
-from ddptrain.driver.transfer.inputs import RunInputs
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import move_path
 from ddptrain.protocol.exec_env import variables_of_shell
@@ -34,7 +33,10 @@ from ddptrain.protocol.rank_spec import (
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
-from ddptrain.results.run_writer import RunWriter
+
+if TYPE_CHECKING:
+    from ddptrain.driver.run import Run
+    from ddptrain.driver.workers import Workers
 
 
 @dataclass(slots=True)
@@ -44,14 +46,9 @@ class RankSpecs:
     All attempts use the code that was packed for the first one.
     """
 
-    resolved: ResolvedConfig
-    writer: RunWriter
-    worker_group: WorkerGroup
-    inputs: RunInputs
+    of: Run
+    workers: Workers
     tracking: TrackingSetup
-    tell: Callable[[str], None]
-    full_traceback: bool
-    evaluation: EvaluationPlan | None = None
     package: CodePackage | None = None
 
     def build(self, attempt: int, places: Sequence[RankPlace], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
@@ -60,36 +57,36 @@ class RankSpecs:
         resume_step = 0
         if checkpoint is not None:
             resume_step = checkpoint.step
-            folders = self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
-        inputs = self.inputs.place(self.worker_group, places)
-        placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
+            folders = self.workers.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
+        inputs = self.of.inputs.place(self.workers, places)
+        placements = all_placements(places, use_gpu=self.of.resolved.config.cluster.gpus != 0)
         template = self._template(attempt, places, placements[0], resume_step)
         specs = [
             self._spec(template, place, placement, folder, prepared)
             for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
         ]
-        if self.evaluation is not None:
-            specs = self._with_checkpoints(specs, places, self.evaluation)
-        if not self.resolved.config.cluster.is_embedded:
+        if self.of.options.evaluation is not None:
+            specs = self._with_checkpoints(specs, places, self.of.options.evaluation)
+        if not self.of.resolved.config.cluster.is_embedded:
             specs = self._with_code(specs, places)
         return specs
 
     def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement, resume_step: int) -> RankSpec:
         """Return a spec with the fields that are equal for all ranks."""
-        config = self.resolved.config
+        config = self.of.resolved.config
         # The worker of a local cluster has the whole environment of the shell.
         shell = {} if config.cluster.is_embedded else variables_of_shell(os.environ)
         return RankSpec(
-            run_id=self.writer.run_id,
+            run_id=self.of.writer.run_id,
             attempt=attempt,
             rank=0,
             placement=placement,
             group=process_group(config, places),
             checkpointing=dataclasses.replace(checkpointing(config), resume_step=resume_step),
-            code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),
+            code=dataclasses.replace(code(self.of.resolved), full_traceback=self.of.options.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
-            profile=config.profile.spec if config.profile is not None and self.evaluation is None else None,
+            profile=config.profile.spec if config.profile is not None and self.of.options.evaluation is None else None,
             env={**shell, **self.tracking.env, **config.env},
         )
 
@@ -108,10 +105,10 @@ class RankSpecs:
     ) -> list[RankSpec]:
         """Copy the checkpoints of `plan` to the workers if necessary; return the specs of ranks that score them."""
         folders = {
-            name: self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
+            name: self.workers.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
             for name, checkpoint in plan.checkpoints.items()
         }
-        params = self.resolved.config.params
+        params = self.of.resolved.config.params
         changed = []
         for index, spec in enumerate(specs):
             own = plan.rank_params(params, {name: each[index] for name, each in folders.items()})
@@ -121,27 +118,29 @@ class RankSpecs:
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""
-        if self.resolved.config.code.folder is None and all(place.same_files for place in places):
+        if self.of.resolved.config.code.folder is None and all(place.same_files for place in places):
             return specs
-        project = project_of(self.resolved)
+        project = project_of(self.of.resolved)
         if project is None:
             return specs
         is_first = self.package is None
-        package = self.package = self.package or pack(project.folder, [self.writer.layout.root.parent])
+        package = self.package = self.package or pack(project.folder, [self.of.writer.layout.root.parent])
         shipped = upload_code(
-            self.worker_group, places, package, project.file, self.resolved.config.code.max_mb, self.tell
+            self.workers, places, package, project.file, self.of.resolved.config.code.max_mb, self.of.display.status
         )
         if not any(shipped.roots):
             return specs
         if not is_first and shipped.code != package.hash:
-            self.tell("the code has changed since the first attempt, and a new host needs it: all use the changed code")
+            self.of.display.status(
+                "the code has changed since the first attempt, and a new host needs it: all use the changed code"
+            )
         size = len(package.names), package.size_bytes
-        self.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
+        self.of.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
         moved_specs = [
             dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
             for spec, root in zip(specs, shipped.roots, strict=True)
         ]
-        check_imports(self.worker_group, places, project.file, [spec.code.sys_path for spec in moved_specs])
+        check_imports(self.workers, places, project.file, [spec.code.sys_path for spec in moved_specs])
         return moved_specs
 
 
@@ -230,7 +229,6 @@ def code(resolved: ResolvedConfig) -> Code:
         script=(script.script or "") if script else "",
         module=(script.module or "") if script else "",
         args=tuple(script.args) if script else (),
-        local_rank_arg=script.local_rank_arg if script else False,
         sys_path=resolved.import_folders if needs_own_code else (),
         built_in=built_in,
     )

@@ -55,7 +55,7 @@ class Recorder:
 
         `activity`: the status of a running attempt. `nan`: see failure.nan.
         """
-        self._nan = nan
+        self.nan = nan
         self._is_finite = True  # all values of this attempt so far
         self._activity = activity
         self.writer = writer
@@ -173,14 +173,14 @@ class Recorder:
                 pass
             case _:
                 return ""
-        if not self._is_finite or self._nan == "ignore" or all(map(math.isfinite, values.values())):
+        if not self._is_finite or self.nan == "ignore" or all(map(math.isfinite, values.values())):
             return ""
         self._is_finite = False
         name, value = next((name, value) for name, value in values.items() if not math.isfinite(value))
         found = NotFiniteRecord(rank, shorten(name), str(value), step, epoch)
         self.writer.update(not_finite=found)
         self.event("not_finite", **dataclasses.asdict(found))
-        if self._nan == "stop":
+        if self.nan == "stop":
             return f"{found.description} (failure.nan is stop)"
         self.warn(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)")
         return ""

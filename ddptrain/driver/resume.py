@@ -14,9 +14,9 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError, one_line
 from ddptrain.protocol.starting_weights import PARAM, same_model
+from ddptrain.results import ownership
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.local_copy import where_of
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.secure_files import is_own_folder, read_bytes
@@ -118,20 +118,14 @@ def _require_owned(view: RunView) -> None:
 
 
 def _require_ended(view: RunView) -> None:
-    """Raise RunLocked for a run that is running, or may be running, because it must not run twice."""
+    """Raise RunLocked for a run that is running, because it must not run twice."""
     driver = view.record.driver
     if view.is_running:
         # run.json may still name the previous driver, because a driver takes the lock first.
-        who = run_lock.holder(view.layout.lock_file) or driver.description
+        who = ownership.holder(view.layout.lock_file) or driver.description
         raise RunLocked(
             f"run {view.run_id} is running: {who}; wait for it to end, or stop it with "
             f"ddptrain stop {run_argument(view.layout)}"
-        )
-    if view.status == RunStatus.UNKNOWN:
-        raise RunLocked(
-            f"run {view.run_id} may be running: {driver.description}, which cannot be seen from this host; "
-            "if it has ended, "
-            f"continue with --resume {view.run_id}"
         )
 
 

@@ -12,10 +12,10 @@ from typing import Self
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ClusterError, UsageError
-from ddptrain.file_ops import wait_for_lock
+from ddptrain.file_ops import CREATE, open_regular, wait_for_lock
 from ddptrain.results.errors import results_errors
 from ddptrain.results.remote.local_copy import origin_of
-from ddptrain.results.secure_files import open_to_lock, read_bytes, require_own_folder, write_file
+from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import WriteConflict
 
@@ -114,7 +114,8 @@ def edit_folder(folder: Path, change: Change) -> Annotations:
     if (origin := origin_of(folder)) is not None:
         raise UsageError(f"{folder} is a copy; give the run's address, {origin.url}")
     require_own_folder(folder)
-    descriptor = open_to_lock(folder / _LOCK)
+    with results_errors(folder / _LOCK):
+        descriptor = open_regular(folder / _LOCK, CREATE, 0o600)
     try:
         with results_errors(folder / _LOCK, "lock"):
             wait_for_lock(descriptor)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
 from ddptrain.config.wording import shorten
+from ddptrain.errors import UsageError
 from ddptrain.file_ops import entries
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.remote.local_copy import origin_of, where_of
@@ -29,9 +30,7 @@ TRACKING = "tracking"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOG_NAME = re.compile(r"rank-(\d{1,9})\.log")
 _STEP_NAME = re.compile(r"step-(\d{1,18})")
-_DRIVE = re.compile(r"[A-Za-z]:")
-_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|COM[0-9]|LPT[0-9])(\..*)?", re.IGNORECASE)
-_LONGEST_COMPONENT_BYTES = 200  # file systems allow 255; temporary names are longer
+_LONGEST_NAME_BYTES = 200  # file systems allow 255; temporary names are longer
 _LONGEST_PATH_BYTES = 1000
 
 
@@ -76,8 +75,7 @@ class RunLayout:
     inputs_dir = _Below(INPUTS)  # what the driver has prepared for the ranks of every attempt
     tracking_dir = _Below(TRACKING)  # one folder for each tracker
     git_diff = _Below("git.diff")  # changes of the code that were not committed, without secrets
-    lock_file = _Below("run.lock")  # the driver holds the lock for the life of the run
-    heartbeat_file = _Below(".heartbeat")  # the driver touches the file, for hosts that do not see the lock
+    lock_file = _Below("run.lock")  # the driver holds the lock for the life of the run, and touches the file
     driver_log = _Below("driver.log")  # what a detached driver printed
     decision_log = _Below("logs/ddptrain.log")  # ddptrain's own log of the run, for bug reports
     stop_json = _Below(".stop.json")  # a request to stop, until the driver has read it
@@ -140,10 +138,17 @@ def new_run_id(name: str, now: datetime | None = None) -> str:
 
 
 def valid_run_id(run_id: str) -> bool:
-    """Return whether every system allows a folder of that name, and no command gives the name another meaning."""
-    if not _RUN_ID.fullmatch(run_id) or run_id.endswith("."):
-        return False
-    return run_id.lower() not in (LATEST, BEST) and not _DEVICE.fullmatch(run_id)
+    """Return whether a run's folder can have that name, and no command gives the name another meaning."""
+    return _RUN_ID.fullmatch(run_id) is not None and run_id.lower() not in (LATEST, BEST)
+
+
+def check_run_id(run_id: str) -> None:
+    """Check that a run's folder can have that name. Raises UsageError otherwise."""
+    if not valid_run_id(run_id):
+        raise UsageError(
+            f'"{shorten(run_id)}" is not a run id: use up to 128 letters, digits, dots, dashes and underscores, '
+            "not a reserved word such as latest"
+        )
 
 
 def step_name(step: int) -> str:
@@ -173,38 +178,22 @@ def safe_relative(path: str) -> PurePosixPath:
 
     Raises UnsafePath if it is absolute, contains `..`, or contains a name that is reserved, not printable or too long.
     """
-    problem = _path_problem(path)
     parts = [part for part in path.split("/") if part not in ("", ".")]
-    for part in parts:
-        problem = problem or _part_problem(part)
-    if not parts:
-        problem = problem or "contains no file name"
+    problem = ""
+    if path.startswith("/"):
+        problem = "is absolute"
+    elif not parts or path.endswith("/"):
+        problem = "names a folder"
+    elif not path.isprintable():
+        problem = "holds a character that can't be printed"
+    elif ".." in parts:
+        problem = 'leaves the run directory with ".."'
+    elif len(path.encode()) > _LONGEST_PATH_BYTES or any(len(part.encode()) > _LONGEST_NAME_BYTES for part in parts):
+        problem = "is too long"
+    elif any(part.startswith(INCOMING) for part in parts):
+        problem = f"holds a name that begins with {INCOMING}"
     if problem:
         raise UnsafePath(
             f'cannot save a file as "{shorten(path)}": the path {problem}; use one like "samples/names.json"'
         )
     return PurePosixPath(*parts)
-
-
-def _path_problem(path: str) -> str:
-    if path.startswith("/") or _DRIVE.match(path):
-        return "is absolute"
-    if path.endswith("/"):
-        return "names a folder"
-    if "\\" in path:
-        return "holds a backslash"
-    if not path.isprintable():
-        return "holds a character that can't be printed"
-    return "is too long" if len(path.encode()) > _LONGEST_PATH_BYTES else ""
-
-
-def _part_problem(part: str) -> str:
-    if part == "..":
-        return 'leaves the run directory with ".."'
-    if len(part.encode(errors="replace")) > _LONGEST_COMPONENT_BYTES:
-        return "holds a name that is too long"
-    if _DEVICE.fullmatch(part) or part.startswith(INCOMING):
-        return f'holds the reserved name "{shorten(part)}"'
-    if part != part.rstrip(". "):
-        return "holds a name that ends in a dot or a space"
-    return ""

@@ -14,10 +14,9 @@ from typing import Any
 
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
+from ddptrain.results import ownership
 from ddptrain.results.annotations import Annotations, read_annotations
 from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, checkpoint_folders, step_of, valid_run_id
-from ddptrain.results.ownership import liveness
-from ddptrain.results.ownership.liveness import Liveness
 from ddptrain.results.remote.local_copy import origin_of, where_of
 from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord, RunStatus
 from ddptrain.results.secure_files import read_bytes
@@ -237,25 +236,23 @@ def _is_run(folder: Path) -> bool:
 
 def _age(view: RunView) -> tuple[datetime, str]:
     started = parse_time(view.record.started_at)
-    return started or datetime.fromtimestamp(liveness.changed_at(view.layout), UTC), view.run_id
+    return started or datetime.fromtimestamp(ownership.changed_at(view.layout), UTC), view.run_id
 
 
 def load_run(path: Path, *, is_ours: bool = False) -> RunView:
     """Return the run in `path` with its present status. If run.json can't be read, `problem` of the result says why.
 
-    is_ours: for commands that act on the status; see liveness.look.
+    is_ours: this process holds the lock, so no driver is alive.
     """
     layout = RunLayout(path)
     try:
         record = _read(layout)
         if record.status == RunStatus.RUNNING and (origin := origin_of(path)) and origin.alive is not None:
             return RunView(layout, record if origin.alive else _abandoned(layout, record))
-        if record.status == RunStatus.RUNNING:
-            alive = liveness.look(layout, record.driver, is_ours=is_ours)
-            if alive is not Liveness.RUNNING:
-                record = _read(layout)  # the run may have ended meanwhile
-                if record.status == RunStatus.RUNNING:
-                    record = (_abandoned if alive is Liveness.GONE else _of_unknown_status)(layout, record)
+        if record.status == RunStatus.RUNNING and (is_ours or not ownership.is_alive(layout, record.driver)):
+            record = _read(layout)  # the run may have ended meanwhile
+            if record.status == RunStatus.RUNNING:
+                record = _abandoned(layout, record)
         return RunView(layout, record)
     except (OSError, RecordError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
@@ -273,15 +270,8 @@ def _read(layout: RunLayout) -> RunRecord:
 def _abandoned(layout: RunLayout, record: RunRecord) -> RunRecord:
     failure = FailureRecord(host=record.driver.host, kind="driver", message=DRIVER_GONE)
     return dataclasses.replace(
-        record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(liveness.changed_at(layout))
+        record, status=RunStatus.FAILED, failure=failure, ended_at=_iso(ownership.changed_at(layout))
     )
-
-
-def _of_unknown_status(layout: RunLayout, record: RunRecord) -> RunRecord:
-    since = f"unknown since {_iso(liveness.changed_at(layout))}"
-    message = f"{since}: its driver is on {record.driver.host}, and no file has changed since"
-    failure = FailureRecord(host=record.driver.host, kind="driver", message=message)
-    return dataclasses.replace(record, status=RunStatus.UNKNOWN, failure=failure)
 
 
 def _unreadable(layout: RunLayout) -> RunRecord:

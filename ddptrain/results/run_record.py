@@ -38,7 +38,6 @@ class RunStatus(StrEnum):
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
     WAITING = "waiting"
-    UNKNOWN = "unknown"
     UNREADABLE = "unreadable"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import threading
 import time
@@ -13,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
 from ddptrain.host_identity import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.protocol.worker_notices import SystemSample
@@ -22,10 +21,10 @@ from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
-from ddptrain.results.layout import RunLayout, checkpoint_folders
+from ddptrain.results.layout import RunLayout, check_run_id, checkpoint_folders, new_run_id
+from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import AllSeries, LatestMetrics, read_series
-from ddptrain.results.ownership.claim import claim, continue_run
-from ddptrain.results.ownership.driver_heartbeat import Heartbeat
+from ddptrain.results.ownership import Owner, is_held
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
 from ddptrain.results.recorded_config import parsed_config
 from ddptrain.results.run_record import (
@@ -37,13 +36,13 @@ from ddptrain.results.run_record import (
     RunStatus,
     utc_now,
 )
-from ddptrain.results.secure_files import FolderIdentity, JsonLines, make_folder, require_own_folder, write_file
+from ddptrain.results.secure_files import JsonLines, make_folder, require_own_folder, write_file
 from ddptrain.results.staged_files import adopt_file
 from ddptrain.results.system import SystemFile
 
 _NUMBERS_EVERY_S = 1.0  # metrics and progress
 _SAVING_SHARE = 50  # at most one part in so many of the time is for numbers in run.json, which grows with the ranks
-_SETTLE_S = 1.0  # for two hosts that do not see each other's lock: both then see the last heartbeat
+_SETTLE_S = 1.0  # for two hosts that do not see each other's lock: both then see who wrote the lock file last
 _OWN_FIELDS = frozenset({"event", "run_id", "run_dir", "status"})  # fields of events in which no secret is looked for
 
 
@@ -54,13 +53,12 @@ class RunWriter:
     block the others. Texts in `secrets` are left out of failures and events.
     """
 
-    def __init__(self, layout: RunLayout, record: RunRecord, lock_descriptor: int) -> None:
+    def __init__(self, layout: RunLayout, record: RunRecord, owner: Owner) -> None:
         self.layout = layout
         self.secrets: Sequence[str] = ()
         self._record = record
         self.last_versions: Mapping[str, str] = {}  # of Python and packages, at the last start of rank 0
-        self._lock = lock_descriptor
-        self._folder = FolderIdentity.of(layout.root)
+        self._owner = owner
         self.loss: DdptrainError | None = None  # set when another driver has the run: nothing is written any more
         self._mutex = threading.RLock()
         self._started = time.monotonic()
@@ -70,13 +68,9 @@ class RunWriter:
         self._latest = LatestMetrics()
         for folder in (layout.logs_dir, layout.checkpoints_dir, layout.artifacts_dir):
             make_folder(folder)
-        for folder in (layout.inputs_dir, layout.tracking_dir, layout.scratch_dir):
-            if os.path.lexists(folder):
-                require_own_folder(folder)
         self._events = JsonLines(layout.events_jsonl)
         self._metrics = JsonLines(layout.metrics_jsonl)
         self._system = SystemFile(layout.system_jsonl)
-        self._heartbeat = Heartbeat(layout.heartbeat_file)
         self._save()
 
     @classmethod
@@ -93,9 +87,9 @@ class RunWriter:
     ) -> Self:
         """Create the directory of a new run, take its lock, and write config.yaml and run.json.
 
-        Raises UsageError, RunLocked, ResultsError; see claim().
+        Raises UsageError, RunLocked, ResultsError; see _claim().
         """
-        layout, descriptor = claim(runs_dir.absolute(), run_id, name)
+        layout, owner = _claim(runs_dir.absolute(), run_id, name)
         record = RunRecord(
             run_id=layout.root.name,
             name=name,
@@ -111,10 +105,10 @@ class RunWriter:
         )
         try:
             write_file(layout.config_yaml, config_text.encode())
-            return cls(layout, record, descriptor)
+            return cls(layout, record, owner)
         except BaseException:
             shutil.rmtree(layout.root, ignore_errors=True)  # it was empty when it was claimed
-            os.close(descriptor)
+            owner.release()
             raise
 
     @classmethod
@@ -123,9 +117,9 @@ class RunWriter:
 
         expected_driver: the run's last driver when the run was chosen; None: any.
 
-        Raises RunLocked, UsageError, ResultsError; see continue_run().
+        Raises RunLocked, UsageError, ResultsError; see _continue_run().
         """
-        view, descriptor = continue_run(folder.absolute(), expected_driver)
+        view, owner = _continue_run(folder.absolute(), expected_driver)
         layout = view.layout
         try:
             record = dataclasses.replace(
@@ -147,29 +141,29 @@ class RunWriter:
                 attempts=tuple(_ended(attempt, view.record.ended_at) for attempt in view.record.attempts),
             )
             write_file(layout.config_yaml, config_text.encode())
-            writer = cls(layout, record, descriptor)
+            writer = cls(layout, record, owner)
             writer.last_versions = view.record.versions
             writer._settle(view.record.driver)
             writer._latest.begin_attempt(record.last_metrics)
             return writer
         except BaseException:
-            os.close(descriptor)
+            owner.release()
             raise
 
     def _settle(self, before: DriverRecord) -> None:
         """Raise RunLocked if a driver on a third host has resumed this run of another host at the same time."""
         if self.layout.is_original and not is_this_host(before.host, before.boot_id):
             time.sleep(_SETTLE_S)
-            self._heartbeat.beat()
+            self._owner.assure()
 
     def keep_heartbeat(self, lost: Callable[[DdptrainError], None]) -> None:
-        """Touch the heartbeat file in a thread; `lost` is called by the thread if another driver has the run."""
+        """Touch the lock file in a thread; `lost` is called by the thread if another driver has the run."""
 
         def stop_writing(error: DdptrainError) -> None:
             self.loss = error
             lost(error)
 
-        self._heartbeat.keep(stop_writing)
+        self._owner.keep(stop_writing)
 
     def next_attempt(self, checkpoint: VerifiedCheckpoint | None, world_size: int = 0) -> AttemptRecord:
         """Return the record of the next attempt, which continues from a checkpoint."""
@@ -301,7 +295,7 @@ class RunWriter:
 
         Raises CheckpointDamaged if a file does not match the event; ResultsError if the checkpoint can't be written.
         """
-        self._require_folder()
+        self._require_run()
         versions = self._record.versions
         final = self._checkpoints.adopt(
             event, source, policy, world_size=self._record.world_size, versions=versions, parts=parts, moved=moved
@@ -317,7 +311,7 @@ class RunWriter:
 
         Raises UnsafePath, FileDamaged, ResultsError; see staged_files.adopt_file.
         """
-        self._require_folder()
+        self._require_run()
         return adopt_file(self.layout.area(event.area), event, source, moved)
 
     def finish(self, status: RunStatus, exit_code: int, failure: FailureRecord | None = None) -> None:
@@ -329,14 +323,11 @@ class RunWriter:
 
     def close(self) -> None:
         """Release the lock and the files; closing twice is harmless."""
-        self._heartbeat.close()  # without the mutex: the heartbeat's thread may wait for it
+        self._owner.release()  # without the mutex: its thread may wait for it
         with self._mutex:
             self._events.close()
             self._metrics.close()
             self._system.close()
-            if self._lock >= 0:
-                os.close(self._lock)
-                self._lock = -1
 
     def __enter__(self) -> Self:
         return self
@@ -367,17 +358,15 @@ class RunWriter:
         )
         self.finish(status, exit_code, failure)
 
-    def _require_folder(self) -> None:
-        """Raise DdptrainError if the run, or its folder, no longer belongs to this driver."""
+    def _require_run(self) -> None:
+        """Raise DdptrainError if the run no longer belongs to this driver."""
         if self.loss is not None:
             raise self.loss
-        self._folder.check()
 
     def _save(self) -> None:
         self._saved_at = began = time.monotonic()
         if self.loss is not None:
             return
-        self._folder.check()
         self._metrics.flush()
         write_file(self.layout.run_json, self.record.to_json().encode())
         self._saving_s = time.monotonic() - began
@@ -401,3 +390,83 @@ def _ended(attempt: AttemptRecord, ended_at: str | None) -> AttemptRecord:
     if attempt.outcome is not None:
         return attempt
     return dataclasses.replace(attempt, outcome=str(RunStatus.FAILED), ended_at=attempt.ended_at or ended_at)
+
+
+def _claim(runs_dir: Path, run_id: str | None, name: str) -> tuple[RunLayout, Owner]:
+    """Create the directory of a new run and take its lock.
+
+    run_id: None for a new id that begins with `name`. Raises UsageError, RunLocked, ResultsError.
+    """
+    if run_id is not None:
+        check_run_id(run_id)
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"make the folder {runs_dir}: {error.strerror}"
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            why = f"keep runs in {runs_dir}: it is not a folder"
+        raise UsageError(f"cannot {why}; choose another with --runs-dir") from error
+    while True:
+        layout = RunLayout(runs_dir / (run_id or new_run_id(name)))
+        with results_errors(layout.root):
+            try:
+                layout.root.mkdir(mode=0o755)
+            except FileExistsError:
+                if run_id is None:
+                    continue
+                _refuse_unless_free(layout)
+        require_own_folder(layout.root)
+        owner = Owner(layout.lock_file)
+        owner.take()
+        try:
+            _refuse_unless_free(layout)
+        except BaseException:
+            owner.release()
+            raise
+        return layout, owner
+
+
+def _refuse_unless_free(layout: RunLayout) -> None:
+    """Raise if the folder has a run, or files other than those of a driver that was killed before it wrote run.json."""
+    if layout.run_json.exists():
+        if is_held(layout.lock_file):
+            raise RunLocked(f"run {layout.root.name} is running; wait for it, or choose another --run-id")
+        raise UsageError(f"run {layout.root.name} exists already in {layout.root.parent}; choose another --run-id")
+    if not layout.root.is_dir() or (any(layout.root.iterdir()) and not layout.lock_file.exists()):
+        raise UsageError(f"{layout.root} exists and is not a run's folder; choose another --run-id")
+
+
+def _continue_run(folder: Path, expected_driver: DriverRecord | None) -> tuple[RunView, Owner]:
+    """Take the lock of a run that has ended; return the run.
+
+    expected_driver: the last driver of the run when the caller chose it; None: any.
+
+    Raises RunLocked if another process runs it, or has run it since it was chosen; UsageError, ResultsError.
+    """
+    layout = RunLayout(folder)
+    require_own_folder(layout.root)
+    before = load_run(layout.root)  # its driver may be on a host whose lock is not seen here
+    driver = expected_driver or before.record.driver
+    owner = Owner(layout.lock_file)
+    if not (before.is_running and layout.is_original) or is_held(layout.lock_file):
+        owner.take()
+    else:
+        raise RunLocked(
+            f"run {before.run_id} is running on another host: {before.record.driver.description} still writes to it; "
+            f"wait for it to end, or stop it with ddptrain stop {before.run_id}"
+        )
+    try:
+        view = load_run(layout.root, is_ours=True)
+        if view.problem:
+            raise UsageError(f"run {view.run_id} can't be resumed: {view.problem}")
+        if view.record.driver != driver:
+            raise RunLocked(
+                f"run {view.run_id} was resumed by {view.record.driver.description} in the meantime; run the command "
+                "again"
+            )
+        with results_errors(layout.stop_json):
+            layout.stop_json.unlink(missing_ok=True)  # a request to the previous driver
+    except BaseException:
+        owner.release()
+        raise
+    return view, owner

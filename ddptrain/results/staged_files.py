@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from ddptrain.file_ops import open_regular, publish, sha256, sync_folder
 from ddptrain.protocol.events import FileSaved
-from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath, results_errors
+from ddptrain.results.errors import FileDamaged, ResultsError, results_errors
 from ddptrain.results.layout import INCOMING, safe_relative
 
 _CHUNK_BYTES = 1 << 20
@@ -48,10 +48,10 @@ def adopt_file(area: Path, event: FileSaved, source: Path, moved: Callable[[], N
     Raises UnsafePath, FileDamaged, ResultsError.
     """
     relative = safe_relative(event.path)
-    folder = _folder(area, relative.parent.parts)
-    final = folder / relative.name
-    if final.is_dir() and not final.is_symlink():
-        raise UnsafePath(f'cannot save a file as "{event.path}": {area.name}/{relative} is a folder')
+    final = area / relative
+    folder = final.parent
+    with results_errors(folder):
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     incoming = folder / f"{INCOMING}{secrets.token_hex(8)}"
     try:
         move_in([StagedMove(source, incoming, event.size_bytes, event.sha256)], FileDamaged, moved)
@@ -63,21 +63,6 @@ def adopt_file(area: Path, event: FileSaved, source: Path, moved: Callable[[], N
         raise
     source.unlink(missing_ok=True)
     return final
-
-
-def _folder(area: Path, parts: tuple[str, ...]) -> Path:
-    """Return the folder below `area`, created if missing; each folder on the way must be a folder, not a link."""
-    folder = area
-    for part in ("", *parts):
-        folder = folder / part
-        with results_errors(folder):
-            if not os.path.lexists(folder):
-                folder.mkdir(mode=0o755)
-            kind = folder.lstat().st_mode
-        if not stat.S_ISDIR(kind):
-            what = "a symbolic link" if stat.S_ISLNK(kind) else "a file"
-            raise UnsafePath(f"cannot save a file below {folder}: that is {what}, not a folder; choose another path")
-    return folder
 
 
 def move_in(moves: Sequence[StagedMove], damaged: type[ResultsError], moved: Callable[[], None] = _nothing) -> None:

@@ -30,7 +30,7 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, RunLayout, new_run_id
 from ddptrain.results.lookup import find_checkpoint, list_runs, load_run, parse_time
-from ddptrain.results.prune.folder_removal import FolderRemoval
+from ddptrain.results.prune import FolderRemoval
 from ddptrain.results.run_record import RecordError, RunRecord
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import make_folder

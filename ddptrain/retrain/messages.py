@@ -146,7 +146,7 @@ def next_commands(event: str, record: RetrainRecord, resolved: ResolvedConfig) -
     runs = "" if config.results.dir == "runs" else f" --runs-dir {shlex.quote(config.results.dir)}"
     run = shlex.quote(record.run_id) + runs
     show_run = [f"ddptrain results show {run}"] if record.run_id else []
-    show_model, history = f"ddptrain models show {model}{models}", f"ddptrain models history {model}{models}"
+    show_model, history = f"ddptrain models show {model}{models}", f"ddptrain models show {model} --history{models}"
     again = f"ddptrain retrain {shlex.quote(str(resolved.path))}"
     match event if event in _BAD else record.status:
         case "failed":

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.model_registry.own_folder import OwnFolder
+from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.lease import LOCK, StoreLock, claim_from
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
@@ -79,7 +79,7 @@ class ModelOwner:
         except OSError as error:
             raise StoreError(f"cannot write into {path.parent}: {error.strerror}; see models.dir") from error
         try:
-            descriptor = run_lock.take(path)
+            descriptor = ownership.take(path)
         except ResultsError as error:
             raise ResultsError(str(error).replace("--runs-dir", "--models-dir")) from error
         return lambda: os.close(descriptor)
@@ -88,7 +88,7 @@ class ModelOwner:
         """Return the process that holds the lock, as "process 12 on host"; "" if unknown."""
         store = self._folder.store
         if isinstance(store, OwnFolder):
-            return run_lock.holder(Path(store.location.url, self._folder.path, LOCK))
+            return ownership.holder(Path(store.location.url, self._folder.path, LOCK))
         with suppress(StoreError):
             claim = claim_from(self._folder.read(LOCK))
             return f"process {claim.pid} on {claim.host}" if claim else ""
@@ -103,6 +103,6 @@ def is_being_retrained(registry: RemoteFolder, model: str) -> bool:
     """Return whether a process holds the lock of the model; False if this host cannot see it. Raises StoreError."""
     folder = registry.below(model).below("retrainings")
     if isinstance(folder.store, OwnFolder):
-        return run_lock.is_held(Path(folder.store.location.url, folder.path, LOCK))
+        return bool(ownership.is_held(Path(folder.store.location.url, folder.path, LOCK)))
     claim = claim_from(folder.read(LOCK))
     return claim is not None and claim.is_held()

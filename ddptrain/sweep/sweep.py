@@ -15,11 +15,11 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
-from ddptrain.driver.attempt.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.cluster_session import Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
 from ddptrain.log import Log

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.driver.attempt.inbox import Inbox
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.control.signals import ThreadSignals
 from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.driver.inbox import Inbox
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress

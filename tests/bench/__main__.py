@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tests.bench import report
 from tests.bench.experiments import EXPERIMENTS
-from tests.bench.experiments.petnames import source_of_names
 from tests.bench.measure import Records, Result, beside, measure
 from tests.bench.stage import DDPTRAIN, QUICK, Sizes, open_stage
 
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 records.append(measured)
     took_s = time.monotonic() - began
     print("\n\n".join([report.table(results), report.legend(results)]))
-    print("\n" + report.method(machine, runs, took_s, source_of_names(), quick=options.quick))
+    print("\n" + report.method(machine, runs, took_s, quick=options.quick))
     if options.json:
         options.json.write_text(json.dumps(report.raw(machine, runs, took_s, results, records), indent=1) + "\n")
     missed = [result for result in results if result.reached is False]

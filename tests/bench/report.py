@@ -47,14 +47,14 @@ def legend(results: Sequence[Result]) -> str:
     return "\n".join(textwrap.fill(text, _WIDTH, subsequent_indent="    ") for text in texts)
 
 
-def method(machine: Mapping[str, object], runs: int, took_s: float, names: str, *, quick: bool) -> str:
+def method(machine: Mapping[str, object], runs: int, took_s: float, *, quick: bool) -> str:
     """A short description of the method."""
     text = "Quick: with sizes too small for the figures to mean anything. " if quick else ""
     text += (
         f"Medians of {runs} run{'s' if runs > 1 else ''} of each, in turns (peer, ours, peer, ...), each in processes "
         "of its own and after one run that does not count where starting is measured; in brackets the least and the "
         "most. Ratios are ours by the peer's, of the medians. Both sides run without the user's settings for malloc, "
-        f"OpenMP and torch. Pet names: {names}. It took {took_s / 60:.1f} minutes on "
+        f"OpenMP and torch. It took {took_s / 60:.1f} minutes on "
     )
     return textwrap.fill(text + ", ".join(f"{name} {value}" for name, value in machine.items()) + ".", _WIDTH)
 

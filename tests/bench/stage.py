@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -34,50 +33,22 @@ class Sizes:
     """The amount of measurements."""
 
     steady_s: float = 2.0
-    petnames_steps: int = 8
-    generated: int = 10_000
-    generated_one_by_one: int = 50
-    burst_lines: int = 100_000
-    burst_lines_peer: int = 20_000
     checkpoint_mb: int = 500
     large_checkpoint_mb: int = 3000
     checkpoints: int = 5
     large_checkpoints: int = 2
-    tracked_warm_s: float = 6.0  # for trackers to start
-    tracked_s: float = 10.0
     images: int = 2_000
     images_peer: int = 200
-    image_keys: int = 20_000
-    gpu_steps: int = 100
-    trials: int = 16
-    asha_epochs: int = 18
-    scale_hosts: int = 128
-    scale_slots: int = 8
-    scale_s: float = 15.0
 
 
 QUICK = Sizes(
     steady_s=0.3,
-    petnames_steps=1,
-    generated=500,
-    generated_one_by_one=5,
-    burst_lines=5_000,
-    burst_lines_peer=1_000,
     checkpoint_mb=20,
     large_checkpoint_mb=60,
     checkpoints=1,
     large_checkpoints=1,
-    tracked_warm_s=0.5,
-    tracked_s=0.5,
     images=300,
     images_peer=40,
-    image_keys=1_500,
-    gpu_steps=10,
-    trials=3,
-    asha_epochs=2,
-    scale_hosts=4,
-    scale_slots=2,
-    scale_s=2.0,
 )
 
 
@@ -118,14 +89,6 @@ class Stage:
         made = self.folder / f"{self._count:03d}-{name}"
         made.mkdir()
         return made
-
-    def trained(self, config: Path, name: str, params: Mapping[str, object]) -> Path:
-        """Train a shipped configuration with these params in a new folder; return the run directory."""
-        runs = self.new_folder(name)
-        settings = [("--set", f"params.{key}={json.dumps(value)}") for key, value in params.items()]
-        options = ("--output", "plain", "--runs-dir", runs, "--run-id", "run")
-        self.run([self.command, "train", config, *options, *itertools.chain.from_iterable(settings)])
-        return runs / "run"
 
     @contextmanager
     def started(

@@ -19,6 +19,8 @@ from typing import Any
 from tests.chaos import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+INSTALLED = Path(sys.executable).with_name("ddptrain")
+SABOTEUR = Path(__file__).with_name("saboteur.py")
 _STUB = Path(__file__).with_name("stub.py")
 STARTING = threading.Lock()  # whoever holds it keeps commands from being started
 
@@ -49,21 +51,20 @@ class ClusterUp:
 
 
 class Command:
-    """A running `python -m ddptrain ...` in its own session, which is killed after a time limit."""
+    """A running command in its own session, which is killed after a time limit."""
 
     def __init__(
         self,
         folder: Path,
-        arguments: list[str],
+        arguments: Sequence[str | Path],
         environment: dict[str, str],
         timeout_s: float,
         output: str,
-        where: Sequence[str],
     ) -> None:
         self.out, self.err = folder / f"{output}.stdout", folder / f"{output}.stderr"
         with STARTING, self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
-                [*where, sys.executable, "-m", *arguments],
+                arguments,
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -111,16 +112,12 @@ class Arena:
         self,
         folder: Path,
         mark: str,
-        *arguments: str,
+        *arguments: str | Path,
         timeout_s: float = 180,
         output: str = "command",
-        where: Sequence[str] = (),
     ) -> Command:
-        """Start a command in `folder`: a module's name and its arguments.
-
-        Its output is in files named `output`; `where` is what enters another host.
-        """
-        return Command(folder, list(arguments), self._environment(mark), timeout_s, output, where)
+        """Start a command in `folder`; its output is in files named `output`."""
+        return Command(folder, arguments, self._environment(mark), timeout_s, output)
 
     def warm(self) -> ClusterUp:
         """The cluster that cases share. It is replaced if a case has damaged it."""
@@ -139,8 +136,8 @@ class Arena:
         ended = self._cluster("up", "--name", name, *settings)
         if ended.code != 0:
             raise RuntimeError(f"no cluster came up:\n{ended.stdout}{ended.stderr}")
-        parts: dict[str, Any] = json.loads(ended.stdout)["parts"]
-        scratch = Path(parts["worker"]["folder"]) / "scratch"
+        parts: dict[str, Any] = {part["role"]: part for part in json.loads(ended.stdout)["parts"]}
+        scratch = Path(parts["worker"]["log"]).parent / "scratch"
         return ClusterUp(name, parts["worker"]["pid"], parts["scheduler"]["pid"], scratch)
 
     def down(self, cluster: ClusterUp) -> None:
@@ -157,7 +154,7 @@ class Arena:
     def _cluster(self, *arguments: str) -> Ended:
         folder = self.folder / "cluster"
         folder.mkdir(exist_ok=True)
-        return self.start(folder, "cluster", "ddptrain", "cluster", *arguments).wait()
+        return self.start(folder, "cluster", INSTALLED, "cluster", *arguments).wait()
 
     def _environment(self, mark: str) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))

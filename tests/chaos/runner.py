@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,12 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddptrain.results.checkpoints.verification import verify
-from ddptrain.results.errors import CheckpointDamaged
 from tests.chaos import processes
-from tests.chaos.arena import Arena, ClusterUp, Command, Ended
+from tests.chaos.arena import INSTALLED, SABOTEUR, Arena, ClusterUp, Command, Ended
 from tests.chaos.expect import NO_FAILURE, Expected, expected, least_step, status_of
-from tests.chaos.hosts import Hosts
 from tests.chaos.table import STEPS, Case, Kind
 
 RUN = "run"
@@ -66,7 +65,7 @@ def undisturbed(arena: Arena, sharded: bool) -> Reference:
     """Run the stub without a fault. Raises RuntimeError if that fails."""
     folder = arena.new_folder("undisturbed")
     _write_config(folder, None, sharded)
-    ended = arena.start(folder, "undisturbed", "ddptrain", *_train(arena.warm().name)).wait()
+    ended = arena.start(folder, "undisturbed", INSTALLED, *_train(arena.warm().name)).wait()
     if ended.code != 0:
         raise RuntimeError(f"the undisturbed run ended with {ended.code}:\n{ended.stdout}{ended.stderr}")
     last = folder / "runs" / RUN / "checkpoints" / f"step-{STEPS}"
@@ -126,14 +125,10 @@ class _CaseRun:
         self.mark = str(self.folder)
         self.run_dir = self.folder / "runs" / RUN
         self.cluster: ClusterUp | None = None
-        self.hosts: Hosts | None = None
 
     def do(self) -> None:
         """Cause the fault, check the result, and resume."""
-        if self.kind.cluster == "hosts":
-            self.hosts = Hosts(self.folder)
-            self.cluster = self.hosts.cluster
-        elif self.kind.cluster != "embedded":
+        if self.kind.cluster != "embedded":
             self.cluster = self.arena.up() if self.kind.cluster == "own" else self.arena.warm()
         self._plan()
         ended = self._into_the_fault()
@@ -157,8 +152,6 @@ class _CaseRun:
         processes.kill(processes.marked(self.mark))
         if self.cluster is not None and self.kind.cluster == "own":
             self.arena.down(self.cluster)
-        if self.hosts is not None:
-            self.hosts.close()
         if not self.findings.problems:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -182,26 +175,15 @@ class _CaseRun:
             (self.folder / "scheduler.pid").write_text(str(self.cluster.scheduler))
 
     def _into_the_fault(self) -> Ended:
-        program = ["ddptrain"]
+        program: list[str | Path] = [INSTALLED]
         if self.kind.moment == "home":
-            program = ["tests.chaos.saboteur", str(self.case.operation)]
+            program = [sys.executable, SABOTEUR, str(self.case.operation)]
         arguments = _train(self.cluster.name if self.cluster else None)
-        where = self.hosts.driver(self.folder) if self.hosts else ()
-        command = self.arena.start(self.folder, self.mark, *program, *arguments, where=where)
+        command = self.arena.start(self.folder, self.mark, *program, *arguments)
         (self.folder / "driver.pid").write_text(str(command.popen.pid))
         if self.kind.moment == "start":
             self._strike_at_start(command)
-        if self.hosts is not None:
-            self._cut(self.hosts, command)
         return command.wait()
-
-    def _cut(self, hosts: Hosts, command: Command) -> None:
-        """Cut the network when the stub has reached its moment."""
-        while command.popen.poll() is None:
-            if list(self.folder.glob("fired-*")):
-                hosts.cut()
-                return
-            time.sleep(0.02)
 
     def _strike_at_start(self, command: Command) -> None:
         """Faults from outside: of the driver after a random time, of a rank as soon as it exists."""
@@ -311,10 +293,11 @@ class _CaseRun:
         whole = set()
         problems: dict[int, str] = {}
         for path in (self.run_dir / "checkpoints").glob("step-*"):
-            try:
-                whole.add(verify(path).step)
-            except CheckpointDamaged as error:
-                problems[int(path.name[len("step-") :])] = str(error)
+            step = int(path.name[len("step-") :])
+            if problem := _damage(path):
+                problems[step] = problem
+            else:
+                whole.add(step)
         for step in (int(name[len("step-") :]) for name in (record or {}).get("checkpoints", [])):
             newer = [other for other in whole if other > step]
             if step not in whole and len(newer) < _KEPT:
@@ -334,7 +317,7 @@ class _CaseRun:
         if cluster is not None:
             cluster = self.arena.warm().name
         how = () if record is None else ("--resume", RUN)
-        command = ("ddptrain", *_train(cluster, *how))
+        command: list[str | Path] = [INSTALLED, *_train(cluster, *how)]
         started = [
             self.arena.start(self.folder, self.mark, *command, output=f"resume-{number}")
             for number in range(self.kind.resumes)
@@ -355,6 +338,18 @@ class _CaseRun:
         self.findings.resumed_from = started[-1]["resumed_from"]
         reached, least = self.findings.resumed_from or 0, least_step(self.case)
         self.findings.check(reached >= least, f"went on from step {reached}, where step {least} had been saved")
+
+
+def _damage(checkpoint: Path) -> str:
+    """What differs between a checkpoint and its manifest; empty if nothing does."""
+    try:
+        for file in json.loads((checkpoint / "checkpoint.json").read_text())["files"]:
+            data = (checkpoint / file["name"]).read_bytes()
+            if (len(data), hashlib.sha256(data).hexdigest()) != (file["size_bytes"], file["sha256"]):
+                return f"{file['name']} differs from the manifest"
+    except (OSError, ValueError, KeyError) as error:
+        return repr(error)
+    return ""
 
 
 def _json_lines(path: Path) -> Iterable[dict[str, Any]]:

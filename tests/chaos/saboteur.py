@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.saboteur N ARGS...`: ddptrain's driver, killed at one of its file operations.
+"""`python saboteur.py N ARGS...`: ddptrain's driver, killed at one of its file operations.
 
 Counted are those that change the run directory once a rank's first checkpoint is being brought home.
 """
@@ -6,6 +6,7 @@ Counted are those that change the run directory once a rank's first checkpoint i
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 import time
@@ -37,8 +38,7 @@ class Saboteur:
 
 
 if __name__ == "__main__":
-    from ddptrain.cli.main import main
-
     sys.addaudithook(Saboteur(int(sys.argv[1])))
-    sys.argv = ["ddptrain", *sys.argv[2:]]
-    sys.exit(main())
+    sys.argv = [str(Path(sys.executable).with_name("ddptrain")), *sys.argv[2:]]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

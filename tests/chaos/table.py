@@ -7,8 +7,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tests.servers.netns import why_not
-
 STEPS = 12  # of the stub
 
 _RAISES = ("raise", "exit3")
@@ -43,7 +41,7 @@ class Kind:
     moment: str
     victim: str  # "0", "1", "both"; for faults that are not of a rank: the rank that causes them
     restart: bool = False
-    # "warm": running, shared by cases; "own": running, for this case; "embedded"; "hosts": on another host
+    # "warm": running, shared by cases; "own": running, for this case; "embedded"
     cluster: str = "warm"
     resumes: int = 1  # commands that resume the run at the same time
 
@@ -102,13 +100,10 @@ def kinds() -> list[Kind]:
 
 
 def _of_what_is_no_failure() -> Iterator[Kind]:
-    """What a run must survive: a silent validation, slow steps, and a network cut where hosts can be simulated."""
+    """What a run must survive: a silent validation, and slow steps."""
     for victim in ("0", "1", "both"):
         yield Kind("validate", "mid", victim)
         yield Kind("slow", "mid", victim)
-    if not why_not():
-        for moment in ("first", "mid", "end"):
-            yield Kind("cut", moment, "0", False, "hosts")
 
 
 def _of_ranks() -> Iterator[Kind]:

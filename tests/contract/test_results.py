@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -17,7 +16,6 @@ import pytest
 
 from tests.contract.conftest import INSTALLED, Project
 from tests.servers.s3server import S3Server, s3_server
-from tests.support.command import PATIENCE_S
 
 # Imported by every Python program that has it on PYTHONPATH: the clock of this host is two minutes ahead of the others.
 CLOCK_AHEAD = """
@@ -27,14 +25,13 @@ time.time = lambda: real() + 120.0
 """
 
 
-def run_of_another_host(project: Project, heartbeat_age_s: float) -> None:
-    """Write the directory of a run whose driver is on another host, and touched its heartbeat so many seconds ago."""
+def run_of_another_host(project: Project, age_s: float) -> None:
+    """Write the directory of a run whose driver is on another host, and touched the lock so many seconds ago."""
     record = {"run_id": "far", "status": "running", "driver": {"pid": 1, "host": "another-host", "boot_id": "x"}}
     project.write("runs/far/run.json", json.dumps(record))
-    project.write("runs/far/run.lock", "process 1 on another-host\n")
-    heartbeat = project.write("runs/far/.heartbeat", "{}")
-    then = time.time() - heartbeat_age_s
-    os.utime(heartbeat, (then, then))
+    lock = project.write("runs/far/run.lock", "process 1 on another-host\n")
+    then = time.time() - age_s
+    os.utime(lock, (then, then))
 
 
 @pytest.mark.parametrize(("age_s", "status"), [(0.0, "running"), (60.0, "failed")])
@@ -43,35 +40,7 @@ def test_driver_of_another_host_is_judged_without_its_clock(project: Project, ag
     run_of_another_host(project, age_s)
     shown = project("results", "show", "far", "--json", rc=0, env={"PYTHONPATH": str(project.folder / "ahead")})
     assert json.loads(shown.stdout)["status"] == status
-    assert [path.name for path in (project.folder / "runs/far").glob(".*")] == [".heartbeat"]
-
-
-def test_run_id_whose_folder_another_driver_deletes_is_refused(project: Project) -> None:
-    """The other driver holds the lock, fails before its run.json is written, and deletes the folder."""
-    lock = project.write("runs/mine/run.lock", "process 1 on another-host\n")
-    config = project.function("def train(ctx):\n    pass\n", cluster={"ranks": 1})
-    with lock.open() as held:
-        fcntl.flock(held, fcntl.LOCK_SH)  # a driver waits longer for a shared lock
-        running = project.start("train", config, "--run-id", "mine")
-        deadline = time.monotonic() + PATIENCE_S
-        while not opened(running.popen.pid, lock):
-            assert running.popen.poll() is None and time.monotonic() < deadline, running.stderr
-            time.sleep(0.01)
-        shutil.rmtree(lock.parent)
-    done = running.finish()
-    assert done.rc == 6, done.stderr
-    assert "run mine was deleted by another process" in done.stderr
-
-
-def opened(pid: int, path: Path) -> bool:
-    """Whether a process has a file open."""
-    found = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.add(os.readlink(descriptor))
-        except OSError:  # it was closed meanwhile
-            continue
-    return str(path) in found
+    assert not list((project.folder / "runs/far").glob(".*"))
 
 
 @pytest.fixture
@@ -213,3 +182,25 @@ def test_running_run_is_not_deleted(project: Project) -> None:
     refused = project("results", "rm", "far", rc=6)
     assert "far is running" in refused.stderr
     assert (project.folder / "runs/far/run.json").is_file()
+
+
+def test_run_of_version_0_1_0_is_listed_shown_exported_and_resumed(project: Project, shared_cluster: str) -> None:
+    """It had two attempts: one failed at step 3, the other at step 5, after the last checkpoint that is kept."""
+    old, run = Path(__file__).with_name("run_of_0_1_0"), "old-20250601-120000-0a1b"
+    shutil.copytree(old, project.folder / "runs" / run)
+    for name in ("work.py", "work.yaml"):
+        (project.folder / "runs" / run / name).rename(project.folder / name)
+    (listed_run,) = json.loads(project("results", "list", "--json", rc=0).stdout)
+    assert (listed_run["run_id"], listed_run["status"]) == (run, "failed")
+    shown = project.record(run)
+    assert [each["failure"]["message"] for each in shown["attempts"]] == ["step 3 fails", "step 5 fails"]
+    assert shown["checkpoints"] == ["step-5"] and shown["best"]["value"] == pytest.approx(0.7)
+    assert sum(shown["time_use_s"].values()) == pytest.approx(shown["duration_s"], abs=0.01)
+    assert "step 5" in project("results", "logs", run, rc=0).stdout
+    project("results", "export", run, "-o", "out", rc=0)
+    rows = (project.folder / "out/metrics.csv").read_text().splitlines()
+    assert [row.split(",")[5] for row in rows[1:]] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
+    done = project("train", "work.yaml", "--resume", run, "--cluster", shared_cluster, rc=0)
+    assert "step 6" in done.stdout + done.stderr and "step 5\n" not in done.stdout
+    resumed = project.record(run)
+    assert (resumed["status"], [each["resumed_from"] for each in resumed["attempts"]]) == ("succeeded", [None, 3, 5])

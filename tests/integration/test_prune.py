@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results.prune.folder_removal import MARK
+from ddptrain.results.prune import MARK
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.run_record import RunRecord
 from ddptrain.storage.remote_folder import RemoteFolder

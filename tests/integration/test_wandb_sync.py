@@ -13,17 +13,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from obstore.store import S3Store
 
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
+from ddptrain.results import ownership
 from ddptrain.results.lookup import load_run
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.wandb_folders import OPEN, UNSENT, parts_below, unsent_parts
 from tests.conftest import Cli
-from tests.servers.seaweed import seaweed
+from tests.servers.seaweed import bucket_of, seaweed
 from tests.servers.wandb_backend import Backend, wandb_backend
 
 # Two attempts of one run, the first of which was killed.
@@ -213,7 +212,7 @@ def test_what_fails_waits_for_the_next_time(run: Path, backend: Backend) -> None
 
 
 def test_run_that_is_on_and_one_that_is_being_sent_are_left_alone(run: Path, backend: Backend) -> None:
-    held = run_lock.take(run / "tracking" / "wandb" / ".sync.lock")
+    held = ownership.take(run / "tracking" / "wandb" / ".sync.lock")
     try:
         assert sync(run, backend.environment).skipped == "another process is sending it"
     finally:
@@ -273,17 +272,9 @@ def test_run_in_an_object_store_is_sent_from_there_and_only_once(
     table = run / "artifacts/tables/predictions/step-8-rank-0.csv"
     table.parent.mkdir(parents=True)
     table.write_text("name,score\nrex,0.5\n")
-    bucket = S3Store(
-        "bucket",
-        prefix="runs",
-        client_options={"allow_http": True},
-        region="us-east-1",
-        access_key_id="key",
-        secret_access_key="secret",
-        endpoint=store["AWS_ENDPOINT_URL"],
-    )
+    bucket = bucket_of(store, "bucket")
     for path in (path for path in run.rglob("*") if path.is_file()):
-        bucket.put(path.relative_to(run.parent).as_posix(), path)
+        bucket.put(f"runs/{path.relative_to(run.parent).as_posix()}", path)
     env = store | {"XDG_CACHE_HOME": str(run.parents[1] / "cache"), "TMPDIR": str(run_cli.folder / "tmp")}
     ended = run_cli("results", "sync", "--all", "--runs-dir", place, env=env | backend.environment)
     assert (ended.rc, ended.stdout) == (0, "a-run: 2 sent to W&B\n"), ended.stderr

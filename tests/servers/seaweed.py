@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from obstore.store import S3Store
 
 from tests.servers.ports import free_ports
 
@@ -77,3 +78,15 @@ def seaweed(folder: Path, bucket: str, address: str = "127.0.0.1") -> Iterator[d
     finally:
         server.kill()  # what it has is in a folder that goes as well; asked kindly it takes 25 s
         server.wait()
+
+
+def bucket_of(environment: Mapping[str, str], name: str) -> S3Store:
+    """A bucket of the server to which the environment leads."""
+    return S3Store(
+        name,
+        endpoint=environment["AWS_ENDPOINT_URL"],
+        region="us-east-1",
+        access_key_id=environment["AWS_ACCESS_KEY_ID"],
+        secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+        client_options={"allow_http": True},
+    )

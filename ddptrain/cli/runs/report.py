@@ -7,16 +7,14 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_result
-from ddptrain.cli.runs.choice import RunsDir, folder_of
 from ddptrain.errors import RunNotFound, UsageError
 
 _LATEST = "latest"
 
 
 def report(
-    ctx: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(
@@ -34,7 +32,6 @@ def report(
             help="The file to write.  [default: RUN.html, for several runs report.html, in the current folder]",
         ),
     ] = None,
-    runs_dir: RunsDir = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML file: curves, timeline, failure, logs, images, tables and configuration.
@@ -50,7 +47,7 @@ def report(
 
     if output == "-":
         raise UsageError("--output -: a page is written to a file; name one, as report.html")
-    place = folder_of(ctx, runs_dir)
+    place = PLACES.runs
     subjects = find_subjects([_newest(place) if name == _LATEST else name for name in names or [_LATEST]], place)
     sweep = subjects.sweep.record.sweep_id if subjects.sweep else None
     name = "report" if len(names or ()) > 1 else sweep or subjects.views[0].run_id

@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption, VerboseOption
+from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.text_tables import clean_table
@@ -46,7 +46,6 @@ def add(
     name: Annotated[str, typer.Option(help="Name of the schedule.  [default: the name of the model]")] = "",
     install: Annotated[bool, typer.Option("--install", help="Install it; otherwise it is only printed.")] = False,
     system: Annotated[bool, typer.Option("--system", help="systemd: units of the system, not of the user.")] = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Write what a scheduler needs to retrain a model at given times."""
     import os
@@ -76,7 +75,7 @@ def add(
 
 
 @app.command("list", short_help="Show the schedules, with the last and the next time.")
-def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
+def list_(json: JsonOption = False) -> int:
     """Show the installed schedules: the last retraining, the next time, and the state of the model."""
     from ddptrain.schedule.check import check
     from ddptrain.schedule.entries import Entries
@@ -96,9 +95,7 @@ def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
 
 
 @app.command()
-def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the schedule.")], verbose: VerboseOption = False
-) -> None:
+def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the schedule.")]) -> None:
     """Remove an installed schedule from its scheduler. The model and its versions stay."""
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.install import uninstall
@@ -113,7 +110,6 @@ def check(
         bool, typer.Option("--quiet", "-q", help="Print only problems: for cron, which mails output.")
     ] = False,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> int:
     """Report models without a successful retraining for longer than their schedule allows, and notify users once.
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import ClusterError, ConfigError, UsageError
+from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, is_sweep, load_run
-from ddptrain.results.ownership import run_lock
 from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
@@ -187,12 +187,12 @@ def stop_run(
 
 
 def is_active(view: RunView) -> bool:
-    """Return whether the driver is running, or may be running on another host that cannot be seen from here."""
-    return view.status in (RunStatus.RUNNING, RunStatus.UNKNOWN)
+    """Return whether the driver is running."""
+    return view.is_running
 
 
 def _is_leaving(view: RunView) -> bool:
-    return view.record.driver.host == socket.gethostname() and run_lock.is_held(view.layout.lock_file)
+    return view.record.driver.host == socket.gethostname() and bool(ownership.is_held(view.layout.lock_file))
 
 
 def _ask(desk: RunLayout, request: StopRequest) -> None:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddptrain.driver.attempt.rank_state import RankState
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.hang_diagnosis import RankReport, judge
 from ddptrain.driver.failure.missing_calls import find_uncalled
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file, silent_s
+from ddptrain.driver.ranks import Rank
 from ddptrain.protocol import events
 
 ANSWERS_S = 5.0  # time for every rank, or its worker, to answer
@@ -57,7 +57,7 @@ class StackCollector:
     def begin(
         self,
         hang: Hang | None,
-        ranks: Sequence[RankState],
+        ranks: Sequence[Rank],
         activities: Sequence[Activity],
         watchdog: Watchdog,
         now: float,
@@ -89,7 +89,7 @@ class StackCollector:
             return dataclasses.replace(self, threads={**self.threads, rank: event})
         return self
 
-    def result(self, ranks: Sequence[RankState], now: float, time_ns: int) -> tuple[StackCollector, Fault | None]:
+    def result(self, ranks: Sequence[Rank], now: float, time_ns: int) -> tuple[StackCollector, Fault | None]:
         """Return the next state, and the fault when every rank has answered or the time is over; None before and after.
 
         If the rank that other ranks wait for is working, there is no fault, and another inquiry may begin later.
@@ -108,7 +108,7 @@ class StackCollector:
             return dataclasses.replace(self, closed=True), fault
         return self._reset(now), None
 
-    def _has_moved_on(self, ranks: Sequence[RankState]) -> bool:
+    def _has_moved_on(self, ranks: Sequence[Rank]) -> bool:
         """Return whether a rank has finished since the start of the inquiry; other ranks may not wait any more."""
         return any(rank.finished and not self.signs[rank.spec.rank].finished for rank in ranks)
 
@@ -123,7 +123,7 @@ class StackCollector:
         """Return the fault with the exception that ended a thread of its rank earlier, if there is one."""
         return failure_fault.add_thread_failure(fault, self.threads.get(fault.rank))
 
-    def _report(self, rank: RankState) -> RankReport:
+    def _report(self, rank: Rank) -> RankReport:
         number = rank.spec.rank
         timed_out = rank.fault is not None and rank.fault.timed_out
         return dataclasses.replace(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer.code_package import CodePackage
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.worker import driver_calls
@@ -29,7 +29,7 @@ class UploadedCode:
 
 
 def upload_code(
-    worker_group: WorkerGroup,
+    worker_group: Workers,
     places: Sequence[RankPlace],
     package: CodePackage,
     needed: Path,
@@ -63,7 +63,7 @@ def upload_code(
 
 
 def check_imports(
-    worker_group: WorkerGroup, places: Sequence[RankPlace], file: Path, paths: Sequence[Sequence[str]]
+    worker_group: Workers, places: Sequence[RankPlace], file: Path, paths: Sequence[Sequence[str]]
 ) -> None:
     """Check that the workers have the modules that a workload's file imports; `paths` are their search paths.
 
@@ -97,7 +97,7 @@ def _imported(file: Path) -> set[str]:
     return packages
 
 
-def _send(worker_group: WorkerGroup, worker: str, names: list[str], code: str, archive: bytes) -> str:
+def _send(worker_group: Workers, worker: str, names: list[str], code: str, archive: bytes) -> str:
     """Send the archive in chunks, and return the folder in which the worker has unpacked it."""
     name = f"code-{code}.tar.gz"
     for offset in range(0, len(archive), READ_LIMIT_BYTES):
@@ -109,7 +109,7 @@ def _send(worker_group: WorkerGroup, worker: str, names: list[str], code: str, a
 
 
 def _run_on(
-    worker_group: WorkerGroup, workers: list[str], function: Callable[..., Any], *arguments: object
+    worker_group: Workers, workers: list[str], function: Callable[..., Any], *arguments: object
 ) -> dict[str, Any]:
     """Run a function on these workers; return the results by worker. Raises ClusterError, which names the worker."""
     try:

@@ -126,7 +126,7 @@ def _staged(event: CheckpointSaved, sources: Sequence[Path]) -> list[tuple[Path,
 
 
 def _check_names(event: CheckpointSaved, staged: Sequence[tuple[Path, StagedFile]]) -> None:
-    """Raise CheckpointDamaged if a file name is not plain, or if a staging folder holds links or folders."""
+    """Raise CheckpointDamaged if a file name is not plain, or is listed twice."""
     names = [file.name for _, file in staged]
     for name in names:
         if not is_plain_name(name):
@@ -135,22 +135,6 @@ def _check_names(event: CheckpointSaved, staged: Sequence[tuple[Path, StagedFile
             )
     if not names or len(set(names)) < len(names):
         raise CheckpointDamaged(f"the checkpoint of step {event.step} lists {'a file twice' if names else 'no files'}")
-    for source in dict.fromkeys(folder for folder, _ in staged):
-        _check_folder(source)
-
-
-def _check_folder(source: Path) -> None:
-    """Raise CheckpointDamaged if a staging folder holds links or folders."""
-    try:
-        if source.is_symlink():
-            raise CheckpointDamaged(f"the staging folder {source} is a symbolic link")
-        irregular = [entry.name for entry in os.scandir(source) if not entry.is_file(follow_symlinks=False)]
-    except OSError as error:
-        raise CheckpointDamaged(f"cannot read the staging folder {source}: {error.strerror}") from error
-    if irregular:
-        raise CheckpointDamaged(
-            f'the staging folder {source} has "{shorten(irregular[0])}", which is not a regular file'
-        )
 
 
 def _manifest(
@@ -178,11 +162,7 @@ def _publish(incoming: Path, final: Path) -> None:
     else:
         old = final.with_name(f"{_OLD}{final.name}-{secrets.token_hex(4)}")
         publish(final, old)
-        try:
-            publish(incoming, final)
-        except BaseException:
-            publish(old, final)
-            raise
+        publish(incoming, final)
         shutil.rmtree(old, ignore_errors=True)
     sync_folder(final.parent)
 

@@ -39,7 +39,6 @@ _STATUS_STYLE = {
     RunStatus.UNREADABLE: "red",
     RunStatus.PREEMPTED: "yellow",
     RunStatus.CANCELLED: "yellow",
-    RunStatus.UNKNOWN: "yellow",
 }
 _WRAPPED = ("RESULT", "NOTE")
 _RESULT_WIDTH = 60

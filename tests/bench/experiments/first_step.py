@@ -1,60 +1,23 @@
-"""From the command to the first optimizer step: an embedded cluster, running clusters, and torchrun.
-
-A cluster on one machine listens on unix sockets. The rows first-step-open and first-step-tls compare these with a TCP
-port that anybody can use, and with TLS: what the protection costs.
-"""
+"""From the command to the first optimizer step: an embedded cluster, a cluster that is up, and torchrun."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from ddptrain.cli.warm.client import SOCKET, SWITCH
-from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.stage import BenchError, Stage
 
 _RANKS = (2, 8)
 _MANY = {32: 2.5, 64: 5.0}  # ranks, goal in seconds
 _WARM_RANKS = (*_RANKS, *_MANY)
+# A file that a cluster makes when its warm driver is ready, and the variable that switches such drivers off.
+_SOCKET, _SWITCH = "driver.sock", "DDPTRAIN_WARM_DRIVER"  # "off"
 _GOALS = {(2, "embedded"): 0.8, (8, "embedded"): 0.4, (2, "warm"): 0.15, (8, "warm"): 0.12}
 _WHERE = {"embedded": "an embedded cluster, which the command starts", "warm": "a cluster that is up, with warm ranks"}
-
-_PEERS = {"open": "tcp", "tls": "tls"}  # other transports than unix sockets
-
-
-@contextmanager
-def warm_cluster(stage: Stage, slots: int, *, with_worker: bool = True, transport: str = "unix") -> Iterator[list[str]]:
-    """A scheduler and one worker of ours, if wanted, as processes of their own; gives the options that lead there.
-
-    `transport` is unix, tcp (without any protection) or tls.
-    """
-    folder = stage.new_folder("cluster")
-    file = folder / "scheduler.json"
-    if transport == "tls":
-        make_tls(folder)
-    scheduler = [stage.python, "-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder)]
-    scheduler += [] if transport == "unix" else ["--host", "127.0.0.1"]
-    with ExitStack() as stack:
-        stack.enter_context(stage.started(scheduler))
-        deadline = time.monotonic() + 60
-        while not file.exists():
-            if time.monotonic() > deadline:
-                raise BenchError("the Dask scheduler did not start within 60 s")
-            time.sleep(0.05)
-        options = ["--cluster", str(json.loads(file.read_text())["address"])]
-        worker = [stage.python, "-m", "ddptrain.worker", "--scheduler-file", str(file), "--slots", str(slots)]
-        if transport == "tls":
-            worker += ["--tls-dir", str(folder)]
-            pem = {"ca": CERT_FILE, "cert": CERT_FILE, "key": KEY_FILE}
-            options += [word for name in pem for word in ("--set", f"cluster.tls.{name}_file={folder / pem[name]}")]
-        if with_worker:
-            stack.enter_context(stage.started([*worker, "--scratch", str(folder / "scratch")]))
-        yield options
 
 
 @contextmanager
@@ -63,7 +26,7 @@ def named_cluster(stage: Stage, slots: int) -> Iterator[list[str]]:
     name = stage.new_folder("named-cluster").name
     stage.run([stage.command, "cluster", "up", "--name", name, "--ranks", str(slots), "--gpus", "0"])
     try:
-        socket = Path(stage.env["XDG_STATE_HOME"], "ddptrain", "clusters", name, SOCKET)
+        socket = Path(stage.env["XDG_STATE_HOME"], "ddptrain", "clusters", name, _SOCKET)
         deadline = time.monotonic() + 60
         while not socket.exists():
             if time.monotonic() > deadline:
@@ -99,22 +62,18 @@ def _open(stage: Stage) -> Iterator[Variants]:
     def ddptrain(ranks: int, *options: str) -> Figures:
         marks = stage.new_folder("ddptrain")
         command = stage.ddptrain("first_step", ranks, *options, folder=str(marks))
-        return _first_step(stage, command, marks, ranks, {} if options else {SWITCH: "off"})
+        return _first_step(stage, command, marks, ranks, {} if options else {_SWITCH: "off"})
 
     with ExitStack() as stack:
         torchrun(2)  # everything is in the page cache, and byte code is written
         ddptrain(2)
-        clusters = {"warm": stack.enter_context(named_cluster(stage, max(_WARM_RANKS)))}
-        for name, transport in _PEERS.items():
-            clusters[name] = stack.enter_context(warm_cluster(stage, max(_RANKS), transport=transport))
-        for name in clusters:
-            ddptrain(max(_RANKS), *clusters[name])  # returns when the rank server is warm
+        cluster = stack.enter_context(named_cluster(stage, max(_WARM_RANKS)))
+        ddptrain(max(_RANKS), *cluster)  # returns when the rank server is warm
         variants: dict[str, Callable[[], Figures]] = {}
         for ranks in _RANKS:
             variants[f"torchrun-{ranks}"] = partial(torchrun, ranks)
             variants[f"embedded-{ranks}"] = partial(ddptrain, ranks)
-            variants |= {f"{name}-{ranks}": partial(ddptrain, ranks, *clusters[name]) for name in clusters}
-        variants |= {f"warm-{ranks}": partial(ddptrain, ranks, *clusters["warm"]) for ranks in _MANY}
+        variants |= {f"warm-{ranks}": partial(ddptrain, ranks, *cluster) for ranks in _WARM_RANKS}
         yield variants
 
 
@@ -142,23 +101,10 @@ def _many_row(ranks: int) -> Row:
     )
 
 
-def _protection_row(peer: str) -> Row:
-    return Row(
-        name=f"first-step-{peer}",
-        unit="s",
-        ours=Source("warm-2", "first_step_s"),
-        peer=Source(f"{peer}-2", "first_step_s"),
-        peer_name=f"ddptrain on {_PEERS[peer]}",
-        goal=None,
-        what=f"the same on a cluster that is up, over unix sockets, against {_PEERS[peer]}",
-    )
-
-
 EXPERIMENT = Experiment(
     rows=(
         *(_row(ranks, where) for where in _WHERE for ranks in _RANKS),
         *(_many_row(ranks) for ranks in _MANY),
-        *(_protection_row(peer) for peer in _PEERS),
     ),
     open=_open,
 )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddptrain.worker.rank_environment import tuned_defaults
 from tests.bench.measure import Experiment, Figures, Goal, Row, Source, Variants
 from tests.bench.stage import BenchError, Stage
 
@@ -24,10 +23,10 @@ def _rate(out: Path) -> Figures:
 
 @contextmanager
 def _open(stage: Stage) -> Iterator[Variants]:
-    def torchrun(model: str, env: Mapping[str, str]) -> Figures:
+    def torchrun(model: str) -> Figures:
         out = stage.new_folder("torchrun") / "rate.json"
         command = stage.torchrun("steady", 2, out=str(out), model=model, seconds=stage.sizes.steady_s)
-        stage.run(command, env=env, complete=out.exists)
+        stage.run(command, complete=out.exists)
         return _rate(out)
 
     def ddptrain(model: str) -> Figures:
@@ -44,11 +43,10 @@ def _open(stage: Stage) -> Iterator[Variants]:
 
     yield {
         "script-mlp": script,
-        "torchrun-mlp": lambda: torchrun("mlp", {}),
+        "torchrun-mlp": lambda: torchrun("mlp"),
         "ddptrain-mlp": lambda: ddptrain("mlp"),
-        "torchrun-lstm": lambda: torchrun("lstm", {}),
+        "torchrun-lstm": lambda: torchrun("lstm"),
         "ddptrain-lstm": lambda: ddptrain("lstm"),
-        "torchrun-lstm-malloc": lambda: torchrun("lstm", tuned_defaults()),
     }
 
 
@@ -64,17 +62,6 @@ def _row(model: str) -> Row:
     )
 
 
-_SETTINGS = " ".join(f"{name}={value}" for name, value in tuned_defaults().items())
-_WHY = Row(
-    name="steady-lstm-malloc",
-    unit="samples/s",
-    ours=Source("ddptrain-lstm", "samples_per_s"),
-    peer=Source("torchrun-lstm-malloc", "samples_per_s"),
-    peer_name=f"{_SETTINGS} torchrun",
-    goal=None,
-    what="why steady-lstm is above 1: torchrun is given the settings of glibc's malloc that ddptrain makes the default",
-)
-
 _SCRIPT = Row(
     name="steady-script",
     unit="samples/s",
@@ -85,4 +72,4 @@ _SCRIPT = Row(
     what="the same as steady-mlp, as the unchanged script that torchrun runs",
 )
 
-EXPERIMENT = Experiment(rows=(*map(_row, _MODELS), _WHY, _SCRIPT), open=_open)
+EXPERIMENT = Experiment(rows=(*map(_row, _MODELS), _SCRIPT), open=_open)

@@ -16,20 +16,31 @@ from typing import Any
 SIZE, BATCH, SEED = 224, 64, 7
 
 
-def from_s3(manifest: str, params: dict[str, Any]) -> Iterator[int]:
-    """Sizes of the batches of as many epochs as the parameters say, each followed by the number 0."""
+def from_s3(source: str, options: dict[str, Any]) -> Iterator[int]:
+    """Sizes of the batches of an epoch."""
     import torch
 
-    from ddptrain.workloads.images.data.manifest import Manifest
+    from ddptrain.storage.store import Location
+    from ddptrain.workloads.images.data.listing import ImageSource, list_images, make_manifest
     from ddptrain.workloads.images.loader.image_loader import ImageLoader
     from ddptrain.workloads.images.params import ImagesParams
 
-    listed = Manifest.read(Path(manifest))
-    settings = ImagesParams(image_size=SIZE, batch_size=BATCH, seed=SEED, loader_workers=1, **params)
+    location = Location(source, options)
+    # One of each class is not trained on, where nothing validates: the split wants two classes at the least.
+    settings = ImagesParams(
+        source=source,
+        source_options=options,
+        train_pct=1.0,
+        epochs=1,
+        image_size=SIZE,
+        batch_size=BATCH,
+        seed=SEED,
+        loader_workers=1,
+    )
+    listed = make_manifest(ImageSource(list_images(location)), settings, location)
     with ImageLoader(listed, listed.location(settings), settings, torch.device("cpu"), 0, 1, print) as feeder:
-        for epoch in range(1, settings.epochs + 1):
-            for batch in feeder.train(epoch):
-                yield len(batch.images)
+        for batch in feeder.train(1):
+            yield len(batch.images)
 
 
 def s3_image_folder(bucket: str) -> Iterator[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ddptrain.cli.results import app
+from ddptrain.cli.main import app
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState
@@ -33,7 +33,7 @@ def put_sweep(runs: Path, name: str, started: str) -> None:
 
 
 def report(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["report", *arguments], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["results", "report", *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
 
 import pytest
 from hypothesis import given
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 from ddptrain.results.errors import UnsafePath
 from ddptrain.results.layout import RunLayout, files_below, new_run_id, safe_relative, step_name, step_of, valid_run_id
 from ddptrain.results.remote.local_copy import Origin
-from ddptrain.tracking.wandb.wandb_folders import parts_below
 
 
 def test_run_id_holds_name_utc_time_and_four_hex() -> None:
@@ -49,8 +45,6 @@ def test_ordinary_run_ids_are_valid(run_id: str) -> None:
         "latest",
         "Latest",
         "best",
-        "nul",
-        "a.",
         "x" * 129,
         "é",
     ],
@@ -78,26 +72,19 @@ def test_paths_below_the_folder_are_taken(path: str, clean: str) -> None:
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("", "no file"),
-        (".", "no file"),
+        ("", "names a folder"),
+        (".", "names a folder"),
         ("/etc/passwd", "absolute"),
         ("//host/share", "absolute"),
-        ("C:/x", "absolute"),
-        ("c:x", "absolute"),
         ("..", "leaves"),
         ("a/../../b", "leaves"),
         ("a/..", "leaves"),
         ("a/", "folder"),
-        ("a\\..\\b", "backslash"),
         ("a\0b", "printed"),
         ("a\x1b[2Jb", "printed"),
         ("a\nb", "printed"),
         ("\ud800", "printed"),
-        ("nul", "reserved"),
-        ("a/COM1.txt", "reserved"),
-        (".incoming-x", "reserved"),
-        ("a /b", "ends in"),
-        ("a./b", "ends in"),
+        (".incoming-x", "begins with"),
         ("x" * 201, "too long"),
         ("folder/" + "x" * 201, "too long"),
         ("é" * 150, "too long"),
@@ -151,101 +138,6 @@ def test_artifacts_are_listed_without_links_and_half_files(tmp_path: Path) -> No
     assert layout.artifacts() == {"a.txt": 1, "deep/b.bin": 2}
 
 
-class Listing:
-    """What a folder held when it was read, as os.scandir gives it."""
-
-    def __init__(self, entries: Iterable[os.DirEntry[str]]) -> None:
-        self._entries = iter([*entries])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[os.DirEntry[str]]:
-        return self._entries
-
-    def __next__(self) -> os.DirEntry[str]:
-        return next(self._entries)
-
-    def close(self) -> None:
-        pass
-
-
-@contextmanager
-def going(folder: Path, readings: int) -> Iterator[None]:
-    """What is called gone leaves `folder` once folders have been read that often, before the answer is looked at."""
-    scandir, listdir = os.scandir, os.listdir
-    left = iter(range(readings - 1, -1, -1))
-
-    def read(answer: Any) -> Any:
-        for name in ("gone.txt", "gone") if next(left, None) == 0 else ():
-            (folder / name).rename(folder.parent / f"taken-{name}")
-        return answer
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "scandir", lambda place: read(Listing(scandir(place))))
-        patched.setattr(os, "listdir", lambda place: read(listdir(place)))
-        yield
-    assert next(left, None) is None, "it was read less often"
-
-
-@pytest.mark.parametrize("readings", [1, 2])
-def test_files_and_folders_that_go_while_they_are_listed_are_left_out(tmp_path: Path, readings: int) -> None:
-    layout = RunLayout(tmp_path)
-    for name in ("gone.txt", "gone/a.bin", "kept/b.bin"):
-        (layout.artifacts_dir / name).parent.mkdir(parents=True, exist_ok=True)
-        (layout.artifacts_dir / name).touch()
-    with going(layout.artifacts_dir, readings):
-        assert layout.artifacts().items() >= {("kept/b.bin", 0)}
-
-
-@pytest.mark.parametrize("readings", [1, 2])
-def test_parts_of_trackers_that_go_while_they_are_listed_are_left_out(tmp_path: Path, readings: int) -> None:
-    folder = tmp_path / "wandb"
-    kept = folder / "wandb/run-20250304_120000-w1/run-w1.wandb"
-    for name in ("gone.txt", "gone/run-20250304_120000-w2/run-w2.wandb", kept):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    with going(folder, readings):
-        assert kept in [part.log for part in parts_below(folder)]
-
-
-def test_name_of_200_bytes_is_taken() -> None:
-    assert str(safe_relative("folder/" + "é" * 100)) == "folder/" + "é" * 100
-
-
-def test_paths_of_a_run_are_those_of_the_contract(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    names = {name: str(getattr(layout, name).relative_to(tmp_path)) for name in vars(RunLayout) if name in PATHS}
-    assert names == PATHS
-    assert layout.log(12) == tmp_path / "logs/rank-12.log"
-    assert (layout.area("artifacts"), layout.area("tracking")) == (tmp_path / "artifacts", tmp_path / "tracking")
-
-
-PATHS = {
-    "run_json": "run.json",
-    "config_yaml": "config.yaml",
-    "events_jsonl": "events.jsonl",
-    "metrics_jsonl": "metrics.jsonl",
-    "system_jsonl": "system.jsonl",
-    "logs_dir": "logs",
-    "checkpoints_dir": "checkpoints",
-    "artifacts_dir": "artifacts",
-    "inputs_dir": "inputs",
-    "tracking_dir": "tracking",
-    "git_diff": "git.diff",
-    "lock_file": "run.lock",
-    "heartbeat_file": ".heartbeat",
-    "driver_log": "driver.log",
-    "decision_log": "logs/ddptrain.log",
-    "stop_json": ".stop.json",
-    "scratch_dir": ".scratch",
-    "plot_png": "plot.png",
-}
-
-
 def test_copy_of_a_stored_run_knows_the_files_that_it_lacks(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     for name in ("logs/rank-3.log", "artifacts/b"):
@@ -272,22 +164,3 @@ def test_files_below_a_folder_are_regular_and_have_their_sizes(tmp_path: Path) -
     (tmp_path / "link").symlink_to(tmp_path / "d")
     os.mkfifo(tmp_path / "pipe")
     assert sorted(files_below(tmp_path)) == [(tmp_path / "a/b/c", 3), (tmp_path / "d", 1)]
-
-
-@pytest.mark.parametrize("length", [128, 129])
-def test_run_id_has_at_most_128_characters(length: int) -> None:
-    assert valid_run_id("r" * length) is (length == 128)
-
-
-@pytest.mark.parametrize(("length", "is_taken"), [(1000, True), (1001, False)])
-def test_path_has_at_most_1000_bytes(length: int, is_taken: bool) -> None:
-    path = ("d" * 99 + "/") * 9 + "f" * (length - 900)
-    if is_taken:
-        assert str(safe_relative(path)) == path
-    else:
-        with pytest.raises(UnsafePath, match="the path is too long; use one like"):
-            safe_relative(path)
-
-
-def test_steps_have_at_most_18_digits() -> None:
-    assert step_name(10**18 - 1) == "step-999999999999999999" and step_of("step-1000000000000000000") is None

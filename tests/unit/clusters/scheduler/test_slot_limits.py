@@ -132,15 +132,6 @@ def test_request_that_can_be_met_no_more_leaves_the_queue(loop: asyncio.Abstract
     assert ask(there, "r2", 2, in_line=True)["refusal"]["place"] == 0 and waiting(there) == []
 
 
-def test_worker_that_shrinks_below_what_runs_hold_gives_none(loop: asyncio.AbstractEventLoop) -> None:
-    there: Any = FakeScheduler(loop, a=3)
-    ask(there, "one", 1)
-    ask(there, "two", 2)  # the numbers 1 and 2
-    slots.release("one", there)
-    there.workers["tcp://a"].resources["slot"] = 1.0
-    assert ask(there, "three", 1)["refusal"]["free"] == 0
-
-
 def test_cluster_is_busy_while_a_driver_waits(loop: asyncio.AbstractEventLoop) -> None:
     there: Any = FakeScheduler(loop, a=1)
     ask(there, "r1")

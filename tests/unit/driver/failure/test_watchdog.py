@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class Scene:
         self.activities = [Activity(), Activity()]
 
     def change(self, rank: int, **changes: Any) -> None:
-        self.ranks[rank] = self.ranks[rank]._replace(**changes)
+        self.ranks[rank] = dataclasses.replace(self.ranks[rank], **changes)
 
     def enter(self) -> None:
         for rank in (0, 1):

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer.code_package import CodePackage, pack
 from ddptrain.driver.transfer.code_upload import check_imports, upload_code
-from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.errors import ClusterError, UsageError
 
 CACHE = "/cache/code"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,11 +114,3 @@ def test_failed_write_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeypat
     with pytest.raises(UsageError, match="No space left on device"):
         consolidate(checkpoint, tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
-
-
-def test_a_file_of_a_model_has_at_most_five_billion_bytes_as_the_hub_wants() -> None:
-    sizes = {"a": 3_000_000_000, "b": 2_000_000_000, "c": 1}
-    tensors: Any = {name: SimpleNamespace(dtype="F32", n_bytes=n_bytes) for name, n_bytes in sizes.items()}
-    assert split_tensors(tensors, consolidation.MAX_FILE_BYTES) == [["a", "b"], ["c"]]
-    assert consolidation.MAX_FILE_BYTES == 5_000_000_000
-    assert inspect.signature(consolidate).parameters["max_file_bytes"].default == 5_000_000_000

@@ -16,7 +16,7 @@ from ddptrain.results.checkpoints import run_checkpoints
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified, read_manifest
-from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
+from ddptrain.results.errors import CheckpointDamaged, UnsafePath
 from ddptrain.results.run_record import BestRecord
 from ddptrain.results.run_writer import RunWriter
 
@@ -61,21 +61,6 @@ def test_a_checkpoint_of_another_file_system_is_copied(
     monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: False)
     home = save(writer, stage, 1, 1.0)
     assert (home / "model.safetensors").read_bytes() == b"w" * 1000
-
-
-def test_a_move_that_the_system_refuses_becomes_a_copy(
-    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace = os.replace
-
-    def across_devices(source: Path, target: Path) -> None:
-        if ".incoming-" in str(target):
-            raise OSError(18, "Invalid cross-device link")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", across_devices)
-    monkeypatch.setattr(run_checkpoints, "write_file", lambda path, data: path.write_bytes(data))
-    assert (save(writer, stage, 1, 1.0) / "state.pt").read_bytes() == b"s"
 
 
 def test_the_newest_and_the_best_stay_and_older_ones_go(writer: RunWriter, stage: Stage) -> None:
@@ -144,33 +129,6 @@ def test_restored_checkpoints_are_judged_at_once(tmp_path: Path, mode: str, best
     assert empty.best is None and os.listdir(tmp_path) == [], "without checkpoints there are no pointers"
 
 
-@pytest.mark.parametrize("swap", [True, False])
-def test_replacing_a_step_fails_back_to_the_old_one(
-    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch, swap: bool
-) -> None:
-    home = save(writer, stage, 1, 2.0)
-    event, folder = stage(1, {}, {"model.safetensors": b"other"})
-    replace = os.replace
-
-    def break_down(source: Path, target: Path) -> None:
-        if Path(target) == home and ".incoming-" in str(source):
-            raise OSError(5, "Input/output error")
-        replace(source, target)
-
-    if not swap:
-        monkeypatch.setattr(run_checkpoints, "_exchange", lambda *_: False)
-    monkeypatch.setattr(os, "replace", break_down)
-    if swap:
-        writer.adopt_checkpoint(0, event, folder, POLICY)
-        assert (home / "model.safetensors").read_bytes() == b"other"
-    else:
-        with pytest.raises(ResultsError, match="Input/output"):
-            writer.adopt_checkpoint(0, event, folder, POLICY)
-        assert (home / "model.safetensors").read_bytes() == b"w" * 1000
-    monkeypatch.undo()
-    assert names(writer) == {"step-1", "latest", "best"}
-
-
 def changed(event: CheckpointSaved, **fields: object) -> CheckpointSaved:
     first, *rest = event.files
     return dataclasses.replace(event, files=(dataclasses.replace(first, **fields), *rest))  # type: ignore[arg-type]
@@ -214,23 +172,6 @@ def test_a_file_name_that_leads_elsewhere_is_refused(writer: RunWriter, stage: S
     event, folder = stage(1)
     with pytest.raises(CheckpointDamaged, match="not a plain file name"):
         writer.adopt_checkpoint(0, changed(event, name=name), folder, POLICY)
-    assert names(writer) == set()
-
-
-def test_links_pipes_and_folders_in_the_staging_folder_are_refused(
-    writer: RunWriter, stage: Stage, tmp_path: Path
-) -> None:
-    event, folder = stage(1)
-    for make in (lambda path: path.symlink_to("/etc/passwd"), os.mkfifo, Path.mkdir):
-        odd = folder / "odd"
-        make(odd)
-        with pytest.raises(CheckpointDamaged, match="not a regular file"):
-            writer.adopt_checkpoint(0, event, folder, POLICY)
-        odd.rmdir() if odd.is_dir() else odd.unlink()
-    link = tmp_path / "link"
-    link.symlink_to(folder)
-    with pytest.raises(CheckpointDamaged, match="symbolic link"):
-        writer.adopt_checkpoint(0, event, link, POLICY)
     assert names(writer) == set()
 
 
@@ -291,7 +232,7 @@ def test_files_of_all_ranks_become_one_checkpoint(writer: RunWriter, stage: Stag
     assert not folder.exists() and not there.exists()
 
 
-@pytest.mark.parametrize("damage", ["missing", "changed", "named twice", "a link in its folder"])
+@pytest.mark.parametrize("damage", ["missing", "changed", "named twice"])
 def test_no_checkpoint_is_added_if_the_part_of_a_rank_is_damaged(writer: RunWriter, stage: Stage, damage: str) -> None:
     event, folder = stage(10, contents={"model.rank-0.safetensors": b"a", "state.pt": b"s"})
     name = "state.pt" if damage == "named twice" else "model.rank-1.safetensors"
@@ -300,8 +241,6 @@ def test_no_checkpoint_is_added_if_the_part_of_a_rank_is_damaged(writer: RunWrit
         (there / name).unlink()
     if damage == "changed":
         (there / name).write_bytes(b"c")
-    if damage == "a link in its folder":
-        (there / "more").symlink_to("/etc/passwd")
     whole = dataclasses.replace(event, parts=(CheckpointPart(1, other.staging, other.files),))
     with pytest.raises(CheckpointDamaged):
         writer.adopt_checkpoint(0, whole, folder, POLICY, [there])
@@ -319,13 +258,3 @@ def test_manifest_has_exactly_what_readers_need(writer: RunWriter, stage: Stage)
     assert (manifest["world_size"], manifest["versions"]) == (2, {"torch": "2.6"})
     assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "state.pt"]
     assert list(manifest["files"][0]) == ["name", "size_bytes", "sha256"]
-
-
-def test_three_checkpoints_and_the_one_with_the_lowest_validation_loss_are_kept_by_default(
-    writer: RunWriter, stage: Stage
-) -> None:
-    assert CheckpointPolicy() == CheckpointPolicy(keep=3, metric="val/loss", mode="min")
-    for step, loss in enumerate((1.0, 0.5, 0.5, 2.0, 3.0, 4.0), 1):
-        save(writer, stage, step, loss, CheckpointPolicy())
-    assert names(writer) == {"step-3", "step-4", "step-5", "step-6", "latest", "best"}, "of equal ones the last"
-    assert writer.record.checkpoints == ("step-6", "step-5", "step-4", "step-3")

@@ -1,0 +1,193 @@
+"""Which process works on a run: a lock for this host; for others the time of the lock file, which its owner touches.
+
+Both times that are compared, that of the lock file and that of a file that is created now, are those of the file
+system: the clocks of hosts do not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ddptrain import file_ops
+from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.host_identity import HostId, Relation, is_this_host, process_start, relation, this_host
+from ddptrain.log import Log
+from ddptrain.results.errors import ResultsError, results_errors
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.run_record import DriverRecord
+
+BEAT_EVERY_S = 2.0
+SILENT_AFTER_S = 30.0
+_PATIENCE_S = 0.5  # a reader that tests the lock holds it for microseconds
+_PAUSE_S = 0.01
+_WHO = re.compile(r"process (\d+) on [\w.-]+")
+_LONGEST_BYTES = 1000
+_log = Log(__name__)
+
+
+def take(path: Path) -> int:
+    """Take the lock; return the descriptor that holds it. Closing it, or the end of the process, releases the lock.
+
+    Raises RunLocked; ResultsError, also for a file system without locks.
+    """
+    with results_errors(path):
+        descriptor = file_ops.open_regular(path, file_ops.CREATE, 0o600)  # other users can't open it to hold its lock
+    try:
+        _wait_for(descriptor, path)
+        if not file_ops.is_at(path, descriptor):
+            raise RunLocked(f"run {path.parent.name} was deleted by another process; run the command again")
+        with results_errors(path):
+            host = dataclasses.asdict(this_host())
+            identity = {"started": process_start(os.getpid()), "host": host, "token": secrets.token_hex(8)}
+            os.ftruncate(descriptor, 0)
+            text = f"process {os.getpid()} on {socket.gethostname()}\n{json.dumps(identity)}\n"
+            file_ops.write_all(descriptor, text.encode())
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _wait_for(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            if file_ops.try_lock(descriptor):
+                _log.info("run locked", lock=path)
+                return
+        except OSError as error:
+            raise ResultsError(
+                f"cannot lock {path}: {error.strerror}; use a folder on a file system with locks"
+            ) from error
+        if time.monotonic() >= deadline:
+            who = holder(path) or "another process"
+            raise RunLocked(f"run {path.parent.name} is held by {who}; wait for it, or choose another --run-id")
+        time.sleep(_PAUSE_S)
+
+
+def holder(path: Path) -> str:
+    """Return the process that took the lock last, as "process 12 on host"; "" if the file does not name it."""
+    match = None
+    with suppress(OSError):
+        match = _WHO.match(file_ops.read_regular(path).decode(errors="replace"))
+    return match[0] if match else ""
+
+
+def holder_here(path: Path) -> int:
+    """Return the process of this host that took the lock last; 0 if it has ended, or is of another host or container.
+
+    Only such a process may get a signal: another host may have the same name.
+    """
+    match = _WHO.match(holder(path))
+    try:
+        identity = json.loads(file_ops.read_regular(path).decode().split("\n")[1])
+        is_here = relation(HostId.of(identity["host"]), this_host()) is Relation.SAME
+        started = float(identity["started"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0
+    pid = int(match[1]) if match else 0
+    return pid if is_here and pid and started == process_start(pid) > 0 else 0
+
+
+def is_held(path: Path) -> bool | None:
+    """Return whether a process holds the lock, as far as this host sees; False if there is no lock file.
+
+    None if this user can't open it, or the file system has no locks. On some network file systems a lock of another
+    host looks free.
+    """
+    try:
+        descriptor = file_ops.open_regular(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        return not file_ops.try_lock(descriptor, shared=True)  # shared: readers do not disturb each other
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def is_alive(layout: RunLayout, driver: DriverRecord) -> bool:
+    """Return whether the driver of a run whose run.json says `running` is alive.
+
+    A held lock decides, and so does a free lock if the driver was started on this host. Otherwise the age of the lock
+    file decides.
+    """
+    held = is_held(layout.lock_file)
+    if held or (held is False and is_this_host(driver.host, driver.boot_id)):
+        return bool(held)
+    try:
+        touched = layout.lock_file.lstat().st_mtime
+    except OSError:
+        return False
+    return file_ops.time_in(layout.root) - touched <= SILENT_AFTER_S
+
+
+def changed_at(layout: RunLayout) -> float:
+    """Return when a file of the run changed last, in seconds since 1970; 0 if there is none."""
+    times = [0.0]
+    for path in (layout.run_json, layout.events_jsonl, layout.metrics_jsonl, *layout.logs().values()):
+        with suppress(OSError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
+
+
+class Owner:
+    """This driver's hold on a run; release() or the end of the process gives it up. See remote/lease.py for stores."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._text = b""
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Take the lock, as the function of that name does. Raises RunLocked, ResultsError."""
+        self._descriptor = take(self._path)
+        self._text = os.pread(self._descriptor, _LONGEST_BYTES, 0)
+
+    def keep(self, lost: Callable[[DdptrainError], None]) -> None:
+        """Touch the file in a thread until release(). `lost` is called once if another driver has taken the run."""
+        self._thread = threading.Thread(target=self._run, args=(lost,), name="ddptrain-owner", daemon=True)
+        self._thread.start()
+
+    def assure(self) -> None:
+        """Touch the file. Raises RunLocked if another driver has the run now: not all file systems show its lock."""
+        with results_errors(self._path):
+            content = os.pread(self._descriptor, _LONGEST_BYTES, 0)
+            if content != self._text or not file_ops.is_at(self._path, self._descriptor):
+                who = holder(self._path) or "another process"
+                raise RunLocked(f"run {self._path.parent.name} has been taken over by {who}")
+            os.utime(self._descriptor)
+
+    def release(self) -> None:
+        """Give the run up; releasing twice is harmless."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _run(self, lost: Callable[[DdptrainError], None]) -> None:
+        while not self._stopped.wait(BEAT_EVERY_S):
+            try:
+                self.assure()
+            except RunLocked as error:
+                lost(error)
+                return
+            except ResultsError:
+                continue  # the file system may answer again

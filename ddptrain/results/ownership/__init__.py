@@ -1,1 +1,0 @@
-"""Which driver owns a run: claim, lock and heartbeat."""

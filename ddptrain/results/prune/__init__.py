@@ -1,1 +1,0 @@
-"""Deletes runs that a policy does not keep."""

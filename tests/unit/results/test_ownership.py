@@ -1,0 +1,172 @@
+"""Which process works on a run: real locks, and the times of real files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ddptrain.errors import DdptrainError, RunLocked
+from ddptrain.results import ownership
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.ownership import Owner
+from ddptrain.results.run_record import DriverRecord
+
+HERE = DriverRecord.of_this_process()
+ANOTHER_HOST = DriverRecord(1, "another-host", "another-boot")
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    (tmp_path / "run").mkdir()
+    return RunLayout(tmp_path / "run")
+
+
+@pytest.fixture
+def owner(layout: RunLayout) -> Iterator[Owner]:
+    made = Owner(layout.lock_file)
+    yield made
+    made.release()
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def test_held_lock_means_that_the_driver_is_alive(layout: RunLayout, owner: Owner) -> None:
+    owner.take()
+    age(layout.lock_file, 600)
+    assert ownership.is_held(layout.lock_file) is True
+    assert ownership.is_alive(layout, HERE) and ownership.is_alive(layout, ANOTHER_HOST)
+    with pytest.raises(RunLocked, match=f"run run is held by process {os.getpid()} on {socket.gethostname()}; wait"):
+        ownership.take(layout.lock_file)
+    owner.release()
+    owner.release()
+    assert ownership.is_held(layout.lock_file) is False
+    os.close(ownership.take(layout.lock_file))
+
+
+def test_free_lock_of_this_host_means_that_it_is_dead_and_of_another_host_its_age_counts(layout: RunLayout) -> None:
+    assert not ownership.is_alive(layout, HERE) and not ownership.is_alive(layout, ANOTHER_HOST)
+    os.close(ownership.take(layout.lock_file))
+    assert not ownership.is_alive(layout, HERE) and ownership.is_alive(layout, ANOTHER_HOST)
+    age(layout.lock_file, 25)
+    assert ownership.is_alive(layout, ANOTHER_HOST)
+    age(layout.lock_file, 35)
+    assert not ownership.is_alive(layout, ANOTHER_HOST)
+    assert os.listdir(layout.root) == ["run.lock"]
+
+
+def test_lock_of_a_killed_process_is_free(tmp_path: Path, driver: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = driver("a-run")
+    lock = tmp_path / "runs/a-run/run.lock"
+    assert ownership.is_held(lock) and ownership.holder_here(lock) == process.pid
+    process.kill()
+    process.wait()
+    assert ownership.is_held(lock) is False and ownership.holder_here(lock) == 0
+    assert ownership.holder(lock) == f"process {process.pid} on {socket.gethostname()}"
+
+
+def test_readers_do_not_keep_a_driver_out(layout: RunLayout) -> None:
+    layout.lock_file.touch()
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            ownership.is_held(layout.lock_file)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    try:
+        for _ in range(20):
+            os.close(ownership.take(layout.lock_file))
+    finally:
+        over.set()
+        for reader in readers:
+            reader.join()
+
+
+def test_owner_touches_the_file_and_notices_that_another_one_has_it(
+    layout: RunLayout, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "BEAT_EVERY_S", 0.01)
+    owner.take()
+    lost: list[DdptrainError] = []
+    owner.keep(lost.append)
+    age(layout.lock_file, 60)
+    deadline = time.monotonic() + 60
+    while time.time() - layout.lock_file.stat().st_mtime > 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not lost
+    layout.lock_file.write_text("process 7 on far\n")  # its host does not see our lock
+    while not lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert isinstance(lost[0], RunLocked) and str(lost[0]) == "run run has been taken over by process 7 on far"
+
+
+def test_lock_file_that_is_replaced_is_lost(layout: RunLayout, owner: Owner) -> None:
+    owner.take()
+    owner.assure()
+    layout.lock_file.unlink()
+    with pytest.raises(RunLocked):
+        owner.assure()
+    other = ownership.take(layout.lock_file)
+    with pytest.raises(RunLocked, match=f"taken over by process {os.getpid()} on"):
+        owner.assure()
+    os.close(other)
+
+
+def test_run_that_is_deleted_while_a_driver_waits_for_its_lock_is_refused(layout: RunLayout) -> None:
+    held = ownership.take(layout.lock_file)
+
+    def delete() -> None:
+        time.sleep(0.1)
+        layout.lock_file.unlink()
+        os.close(held)
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    with pytest.raises(RunLocked, match="run run was deleted by another process"):
+        ownership.take(layout.lock_file)
+    deleting.join()
+
+
+@pytest.mark.parametrize("text", ["", "process 7 on far\n", "process 7 on far\n{}\n", "\0\0"])
+def test_lock_of_another_host_or_version_names_no_process_of_this_host(layout: RunLayout, text: str) -> None:
+    assert (ownership.holder(layout.lock_file), ownership.holder_here(layout.lock_file)) == ("", 0)
+    layout.lock_file.write_text(text)
+    assert ownership.holder(layout.lock_file) == text.partition("\n")[0].strip("\0")
+    assert ownership.holder_here(layout.lock_file) == 0
+
+
+def test_other_users_cannot_hold_the_lock_and_no_link_is_followed(layout: RunLayout, tmp_path: Path) -> None:
+    os.close(ownership.take(layout.lock_file))
+    assert stat.S_IMODE(layout.lock_file.stat().st_mode) == 0o600
+    layout.lock_file.unlink()
+    (tmp_path / "precious").write_text("precious\n")
+    layout.lock_file.symlink_to(tmp_path / "precious")
+    assert ownership.is_held(layout.lock_file) is None
+    with pytest.raises(ResultsError):
+        ownership.take(layout.lock_file)
+    assert (tmp_path / "precious").read_text() == "precious\n"
+
+
+def test_newest_change_of_the_files_that_a_run_writes_counts(layout: RunLayout) -> None:
+    assert ownership.changed_at(layout) == 0
+    layout.logs_dir.mkdir()
+    for at_s, path in enumerate((layout.run_json, layout.log(3), layout.metrics_jsonl, layout.events_jsonl), 1_000):
+        path.touch()
+        os.utime(path, (at_s, at_s))
+        assert ownership.changed_at(layout) == at_s
