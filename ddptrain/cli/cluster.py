@@ -60,13 +60,11 @@ def up(
         float | None, typer.Option(metavar="SECONDS", help="End it after this time without a run.")
     ] = None,
     tls: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--tls/--no-tls",
-            help="TLS with the cluster's own certificate. It is the default, except for a local cluster: only you "
-            "can open its sockets. With --no-tls everyone who can reach its ports can run programs as you.",
+            "--tls", help="Listen on TCP with TLS also if it is local; by default only you can open its sockets."
         ),
-    ] = None,
+    ] = False,
     if_needed: Annotated[
         bool,
         typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),

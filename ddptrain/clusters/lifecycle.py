@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
     from ddptrain.config.sections.clusters import ClusterConfig
 
-_EXPOSED = (
-    "the scheduler at {address} asks for no certificate: everyone who can reach its port, or that of a worker, "
-    "can run programs as you on every host of this cluster, and read what driver and workers send each other"
-)
 _log = Log(__name__)
 _SURE_S = 10.0  # a cluster that does not answer for that long has failed, and is cleaned up
 _END_S = 60.0  # another command may need that long to clean up a failed start
@@ -45,8 +41,8 @@ _LOG_LINES = 12
 _CLOSE_S = 2.0  # for closing the connection
 
 
-def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None, if_needed: bool = False) -> View:
-    """Start a cluster and wait until all its workers are warm; `tls` None leaves encryption to the backend.
+def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool = False, if_needed: bool = False) -> View:
+    """Start a cluster and wait until all its workers are warm; with `tls` also a local one listens on TCP.
 
     With `if_needed`, a cluster that is up with the same settings is the result, not an error; if another command is
     starting or ending the cluster, this one waits for that command first.
@@ -57,8 +53,6 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None,
             that name is on another host.
     """
     backend = _backend(config.backend)
-    if backend.tls is None and tls is not None:
-        raise UsageError(f"backend {config.backend} has its own encryption: leave --tls and --no-tls out")
     patience_s = {}
     if if_needed:
         patience_s = {"patience_s": config.start_timeout_s + _END_S}
@@ -66,21 +60,21 @@ def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None = None,
             tell(f"another command is starting or ending the cluster {name}: waiting for it")
     with records.locked(name, **patience_s):
         if (view := _look_or_clean_up(name, tell)) is None:
-            return _start(config, name, backend, tell, encrypts=bool(backend.tls if tls is None else tls))
+            return _start(config, name, backend, tell, tls=tls)
     if not if_needed:
         raise UsageError(f"the cluster {name} is up at {view.cluster.address}, {view.slots} slots")
-    _check_same(view, config, tls)
+    _check_same(view, config, tls=tls)
     tell(f"the cluster {name} is up already")
     return view
 
 
-def _start(config: ClusterConfig, name: str, backend: Backend, tell: Tell, *, encrypts: bool) -> View:
+def _start(config: ClusterConfig, name: str, backend: Backend, tell: Tell, *, tls: bool) -> View:
     began = time.monotonic()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     cluster = records.create(ClusterRecord(name=name, config=config, started_at=now))
-    _log.info("cluster starts", cluster=name, backend=config.backend, folder=cluster.folder, tls=encrypts)
+    _log.info("cluster starts", cluster=name, backend=config.backend, folder=cluster.folder)
     try:
-        if encrypts:
+        if tls or backend.tls:
             make_tls(cluster.folder)
         # The generator is closed before the clean-up: it waits for what it is starting at the moment.
         with deferred(breakable=True) as deliver_signals, contextlib.closing(backend.start(cluster, tell)) as parts:
@@ -101,7 +95,10 @@ def _start(config: ClusterConfig, name: str, backend: Backend, tell: Tell, *, en
     took_s = time.monotonic() - began
     _log.info("cluster is up", cluster=name, address=cluster.address, slots=view.slots, took_s=took_s)
     if cluster.address.startswith("tcp://"):
-        tell(f"warning: {_EXPOSED.format(address=cluster.address)}")
+        tell(
+            f"warning: the scheduler at {cluster.address} asks for no certificate: everyone who can reach it can run "
+            "programs as you on its workers"
+        )
     return view
 
 
@@ -126,14 +123,14 @@ def _look_or_clean_up(name: str, tell: Tell) -> View | None:
     return None
 
 
-def _check_same(view: View, config: ClusterConfig, tls: bool | None) -> None:
+def _check_same(view: View, config: ClusterConfig, *, tls: bool) -> None:
     """Raise UsageError if the running cluster has other settings, ClusterError if it has lost workers."""
     cluster, name = view.cluster, view.name
     started, asked = cluster.config.model_dump(by_alias=True), config.model_dump(by_alias=True)
     fields = sorted({*started, *asked} - _NOT_OF_THE_CLUSTER)
     changes = [f"cluster.{field}" for field in fields if started.get(field) != asked.get(field)]
-    if tls is not None and tls != (cluster.tls_dir is not None):
-        changes.append("--tls" if tls else "--no-tls")
+    if tls and cluster.tls_dir is None:
+        changes.append("--tls")
     if changes:
         raise UsageError(
             f"the cluster {name} is up at {cluster.address} with other settings ({', '.join(changes)}): leave them "

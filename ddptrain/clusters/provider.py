@@ -46,10 +46,12 @@ class Cluster(Protocol):
 class Backend(Protocol):
     """Starts and ends the processes, jobs or pods of a cluster that outlives the command.
 
-    `tls` says whether its clusters use TLS by default; None: the backend decides.
+    `tls` says that its clusters need a certificate. `own_workers` says that the workers are `ddptrain.worker` of this
+    version, so that nobody has to check what they have.
     """
 
-    tls: ClassVar[bool | None]
+    tls: ClassVar[bool] = False
+    own_workers: ClassVar[bool] = False
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Start the scheduler and the workers, and yield each part, which the caller saves before it goes on.

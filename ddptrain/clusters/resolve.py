@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from ddptrain.config.sections.clusters import TlsSettings
 
-_OUR_WORKERS = frozenset({"local", "ssh", "slurm"})  # backends whose workers run this version of ddptrain
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -72,8 +70,8 @@ def of_cluster(cluster: ClusterRecord) -> Target:
         version = cluster.version
         raise ClusterError(f"the cluster {name} was started by ddptrain {version}, this is {__version__}: {again}")
     folder = cluster.tls_dir
-    foreign = cluster.backend not in _OUR_WORKERS
     tls = own_security(folder) if folder else None
+    foreign = not plugin_names.provider_class(cluster.backend).own_workers
     return Target(cluster.address, tls, name, foreign, fixed=cluster.backend == "local")
 
 

@@ -451,10 +451,11 @@ class Attempt:
         if self._outside:  # nothing could be saved yet
             self._stop(deadlines.at_once_s(first))
             return
-        what = "the ranks finish their step and save"
+        what, status = "the ranks finish their step and save", "saving a checkpoint"
         if self.is_script:
-            what = f"the script gets {signal.Signals(signum).name} and ends"
+            what, status = f"the script gets {signal.Signals(signum).name} and ends", "waiting for the script to end"
         self.recorder.notice(f"{notice}: {what}, within {self.grace_s:g} s (again to stop the ranks)")
+        self.recorder.status(f"stopping: {status} (again: at once)", announced=True)
         command = _PASSED_ON.get(signum, Command.PREEMPT) if self.is_script else Command.PREEMPT
         self.workers.tell(self._alive(), command)
         self.preempt_until = self._earlier("preempt", None, self._now + deadlines.preempt_s(first))

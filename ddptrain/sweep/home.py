@@ -14,9 +14,8 @@ from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import describe_value, shorten
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.results.checkpoints.verification import metrics_in, parse_manifest
-from ddptrain.results.layout import MANIFEST, new_run_id
+from ddptrain.results.layout import MANIFEST, check_run_id, new_run_id
 from ddptrain.results.lookup import RunView
-from ddptrain.results.ownership.claim import check_run_id
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS
 from ddptrain.results.remote.runs import RunsDir, open_runs_dir
 from ddptrain.results.run_record import SWEEP

@@ -33,7 +33,7 @@ def test_sweep_is_stopped_and_continued_like_a_run(project: Project, shared_clus
     stopped = json.loads(project("stop", "s", "--json", rc=0).stdout)
     assert (stopped["run_id"], stopped["status"], stopped["exit_code"]) == ("s", "preempted", 75)
     assert running.finish().rc == 75
-    (listed,) = json.loads(project("results", "sweeps", "--json", rc=0).stdout)
+    (listed,) = json.loads(project("results", "list", "--sweeps", "--json", rc=0).stdout)
     assert (listed["sweep_id"], listed["status"], listed["ended"]) == ("s", "preempted", 0)
     assert json.loads(project("results", "list", "--json", rc=0).stdout) == []  # runs: the trials are below it
 

@@ -44,7 +44,7 @@ class Clusters:
         (cli.folder / "work.py").write_text(WORKLOAD)
 
     def __call__(self, *args: str, rc: int = 0, env: dict[str, str] | None = None) -> Finished:
-        is_look = args[0] in ("status", "list")
+        is_look = args[0] == "status"
         done = self.cli.look(*args, env=env) if is_look else self.cli("cluster", *args, env=env)
         assert done.rc == rc, done
         return done
@@ -60,7 +60,7 @@ class Clusters:
         return view
 
     def listed(self) -> list[dict[str, Any]]:
-        views: list[dict[str, Any]] = json.loads(self("list", "--json").stdout)
+        views: list[dict[str, Any]] = json.loads(self("status", "--json").stdout)
         return views
 
     def entries(self) -> list[str]:
@@ -156,11 +156,11 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     assert clusters.status()["free"] == 2
 
     assert "cluster dev is up at unix:" in clusters("up", "--name", "dev", rc=2).stderr
-    assert "dev   up     local    2      2" in clusters("list").stdout
+    assert "dev   up     local    2      2" in clusters("status").stdout
     clusters("down", "dev")
     assert clusters.entries() == []
     assert all(is_gone(process) for process in processes)
-    assert "no clusters" in clusters("list").stderr
+    assert "no clusters" in clusters("status").stderr
 
 
 def test_killed_scheduler_is_told_soon_and_cleared_away(clusters: Clusters) -> None:

@@ -151,21 +151,21 @@ def test_cluster_lives_from_up_to_down(cluster: ClusterCli, kube: KubeServer) ->
     forward.wait(PATIENCE_S)
     assert "rank 1 of 2" in cluster("train", "mine.yaml", "--cluster", "dev").stdout, "it is started again"
     cluster("cluster", "down", "dev")
-    assert cluster.json("list") == [] and not left_in(kube)
+    assert cluster.json("status") == [] and not left_in(kube)
 
 
 @pytest.mark.slow
 def test_idle_cluster_ends_with_its_pods(cluster: ClusterCli, kube: KubeServer) -> None:
-    cluster.up("--idle-timeout", "3")
+    cluster.up("--idle-timeout", "15")
     wait_until(lambda: {pod["status"]["phase"] for pod in kube.objects("pods")} <= {"Succeeded", "Failed"})
-    wait_until(lambda: cluster.json("list")[0]["state"] == "ended")
+    wait_until(lambda: cluster.json("status")[0]["state"] == "ended")
     cluster("cluster", "down", "dev")
 
 
 def test_image_that_can_not_be_pulled_is_named_at_once_and_leaves_nothing(cluster: ClusterCli) -> None:
     failed = cluster.up("--set", "cluster.start_timeout_s=3600", image="registry.test/missing:1", rc=4)
     assert 'ImagePullBackOff: Back-off pulling image "registry.test/missing:1"' in failed.stderr
-    assert cluster.json("list") == []
+    assert cluster.json("status") == []
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_start_that_ends_early_leaves_nothing_that_down_does_not_find(
     else:
         up.popen.send_signal(sent)
         assert up.finish().rc == 130
-    assert cluster.json("list") == []
+    assert cluster.json("status") == []
 
 
 def test_settings_are_in_the_pods_and_what_the_schema_does_not_know_is_refused(

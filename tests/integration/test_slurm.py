@@ -34,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def cluster(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
-    done = cli.look(*args, env=site.env) if args[0] in ("status", "list") else cli("cluster", *args, env=site.env)
+    done = cli.look(*args, env=site.env) if args[0] == "status" else cli("cluster", *args, env=site.env)
     assert done.rc == rc, done
     return done
 
@@ -74,10 +74,10 @@ def test_job_that_others_cancel_is_seen(run_cli: Cli, site: Slurm) -> None:
     assert part["role"] == "job"
     site.call("scancel", part["id"].split()[1])
     deadline = time.monotonic() + PATIENCE_S
-    while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "ended":
+    while json.loads(cluster(run_cli, site, "status", "--json").stdout)[0]["state"] != "ended":
         assert time.monotonic() < deadline
     cluster(run_cli, site, "down", "dev")
-    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
+    assert json.loads(cluster(run_cli, site, "status", "--json").stdout) == []
 
 
 def test_up_that_is_killed_while_it_submits_leaves_no_job_that_down_does_not_find(run_cli: Cli, site: Slurm) -> None:
@@ -101,4 +101,4 @@ def test_job_that_waits_is_told_with_slurms_reason_and_cancelled(run_cli: Cli, s
 def test_what_sbatch_refuses_is_told_in_its_words(run_cli: Cli, site: Slurm) -> None:
     done = up(run_cli, site, "--set", "cluster.slurm={partition: nowhere}", rc=4)
     assert "invalid partition specified: nowhere" in done.stderr.lower() or "Invalid partition" in done.stderr
-    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
+    assert json.loads(cluster(run_cli, site, "status", "--json").stdout) == []

@@ -42,7 +42,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
 
 
 def cluster(cli: Cli, *args: str, rc: int = 0) -> Finished:
-    done = cli.look(*args) if args[0] in ("status", "list") else cli("cluster", *args)
+    done = cli.look(*args) if args[0] == "status" else cli("cluster", *args)
     assert done.rc == rc, done
     return done
 
@@ -161,7 +161,7 @@ def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHost
     assert trained.rc == 0, trained.stderr
     assert "[rank 1] node 1 local 0 of 1 sum 3" in trained.stdout
     assert remote_folders(hosts) == []
-    assert json.loads(cluster(run_cli, "list", "--json").stdout) == []
+    assert json.loads(cluster(run_cli, "status", "--json").stdout) == []
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_host_that_cannot_be_used_is_told_in_a_line(
     errors = [line for line in done.stderr.splitlines() if told in line]
     assert errors and len(errors) <= 2, done.stderr  # a line a host
     assert remote_folders(hosts) == []
-    assert json.loads(cluster(run_cli, "list", "--json").stdout) == []
+    assert json.loads(cluster(run_cli, "status", "--json").stdout) == []
 
 
 def test_wrong_key_is_refused_by_the_host_and_told(run_cli: Cli, hosts: SshHosts) -> None:

@@ -7,16 +7,14 @@ run, and Ctrl-C does not reach its workers. `cluster up` only starts classes who
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from ddptrain.clusters.backends.dask_class_process import DaskClusterOrder
 from ddptrain.clusters.processes import PYTHON, DaemonOrder
 from ddptrain.clusters.provider import Backend, Cluster, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
-from ddptrain.clusters.resolve import Target, of_cluster
+from ddptrain.clusters.resolve import Target
 from ddptrain.clusters.security import CERT_FILE, own_security
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.errors import ClusterError, DdptrainError, UsageError
@@ -36,7 +34,6 @@ _LOG = "class"
 _POLL_S = 0.05
 _TELL_EVERY_S = 5.0  # seconds between progress messages: a user may want to interrupt the wait
 _STOP_S = 60.0  # cloud machines take longer to end than a process
-_ASK_S = 5.0
 _LOG_LINES = 8
 
 
@@ -139,8 +136,6 @@ _CLOUDS = {
 class DaskClassBackend(Backend):
     """Creates a cluster in a cloud and leaves it there; the record has its address."""
 
-    tls = None  # the cluster class decides
-
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Create the cluster, and wait for its workers. Raises ClusterError, UsageError."""
         config, name = cluster.config, cluster.config.class_name
@@ -173,8 +168,8 @@ class DaskClassBackend(Backend):
         return None
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
-        """Return what the class has written, and the logs that Dask keeps of the scheduler and the workers."""
-        return {_LOG: processes.tail(str(cluster.folder), _LOG, lines), **_dask_logs(cluster, lines)}
+        """Return what the class has written; the pages of the cloud have the logs of its machines."""
+        return {_LOG: processes.tail(str(cluster.folder), _LOG, lines)}
 
     def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """Close the cluster, also one that is still starting. Raises ClusterError if it can't be closed."""
@@ -249,27 +244,3 @@ def _json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return found
-
-
-def _dask_logs(cluster: ClusterRecord, lines: int) -> dict[str, str]:
-    """Return the last log lines that Dask keeps of scheduler and workers; empty if the scheduler does not answer."""
-    if not cluster.address:
-        return {}
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # an unreachable scheduler is reported by the caller
-
-    async def ask() -> dict[str, Sequence[tuple[str, str]]]:
-        from distributed import rpc
-
-        target = of_cluster(cluster)
-        how = target.security.get_connection_args("client") if target.security else None
-        async with rpc(target.address, connection_args=how, timeout=_ASK_S) as scheduler:
-            of_scheduler, of_workers = await asyncio.gather(scheduler.get_logs(n=lines), scheduler.worker_logs(n=lines))
-        return {"scheduler": of_scheduler, **{f"worker {address}": log for address, log in of_workers.items()}}
-
-    try:
-        found = asyncio.run(asyncio.wait_for(ask(), _ASK_S))
-    except (OSError, TimeoutError, DdptrainError):
-        return {}
-    # Pairs of level and message, the newest first.
-    texts = {who: "\n".join(text for _, text in reversed(log)).splitlines() for who, log in found.items()}
-    return {who: "".join(f"{line}\n" for line in text[-lines:]) for who, text in texts.items()}

@@ -76,8 +76,11 @@ def main(argv: list[str]) -> int:
             security.write_private_json(folder / "scheduler.json", card)
             if verb == "hold":
                 sys.stdin.read()
-        except BaseException:
-            _close(cluster, order)
+        except DaskClusterError as error:
+            try:
+                _close(cluster, order)
+            except DaskClusterError as stuck:
+                raise DaskClusterError(f"{error}; {stuck}; what it has started may still be there") from error
             raise
         if verb == "hold":
             return _close(cluster, order)
@@ -117,8 +120,9 @@ def _reached(cluster: Any, order: DaskClusterOrder, folder: Path, deadline: floa
     if address.partition("://")[0] not in _REACHABLE:
         where = f"the scheduler of {order.cls} is at {address}, where no other process can reach it"
         raise DaskClusterError(f"{where}; let it listen on tcp://")
-    wanted = order.kwargs.get("n_workers") or len(getattr(cluster, "plan", ()))
-    if "n_workers" not in order.kwargs and (order.ranks or not wanted):
+    plan = getattr(cluster, "plan", None)  # the workers of a SpecCluster
+    wanted = int(order.kwargs.get("n_workers") or len(plan or ()) or 1)
+    if "n_workers" not in order.kwargs and (order.ranks or (plan is not None and not plan)):
         wanted = order.ranks or 1
         with _one_line_errors(order, f".scale({wanted})"):
             cluster.scale(wanted)
@@ -130,13 +134,13 @@ def _reached(cluster: Any, order: DaskClusterOrder, folder: Path, deadline: floa
         client = Client(address, security=tls, timeout=_left_s(deadline), name=LOOKER, set_as_default=False)
     with client:
         try:
-            client.wait_for_workers(int(wanted), timeout=_left_s(deadline))
+            client.wait_for_workers(wanted, timeout=_left_s(deadline))
         except TimeoutError as error:
-            joined = f"{len(client.nthreads())} of {counted(int(wanted), 'worker')} joined"
+            joined = f"{len(client.nthreads())} of {counted(wanted, 'worker')} joined"
             raise DaskClusterError(f"{joined} within {order.timeout_s:g} s (cluster.start_timeout_s)") from error
     dashboard = str(getattr(cluster, "dashboard_link", None) or "")
     handle = str(getattr(cluster, order.handle)) if order.handle else ""
-    return {"address": address, "dashboard": dashboard, "workers": int(wanted), "handle": handle}
+    return {"address": address, "dashboard": dashboard, "workers": wanted, "handle": handle}
 
 
 def _attached(order: DaskClusterOrder, folder: Path) -> Any:

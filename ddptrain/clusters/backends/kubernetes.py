@@ -26,7 +26,7 @@ from ddptrain.clusters import processes
 from ddptrain.clusters.processes import DaemonOrder
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
-from ddptrain.clusters.security import CERT_FILE, KEY_FILE, make_tls
+from ddptrain.clusters.security import CERT_FILE, KEY_FILE
 from ddptrain.config.sections.clusters import KubernetesSettings
 from ddptrain.errors import ClusterError, UsageError
 
@@ -62,7 +62,7 @@ _HARMLESS = frozenset({"", "ContainerCreating", "PodInitializing"})
 class KubernetesBackend(Backend):
     """One worker pod with a slot per GPU, or as many as configured, for each worker."""
 
-    tls = None  # always: make_tls below
+    tls = True
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Create the objects, wait for the scheduler's pod, and open the way to it. Raises ClusterError, UsageError."""
@@ -74,7 +74,6 @@ class KubernetesBackend(Backend):
         settings = _settings(cluster)
         slots = settings.gpus_per_worker or settings.ranks_per_worker
         cluster.workers = math.ceil(cluster.config.slots / slots) if cluster.config.slots else settings.workers
-        make_tls(cluster.folder)
         objects = Part(role="objects", host=_place(settings), id=secrets.token_hex(8))
         yield objects
         _kubectl(objects, "create", "-f", "-", text="\n---\n".join(map(json.dumps, manifests(cluster, objects.id))))

@@ -23,7 +23,7 @@ _LOOPBACK = "127.0.0.1"
 class LocalBackend(Backend):
     """One slot per GPU of this machine, or the requested number of slots on the CPU."""
 
-    tls = False  # other users can't open its unix sockets
+    own_workers = True
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Start scheduler and worker. Raises ClusterError."""

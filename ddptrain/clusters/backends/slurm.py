@@ -56,6 +56,7 @@ class SlurmBackend(Backend):
     """Runs a worker on each node of a job, with one slot per allocated GPU. The job outlives the submitting shell."""
 
     tls = True
+    own_workers = True
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Submit the job. Raises ClusterError, UsageError."""
@@ -139,7 +140,7 @@ def _made_folder(cluster: ClusterRecord) -> Path:
         folder.mkdir(parents=True, mode=0o700)
     except OSError as error:
         raise ClusterError(f"cluster.slurm.folder {chosen} can't be used: {error.strerror}") from error
-    for name in (CERT_FILE, KEY_FILE) if cluster.tls_dir else ():
+    for name in (CERT_FILE, KEY_FILE):
         write_private(folder / name, (cluster.folder / name).read_bytes())
     return folder
 
@@ -218,8 +219,7 @@ def _commands(cluster: ClusterRecord, slots: int | None) -> list[str]:
     log = shlex.quote(str(folder / "scheduler.log"))
     worker = [python, "-P", "-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json"]
     worker += ["--timeout", f"{cluster.config.start_timeout_s:g}", "--slots", str(slots or 0)]
-    worker += ["--gpus", "none" if cluster.config.gpus == 0 else "auto"]
-    worker += ["--tls-dir", str(folder)] if cluster.tls_dir else []
+    worker += ["--gpus", "none" if cluster.config.gpus == 0 else "auto", "--tls-dir", str(folder)]
     name = 'name="$SLURMD_NODENAME-$SLURM_JOB_ID"'
     inner = f'{name}; exec {shlex.join(worker)} --name "$name" >>{shlex.quote(f"{folder}/worker-")}"$name".log 2>&1'
     run = ["srun", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--export=ALL", "--input=none"]

@@ -47,6 +47,7 @@ class SshBackend(Backend):
     """Runs a worker on each host, started by the user's ssh command with its configured keys and options."""
 
     tls = True
+    own_workers = True
 
     def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
         """Start the scheduler and the workers. Raises ClusterError, UsageError."""
@@ -171,7 +172,7 @@ def _worker_arguments(cluster: ClusterRecord, host: Host, address: str, slots: i
     arguments = ["-m", "ddptrain.worker", "--scheduler", cluster.address, "--host", address]
     arguments += ["--slots", str(slots or 0), "--gpus", "none" if cluster.config.gpus == 0 else "auto"]
     arguments += ["--scratch", f"{FOLDER}/scratch", "--name", host.name]
-    return arguments if cluster.tls_dir is None else [*arguments, "--tls-dir", FOLDER]
+    return [*arguments, "--tls-dir", FOLDER]
 
 
 def _planned(cluster: ClusterRecord, role: str, host: Host) -> Part:
@@ -181,8 +182,7 @@ def _planned(cluster: ClusterRecord, role: str, host: Host) -> Part:
 
 
 def _started(cluster: ClusterRecord, part: Part, host: Host, arguments: list[str]) -> Part:
-    tls_dir = cluster.tls_dir
-    files = {file: (tls_dir / file).read_text() for file in (CERT_FILE, KEY_FILE)} if tls_dir else {}
+    files = {file: (cluster.folder / file).read_text() for file in (CERT_FILE, KEY_FILE)}
     order = DaemonOrder(part.role, part.id, [PYTHON, "-P", *arguments], files, _settings(cluster).env)
     daemon = DaemonId.of(host.call("start", **dataclasses.asdict(order)))
     return part.model_copy(update={"process": daemon})

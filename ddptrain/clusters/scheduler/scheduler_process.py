@@ -37,7 +37,7 @@ SCHEDULER_FILE = "scheduler.json"
 ENDED_FILE = "ended.json"
 LOOKER = "ddptrain-look"  # client name of status checks, which do not keep an idle cluster alive
 
-_CONFIG = {
+SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # drop_the_silent replaces it
     "distributed.scheduler.work-stealing": False,
@@ -126,7 +126,7 @@ async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
     shows = _has_bokeh()
     if not shows:  # the HTTP routes are needed by the dashboard only
         dask.config.set({"distributed.scheduler.http.routes": []})
-    dask.config.set(_CONFIG)
+    dask.config.set(SCHEDULER_CONFIG)
     scheduler: Scheduler = await Scheduler(
         **_listening(options),
         dashboard=shows,

@@ -42,11 +42,11 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str, bool | None]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ClusterConfig, str, bool]]:
     """What `up` was asked for; it starts nothing."""
-    found: list[tuple[ClusterConfig, str, bool | None]] = []
+    found: list[tuple[ClusterConfig, str, bool]] = []
 
-    def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool | None, if_needed: bool) -> View:
+    def up(config: ClusterConfig, name: str, tell: Tell, *, tls: bool, if_needed: bool) -> View:
         found.append((config, name, tls))
         return View(ClusterRecord(name=name, config=config), State.UP)
 
@@ -64,10 +64,10 @@ def dead_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def test_options_become_the_cluster_section(call: Call, asked: list[tuple[ClusterConfig, str, bool | None]]) -> None:
+def test_options_become_the_cluster_section(call: Call, asked: list[tuple[ClusterConfig, str, bool]]) -> None:
     assert call("up")[0] == 0
     config, name, tls = asked[-1]
-    assert (config, name, tls) == (ClusterConfig(), "local", None)
+    assert (config, name, tls) == (ClusterConfig(), "local", False)
 
     options = "--name dev --ranks 4 --gpus 0 --idle-timeout 60 --tls"
     assert call("up", *options.split())[0] == 0
@@ -83,7 +83,7 @@ def test_options_become_the_cluster_section(call: Call, asked: list[tuple[Cluste
 
 
 def test_runs_file_gives_its_cluster_section_and_options_win(
-    call: Call, asked: list[tuple[ClusterConfig, str, bool | None]]
+    call: Call, asked: list[tuple[ClusterConfig, str, bool]]
 ) -> None:
     Path("run.yaml").write_text("workload: petnames\ncluster: {name: pets, ranks: 3, gpus: 0}\n")
     Path("only.yaml").write_text("cluster: {ranks: 5}\n")
@@ -94,7 +94,7 @@ def test_runs_file_gives_its_cluster_section_and_options_win(
 
 @pytest.mark.parametrize("backend", plugin_names.BACKENDS)
 def test_backend_without_its_settings_has_defaults_or_says_which_field_is_missing(
-    call: Call, asked: list[tuple[ClusterConfig, str, bool | None]], backend: str
+    call: Call, asked: list[tuple[ClusterConfig, str, bool]], backend: str
 ) -> None:
     """No provider has to expect that its section is missing."""
     code, _, err = call("up", "--backend", backend)

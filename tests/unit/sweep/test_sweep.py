@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,6 @@ from ddptrain.results.lookup import load_run
 from ddptrain.results.run_store import NoUpload
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.sweep_record import TrialState, read_sweep
-from ddptrain.sweep import study
 from ddptrain.sweep.home import check_same
 from ddptrain.sweep.output import summary_lines, trial_line
 from ddptrain.sweep.trial import Trial
@@ -69,7 +69,7 @@ def test_repeats_have_other_seeds_and_their_mean_counts(sweeper: Sweeper) -> Non
 @pytest.fixture
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid with a pruner, too, tries its points in their order."""
-    monkeypatch.setattr(study.random.Random, "sample", lambda chance, points, count: points)
+    monkeypatch.setattr(random.Random, "sample", lambda chance, points, count: points)
 
 
 @pytest.mark.usefixtures("in_order")

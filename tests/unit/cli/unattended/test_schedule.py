@@ -17,7 +17,7 @@ from ddptrain.cli.unattended.schedule import app
 from ddptrain.errors import ClusterError, DdptrainError, ExitCode, UsageError
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords
-from ddptrain.results.ownership import run_lock
+from ddptrain.results import ownership
 from ddptrain.results.run_record import utc_now
 
 CRONTAB = """#!/bin/sh
@@ -259,7 +259,7 @@ def test_check_finds_what_is_late(place: Path) -> None:
     running = records.create(RetrainRecord(0, "petnames", utc_now()))
     with (place / "models/petnames/retrainings/run.lock").open("w") as lock:
         lock.close()
-        held = run_lock.take(Path(lock.name))
+        held = ownership.take(Path(lock.name))
         assert json.loads(schedule("check", "--json").stdout)[0]["state"] == "running"
         os.close(held)
     records.update(RetrainRecord(running.number, "petnames", utc_now(), status="unchanged", ended_at=utc_now()))
