@@ -11,11 +11,11 @@ from ddptrain.errors import UsageError
 from ddptrain.model_registry.model_reader import ModelReader, ModelState
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.model_registry.retrainings import RetrainRecords
 from ddptrain.results.prune import PrunePolicy, PruneReport, prune
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.show.render import size
 from ddptrain.retrain.plan import to_continue
-from ddptrain.retrain.records import RetrainRecords
 
 _LOOKED_AT = 50  # retrainings of each model
 
@@ -129,7 +129,6 @@ def protected_runs(registry: ModelReader) -> dict[str, str]:
         newest = RetrainRecords(registry.folder, model).newest(_LOOKED_AT)
         continued = to_continue(newest)
         for each in newest:
-            # With `overlap: allow` several are running. Of the others, only the last one is continued.
             if each.run_id and (each.is_running or each is continued):
                 reasons.setdefault(each.run_id, f"retraining {each.number} of {model} is not finished")
     return reasons

@@ -2,7 +2,7 @@
 
 MODEL/retrainings/000001.json      one retraining, from its start to its end; rewritten after each stage
 MODEL/retrainings/000001.listing   the listing of its training data (see fingerprint.py)
-MODEL/retrainings/000001/run.lock  with `overlap: allow`, the lock of its process
+MODEL/retrainings/run.lock         the lock of the process that retrains the model (see ownership.py)
 MODEL/retrainings/late             when users were last notified that the model is late
 MODEL/skipped/TIME-TOKEN.json      a start that did nothing, or that a later start has continued, and why
 """
@@ -64,11 +64,6 @@ class RetrainStatus(StrEnum):
     INTERRUPTED = "interrupted"  # a signal, preemption, or `overlap: replace`; saved
     ABANDONED = "abandoned"  # a later start had another configuration, and began anew
 
-    @property
-    def is_success(self) -> bool:
-        """Whether the model is up to date afterwards."""
-        return self in (RetrainStatus.PROMOTED, RetrainStatus.UNCHANGED)
-
 
 @dataclass(frozen=True, slots=True)
 class GateOutcome:
@@ -129,6 +124,11 @@ class RetrainRecord:
     def is_running(self) -> bool:
         """Whether it has no end yet: it is running, or its process was killed."""
         return self.status == RetrainStatus.RUNNING
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the model is up to date afterwards."""
+        return self.status in (RetrainStatus.PROMOTED, RetrainStatus.UNCHANGED)
 
     def to_json(self) -> bytes:
         """Return the content of the file."""
@@ -231,7 +231,7 @@ class RetrainRecords:
     def late_told(self) -> str:
         """Return when users were last notified that the model is late, "" for never. A later success ends this."""
         told_at = (self._folder.read(_LATE, _RECORD_BYTES) or b"").decode(errors="replace").strip()
-        return told_at if _is_time(told_at) and told_at <= utc_now() else ""  # later than now: the clock was wrong
+        return told_at if _is_time(told_at) else ""
 
     def record_late(self) -> None:
         """Record that users were notified just now that the model is late."""
@@ -248,17 +248,14 @@ class RetrainRecords:
 
     def remove_older(self, versions: Collection[int]) -> None:
         """Delete the oldest listings and records. The records of `versions`, and unfinished ones, stay."""
-        files = sorted(self._folder.files())
-        for path in [path for path in files if path.endswith(".listing")][:-_KEPT_LISTINGS]:
+        for path in [path for path in sorted(self._folder.files()) if path.endswith(".listing")][:-_KEPT_LISTINGS]:
             self._folder.remove(path)
         old = [_name(number) for number in sorted(self.numbers())[:-_KEPT_RECORDS]]
         for name, data in self._folder.read_all(old).items():
             with suppress(RegistryDamaged):  # it stays: it may be of a version
                 record = RetrainRecord.from_json(data, name)
                 if record.version not in versions and not record.is_running:
-                    own = PurePosixPath(name).stem
-                    for path in [name, *(path for path in files if path.startswith(f"{own}/"))]:
-                        self._folder.remove(path)
+                    self._folder.remove(name)
 
 
 def _is_time(text: str) -> bool:

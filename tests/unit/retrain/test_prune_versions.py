@@ -14,7 +14,7 @@ from ddptrain.model_registry.model_reader import RECORD
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.retrain.cleanup.clean_up import prune_versions
+from ddptrain.retrain.clean_up import prune_versions
 
 WEIGHTS = b"w" * 500
 

