@@ -23,7 +23,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.processes import DaemonOrder
+from ddptrain.clusters.processes import FOLDER, DaemonOrder
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
@@ -76,7 +76,7 @@ class KubernetesBackend(Backend):
         cluster.workers = math.ceil(cluster.config.slots / slots) if cluster.config.slots else settings.workers
         objects = Part(role="objects", host=_place(settings), id=secrets.token_hex(8))
         yield objects
-        _kubectl(objects, "create", "-f", "-", text="\n---\n".join(map(json.dumps, manifests(cluster, objects.id))))
+        _kubectl(objects, "create", "-f", "-", text="\n".join(map(json.dumps, manifests(cluster, objects.id))))
         tell(f"created the jobs {cluster.name}-scheduler and {cluster.name}-worker")
         shown, shown_at, deadline = "", 0.0, time.monotonic() + cluster.config.start_timeout_s
         while not _is_ready(pod := _scheduler_pod(objects)):
@@ -205,7 +205,7 @@ while active=$({look}); [ $? -ne 0 ] || [ -n "$active" ]; do
   {kubectl} port-forward --address 127.0.0.1 job/{job} {port}:{_PORT} & wait $!
   sleep 1 & wait $!
 done"""
-    daemon = processes.start(DaemonOrder(_FORWARD, str(cluster.folder), ["sh", "-c", script]))
+    daemon = processes.start(DaemonOrder(_FORWARD, str(cluster.folder), ["sh", "-c", script, FOLDER]))
     cluster.host = daemon.host
     cluster.address = f"tls://127.0.0.1:{port}"
     return Part(role=_FORWARD, id=str(port), log=str(cluster.folder / f"{_FORWARD}.log"), process=daemon)
