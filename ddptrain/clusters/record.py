@@ -72,7 +72,6 @@ class ClusterRecord(BaseModel):
     config: ClusterConfig = Field(default_factory=ClusterConfig, repr=False)
     started_at: str = ""
     address: str = ""
-    dashboard: str = ""
     workers: int = 0
     version: str = __version__
     host: HostId = UNKNOWN_HOST
@@ -141,9 +140,9 @@ class ClusterRecord(BaseModel):
         write_private_json(self.folder / _RECORD, {**content, "version": self.version}, indent=1)
 
     def read_address(self) -> Self:
-        """Take address and dashboard from the file of a scheduler that listens meanwhile; return the record."""
+        """Take the address from the file of a scheduler that listens meanwhile; return the record."""
         if not self.address and (written := self._written("scheduler.json")):
-            self.address, self.dashboard = str(written.get("address", "")), str(written.get("dashboard", ""))
+            self.address = str(written.get("address", ""))
         return self
 
     def remove(self) -> None:

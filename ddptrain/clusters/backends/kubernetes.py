@@ -132,11 +132,12 @@ class KubernetesBackend(Backend):
         processes.end(str(cluster.folder), [part.process for part in cluster.of_role(_FORWARD) if part.process])
         for objects in cluster.of_role("objects"):
             label = f"{_OWNER}={objects.id}"
-            _kubectl(objects, "delete", "job,service,secret", "--selector", label, "--wait=false")
             deadline = time.monotonic() + _END_S
             while left := _kubectl(objects, "get", "job,service,secret,pod", "--selector", label, "--output=name"):
                 if time.monotonic() > deadline:
                     raise ClusterError(f"Kubernetes has not ended {', '.join(left.split())} within {_END_S:g} s")
+                # Again and again: a kubectl that has outlived its command may still be creating some.
+                _kubectl(objects, "delete", "job,service,secret", "--selector", label, "--wait=false")
                 time.sleep(_POLL_S)
 
     def reopen(self, cluster: ClusterRecord) -> None:
