@@ -22,6 +22,7 @@ from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.workers import Workers
 from ddptrain.log import Log, set_context
+from ddptrain.protocol import deadlines
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.run_record import utc_now
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from ddptrain.driver.cluster_session import Session
     from ddptrain.driver.run import Run
 
-_CLOSE_SILENCE_S = 60.0  # after an error of the driver: for transfers that move nothing
 _log = Log(__name__)
 
 
@@ -164,7 +164,7 @@ class Attempts:
         self.writer.update(world_size=len(places), attempts=attempts, waiting=False)
         workers, inbox, settings = self.workers, self.of.inbox, self.config.failure
         output = RankOutput(ranks, logs, inbox, workers.fetch, workers.has)
-        transfer = TransferQueue(self.writer, self.policy, inbox, output.source, self.config.checkpoint.max_failures)
+        transfer = TransferQueue(self.writer, self.policy, inbox, output.source)
         start_timeout_s = self.config.cluster.start_timeout_s
         limits = new_watchdog(settings.hang_timeout_s, start_timeout_s), start_timeout_s, settings.lost_after_s
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, *limits, now())
@@ -174,7 +174,7 @@ class Attempts:
             transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise
         finally:
-            transfer.close(_CLOSE_SILENCE_S)  # the attempt itself has waited, and has reported what is missing
+            transfer.close(deadlines.CLOSE_SILENCE_S)  # the attempt itself has waited, and has reported what is missing
 
     def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
         *others, last = self.writer.record.attempts

@@ -37,6 +37,7 @@ from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import check_run_id, new_run_id
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ddptrain.driver.resume import Choice
 
 _log = Log(__name__)
-_UPLOAD_S = 900.0  # time for the last uploads at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _locked_run(
     """Hold the lock of the run; yield its folder, and the object that uploads the folder to an object store."""
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
-    with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
+    with runs.keeping(run_id, resumed=resumed is not None) as keeping:
         yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
 
 
@@ -299,7 +299,7 @@ class Run:
     def _flushed(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Finish the uploads; return the run_end, or a failure if a run that succeeded could not be stored."""
         is_stopping = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
-        deadline_s = self.config.failure.grace_s if is_stopping else _UPLOAD_S
+        deadline_s = self.config.failure.grace_s if is_stopping else deadlines.UPLOAD_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
                 problem = self.keeping.flush(deadline_s)

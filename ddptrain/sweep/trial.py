@@ -23,10 +23,9 @@ from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
-from ddptrain.sweep.folder import LocalSweep
+from ddptrain.results.sweep_record import TrialRecord, TrialState
+from ddptrain.sweep.home import SweepHome
 from ddptrain.sweep.metric import LiveMetric, best_value
-from ddptrain.sweep.records import TrialRecord, TrialState
-from ddptrain.sweep.stored import StoredSweep
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})
@@ -51,7 +50,7 @@ class TrialPlan:
     number of a trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial.
     """
 
-    home: LocalSweep | StoredSweep
+    home: SweepHome
     metric: str
     mode: str
     seeds: int
@@ -83,6 +82,11 @@ class Trial:
         self._began_s = time.monotonic()
         self._earlier_s = record.duration_s or 0.0
         self._thread = threading.Thread(target=self._main, name=f"ddptrain-trial-{record.number}", daemon=True)
+
+    @property
+    def shown_status(self) -> str:
+        """What the trial does; "" while it trains."""
+        return "ending" if self.pruned or self.stopped else "" if self.status == "training" else self.status
 
     def start(self) -> None:
         """Start the thread."""
@@ -176,7 +180,7 @@ class Trial:
         return self._judge(view)
 
     def _report_again(self, view: RunView) -> None:
-        """Report what an earlier driver may not have reported before it was killed; it may have decided to prune."""
+        """Report what an earlier driver has not reported; it may have decided to prune."""
         for index, value in enumerate(self.plan.home.values(view, self.plan.metric).values(), 1):
             if self.plan.report(self.record.number, index, value):
                 self.pruned = True
@@ -284,7 +288,7 @@ class TrialDisplay(RunDisplay):
         if rank == 0:
             self._trial.done, self._trial.total = event.done, event.total
 
-    def status(self, text: str) -> None:
+    def status(self, text: str, *, announced: bool = False) -> None:
         """Show what the run waits for."""
         self._trial.status = text
 

@@ -26,5 +26,4 @@ FILES = {
     "tests/integration/test_store_lock.py": "test_remote_results.py",
     "tests/integration/test_wandb_faults.py": "contract/test_trackers.py",
     "tests/integration/test_wandb_media.py": "contract/test_trackers.py",
-    "tests/integration/test_wandb_sync.py": "contract/test_trackers.py",
 }

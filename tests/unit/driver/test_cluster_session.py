@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 
 from ddptrain.cli.main import main
 from ddptrain.clusters import record as records
-from ddptrain.clusters.backends.embedded import EmbeddedCluster
 from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
-from ddptrain.driver import cluster_session, connect
+from ddptrain.driver import connect
 from ddptrain.driver.cluster_session import SharedCluster, cluster_for
 from ddptrain.host_identity import HostId
 from tests.support.fake_time import Clock
@@ -26,21 +24,6 @@ from tests.unit.notes import Notes
 
 def config(**fields: Any) -> Any:
     return load_mapping({"workload": "petnames", **fields}, Path("/project")).config
-
-
-@pytest.mark.parametrize(("workload", "taken"), [("petnames", True), ("mine:train", False)])
-def test_embedded_cluster_gets_the_resources_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, workload: str, taken: bool
-) -> None:
-    """The processes of a built-in workload import nothing from the folder that the user is in."""
-    monkeypatch.setattr(cluster_session, "without_working_directory", lambda environ: {"safe": "1"})
-    monkeypatch.setattr(os, "environ", {"PYTHONPATH": "."})
-    seen: list[Any] = []
-    monkeypatch.setattr(EmbeddedCluster, "__init__", lambda self, *arguments: seen.extend(arguments))
-    machine: Any = SimpleNamespace(ranks=2, gpus="gpus")
-    made = cluster_for(config(workload=workload), machine, Path("/scratch"), print)
-    assert isinstance(made, EmbeddedCluster)
-    assert seen == [2, "gpus", Path("/scratch"), {"safe": "1"} if taken else {"PYTHONPATH": "."}]
 
 
 def test_other_clusters_are_attached_or_started_for_the_run() -> None:
