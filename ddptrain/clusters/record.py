@@ -41,7 +41,7 @@ class Part(BaseModel):
     name of its log, `process` the process if it is one that ddptrain has started.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     role: str
     host: str = ""
@@ -67,6 +67,8 @@ class ClusterRecord(BaseModel):
     local processes or of the command that started it. `shared` is a folder for the files of its scheduler, if they are
     not in `folder`. `problem` says why the record can't be read, or is "".
     """
+
+    model_config = ConfigDict(defer_build=True)  # 15 ms, and a run with an embedded cluster reads no record
 
     name: str
     config: ClusterConfig = Field(default_factory=ClusterConfig, repr=False)
