@@ -145,7 +145,14 @@ class KubernetesBackend(Backend):
         for part in cluster.of_role(_FORWARD):
             if part.process and not processes.alive(part.process):
                 (objects,) = cluster.of_role("objects")
-                cluster.keep(_forward(cluster, objects, int(part.id)))
+                again = _forward(cluster, objects, int(part.id))
+                cluster.keep(again)
+                deadline = time.monotonic() + _COMMAND_S
+                while _is_free(int(again.id)):  # kubectl does not listen yet
+                    if time.monotonic() > deadline or (again.process and not processes.alive(again.process)):
+                        words = processes.tail(str(cluster.folder), _FORWARD, 1).strip()
+                        raise ClusterError(f"the port-forward to the scheduler does not start: {words}")
+                    time.sleep(_POLL_S)
 
 
 def _settings(cluster: ClusterRecord) -> KubernetesSettings:
