@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ddptrain.clusters.compatibility import Needs, check_cluster
-from ddptrain.config.plugin_names import workload_target
+from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.config.wording import counted
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.attempt_loop import AttemptLoop, now
@@ -20,7 +19,6 @@ from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.ranks import AttemptEnd, Rank, RankPlace
 from ddptrain.driver.reservation import WaitHooks, request_for
 from ddptrain.driver.tracking.setup import TrackingSetup
-from ddptrain.driver.transfer.code_package import project_of
 from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.workers import Workers
 from ddptrain.log import Log, set_context
@@ -142,11 +140,7 @@ class Attempts:
 
     def _check_workers(self, workers: Sequence[str]) -> None:
         """Raise ClusterError if foreign workers, or the scheduler, cannot run this."""
-        resolved, workload = self.of.resolved, self.config.workload
-        module = workload_target(workload) if isinstance(workload, str) else f"{workload.module or 'runpy'}:"
-        if project_of(resolved) is not None:
-            module = "ddptrain:"  # the code is sent to the workers, and has not arrived yet
-        check_cluster(self.client, workers, Needs(module, resolved.import_folders))
+        check_cluster(self.client, workers)
 
     def _attempt(self, places: Sequence[RankPlace]) -> AttemptEnd:
         number = len(self.writer.record.attempts) + 1
@@ -170,7 +164,7 @@ class Attempts:
         self.writer.update(world_size=len(places), attempts=attempts, waiting=False)
         workers, inbox, settings = self.workers, self.of.inbox, self.config.failure
         output = RankOutput(ranks, logs, inbox, workers.fetch, workers.has)
-        transfer = TransferQueue(self.writer, self.policy, inbox, output.source, self.config.checkpoint.max_failures)
+        transfer = TransferQueue(self.writer, self.policy, inbox, output.source)
         start_timeout_s = self.config.cluster.start_timeout_s
         limits = new_watchdog(settings.hang_timeout_s, start_timeout_s), start_timeout_s, settings.lost_after_s
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, *limits, now())

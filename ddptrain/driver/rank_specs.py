@@ -198,7 +198,7 @@ def checkpointing(config: RunConfig) -> Checkpointing:
     """Return the checkpoint settings of a rank that starts from no checkpoint."""
     chosen = config.checkpoint
     intervals = chosen.every_epochs, chosen.every_steps, chosen.every_s
-    return Checkpointing(*intervals, chosen.asynchronous, chosen.max_failures)
+    return Checkpointing(*intervals, chosen.asynchronous)
 
 
 def supervision(config: RunConfig) -> Supervision:

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display.pace import Pace
 from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.driver.display.run_facts import Pace
 from ddptrain.driver.failure.fault import Fault, describe_thread
 from ddptrain.driver.failure.slow_ranks import SlowRanks
 from ddptrain.log import Log
@@ -81,12 +81,12 @@ class Recorder:
         _log.info(kind.replace("_", " "), **logged)
         return line
 
-    def status(self, text: str) -> None:
-        """Show and record what the run waits for."""
+    def status(self, text: str, *, announced: bool = False) -> None:
+        """Show and record what the run waits for; `announced`: a notice says it, too."""
         if text != self._status:
             self._status = text
             self._recorded("status", {"message": text})
-        self.display.status(text)
+        self.display.status(text, announced=announced)
 
     def notice(self, text: str, level: str = "info") -> None:
         """Show and record a message; level is "info", "warning" or "error". `ddptrain watch` shows what is recorded."""
@@ -187,8 +187,6 @@ class Recorder:
 
     def _rare_event(self, rank: int, event: events.Event) -> None:
         match event:
-            case events.CheckpointFailed():
-                self._checkpoint_failed(rank, event)
             case events.Returned():
                 self._returned(rank, event)
             case events.Epochs(total=total) if rank == 0:
@@ -226,12 +224,6 @@ class Recorder:
         tracking = self.writer.record.tracking
         self.writer.update(tracking={**tracking, name: {**tracking.get(name, {}), **found}})
         self._recorded("tracked", {"rank": rank, "tracker": event.tracker, "found": found})
-
-    def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
-        self.event("checkpoint_failed", rank=rank, **_fields(event))
-        then = "not tried again" if event.given_up else "trying again"
-        text = f"rank {rank}: checkpoint step-{event.step} could not be written (failure {event.failures} in a row)"
-        self.warn(f"{text}, {then}: {event.message}")
 
     def _started(self, rank: int, event: events.Started) -> None:
         if rank == 0:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters import cluster_records
+from ddptrain.clusters import record
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
@@ -141,7 +141,7 @@ def _locked_run(
     """Hold the lock of the run; yield its folder, and the object that uploads the folder to an object store."""
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
-    with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
+    with runs.keeping(run_id, resumed=resumed is not None) as keeping:
         yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
 
 
@@ -158,7 +158,7 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 def _prepared_by(config: RunConfig) -> str:
     """Return the name of the function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
-    backend = config.cluster.backend if name is None else cluster_records.find(name).record.backend
+    backend = config.cluster.backend if name is None else record.find(name).backend
     here = backend == "local"  # on other hosts a path may be another file
     return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
 

@@ -94,7 +94,7 @@ def test_replicas_begin_equal_from_the_meta_device(project: Project, shared_clus
     code = """
         import torch
         import torch.distributed as dist
-        from ddptrain.rank.model.sharding import shard_model
+        from ddptrain.rank.prepare import shard_model
 
         def train(ctx):
             torch.manual_seed(100 + ctx.rank)

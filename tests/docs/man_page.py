@@ -11,8 +11,8 @@ from typer.main import get_command
 
 from ddptrain import __version__
 from ddptrain.cli.examples import EXAMPLES
+from ddptrain.cli.explain import titles
 from ddptrain.cli.main import PROGRAM, app
-from ddptrain.explain import EXPLANATIONS
 
 TARGET = Path(__file__).parents[2] / "docs" / "man" / "ddptrain.1"
 _ENVIRONMENT = {
@@ -83,7 +83,7 @@ def _described(path: tuple[str, ...], command: Any) -> Iterator[str]:
 
 
 def _titles() -> dict[str, str]:
-    return {str(int(code)): each.title for code, each in sorted(EXPLANATIONS.items()) if code}
+    return {str(code): title for code, (title, _) in sorted(titles().items()) if code}
 
 
 def _terms(terms: dict[str, str]) -> Iterator[str]:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from ddptrain.cli.main import main
-from ddptrain.clusters import cluster_records
-from ddptrain.clusters.backends.attached import AttachedCluster
-from ddptrain.clusters.backends.per_run import RunCluster
-from ddptrain.clusters.cluster_records import ClusterRecord
+from ddptrain.clusters import record as records
+from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
+from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
 from ddptrain.driver import connect
 from ddptrain.driver.cluster_session import SharedCluster, cluster_for
@@ -84,11 +83,11 @@ def test_cluster_that_is_not_there_is_the_error_that_the_run_would_have(
 def test_cluster_whose_scheduler_is_gone_or_elsewhere_is_told(
     capsys: pytest.CaptureFixture[str], folder: Path, dead_address: str
 ) -> None:
-    record = ClusterRecord("dev", "local", "2026-01-01T00:00:00+00:00", address=f"tcp://{dead_address}")
-    made = cluster_records.create(record)
+    made = records.create(ClusterRecord(name="dev", address=f"tcp://{dead_address}"))
     code, out, err = dry_run(capsys, "--cluster", "dev")
     assert (code, out) == (4, "") and "the cluster dev does not answer at" in err
-    made.update(host=HostId("login2", "m", "b", "p"))
+    made.host = HostId("login2", "m", "b", "p")
+    made.save()
     code, out, err = dry_run(capsys, "--cluster", "dev")
     assert (code, out) == (4, "") and "runs on the host login2" in err
 

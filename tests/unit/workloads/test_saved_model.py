@@ -107,8 +107,10 @@ def test_trained_model_of_a_built_in_workload_is_loaded_in_eval_mode(tmp_path: P
         (False, "load the weights of {}/model.safetensors there"),
         (
             True,
-            "write the weights of {} into one file with `ddptrain results export --format safetensors`, and load them "
-            "there",
+            (
+                "write the weights of {} into one file with `ddptrain results export --format safetensors`, and load "
+                "them there"
+            ),
         ),
     ],
 )
