@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.models.models import TrainedRunsDir
-from ddptrain.cli.options import JsonOption, VerboseOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_result, say
 from ddptrain.errors import UsageError, one_line
 from ddptrain.text_tables import clean_line
@@ -30,9 +29,7 @@ def stop(
         ),
     ],
     now: Annotated[bool, typer.Option("--now", help="Don't let the ranks finish their step and save.")] = False,
-    runs_dir: TrainedRunsDir = "runs",
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """End a run: its ranks finish their step and save, so that --resume can go on; wait until it has ended.
 
@@ -41,20 +38,20 @@ def stop(
     """
     from ddptrain.driver.control.stop import is_active, stop_run
 
-    if _stop_sweep(runs_dir, run, now=now, as_json=as_json):
+    if _stop_sweep(run, now=now, as_json=as_json):
         return
-    target = _stop_target(runs_dir, run)
+    target = _stop_target(run)
     was_active = is_active(target.look())
     ended = stop_run(target, now=now, by=_who(), tell=lambda text: say(f"ddptrain: {text}"))
     fields = {"run_id": ended.run_id, "status": str(ended.status), "exit_code": ended.record.exit_code}
     print_result(fields, [clean_line(_words(ended, was_active=was_active))], as_json=as_json, indent=None)
 
 
-def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
+def _stop_sweep(name: str, *, now: bool, as_json: bool) -> bool:
     """Stop a sweep, if this is the name of one; return whether it is."""
     from ddptrain.sweep.stop import find_target, stop_sweep
 
-    target = find_target(runs_dir, name)
+    target = find_target(PLACES.runs, name)
     if target is None:
         return False
     record, was_running = stop_sweep(target, now=now, tell=lambda text: say(f"ddptrain: {text}"))
@@ -65,7 +62,7 @@ def _stop_sweep(runs_dir: str, name: str, *, now: bool, as_json: bool) -> bool:
     return True
 
 
-def _stop_target(runs_dir: str, run: str) -> StopTarget:
+def _stop_target(run: str) -> StopTarget:
     """Return the run to stop, and the folder where its driver looks for requests.
 
     Raises:
@@ -80,7 +77,7 @@ def _stop_target(runs_dir: str, run: str) -> StopTarget:
     from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
     from ddptrain.results.run_record import RunStatus
 
-    place, name = split_run(run, runs_dir)
+    place, name = split_run(run, PLACES.runs)
     runs = open_runs_dir(place)
     view = runs.find(name)
     run_id, driver = view.run_id, view.record.driver

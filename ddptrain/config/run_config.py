@@ -41,9 +41,6 @@ class ScriptWorkload(Strict):
         default=None, description="A module to run instead of a script, as python -m does."
     )
     args: list[Word] = Field(default_factory=list, description="Its arguments; numbers may stand without quotes.")
-    local_rank_arg: bool = Field(
-        default=False, description="Whether --local-rank=N comes first, as torch.distributed.launch had it."
-    )
     checkpoint: FilledText | None = Field(
         default=None,
         description="For retrain: the file or folder with the trained model, relative to the working directory.",

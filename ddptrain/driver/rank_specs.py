@@ -229,7 +229,6 @@ def code(resolved: ResolvedConfig) -> Code:
         script=(script.script or "") if script else "",
         module=(script.module or "") if script else "",
         args=tuple(script.args) if script else (),
-        local_rank_arg=script.local_rank_arg if script else False,
         sys_path=resolved.import_folders if needs_own_code else (),
         built_in=built_in,
     )

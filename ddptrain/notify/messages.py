@@ -165,7 +165,7 @@ def next_commands(report: RetrainReport) -> list[str]:
     show_run = [f"ddptrain results show {run}"] if run else []
     again = [f"ddptrain retrain {shlex.quote(report.config)}"] if report.config else []
     show_model = f"ddptrain models show {model}{models}"
-    history = f"ddptrain models history {model}{models}"
+    history = f"ddptrain models show {model} --history{models}"
     state = report.event if report.event in _BAD else report.status
     if state == "failed":
         return [*show_run, *([f"ddptrain results logs {run}"] if run else []), *again]

@@ -127,7 +127,6 @@ class Code:
     script: str = ""
     module: str = ""
     args: tuple[str, ...] = ()
-    local_rank_arg: bool = False
     sys_path: tuple[str, ...] = ()
     built_in: bool = False
     content_hash: str = ""

@@ -213,7 +213,7 @@ def _curves(view: RunView) -> tuple[Plot | None, str]:
     try:
         size_bytes = view.layout.metrics_jsonl.stat().st_size
         if size_bytes > _CURVES_BYTES:
-            command = code(f"ddptrain results plot {run_argument(view.layout)}")
+            command = code(f"ddptrain results compare {run_argument(view.layout)}")
             return None, f"There are too many values for a chart here ({size_bytes >> 20} MiB): {command} draws it"
         return whole_plot(view), ""
     except FileNotFoundError:

@@ -190,7 +190,7 @@ def is_being_retrained(registry: RemoteFolder, model: str, number: int | None = 
     if number is not None:
         folder = _record_folder(folder, number)
     if isinstance(folder.store, OwnFolder):
-        return ownership.is_held(Path(folder.store.location.url, folder.path, LOCK))
+        return bool(ownership.is_held(Path(folder.store.location.url, folder.path, LOCK)))
     claim = claim_from(folder.read(LOCK))
     return claim is not None and claim.is_held()
 

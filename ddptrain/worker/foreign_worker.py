@@ -21,7 +21,6 @@ from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
 
 # Every nanny exports this variable, although it is not in Dask's configuration (distributed/nanny.py).
 _NANNY_HASH_SEED = {"PYTHONHASHSEED": "6640"}
-_END_TIMEOUT_S = 5.0  # time for ranks to end after the connection is closed: SIGKILL follows after 2 s
 
 
 class RunPlugin(WorkerPlugin):
@@ -61,7 +60,7 @@ class RunPlugin(WorkerPlugin):
             host.remove_run(self.run_id)
             return
         host.server.close()
-        host.server.wait(_END_TIMEOUT_S)
+        host.server.wait(deadlines.HOST_END_S)
         shutil.rmtree(host.scratch, ignore_errors=True)
 
     def transition(self, key: Any, start: str, finish: str, **more: Any) -> None:

@@ -43,7 +43,7 @@ def test_runs_in_a_store_are_tagged_at_once_selected_compared_and_exported(url: 
     put(store, "one", 1, 4.0)
     put(store, "two", 2, 2.0)
     with ThreadPoolExecutor(4) as pool:
-        ended = list(pool.map(lambda tag: run_cli("results", "tag", f"{url}/one", f"+{tag}"), ("a", "b", "c", "d")))
+        ended = list(pool.map(lambda tag: run_cli("results", "edit", f"{url}/one", f"+{tag}"), ("a", "b", "c", "d")))
     assert [each.rc for each in ended] == [0, 0, 0, 0], [each.stderr for each in ended]
     assert sorted(json.loads(store.read("one/annotations.json") or b"")["tags"]) == ["a", "b", "c", "d"]
 

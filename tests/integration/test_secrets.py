@@ -141,7 +141,7 @@ def test_key_reaches_ranks_on_a_cluster_of_others_and_nobody_else(tmp_path: Path
         bench.scheduler()
         bench.foreign()
         env = {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}
-        running = run_cli.start("train", "run.yaml", "--cluster", bench.scheduler_file, "--full-traceback", env=env)
+        running = run_cli.start("train", "run.yaml", "--cluster", bench.scheduler_file, "--verbose", env=env)
         running.wait_for(f"key {hashlib.sha256(KEY.encode()).hexdigest()}")
         running.wait_for(" ".join(["options", *(hashlib.sha256(text.encode()).hexdigest() for text in SECRETS[2:])]))
         address = json.loads(bench.scheduler_file.read_text())["address"]

@@ -1,4 +1,4 @@
-"""`ddptrain results list`: lists, selects and sorts runs. `results sweeps`: lists sweeps."""
+"""`ddptrain results list`: lists, selects and sorts runs; lists sweeps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import JsonOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_json, say, write
-from ddptrain.cli.runs.choice import RunsDir, folder_of
 from ddptrain.config.wording import counted
+from ddptrain.errors import UsageError
 from ddptrain.text_tables import plain_table
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ _FIELDS = (
 
 
 def list_runs(
-    ctx: typer.Context,
     where: Annotated[
         str | None,
         typer.Option(
@@ -50,27 +49,30 @@ def list_runs(
             help=f"The highest number of runs to show.  [default: {_SHOWN}; with --json all]",
         ),
     ] = None,
-    runs_dir: RunsDir = None,
+    sweeps: Annotated[bool, typer.Option("--sweeps", help="List the sweeps instead, with their best trials.")] = False,
     json: JsonOption = False,
 ) -> None:
     """List the runs, newest first, and below them the sweeps; with other options, or --json, only runs."""
     from ddptrain.results.selection import Selection
 
-    print_runs(folder_of(ctx, runs_dir), Selection.parse(where, sort, columns), limit, as_json=json)
+    if sweeps:
+        if where or sort or columns or limit:
+            raise UsageError("--sweeps lists all sweeps of the folder: leave the other options out")
+        _list_sweeps(as_json=json)
+        return
+    print_runs(PLACES.runs, Selection.parse(where, sort, columns), limit, as_json=json)
 
 
-def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
-    """List the sweeps, newest first: status, how many trials have ended, and the best one."""
+def _list_sweeps(*, as_json: bool) -> None:
     from ddptrain.sweep import listing
 
-    place = folder_of(ctx, runs_dir)
-    found = listing.list_sweeps(place)
-    if json:
+    found = listing.list_sweeps(PLACES.runs)
+    if as_json:
         print_json([each.as_dict() for each in found])
     elif found:
         _print_table(listing.sweep_table(found))
     else:
-        say(f"no sweeps in {place}")
+        say(f"no sweeps in {PLACES.runs}")
 
 
 def show_sweep(runs_dir: str, name: str, *, as_json: bool) -> bool:

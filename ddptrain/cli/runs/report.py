@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
-from ddptrain.cli.options import JsonOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_result, say
-from ddptrain.cli.runs.choice import RunsDir, folder_of
 from ddptrain.errors import RunNotFound, UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ _EVERY_S = 10
 
 
 def report(
-    ctx: typer.Context,
     names: Annotated[
         list[str] | None,
         typer.Argument(
@@ -44,11 +41,6 @@ def report(
     watch: Annotated[
         bool, typer.Option("--watch", help="Write the file again and again until no run is running; it reloads itself.")
     ] = False,
-    every: Annotated[
-        int, typer.Option("--every", min=1, max=3600, metavar="SECONDS", help="With --watch: how often.")
-    ] = _EVERY_S,
-    runs_dir: RunsDir = None,
-    models_dir: ModelsDir = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML file: curves, timeline, failure, logs, images, tables and configuration.
@@ -60,10 +52,10 @@ def report(
 
     if output == "-":
         raise UsageError("--output -: a page is written to a file; name one, as report.html")
-    places = (folder_of(ctx, runs_dir), models_dir or DEFAULT_MODELS_DIR)
+    places = (PLACES.runs, PLACES.models)
     wanted = [_fixed(name, places[0]) for name in names or [_LATEST]]
     path = writable_file("--output", output or _default_name(wanted, places))
-    subjects, size_bytes = _written(path, wanted, places, every if watch else None, is_silent=as_json)
+    subjects, size_bytes = _written(path, wanted, places, _EVERY_S if watch else None, is_silent=as_json)
     data = {
         "file": str(path),
         "size_bytes": size_bytes,

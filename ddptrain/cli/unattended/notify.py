@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption, VerboseOption, checked, set_option
+from ddptrain.cli.options import JsonOption, checked, set_option
 from ddptrain.cli.printing import print_result, say
 from ddptrain.errors import ExitCode, UsageError
 
@@ -30,7 +30,6 @@ def send_test(
     ],
     overrides: Annotated[list[str] | None, set_option("notify.timeout_s=5")] = None,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> int:
     """Send a test message to every URL of notify.urls, and a /log to the heartbeat.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption, VerboseOption, parsed
+from ddptrain.cli.options import JsonOption, parsed
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.text_tables import clean_table
@@ -60,7 +60,6 @@ def add(
         Path | None, typer.Option(metavar="FOLDER", help="Write files into this folder instead of printing them.")
     ] = None,
     system: Annotated[bool, typer.Option("--system", help="systemd: units of the system, not of the user.")] = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Write and check what a scheduler needs to retrain a model at given times."""
     import os
@@ -98,7 +97,7 @@ def add(
 
 
 @app.command("list", short_help="Show the schedules: last, next and missed times.")
-def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
+def list_(json: JsonOption = False) -> int:
     """Show the installed schedules: the last retraining, the next time, and the missed times."""
     from ddptrain.config.sections.retraining import duration_s
     from ddptrain.schedule.entries import Entries
@@ -120,9 +119,7 @@ def list_(json: JsonOption = False, verbose: VerboseOption = False) -> int:
 
 
 @app.command()
-def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the schedule.")], verbose: VerboseOption = False
-) -> None:
+def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the schedule.")]) -> None:
     """Remove an installed schedule from its scheduler. The model and its versions stay."""
     from ddptrain.schedule.entries import Entries
     from ddptrain.schedule.install import uninstall
@@ -146,7 +143,6 @@ def check(
         bool, typer.Option("--quiet", "-q", help="Print only problems: for cron, which mails output.")
     ] = False,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> int:
     """Report models without a successful retraining for longer than their schedule allows.
 

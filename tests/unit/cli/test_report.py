@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ddptrain.cli.results import app
+from ddptrain.cli.main import app
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.run_record import RunRecord
@@ -35,7 +35,7 @@ def put_sweep(runs: Path, name: str, started: str) -> None:
 
 
 def report(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["report", *arguments], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["results", "report", *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -79,15 +79,15 @@ def test_watched_page_is_written_until_the_run_is_over(runs: Path, monkeypatch: 
     seen: list[str] = []
 
     def end_the_run(seconds: float) -> None:
-        assert seconds == 3
+        assert seconds == 10
         seen.append(Path("page.html").read_text())
         put(runs, "c-3", "running", "2026-01-03T00:00:00Z")  # a newer one does not take its place
         put(runs, "b-2", "succeeded", "2026-01-02T00:00:00Z")
 
     fake_time.replace(monkeypatch, "sleep", end_the_run)
-    assert "report: " in report("--watch", "--every", "3", "-o", "page.html")
+    assert "report: " in report("--watch", "-o", "page.html")
     last = Path("page.html").read_text()
-    assert len(seen) == 1 and '"reload_s":3' in seen[0] and '"reload_s":null' in last
+    assert len(seen) == 1 and '"reload_s":10' in seen[0] and '"reload_s":null' in last
     assert "<title>Run b-2</title>" in last
 
 
@@ -99,5 +99,5 @@ def test_interrupted_watch_leaves_a_page_that_does_not_wait(runs: Path, monkeypa
         raise KeyboardInterrupt
 
     fake_time.replace(monkeypatch, "sleep", interrupted)
-    assert CliRunner().invoke(app, ["report", "--watch"]).exit_code == 130
+    assert CliRunner().invoke(app, ["results", "report", "--watch"]).exit_code == 130
     assert '"reload_s":null' in Path("b-2.html").read_text()

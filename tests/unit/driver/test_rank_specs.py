@@ -106,9 +106,9 @@ def test_function_of_the_user_is_searched_beside_the_file_first(tmp_path: Path) 
 
 def test_script_goes_along_as_it_was_typed(tmp_path: Path) -> None:
     (tmp_path / "t.py").touch()
-    script = {"script": "t.py", "args": ["--lr", "1"], "local_rank_arg": True}
+    script = {"script": "t.py", "args": ["--lr", "1"]}
     code = rank_specs.code(load(tmp_path, workload=script))
-    assert (code.script, code.module, code.args, code.local_rank_arg) == ("t.py", "", ("--lr", "1"), True)
+    assert (code.script, code.module, code.args) == ("t.py", "", ("--lr", "1"))
     assert code.is_script and code.params == {}
 
 

@@ -276,15 +276,18 @@ def test_each_event_says_what_happened(told: RetrainReport, expected_title: str,
         (report("rejected"), ["ddptrain models show names"]),
         (
             report("late", config="c.yaml"),
-            ["ddptrain models history names", "ddptrain schedule list", "ddptrain retrain c.yaml"],
+            ["ddptrain models show names --history", "ddptrain schedule list", "ddptrain retrain c.yaml"],
         ),
         (
             report("recovered", "promoted", version=2, champion=1),
-            ["ddptrain models show names", "ddptrain models history names", "ddptrain models rollback names"],
+            ["ddptrain models show names", "ddptrain models show names --history", "ddptrain models rollback names"],
         ),
-        (report("promoted", version=1), ["ddptrain models show names", "ddptrain models history names"]),
+        (report("promoted", version=1), ["ddptrain models show names", "ddptrain models show names --history"]),
         (report("always", "failed", run_id="r-1"), ["ddptrain results show r-1", "ddptrain results logs r-1"]),
-        (report("always", "deadline", run_id="r-1"), ["ddptrain results show r-1", "ddptrain models history names"]),
+        (
+            report("always", "deadline", run_id="r-1"),
+            ["ddptrain results show r-1", "ddptrain models show names --history"],
+        ),
     ],
 )
 def test_message_names_the_commands_to_look_further(told: RetrainReport, commands: list[str]) -> None:

@@ -245,7 +245,8 @@ def test_large_or_damaged_metrics_do_not_stop_a_report(tmp_path: Path, monkeypat
     text = text_of(RunReport.of_run(view), tmp_path)
     assert "| `loss` | 2 |  |" in text
     assert (
-        f"There are too many values for a chart here (0 MiB): `ddptrain results plot {tmp_path}/toy-1` draws it" in text
+        f"There are too many values for a chart here (0 MiB): `ddptrain results compare {tmp_path}/toy-1` draws it"
+        in text
     )
     view.layout.metrics_jsonl.unlink()
     assert "| `loss` | 2 |  |" in text_of(RunReport.of_run(view), tmp_path)

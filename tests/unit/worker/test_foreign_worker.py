@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import dask
 import pytest
 from distributed import Worker
 
@@ -48,13 +47,3 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert foreign_worker.offered_slots(worker(**known)) == offered
-
-
-def test_variables_of_the_nanny_come_from_its_configuration() -> None:
-    with dask.config.set({"distributed.nanny.pre-spawn-environ": {"A": 1}, "distributed.nanny.environ": {"B": "2"}}):
-        assert foreign_worker._nanny_environ(worker(nanny="tcp://127.0.0.1:1")) == {
-            "A": 1,
-            "B": "2",
-            "PYTHONHASHSEED": "6640",
-        }
-        assert foreign_worker._nanny_environ(worker()) == {}

@@ -34,7 +34,7 @@ def test_a_change_that_is_refused_leaves_the_file(tmp_path: Path) -> None:
 
 def test_a_run_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.geteuid()
-    monkeypatch.setattr("ddptrain.results.secure_files._id_given_in", lambda folder: None)
+    monkeypatch.setattr("ddptrain.file_ops.state_of_new_file", lambda folder: None)
     monkeypatch.setattr(os, "geteuid", lambda: real + 1)
     with pytest.raises(ResultsError, match="belongs to another user"):
         edit_folder(tmp_path, lambda before: before.with_tags(["a"]))
@@ -57,7 +57,7 @@ def test_a_copy_of_a_stored_run_names_its_address(tmp_path: Path) -> None:
         edit_folder(tmp_path, lambda before: before)
 
 
-def test_a_store_without_conditional_writes_is_written() -> None:
+def test_run_in_a_store_is_annotated() -> None:
     run = watched_store()[0].below("a-1")
     edit_stored(run, lambda before: before.with_tags(["a"]))
     assert edit_stored(run, lambda before: before.with_tags(["b"])).tags == ("a", "b")

@@ -365,7 +365,7 @@ def test_status_is_coloured_on_a_terminal() -> None:
         0,
     ]
     assert "\x1b[32m" in printed("succeeded")
-    assert all("\x1b[33m" in printed(status) for status in ("preempted", "cancelled", "unknown"))
+    assert all("\x1b[33m" in printed(status) for status in ("preempted", "cancelled"))
     assert all("\x1b[36m" in printed(status) for status in ("running", "waiting"))
 
 
