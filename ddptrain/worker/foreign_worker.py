@@ -14,6 +14,7 @@ import dask
 from distributed import Worker, WorkerPlugin
 
 from ddptrain.gpus import visible_gpus
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
 from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_host import RankHost, own_host
