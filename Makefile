@@ -42,7 +42,7 @@ format: $(INSTALLED) ## format the code, and mend what ruff can
 	$(BIN)/ruff check --fix .
 
 schema: $(INSTALLED) ## write the schema of the configuration, its page and the man page anew
-	$(BIN)/ddptrain schema > configs/ddptrain.schema.json
+	$(BIN)/ddptrain init --schema > configs/ddptrain.schema.json
 	$(BIN)/python -m tests.docs.reference
 	$(BIN)/python -m tests.docs.python_reference
 	$(BIN)/python -m tests.docs.man_page

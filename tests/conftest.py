@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import leaks, skips
+from tests.support import leaks, nightly, skips
 from tests.support.command import PATIENCE_S, Cli, Finished, Running
 
 __all__ = ["PATIENCE_S", "Cli", "Finished", "Running"]
@@ -83,7 +83,13 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All test processes must have the same order. Slow files are first: the last ones would keep one process busy."""
+    """Mark the tests that only `make nightly` runs. Slow files are first: the last ones would keep one process busy.
+
+    All test processes must have the same order.
+    """
+    for item in items:
+        if item.path.relative_to(item.config.rootpath).as_posix() in nightly.FILES:
+            item.add_marker(pytest.mark.long)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path not in slow, item.path))
 

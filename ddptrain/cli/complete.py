@@ -24,7 +24,7 @@ _PLAIN = re.compile(r"[\w.@+-]+", re.ASCII)
 
 def runs(ctx: Any, incomplete: str) -> list[str]:
     """Return the newest runs of the runs folder, the newest first."""
-    folder = str(ctx.params.get("runs_dir") or "runs")
+    folder = str(ctx.find_root().params.get("runs_dir") or "runs")
     found = []
     for entry in _entries(folder):
         with suppress(OSError):
@@ -49,7 +49,7 @@ def clusters(incomplete: str) -> list[str]:
 
 def models(ctx: Any, incomplete: str) -> list[str]:
     """Return the models of the registry; after the @ of one, its aliases and versions."""
-    folder = str(ctx.params.get("models_dir") or os.environ.get("DDPTRAIN_MODELS_DIR") or "models")
+    folder = str(ctx.find_root().params.get("models_dir") or os.environ.get("DDPTRAIN_MODELS_DIR") or "models")
     known = _having(folder, "history")
     model, at, _ = incomplete.partition("@")
     if not at or model not in known:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption, checked, field_options
+from ddptrain.cli.options import PLACES, JsonOption, checked, field_options
 from ddptrain.cli.printing import print_result, say
-from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, RunsDir
 from ddptrain.errors import ExitCode
 from ddptrain.text_tables import clean_line
 
@@ -29,7 +28,6 @@ def doctor(
             help="Check all hosts of this cluster (a name or an address), and measure them.",
         ),
     ] = None,
-    runs_dir: RunsDir = None,
     json: JsonOption = False,
 ) -> int:
     """Check this machine: torch, GPUs, gloo and NCCL, ports, disk, servers that are configured, and the clock.
@@ -42,7 +40,7 @@ def doctor(
     if cluster is None:
         from ddptrain.driver.doctor.machine import check_machine
 
-        checks = check_machine(runs_dir or DEFAULT_RUNS_DIR, os.environ)
+        checks = check_machine(PLACES.runs, os.environ)
     else:
         checks = _cluster_checks(cluster)
     bad = any(check.result == Result.BAD for check in checks)
@@ -54,7 +52,7 @@ def doctor(
 def _cluster_checks(cluster: str) -> list[Check]:
     from ddptrain.config.load import load_cluster
 
-    config = checked(lambda overrides: load_cluster(None, overrides), [], field_options(None, cluster, None))
+    config = checked(lambda overrides: load_cluster(None, overrides), [], field_options(None, cluster))
     # Both import Dask: before signals may interrupt.
     from ddptrain.driver.control.signals import signals_to
     from ddptrain.driver.doctor.cluster import check_cluster

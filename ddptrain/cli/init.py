@@ -38,8 +38,14 @@ def init(
         str, typer.Argument(metavar="FOLDER", help="Folder to write into; created if it does not exist.")
     ] = ".",
     workload: Annotated[Workload, typer.Option(help="What the project trains.")] = Workload.FUNCTION,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of the configuration instead, for editors.")
+    ] = False,
 ) -> None:
     """Write a small training function and its YAML file; existing files are not changed."""
+    if schema:
+        typer.echo(_schema(), nl=False)
+        return
     files = _starter(workload)
     target = Path(folder)
     _write(target, files)

@@ -77,16 +77,16 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    runs_dir: opt.RunsDirOption = None,
+    models_dir: opt.ModelsDirOption = None,
+    verbose: opt.VerboseOption = False,
 ) -> None:
-    """Train PyTorch models on every GPU of a Dask cluster, and show the results."""
+    """Train PyTorch models on every GPU of a Dask cluster, and show the results.
+
+    --runs-dir, --models-dir and --verbose may stand anywhere in a command.
+    """
+    opt.PLACES.runs_dir, opt.PLACES.models_dir = runs_dir, models_dir
     opt.log_to_stderr(False)
-
-
-def schema() -> None:
-    """Print the JSON schema of the configuration, for editors that complete YAML."""
-    from ddptrain.config.json_schema import config_schema
-
-    typer.echo(json.dumps(config_schema(), indent=2))
 
 
 # One line for each in the list of commands; `--help` of a command has the full text.
@@ -109,7 +109,6 @@ app.add_typer(schedule, name="schedule")
 app.command("doctor", short_help="Check this machine, or all hosts of a cluster.")(doctor)
 app.command("explain", short_help="Explain an exit code, or the end of a run.")(explain)
 app.command("init", short_help="Write a starting point for code of your own.")(init)
-app.command("schema", short_help="Print the JSON schema of the configuration.")(schema)
 add_examples(app)
 
 

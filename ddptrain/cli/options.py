@@ -1,10 +1,11 @@
-"""The common options of `train` and `run`; those for fields of the configuration are checked like the file."""
+"""The options that several commands share; those for fields of the configuration are checked like the file."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +15,7 @@ from ddptrain.cli import complete
 from ddptrain.errors import ConfigError, UsageError
 
 Loaded = TypeVar("Loaded")
+DEFAULT_RUNS_DIR = "runs"
 
 
 class OutputMode(StrEnum):
@@ -35,7 +37,24 @@ ClusterOption = Annotated[
     ),
 ]
 RunsDirOption = Annotated[
-    str | None, typer.Option(metavar="DIR|URL", help="Folder for run directories, or s3://bucket/folder (results.dir).")
+    str | None,
+    typer.Option(
+        "--runs-dir",
+        metavar="DIR|URL",
+        # Not show_default: the default of this parameter is None.
+        help="Folder of the run directories, or s3://bucket/folder (results.dir).  [default: runs]",
+    ),
+]
+ModelsDirOption = Annotated[
+    str | None,
+    typer.Option(
+        "--models-dir",
+        metavar="DIR|URL",
+        envvar="DDPTRAIN_MODELS_DIR",
+        show_envvar=False,
+        help="Folder of the model registry, or s3://bucket/folder (models.dir); also DDPTRAIN_MODELS_DIR.  "
+        "[default: models]",
+    ),
 ]
 RunIdOption = Annotated[str | None, typer.Option(help="Name of the run directory; by default one is made.")]
 ResumeOption = Annotated[
@@ -55,15 +74,36 @@ DryRunOption = Annotated[
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Return when the run has begun; it continues without this shell.")
 ]
-FullTracebackOption = Annotated[
-    bool, typer.Option("--full-traceback", help="Also show the frames of torch and ddptrain in tracebacks.")
-]
+
+
+@dataclass
+class Places:
+    """The options --runs-dir and --models-dir, which are the same for all commands."""
+
+    runs_dir: str | None = None
+    models_dir: str | None = None
+
+    @property
+    def runs(self) -> str:
+        """The folder of the run directories."""
+        return self.runs_dir or DEFAULT_RUNS_DIR
+
+    @property
+    def models(self) -> str:
+        """The folder of the model registry."""
+        return self.models_dir or "models"
+
+
+PLACES = Places()  # of this process, which runs one command
+
+
+def wants_full_traceback() -> bool:
+    """Return whether tracebacks are shown with the frames of torch and ddptrain: with --verbose."""
+    return os.environ.get("DDPTRAIN_LOG") == "debug"
 
 
 def log_to_stderr(wanted: bool) -> None:
     """Write ddptrain's own log to stderr if it is `wanted`, or DDPTRAIN_LOG says so. Raises UsageError."""
-    import os
-
     if wanted:
         os.environ["DDPTRAIN_LOG"] = "debug"  # in the environment: for the processes that this one starts, too
     if os.environ.get("DDPTRAIN_LOG"):
@@ -79,7 +119,7 @@ VerboseOption = Annotated[
         callback=log_to_stderr,
         is_eager=True,
         expose_value=False,
-        help="Log on stderr what ddptrain decides, and why; the same as DDPTRAIN_LOG=debug.",
+        help="Log on stderr what ddptrain decides, and show all frames of tracebacks; also DDPTRAIN_LOG=debug.",
     ),
 ]
 AllRanksOption = Annotated[
@@ -89,11 +129,11 @@ AllRanksOption = Annotated[
     ),
 ]
 ReportOption = Annotated[
-    str | None,
-    typer.Option(metavar="FILE.md", help="Write a Markdown report at the end, also of a failure: for pull requests."),
-]
-JunitOption = Annotated[
-    str | None, typer.Option(metavar="FILE.xml", help="Write the result as JUnit XML, which CI services show as tests.")
+    list[str] | None,
+    typer.Option(
+        metavar="FILE.md|FILE.xml",
+        help="Write a report at the end, also of a failure: Markdown for pull requests, or JUnit XML; repeatable.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 OutputOption = Annotated[OutputMode, typer.Option(help="auto is live on a terminal and plain lines elsewhere.")]
@@ -135,7 +175,7 @@ def local_config(config: str) -> str:
     return str(fetch_config(config))
 
 
-def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None) -> dict[str, str]:
+def field_options(ranks: int | None, cluster: str | None, runs_dir: str | None = None) -> dict[str, str]:
     """Convert options for configuration fields: `--set` text -> the option as it was typed."""
     options: dict[str, str] = {}
     if ranks is not None:
@@ -151,7 +191,7 @@ def _cluster_fields(cluster: str) -> list[str]:
     """Return the overrides for `--cluster`, whose value is a name, an address (with a port) or a scheduler file."""
     import re
 
-    from ddptrain.config.plugin_names import BACKENDS
+    from ddptrain.config.sections.clusters import BACKEND_FIELDS
 
     if re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):
         field = "address"
@@ -159,8 +199,7 @@ def _cluster_fields(cluster: str) -> list[str]:
         field = "scheduler_file"
     else:
         return [f"cluster.name={json.dumps(cluster)}"]
-    others = {"name": "", "scheduler_file": "", **BACKENDS}
-    cleared = [f"cluster.{other}=null" for other in others if other not in (field, "local")]
+    cleared = [f"cluster.{other}=null" for other in ("name", *BACKEND_FIELDS) if other != field]
     return [
         *cleared,
         "cluster.kwargs={}",

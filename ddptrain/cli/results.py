@@ -14,11 +14,11 @@ import typer
 
 from ddptrain.cli import complete
 from ddptrain.cli.examples import Command
-from ddptrain.cli.options import JsonOption, VerboseOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
-from ddptrain.cli.runs.choice import DEFAULT_RUNS_DIR, Run, RunNames, RunsDir, folder_of, place_of, view_of
-from ddptrain.cli.runs.compare import chart_style, compare
-from ddptrain.cli.runs.listing import list_runs, list_sweeps, print_runs, show_sweep
+from ddptrain.cli.runs.choice import Run, RunNames, place_of, view_of
+from ddptrain.cli.runs.compare import compare
+from ddptrain.cli.runs.listing import list_runs, print_runs, show_sweep
 from ddptrain.cli.runs.report import report
 from ddptrain.cli.unattended.prune import prune
 from ddptrain.errors import ExitCode, UsageError
@@ -46,19 +46,19 @@ class ExportFormat(StrEnum):
     CSV = "csv"
     TENSORBOARD = "tensorboard"
     MLFLOW = "mlflow"
+    SAFETENSORS = "safetensors"
 
 
 @app.callback(invoke_without_command=True)
-def results(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
+def results(ctx: typer.Context, json: JsonOption = False) -> None:
     """List runs; show one, its logs, its curves."""
     from ddptrain.results.selection import Selection
 
-    ctx.obj = runs_dir
     if ctx.invoked_subcommand is None:
-        print_runs(runs_dir or DEFAULT_RUNS_DIR, Selection.parse(None, None, None), as_json=json)
+        print_runs(PLACES.runs, Selection.parse(None, None, None), as_json=json)
 
 
-def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
+def show(run: Run, json: JsonOption = False) -> None:
     """Show everything about a run: status, failure, ranks, metrics, checkpoints and files; of a sweep, its trials."""
     from ddptrain.errors import RunNotFound
     from ddptrain.results.run_store import NeededFiles
@@ -66,9 +66,9 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOptio
     from ddptrain.results.time_use import time_use_of
 
     try:
-        view = view_of(ctx, runs_dir, run, NeededFiles.EVENTS)
+        view = view_of(run, NeededFiles.EVENTS)
     except RunNotFound:
-        if not show_sweep(folder_of(ctx, runs_dir), run, as_json=json):
+        if not show_sweep(PLACES.runs, run, as_json=json):
             raise
         return
     if json:
@@ -86,18 +86,16 @@ def show(ctx: typer.Context, run: Run, runs_dir: RunsDir = None, json: JsonOptio
 
 
 def logs(
-    ctx: typer.Context,
     run: Run,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the run has ended.")] = False,
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines of each rank.")] = None,
-    runs_dir: RunsDir = None,
 ) -> None:
     """Print the logs of the ranks."""
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.log_follower import follow_logs, show_logs
 
-    runs, name = place_of(ctx, runs_dir, run)
+    runs, name = place_of(run)
     view = runs.find(name, NeededFiles.LOGS, rank)
     try:
         if follow:
@@ -109,48 +107,7 @@ def logs(
         raise typer.Exit(130) from None
 
 
-def plot(
-    ctx: typer.Context,
-    run: Run,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--metric", metavar="NAME", help="A metric to draw, as val/loss; repeatable. Default: the losses."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            help="The picture: .png, .svg or .pdf. Default: plot.png in the run's directory; a store's run: here.",
-        ),
-    ] = None,
-    no_terminal: Annotated[bool, typer.Option("--no-terminal", help="Only write the picture.")] = False,
-    runs_dir: RunsDir = None,
-    json: JsonOption = False,
-) -> None:
-    """Draw the loss curves of a run: a picture, and in the terminal."""
-    from ddptrain.results.run_store import NeededFiles
-    from ddptrain.results.secure_files import is_own_folder
-    from ddptrain.results.show.curves import plot_data, plot_of
-    from ddptrain.results.show.plot import save_picture, terminal_charts
-
-    runs, name = place_of(ctx, runs_dir, run)
-    view = runs.find(name, NeededFiles.METRICS)
-    drawing = plot_of(view, metric or ())
-    # The local copy of a run in a store is not a place for new files, nor is another user's directory.
-    in_run = view.layout.is_original and is_own_folder(view.layout.root)
-    picture = out or (view.layout.plot_png if in_run else Path(f"{view.run_id}.png"))
-    save_picture(drawing, picture, view.record.best)
-    if json:
-        print_json({"run_id": view.run_id, "file": str(picture), "x": drawing.x_name, "series": plot_data(drawing)})
-        return
-    write([] if no_terminal else [terminal_charts(drawing, chart_style()), ""], colours=True)
-    write([f"picture: {picture}"])
-
-
 def sync(
-    ctx: typer.Context,
     run: Annotated[
         str | None,
         typer.Argument(
@@ -161,9 +118,7 @@ def sync(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All runs that have something to send.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that all of it may take.")] = 600.0,
-    runs_dir: RunsDir = None,
     json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Send offline data to Weights & Biases; can be repeated, for example by cron.
 
@@ -176,7 +131,7 @@ def sync(
 
     if (run is None) != every:
         raise UsageError("say which run, as latest, or --all, and not both")
-    views = open_runs_dir(folder_of(ctx, runs_dir)).list() if run is None else [view_of(ctx, runs_dir, run)]
+    views = open_runs_dir(PLACES.runs).list() if run is None else [view_of(run)]
     if every:
         views = [view for view in reversed(views) if view.record.tracking.get("wandb")]
 
@@ -195,53 +150,34 @@ def sync(
         raise typer.Exit(ExitCode.CLUSTER)
 
 
-def tag(
-    ctx: typer.Context,
+def edit(
     run: Run,
     tags: Annotated[
         list[str] | None, typer.Argument(metavar="+TAG|-TAG", help="+good adds a tag, -old removes one.")
     ] = None,
-    runs_dir: RunsDir = None,
+    note: Annotated[
+        str | None, typer.Option(help='A note, which replaces the one before; "" deletes it.', show_default=False)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Add tags to a run, or remove them: ddptrain results tag latest +good -old. Without tags it prints them."""
-    from ddptrain.results.annotations import tag_changes
+    """Add tags to a run, remove them, or write a note on it; it prints what the run has then."""
+    from ddptrain.results.annotations import checked_note, tag_changes
 
     add, remove = tag_changes(word.removeprefix(_MARK) for word in tags or ())
-    runs, name = place_of(ctx, runs_dir, run)
-    if add or remove:
-        found = runs.annotate(name, lambda before: before.with_tags(add, remove))
+    text = None if note is None else checked_note(note)
+    runs, name = place_of(run)
+    if add or remove or text is not None:
+        found = runs.annotate(
+            name,
+            lambda before: replace(before.with_tags(add, remove), note=before.note if text is None else text),
+        )
     else:
         found = runs.find(name).annotations
-    print_result({"tags": found.tags, "note": found.note}, [" ".join(found.tags) or "no tags"], as_json=json)
-
-
-def note(
-    ctx: typer.Context,
-    run: Run,
-    text: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TEXT", help='The note, which replaces the one before; "" deletes it.', show_default=False
-        ),
-    ] = None,
-    runs_dir: RunsDir = None,
-    json: JsonOption = False,
-) -> None:
-    """Write a note on a run: ddptrain results note latest "larger batches". Without a text it prints the note."""
-    from ddptrain.results.annotations import checked_note
-
-    runs, name = place_of(ctx, runs_dir, run)
-    if text is not None:
-        checked = checked_note(text)
-        found = runs.annotate(name, lambda before: replace(before, note=checked))
-    else:
-        found = runs.find(name).annotations
-    print_result({"tags": found.tags, "note": found.note}, [found.note or "no note"], as_json=json)
+    lines = [" ".join(found.tags) or "no tags", *([found.note] if found.note else [])]
+    print_result({"tags": found.tags, "note": found.note}, lines, as_json=json)
 
 
 def export(
-    ctx: typer.Context,
     runs: RunNames,
     output: Annotated[
         str,
@@ -253,19 +189,32 @@ def export(
         ),
     ],
     form: Annotated[ExportFormat, typer.Option("--format", help="Format of the files.")] = ExportFormat.CSV,
-    runs_dir: RunsDir = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=0, help="With safetensors: the checkpoint of this step.  [default: the best, or newest]"
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write the metrics of runs for other tools; files that exist are replaced.
+    """Write the metrics of runs, or the checkpoint of one, for other tools; files that exist are replaced.
 
     csv: metrics.csv has a row for each call of ctx.log; runs.csv has a row for each run, with its
     parameters and the last and best value of each metric. tensorboard: a folder for each run. mlflow: runs in a
-    folder for MLflow, or on its server.
+    folder for MLflow, or on its server. safetensors: the best checkpoint of a run, also of a sharded model, in a new
+    folder, which `ddptrain predict` accepts; above 5 GB several files and an index. Its files are verified first.
     """
+    if form is ExportFormat.SAFETENSORS:
+        if len(runs) > 1:
+            raise UsageError("safetensors is the format of one run's checkpoint: name one run")
+        _consolidate(runs[0], output, step, as_json=json)
+        return
+    if step is not None:
+        raise UsageError("--step is the step of a checkpoint: it is for --format safetensors")
     from ddptrain.results.export import export_mlflow, export_tables, export_tensorboard
     from ddptrain.results.run_store import NeededFiles
 
-    views = [view_of(ctx, runs_dir, run, NeededFiles.COMPARISON) for run in dict.fromkeys(runs)]
+    views = [view_of(run, NeededFiles.COMPARISON) for run in dict.fromkeys(runs)]
     if form is ExportFormat.MLFLOW:
         written = [f"run {run_id}" for run_id in export_mlflow(views, output)]
     elif "://" in output:
@@ -277,21 +226,8 @@ def export(
     print_result({"format": str(form), "written": written}, written, as_json=json)
 
 
-def consolidate(
-    ctx: typer.Context,
-    run: Run,
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FOLDER", help="A new folder for the checkpoint.")],
-    step: Annotated[
-        int | None, typer.Option("--step", min=0, help="The checkpoint of this step.  [default: the best, or newest]")
-    ] = None,
-    runs_dir: RunsDir = None,
-    json: JsonOption = False,
-) -> None:
-    """Write a checkpoint of a sharded model as one safetensors checkpoint, without a GPU.
-
-    It has model.safetensors, or above 5 GB several files and model.safetensors.index.json. All files of the checkpoint
-    are compared with their hashes first. `ddptrain predict` accepts the folder.
-    """
+def _consolidate(run: str, output: str, step: int | None, *, as_json: bool) -> None:
+    """Write a checkpoint, also of a sharded model, as one safetensors checkpoint; without a GPU."""
     from ddptrain.results.checkpoints import consolidation
     from ddptrain.results.layout import BEST, step_name
     from ddptrain.results.lookup import find_checkpoint
@@ -299,23 +235,23 @@ def consolidate(
     from ddptrain.results.show.render import size
 
     which = BEST if step is None else step_name(step)
-    view = view_of(ctx, runs_dir, run, NeededFiles.MODEL, which)
+    view = view_of(run, NeededFiles.MODEL, which)
     checkpoint = find_checkpoint(view.layout, which)
     target = Path(output).expanduser().absolute()
     done = consolidation.consolidate(checkpoint, target, more=[view.layout.run_json])
     about = {"run_id": view.run_id, "step": done.step, "folder": str(done.folder), "files": list(done.files)}
     text = f"{view.run_id}: step {done.step} written to {done.folder}: {done.tensors:,} tensors, {size(done.n_bytes)}"
-    print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=json)
+    print_result({**about, "tensors": done.tensors, "size_bytes": done.n_bytes}, [text], as_json=as_json)
 
 
-def remove(ctx: typer.Context, runs: RunNames, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
+def remove(runs: RunNames, json: JsonOption = False) -> None:
     """Delete runs with their checkpoints, logs and files. A run that is running, or may be, is refused."""
     from ddptrain.results.prune import remove_run
     from ddptrain.results.show.render import size
 
     found = []  # all of them, before the first is deleted: a name may be wrong
     for run in dict.fromkeys(runs):
-        folder, name = place_of(ctx, runs_dir, run)
+        folder, name = place_of(run)
         found.append((folder, folder.find(name)))
     removed = [(view.run_id, remove_run(folder, view)) for folder, view in found]
     lines = [f"run {run_id} deleted, {size(n_bytes)} freed" for run_id, n_bytes in removed]
@@ -347,14 +283,10 @@ def _wait_for_reader() -> Callable[[float], None]:
 app.command("list", short_help="List the runs, newest first, and the sweeps.")(list_runs)
 app.command("show", short_help="Show everything about a run.")(show)
 app.command("logs", short_help="Print the logs of the ranks.")(logs)
-app.command("plot", short_help="Draw the curves of a run.")(plot)
 app.command("report", short_help="Write an HTML page about runs, a sweep or a model.")(report)
 app.command("compare", short_help="Compare runs: settings, metrics, curves.")(compare)
-app.command("sweeps", short_help="List the sweeps, newest first.")(list_sweeps)
-app.command("tag", cls=TagCommand, short_help="Add tags to a run, or remove them.")(tag)
-app.command("note", short_help="Write a note on a run.")(note)
-app.command("export", short_help="Write the metrics of runs for other tools.")(export)
+app.command("edit", cls=TagCommand, short_help="Add tags to a run, or write a note on it.")(edit)
+app.command("export", short_help="Write metrics, or a checkpoint, for other tools.")(export)
 app.command("sync", short_help="Send what was recorded offline to Weights & Biases.")(sync)
-app.command("consolidate", short_help="Write a sharded checkpoint as one safetensors checkpoint.")(consolidate)
 app.command("rm", short_help="Delete runs.")(remove)
 app.command("prune", short_help="Delete old runs.")(prune)

@@ -47,19 +47,14 @@ def run(
     runs_dir: opt.RunsDirOption = None,
     run_id: opt.RunIdOption = None,
     overrides: Annotated[list[str] | None, opt.set_option("env.LEVEL=info")] = None,
-    local_rank: Annotated[
-        bool, typer.Option("--local-rank", help="Give the script --local-rank=N first, as torch.distributed.launch.")
-    ] = False,
     resume: opt.ResumeOption = None,
     allow_changes: opt.AllowChangesOption = False,
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
-    full_traceback: opt.FullTracebackOption = False,
     all_ranks: opt.AllRanksOption = False,
     verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
-    junit: opt.JunitOption = None,
     ready_fd: opt.ReadyFdOption = None,
 ) -> None:
     """Run an unmodified torchrun script: on this machine, or on a running cluster.
@@ -67,11 +62,11 @@ def run(
     All options of torchrun are taken, too, such as --nproc-per-node, --nnodes, --max-restarts and --standalone.
     """
     given: torchrun.TorchrunOptions = ctx.meta[TORCHRUN]
+    runs_dir = opt.PLACES.runs_dir = runs_dir or opt.PLACES.runs_dir
     own = args[1:] if args and args[0] == "--" else args or []
-    with reporting_of(script, report, junit) as reporting:
+    with reporting_of(script, report) as reporting:
         is_module = module or given.on("--module")
         data = torchrun.program(script, own, given, module=is_module)
-        data["workload"]["local_rank_arg"] = local_rank
         if not is_module and script.lower().endswith((".yaml", ".yml")):  # Python would not run it
             raise UsageError(f"{script} is a configuration, not a script: ddptrain train {shlex.quote(script)}")
         resolved = _load(data, overrides or [], given, opt.field_options(ranks, cluster, runs_dir))
@@ -80,7 +75,7 @@ def run(
         from ddptrain.driver.run import LaunchOptions
 
         launch = LaunchOptions(
-            run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks, given.shown()
+            run_id, output.value, resume, allow_changes, ready_fd, opt.wants_full_traceback(), all_ranks, given.shown()
         )
         start(ctx, resolved, reporting, launch, dry_run=dry_run, detach=detach)
 

@@ -28,8 +28,6 @@ def sweep(
     sweep_id: Annotated[str | None, typer.Option(help="Name of the sweep's folder; by default one is made.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks of each trial (sweep.ranks).")] = None,
     cluster: opt.ClusterOption = None,
-    runs_dir: opt.RunsDirOption = None,
-    verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
 ) -> None:
     """Search for the best values of some fields: many trials, each an ordinary run, on one cluster.
@@ -39,16 +37,16 @@ def sweep(
     """
     from ddptrain.config.load import load_config
 
-    options = opt.field_options(None, cluster, runs_dir)
+    options = opt.field_options(None, cluster, opt.PLACES.runs_dir)
     if ranks is not None:
         options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
     if config is None and not resume:
         raise UsageError("name the configuration: ddptrain sweep CONFIG, or continue a sweep: ddptrain sweep --resume")
-    from ddptrain.sweep.folder import last_source
+    from ddptrain.sweep.home import last_source
     from ddptrain.sweep.sweep import SweepOptions, run_sweep
 
     if config is None:
-        config = last_source(runs_dir or "runs", sweep_id)
+        config = last_source(opt.PLACES.runs, sweep_id)
     load = functools.partial(load_config, opt.local_config(config), sweeps=True)
     resolved = opt.checked(load, overrides or [], options)
     raise typer.Exit(run_sweep(resolved, SweepOptions(sweep_id, resume, output.value)))

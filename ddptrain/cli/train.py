@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -38,39 +38,37 @@ def train(
     overrides: Annotated[list[str] | None, opt.set_option("params.epochs=3")] = None,
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
-    runs_dir: opt.RunsDirOption = None,
     run_id: opt.RunIdOption = None,
     resume: opt.ResumeOption = None,
     allow_changes: opt.AllowChangesOption = False,
     dry_run: opt.DryRunOption = False,
     detach: opt.DetachOption = False,
-    full_traceback: opt.FullTracebackOption = False,
     all_ranks: opt.AllRanksOption = False,
-    verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
-    junit: opt.JunitOption = None,
     ready_fd: opt.ReadyFdOption = None,
     ordered: Annotated[bool, typer.Option("--ordered", hidden=True)] = False,
 ) -> None:
     """Train what a YAML file describes: on this machine, on a running cluster, or on one started for the run."""
-    options = opt.field_options(ranks, cluster, runs_dir)
-    with reporting_of(config, report, junit) as reporting:
+    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir)
+    with reporting_of(config, report) as reporting:
         resolved = _ordered(config, options) if ordered else _load(config, overrides or [], options)
         from ddptrain.driver.run import LaunchOptions
 
-        launch = LaunchOptions(run_id, output.value, resume, allow_changes, ready_fd, full_traceback, all_ranks)
+        launch = LaunchOptions(
+            run_id, output.value, resume, allow_changes, ready_fd, opt.wants_full_traceback(), all_ranks
+        )
         start(ctx, resolved, reporting, launch, dry_run=dry_run, detach=detach)
 
 
-def reporting_of(source: str, report: str | None, junit: str | None) -> Reporting:
+def reporting_of(source: str, files: Sequence[str] | None) -> Reporting:
     """Return what reports the end of the command, to the files and to CI; `source`: a configuration or a script.
 
     Raises UsageError if a file cannot be written.
     """
     from ddptrain.reports.destinations import Destinations, Reporting
 
-    return Reporting(PurePath(source).stem, Destinations.chosen(report, junit))
+    return Reporting(PurePath(source).stem, Destinations.chosen(files or ()))
 
 
 def start(
@@ -112,8 +110,9 @@ def _detached(ctx: typer.Context, runs_dir: str, *, as_json: bool) -> int:
     from ddptrain.driver.control.detach import EndedEarly, start_detached
 
     command = str(ctx.command.name)
-    typed = _typed(ctx, leave_out={"detach", "output", "verbose"})
-    begun = start_detached([command, "--output", "plain", *typed])
+    typed = _typed(ctx, leave_out={"detach", "output", "verbose", "runs_dir"})
+    place = [] if opt.PLACES.runs_dir is None else ["--runs-dir", opt.PLACES.runs_dir]
+    begun = start_detached([command, "--output", "plain", *place, *typed])
     if isinstance(begun, EndedEarly):
         say(begun.output.rstrip("\n"))
         return begun.exit_code
@@ -161,7 +160,7 @@ def _load(config: str, overrides: list[str], options: dict[str, str]) -> Resolve
 def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:
     """Load the configuration that ddptrain.launch sent by stdin, so that the command line shows no secrets."""
     from ddptrain.config.load import load_config, load_mapping
-    from ddptrain.driver.control.launch_request import read_launch_request
+    from ddptrain.driver.control.detach import read_launch_request
 
     order = read_launch_request()
     if order.config is None:

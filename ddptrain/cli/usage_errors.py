@@ -19,7 +19,7 @@ _OTHER_NAMES = {  # what users of other tools type
     "logs": "ddptrain results logs",
     "show": "ddptrain results show",
     "status": "ddptrain results show",
-    "plot": "ddptrain results plot",
+    "plot": "ddptrain results compare",
     "report": "ddptrain results report",
     "compare": "ddptrain results compare",
     "list": "ddptrain results list",
@@ -39,7 +39,25 @@ _OTHER_NAMES = {  # what users of other tools type
 _OTHER_COMMANDS = {"ls": "list", "ps": "list", "delete": "rm", "remove": "rm"}  # of any group
 _CONFIG_OPTIONS = ("config", "config-file", "file", "c")
 _RANKS_OPTIONS = ("nproc", "nproc-per-node", "num-processes", "world-size", "np", "n")
-_REMOVED = {"cluster check": "ddptrain doctor --cluster NAME"}  # commands of earlier versions
+# Commands and options of earlier versions.
+_REMOVED = {
+    "ddptrain schema": "ddptrain init --schema",
+    "cluster check": "ddptrain doctor --cluster NAME",
+    "cluster list": "ddptrain cluster status",
+    "cluster scale": "ddptrain cluster down NAME, then up with --ranks",
+    "results plot": "ddptrain results compare RUN",
+    "results sweeps": "ddptrain results list --sweeps",
+    "results tag": "ddptrain results edit RUN +TAG -TAG",
+    "results note": "ddptrain results edit RUN --note TEXT",
+    "results consolidate": "ddptrain results export RUN --format safetensors",
+    "models history": "ddptrain models show MODEL",
+    "models pin": "ddptrain models alias MODEL@NAME VERSION",
+    "--junit": "--report FILE.xml",
+    "--local-rank": "LOCAL_RANK of the environment into the script",
+    "--verbose": "--verbose",
+    "--start-timeout": "--set cluster.start_timeout_s=SECONDS",
+}
+_COMMON = {"--runs-dir": True, "--models-dir": True, "--verbose": False}  # of every command: whether it has a value
 
 
 # The commands by what they are for, in the order of the help.
@@ -48,12 +66,17 @@ _SECTIONS = {
     "Search and use": ("sweep", "evaluate", "predict", "generate"),
     "Clusters": ("cluster", "doctor"),
     "Unattended": ("retrain", "models", "schedule", "notify"),
-    "More": ("init", "explain", "schema"),
+    "More": ("init", "explain"),
 }
 
 
 class RootGroup(TyperGroup):
     """The group of all commands, in sections; the parser's errors are raised as UsageError."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options of all commands, wherever they stand; `run` has its own, before those of the script."""
+        common, rest = _common_first(args)
+        return super().parse_args(ctx, [*common, *rest])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands, a section each. A command that is in no section belongs to the last one."""
@@ -75,6 +98,22 @@ class RootGroup(TyperGroup):
         """Parse the options of the command, and run it. Raises UsageError, and what the command raises."""
         with _as_usage_error():
             return super().invoke(ctx)
+
+
+def _common_first(args: list[str]) -> tuple[list[str], list[str]]:
+    """Return the options of all commands, and the other words in their order."""
+    common: list[str] = []
+    rest: list[str] = []
+    words = iter(args)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if word == "--" or (word == "run" and not rest):
+            return common, [*rest, word, *words]
+        if name not in _COMMON:
+            rest.append(word)
+        else:
+            common += [word, *([next(words, "")] if _COMMON[name] and not equals else [])]
+    return common, rest
 
 
 @contextmanager
@@ -115,6 +154,9 @@ def _what(error: Any, ctx: Any) -> str:
 
 def _option_hint(name: str, ctx: Any) -> str:
     known = [option for each in ctx.command.params for option in each.opts] if ctx is not None else []
+    if removed := _REMOVED.get(name):
+        return f" (write {removed})"
+    known += _COMMON
     word = name.lstrip("-").replace("_", "-")
     if word in _CONFIG_OPTIONS and ctx is not None and any(each.metavar == "CONFIG" for each in ctx.command.params):
         return f" (the file needs no option: {ctx.command_path} FILE)"
@@ -123,7 +165,7 @@ def _option_hint(name: str, ctx: Any) -> str:
     match = nearest(word, [option[2:] for option in known if option.startswith("--")])
     if match:
         return f" (did you mean --{match}?)"
-    if "--local-rank" in known:
+    if "--module" in known:
         return f" (arguments of the script come after it: SCRIPT {shorten(name)} ...)"
     return f" (a field is changed as --set {shorten(_field(name))}=VALUE)" if "--set" in known else ""
 
@@ -142,7 +184,7 @@ def _field(option: str) -> str:
 
 def _command_hint(name: str, ctx: Any) -> str:
     commands = ctx.command.list_commands(ctx)
-    found = _OTHER_NAMES.get(name, "") if ctx.parent is None else _REMOVED.get(f"{ctx.info_name} {name}", "")
+    found = _REMOVED.get(f"{ctx.info_name} {name}", _OTHER_NAMES.get(name, "") if ctx.parent is None else "")
     if name.endswith((".yaml", ".yml")):
         verb = "train" if "train" in commands else "add" if "add" in commands else ""
         found = f"{ctx.command_path} {verb} {shorten(name)}" if verb else ""

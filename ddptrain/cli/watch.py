@@ -7,18 +7,13 @@ from typing import Annotated
 import typer
 
 from ddptrain.cli import options as opt
-from ddptrain.cli.runs.choice import Run, RunsDir, folder_of, place_of
-from ddptrain.errors import RunNotFound
+from ddptrain.cli.runs.choice import Run, place_of
 
 
 def watch(
-    ctx: typer.Context,
     run: Run,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Earlier lines to show of each rank.")] = 10,
     all_ranks: opt.AllRanksOption = False,
-    runs_dir: RunsDir = None,
-    as_json: opt.JsonOption = False,
-    verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
 ) -> None:
     """Show a run or a sweep that another shell started, as train and sweep show it, until it has ended.
@@ -28,18 +23,12 @@ def watch(
     """
     from ddptrain.driver.watch import WatchOptions
     from ddptrain.driver.watch import watch as show
+    from ddptrain.results.sweep_record import find_sweep
 
-    mode = "json" if as_json else output.value
-    runs, name = place_of(ctx, runs_dir, run)
-    try:
-        view = runs.find(name)
-    except RunNotFound:
-        from ddptrain.sweep.stop import find_target
+    mode = output.value
+    if (sweep := find_sweep(opt.PLACES.runs, run)) is not None:
         from ddptrain.sweep.watch import watch_sweep
 
-        folder = folder_of(ctx, runs_dir)
-        if (sweep := find_target(folder, run)) is None:
-            raise
-        where = run.rstrip("/") if "/" in run else f"{folder.rstrip('/')}/{run}"
-        raise typer.Exit(watch_sweep(sweep, where, mode)) from None
-    raise typer.Exit(show(runs, view, WatchOptions(mode, lines, all_ranks)))
+        raise typer.Exit(watch_sweep(sweep, mode))
+    runs, name = place_of(run)
+    raise typer.Exit(show(runs, runs.find(name), WatchOptions(mode, lines, all_ranks)))

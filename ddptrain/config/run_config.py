@@ -41,9 +41,6 @@ class ScriptWorkload(Strict):
         default=None, description="A module to run instead of a script, as python -m does."
     )
     args: list[Word] = Field(default_factory=list, description="Its arguments; numbers may stand without quotes.")
-    local_rank_arg: bool = Field(
-        default=False, description="Whether --local-rank=N comes first, as torch.distributed.launch had it."
-    )
     checkpoint: FilledText | None = Field(
         default=None,
         description="For retrain: the file or folder with the trained model, relative to the working directory.",
@@ -106,9 +103,6 @@ class CheckpointConfig(Strict):
     )
     asynchronous: bool = Field(
         default=True, description="Whether training goes on while a checkpoint is written, once its state is copied."
-    )
-    max_failures: int = Field(
-        default=5, ge=1, description="Times in a row that saving a checkpoint may fail before the run ends."
     )
     keep: int = Field(default=3, ge=1, description="Checkpoints to keep, besides the best one.")
     metric: Annotated[str, Field(min_length=1)] | None = Field(

@@ -63,10 +63,22 @@ _PATTERNS = {
 MAX_PROBLEMS = 50
 # Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
 _REMOVED = {
+    "workload.local_rank_arg": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
     "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
     "models.mirror_timeout_s": "leave it out",
+    "checkpoint.max_failures": "leave it out; a checkpoint that can't be written ends the run",
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
+    "cluster.saturn": "write cluster.kwargs, with SaturnCluster's own arguments, as {n_workers: 2, worker_size: large}",
+    "cluster.ssh.command": "leave it out; the program is ssh, and ~/.ssh/config has its settings",
+    **{
+        f"cluster.slurm.{name}": f"write cluster.slurm.directives: [--{option}]"
+        for name, option in (("qos", "qos=NAME"), ("cpus_per_task", "cpus-per-task=N"), ("mem", "mem=64G"))
+    },
+    "cluster.slurm.array": "leave it out; the workers are one job",
+    "cluster.kubernetes.tolerations": "write cluster.kubernetes.pod: {tolerations: [...]}",
+    "cluster.kubernetes.service_account": "write cluster.kubernetes.pod: {serviceAccountName: NAME}",
+    "cluster.kubernetes.scheduler_service_type": "leave it out; from outside, kubectl forwards a port",
     "failure.slow": "leave it out; a slow rank is always named, and stays where it is",
     "failure.slow_factor": "leave it out; a slow rank is named if the others wait for it for a fifth of each step",
 }

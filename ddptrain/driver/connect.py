@@ -22,9 +22,8 @@ from distributed.versions import VersionMismatchWarning
 from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver import port_diagnosis
 from ddptrain.driver.cluster_session import Session
-from ddptrain.driver.worker_group.cluster_news import ClusterNews
+from ddptrain.driver.workers import ClusterNews
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
@@ -38,6 +37,7 @@ _NO_LISTENER = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUS
 _MARGIN_S = 2.0  # added to Dask's own time limit
 _SPEAKS_FIRST_S = 1.5
 _SILENT_S = 7.0  # a starting scheduler does not accept connections silently for so long
+_SILENT = "something accepts the connection, but does not answer as a Dask scheduler"
 _ALERT = "ALERT"  # part of the reason of a TLS error that the peer sent
 
 
@@ -67,7 +67,6 @@ def connected(
     deadline = began + (min(timeout_s, _NAMED_S) if target.name else timeout_s)
     while True:
         try:
-            _check_greeting(target)
             return _try_connect(target, max(0.1, min(try_s, deadline - time.monotonic())))
         except TypeError as error:  # the scheduler does not understand the request
             raise ClusterError(
@@ -75,15 +74,14 @@ def connected(
                 "distributed 2025.7 or newer is needed there"
             ) from error
         except MemoryError as error:  # Dask reads the first bytes of another protocol as a length
-            _connection_problem(target)
-            raise ClusterError(f"{port_diagnosis.not_a_scheduler(target.address)} ({error})") from error
+            raise ClusterError(f"what listens at {target.address} is not a Dask scheduler ({error})") from error
         except (OSError, ValueError) as error:
             reason = _connection_problem(target) or str(error)
         left_s = deadline - time.monotonic()
         if (target.name and reason in _NO_LISTENER) or left_s <= 0:
             raise ClusterError(_no_answer_text(target, timeout_s, reason))
         silent_s = time.monotonic() - began
-        if reason == port_diagnosis.SILENT and not target.name and silent_s > _SILENT_S:
+        if reason == _SILENT and not target.name and silent_s > _SILENT_S:
             raise ClusterError(_no_answer_text(target, round(silent_s), reason))
         _log.info("scheduler did not answer", address=target.address, reason=reason, left_s=left_s)
         tell(f"waiting for the Dask scheduler at {target.address}: {reason}")
@@ -126,21 +124,8 @@ def _try_connect(target: Target, timeout_s: float) -> Client:
         return outcome.result(timeout_s + _MARGIN_S)
     except concurrent.futures.TimeoutError:
         if not outcome.done():
-            raise TimeoutError(port_diagnosis.SILENT) from None
+            raise TimeoutError(_SILENT) from None
         return outcome.result()
-
-
-def _check_greeting(target: Target) -> None:
-    """Check the peer at an address that the user gave. Raises ClusterError if Dask should not connect to it."""
-    scheme, _, location = target.address.partition("://")
-    if target.name or not target.foreign:
-        return
-    if scheme == "tls":
-        _connection_problem(target)
-    if scheme == "tcp":
-        host, port = parse_host_port(location)
-        with contextlib.suppress(OSError):  # Dask's own attempt follows, and its error is reported
-            port_diagnosis.check_greeting(target.address, host, int(port))
 
 
 def _no_answer_text(target: Target, timeout_s: float, reason: str) -> str:
@@ -150,7 +135,8 @@ def _no_answer_text(target: Target, timeout_s: float, reason: str) -> str:
             f"the scheduler of the cluster {name} does not answer at {target.address}: {reason}; "
             f"clear it up with `ddptrain cluster down {name}`, then start it again with `ddptrain cluster up`"
         )
-    question = "is it up, and the port right?" if reason in _NO_LISTENER else "is a firewall in the way?"
+    firewall = "" if reason in _NO_LISTENER else ", or is a firewall in the way"
+    question = f"is it up, and the port right{firewall}?"
     return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}; {question}"
 
 
@@ -169,9 +155,7 @@ def _connection_problem(target: Target) -> str:
         with socket.create_connection((host, int(port)), timeout=_PROBE_S) as plain:
             if scheme == "tls":
                 return _tls_problem(target, plain)
-            if reason := _refuse_tls(target, plain):
-                port_diagnosis.check_http(target.address, host, int(port))
-            return reason
+            return _refuse_tls(target, plain)
     except socket.gaierror as error:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
     except OSError as error:
@@ -218,7 +202,7 @@ def _tls_problem(target: Target, plain: socket.socket) -> str:
             f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
         ) from error
     except TimeoutError:
-        return port_diagnosis.SILENT
+        return _SILENT
     except ssl.SSLError as error:
         if _ALERT not in str(error.reason):
             raise ClusterError(
@@ -235,7 +219,7 @@ def _tls_problem(target: Target, plain: socket.socket) -> str:
 def _refuse_tls(target: Target, plain: socket.socket) -> str:
     """Check whether the peer of a tcp:// address uses TLS. A scheduler without TLS sends the first message.
 
-    Return SILENT if the peer sends nothing, else "". Raises ClusterError if it uses TLS.
+    Return _SILENT if the peer sends nothing, else "". Raises ClusterError if it uses TLS.
     """
     plain.settimeout(_SPEAKS_FIRST_S)
     context = ssl.create_default_context()
@@ -248,7 +232,7 @@ def _refuse_tls(target: Target, plain: socket.socket) -> str:
         with context.wrap_socket(plain):
             pass
     except OSError:
-        return port_diagnosis.SILENT
+        return _SILENT
     address = target.address.replace("tcp", "tls", 1)
     raise ClusterError(
         f"the scheduler at {target.address} uses TLS: write the address as {address}, and give cluster.tls.ca_file, "

@@ -7,20 +7,19 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.plugin_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
 from ddptrain.driver.failure.watchdog import alive_s
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
-from ddptrain.driver.transfer.code_upload import check_imports, upload_code
-from ddptrain.driver.transfer.inputs import RunInputs
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.code_digest import move_path
+from ddptrain.protocol.code_digest import inode_digest, move_path
 from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
@@ -34,7 +33,12 @@ from ddptrain.protocol.rank_spec import (
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
-from ddptrain.results.run_writer import RunWriter
+from ddptrain.worker import driver_calls
+from ddptrain.worker.spool import READ_LIMIT_BYTES
+
+if TYPE_CHECKING:
+    from ddptrain.driver.run import Run
+    from ddptrain.driver.workers import Workers
 
 
 @dataclass(slots=True)
@@ -44,14 +48,9 @@ class RankSpecs:
     All attempts use the code that was packed for the first one.
     """
 
-    resolved: ResolvedConfig
-    writer: RunWriter
-    worker_group: WorkerGroup
-    inputs: RunInputs
+    of: Run
+    workers: Workers
     tracking: TrackingSetup
-    tell: Callable[[str], None]
-    full_traceback: bool
-    evaluation: EvaluationPlan | None = None
     package: CodePackage | None = None
 
     def build(self, attempt: int, places: Sequence[RankPlace], checkpoint: VerifiedCheckpoint | None) -> list[RankSpec]:
@@ -60,36 +59,36 @@ class RankSpecs:
         resume_step = 0
         if checkpoint is not None:
             resume_step = checkpoint.step
-            folders = self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
-        inputs = self.inputs.place(self.worker_group, places)
-        placements = all_placements(places, use_gpu=self.resolved.config.cluster.gpus != 0)
+            folders = self.workers.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
+        inputs = self.of.inputs.place(self.workers, places)
+        placements = all_placements(places, use_gpu=self.of.resolved.config.cluster.gpus != 0)
         template = self._template(attempt, places, placements[0], resume_step)
         specs = [
             self._spec(template, place, placement, folder, prepared)
             for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
         ]
-        if self.evaluation is not None:
-            specs = self._with_checkpoints(specs, places, self.evaluation)
-        if not self.resolved.config.cluster.is_embedded:
+        if self.of.options.evaluation is not None:
+            specs = self._with_checkpoints(specs, places, self.of.options.evaluation)
+        if not self.of.resolved.config.cluster.is_embedded:
             specs = self._with_code(specs, places)
         return specs
 
     def _template(self, attempt: int, places: Sequence[RankPlace], placement: Placement, resume_step: int) -> RankSpec:
         """Return a spec with the fields that are equal for all ranks."""
-        config = self.resolved.config
+        config = self.of.resolved.config
         # The worker of a local cluster has the whole environment of the shell.
         shell = {} if config.cluster.is_embedded else variables_of_shell(os.environ)
         return RankSpec(
-            run_id=self.writer.run_id,
+            run_id=self.of.writer.run_id,
             attempt=attempt,
             rank=0,
             placement=placement,
             group=process_group(config, places),
             checkpointing=dataclasses.replace(checkpointing(config), resume_step=resume_step),
-            code=dataclasses.replace(code(self.resolved), full_traceback=self.full_traceback),
+            code=dataclasses.replace(code(self.of.resolved), full_traceback=self.of.options.full_traceback),
             supervision=supervision(config),
             prepare=config.prepare.model_dump(),
-            profile=config.profile.spec if config.profile is not None and self.evaluation is None else None,
+            profile=config.profile.spec if config.profile is not None and self.of.options.evaluation is None else None,
             env={**shell, **self.tracking.env, **config.env},
         )
 
@@ -108,10 +107,10 @@ class RankSpecs:
     ) -> list[RankSpec]:
         """Copy the checkpoints of `plan` to the workers if necessary; return the specs of ranks that score them."""
         folders = {
-            name: self.worker_group.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
+            name: self.workers.place(places, checkpoint.folder, checkpoint.files, MANIFEST, "the checkpoint")
             for name, checkpoint in plan.checkpoints.items()
         }
-        params = self.resolved.config.params
+        params = self.of.resolved.config.params
         changed = []
         for index, spec in enumerate(specs):
             own = plan.rank_params(params, {name: each[index] for name, each in folders.items()})
@@ -121,28 +120,28 @@ class RankSpecs:
 
     def _with_code(self, specs: list[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
         """Copy the project to workers that do not see its folder; return the specs with the paths of the copies."""
-        if self.resolved.config.code.folder is None and all(place.same_files for place in places):
+        if self.of.resolved.config.code.folder is None and all(place.same_files for place in places):
             return specs
-        project = project_of(self.resolved)
+        project = project_of(self.of.resolved)
         if project is None:
             return specs
         is_first = self.package is None
-        package = self.package = self.package or pack(project.folder, [self.writer.layout.root.parent])
+        package = self.package = self.package or pack(project.folder, [self.of.writer.layout.root.parent])
         shipped = upload_code(
-            self.worker_group, places, package, project.file, self.resolved.config.code.max_mb, self.tell
+            self.workers, places, package, project.file, self.of.resolved.config.code.max_mb, self.of.display.status
         )
         if not any(shipped.roots):
             return specs
         if not is_first and shipped.code != package.hash:
-            self.tell("the code has changed since the first attempt, and a new host needs it: all use the changed code")
+            self.of.display.status(
+                "the code has changed since the first attempt, and a new host needs it: all use the changed code"
+            )
         size = len(package.names), package.size_bytes
-        self.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
-        moved_specs = [
+        self.of.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
+        return [
             dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
             for spec, root in zip(specs, shipped.roots, strict=True)
         ]
-        check_imports(self.worker_group, places, project.file, [spec.code.sys_path for spec in moved_specs])
-        return moved_specs
 
 
 def all_placements(places: Sequence[RankPlace], *, use_gpu: bool) -> list[Placement]:
@@ -199,7 +198,7 @@ def checkpointing(config: RunConfig) -> Checkpointing:
     """Return the checkpoint settings of a rank that starts from no checkpoint."""
     chosen = config.checkpoint
     intervals = chosen.every_epochs, chosen.every_steps, chosen.every_s
-    return Checkpointing(*intervals, chosen.asynchronous, chosen.max_failures)
+    return Checkpointing(*intervals, chosen.asynchronous)
 
 
 def supervision(config: RunConfig) -> Supervision:
@@ -230,7 +229,6 @@ def code(resolved: ResolvedConfig) -> Code:
         script=(script.script or "") if script else "",
         module=(script.module or "") if script else "",
         args=tuple(script.args) if script else (),
-        local_rank_arg=script.local_rank_arg if script else False,
         sys_path=resolved.import_folders if needs_own_code else (),
         built_in=built_in,
     )
@@ -245,3 +243,78 @@ def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
         script=move_path(code.script, project, root) if os.path.isabs(code.script) else code.script,
         sys_path=tuple(move_path(entry, project, root) for entry in code.sys_path),
     )
+
+
+# --- the code of the project on workers that do not see its folder: once for each host, and only if it is missing ---
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedCode:
+    """`code` is the hash of the uploaded code, "" if none was needed.
+
+    `roots` has, for each place, the folder of the code on its worker; "" if the worker sees the project folder.
+    """
+
+    code: str
+    roots: list[str]
+
+
+def upload_code(
+    worker_group: Workers,
+    places: Sequence[RankPlace],
+    package: CodePackage,
+    needed: Path,
+    max_mb: float,
+    tell: Callable[[str], None],
+) -> UploadedCode:
+    """Make the project's code available to the worker of each place: in its own folder, or in a cache of the host.
+
+    Raises ClusterError if the upload fails; UsageError if the code exceeds `max_mb`, or lacks the file `needed`.
+    """
+    host_of = {place.slot.worker: place.hostname for place in places}
+    arguments = (str(package.folder), package.sample, inode_digest(package.folder, package.sample))
+    # An empty sample cannot identify the folder.
+    seen = _run_on(worker_group, [*host_of], driver_calls.sees_code, *arguments) if package.sample else {}
+    without = [worker for worker in host_of if not seen.get(worker)]
+    folders = dict.fromkeys(host_of, "")
+    code = ""
+    if without:
+        package.check(needed, max_mb)
+        code = package.hash
+        folders |= _run_on(worker_group, without, driver_calls.use_code, code)
+    if not all(folders[worker] for worker in without):
+        archive, code = package.archive
+        for worker in without:
+            # It may be in the cache by now: another worker of this host may just have got it.
+            folders |= _run_on(worker_group, [worker], driver_calls.use_code, code)
+            if not folders[worker]:
+                tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
+                folders[worker] = _send(worker_group, worker, package.names, code, archive)
+    return UploadedCode(code, [folders[place.slot.worker] for place in places])
+
+
+def _send(worker_group: Workers, worker: str, names: list[str], code: str, archive: bytes) -> str:
+    """Send the archive in chunks, and return the folder in which the worker has unpacked it."""
+    name = f"code-{code}.tar.gz"
+    for offset in range(0, len(archive), READ_LIMIT_BYTES):
+        chunk = archive[offset : offset + READ_LIMIT_BYTES]
+        _run_on(worker_group, [worker], driver_calls.write_spool, worker_group.run_id, name, offset, chunk)
+    return str(
+        _run_on(worker_group, [worker], driver_calls.unpack_code, worker_group.run_id, code, name, names)[worker]
+    )
+
+
+def _run_on(
+    worker_group: Workers, workers: list[str], function: Callable[..., Any], *arguments: object
+) -> dict[str, Any]:
+    """Run a function on these workers; return the results by worker. Raises ClusterError, which names the worker."""
+    try:
+        answers = dict(worker_group.client.run(function, *arguments, workers=workers, on_error="return"))
+    except ClusterError:
+        raise
+    except Exception as error:  # Dask raises any type if the scheduler has ended
+        answers = {", ".join(workers): error}
+    for worker, answer in answers.items():
+        if isinstance(answer, Exception):
+            raise ClusterError(f"could not upload the code to {worker}: {answer}") from answer
+    return answers

@@ -55,7 +55,7 @@ class Recorder:
 
         `activity`: the status of a running attempt. `nan`: see failure.nan.
         """
-        self._nan = nan
+        self.nan = nan
         self._is_finite = True  # all values of this attempt so far
         self._activity = activity
         self.writer = writer
@@ -173,22 +173,20 @@ class Recorder:
                 pass
             case _:
                 return ""
-        if not self._is_finite or self._nan == "ignore" or all(map(math.isfinite, values.values())):
+        if not self._is_finite or self.nan == "ignore" or all(map(math.isfinite, values.values())):
             return ""
         self._is_finite = False
         name, value = next((name, value) for name, value in values.items() if not math.isfinite(value))
         found = NotFiniteRecord(rank, shorten(name), str(value), step, epoch)
         self.writer.update(not_finite=found)
         self.event("not_finite", **dataclasses.asdict(found))
-        if self._nan == "stop":
+        if self.nan == "stop":
             return f"{found.description} (failure.nan is stop)"
         self.warn(f"rank {rank}: {found.description} (failure.nan is warn: the run goes on)")
         return ""
 
     def _rare_event(self, rank: int, event: events.Event) -> None:
         match event:
-            case events.CheckpointFailed():
-                self._checkpoint_failed(rank, event)
             case events.Returned():
                 self._returned(rank, event)
             case events.Epochs(total=total) if rank == 0:
@@ -226,12 +224,6 @@ class Recorder:
         tracking = self.writer.record.tracking
         self.writer.update(tracking={**tracking, name: {**tracking.get(name, {}), **found}})
         self._recorded("tracked", {"rank": rank, "tracker": event.tracker, "found": found})
-
-    def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
-        self.event("checkpoint_failed", rank=rank, **_fields(event))
-        then = "not tried again" if event.given_up else "trying again"
-        text = f"rank {rank}: checkpoint step-{event.step} could not be written (failure {event.failures} in a row)"
-        self.warn(f"{text}, {then}: {event.message}")
 
     def _started(self, rank: int, event: events.Started) -> None:
         if rank == 0:

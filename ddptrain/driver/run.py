@@ -6,21 +6,20 @@ import json
 import os
 import queue
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters import cluster_records
+from ddptrain.clusters import record
 from ddptrain.clusters.provider import Cluster
-from ddptrain.config.plugin_names import prepare_target, workload_target
+from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
-from ddptrain.driver.attempt.inbox import Inbox, ResultsLost
 from ddptrain.driver.cluster_session import SharedRun, cluster_for
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
@@ -29,6 +28,7 @@ from ddptrain.driver.display import open_display, run_summary
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
+from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.local_resources import LocalResources, local_resources, resource_warnings
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
@@ -37,6 +37,7 @@ from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import check_run_id, new_run_id
@@ -48,17 +49,9 @@ from ddptrain.results.run_store import LocalRuns, RunUpload
 from ddptrain.results.run_writer import RunWriter
 
 if TYPE_CHECKING:
-    from distributed import Client
-
-    from ddptrain.clusters.resolve import Target
     from ddptrain.driver.resume import Choice
-    from ddptrain.driver.worker_group.rank_place import RankPlace
-    from ddptrain.driver.worker_group.reservation import WaitHooks
-    from ddptrain.driver.worker_group.worker_group import WorkerGroup
-    from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 
 _log = Log(__name__)
-_UPLOAD_S = 900.0  # time for the last uploads at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,7 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
         if options.ready_fd is not None:
             tell_begun(options.ready_fd, writer.layout, choice.reason if choice else "")
         inputs = RunInputs(prepared_by, writer.layout.inputs_dir, weights)
-        return _Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
+        return Run(resolved, options, writer, inbox, signals, machine, choice, keeping, inputs).run()
 
 
 def _choose_resume(resolved: ResolvedConfig, options: LaunchOptions, runs: RunsDir) -> Choice | None:
@@ -148,7 +141,7 @@ def _locked_run(
     """Hold the lock of the run; yield its folder, and the object that uploads the folder to an object store."""
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
-    with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
+    with runs.keeping(run_id, resumed=resumed is not None) as keeping:
         yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
 
 
@@ -165,20 +158,13 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 def _prepared_by(config: RunConfig) -> str:
     """Return the name of the function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
-    backend = config.cluster.backend if name is None else cluster_records.find(name).record.backend
+    backend = config.cluster.backend if name is None else record.find(name).backend
     here = backend == "local"  # on other hosts a path may be another file
     return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
 
 
-def _module_needed(config: RunConfig) -> str:
-    """Return the module:attr that workers must be able to import."""
-    if isinstance(config.workload, str):
-        return workload_target(config.workload)
-    return f"{config.workload.module or 'runpy'}:"
-
-
 @dataclass
-class _Run:
+class Run:
     """One run and its parts; `machine` are the resources of the embedded cluster, None for other clusters."""
 
     resolved: ResolvedConfig
@@ -202,7 +188,10 @@ class _Run:
             if shared is None
             else shared.cluster
         )
-        self.recorder = Recorder(self.writer, self.display)
+        is_training = self.options.evaluation is None
+        nan = self.config.failure.nan if is_training else "ignore"  # a score may be NaN
+        activity = "training" if is_training else "evaluating"
+        self.recorder = Recorder(self.writer, self.display, self.config.checkpoint.metric, activity, nan)
         self.keeping.listen(self.recorder.warn, self._abort)
         self.writer.keep_heartbeat(self._abort)
 
@@ -242,9 +231,9 @@ class _Run:
             self.inputs.begin(prepared, without_working_directory({**os.environ, **self.config.env}))
             self._show_start()
             # These import Dask. A signal may interrupt the block below, and must not interrupt an import.
-            from ddptrain.driver.attempts import AttemptSeries, RunContext
+            from ddptrain.driver.attempts import Attempts
             from ddptrain.driver.connect import open_session
-            from ddptrain.driver.worker_group.worker_group import WorkerGroup
+            from ddptrain.driver.workers import Workers
 
             with self.signals.interrupting():
                 if self.machine is None:
@@ -253,80 +242,14 @@ class _Run:
                     session = self.options.shared.session
                 else:
                     session = stack.enter_context(open_session(self.cluster, self.config, self.recorder.status))
-                client, foreign, lost_after_s = session.client, session.target.foreign, self.config.failure.lost_after_s
-                worker_group = stack.enter_context(
-                    WorkerGroup(
-                        client, self.writer.run_id, self.inbox, lost_after_s, foreign=foreign, news=session.news
-                    )
+                lost_after_s, foreign = self.config.failure.lost_after_s, session.target.foreign
+                workers = Workers(
+                    session.client, self.writer.run_id, self.inbox, lost_after_s, foreign=foreign, news=session.news
                 )
-                worker_group.subscribe()
+                stack.enter_context(workers)
+                workers.subscribe()
                 self.inputs.wait(self.display.notice)
-            hooks = self._wait_hooks(client, session.target)
-            context = RunContext(
-                self.resolved,
-                self.writer,
-                self.display,
-                self.signals,
-                self.cluster,
-                worker_group,
-                lambda: self._reserved(worker_group, hooks),
-                self.inputs,
-                self.options.full_traceback,
-                self.options.evaluation,
-            )
-            return AttemptSeries(context, self._checkpoint()).run()
-
-    def _checkpoint(self) -> VerifiedCheckpoint | None:
-        """Return the checkpoint that a resumed run starts from, or None, and show it to the user."""
-        if self.choice is None or self.choice.folder is None:
-            return None
-        from ddptrain.results.checkpoints.verification import newest_verified
-
-        with self.signals.interrupting():
-            checkpoint = newest_verified(self.writer.layout, lambda text: self.display.notice(text, level="warning"))
-        from_start = ": the script starts again" if self.config.script else " from the start: it has no checkpoint"
-        with_checkpoint = f" with the checkpoint of {checkpoint.description}" if checkpoint else from_start
-        self.display.notice(f"resuming{with_checkpoint}")
-        return checkpoint
-
-    def _reserved(self, worker_group: WorkerGroup, hooks: WaitHooks) -> list[RankPlace]:
-        from ddptrain.driver.worker_group.reservation import request_for
-
-        request = request_for(self.config, self.machine.ranks if self.machine is not None else None)
-        with self.signals.interrupting():
-            places = worker_group.reserve(request, hooks)
-        self.display.expect(len(places), self.log_sizes)
-        if (shows := self.options.shows) is not None:
-            self.display.hide({place.rank for place in places if not shows(place.local_rank)})
-        if self.machine is None:
-            self.recorder.status(f"starting {counted(len(places), 'rank')} on {self.cluster.description}")
-        return places
-
-    def _wait_hooks(self, client: Client, target: Target) -> WaitHooks:
-        from ddptrain.driver.worker_group.reservation import WaitHooks
-
-        return WaitHooks(
-            check=self._check_of(client) if target.foreign else None,
-            worker_fault=self._worker_fault,
-            last_words=self.cluster.last_words,
-            tell=self.recorder.status,
-            cluster=target.name,
-            fixed=target.fixed,
-        )
-
-    def _worker_fault(self) -> str | None:
-        self.signals.check()  # a run in a thread gets its signals here
-        return self.cluster.worker_fault()
-
-    def _check_of(self, client: Client) -> Callable[[Sequence[str]], None]:
-        from ddptrain.clusters.compatibility import Needs, check_cluster
-        from ddptrain.driver.transfer.code_package import project_of
-
-        is_sent = project_of(self.resolved) is not None
-        # Code that is sent to the workers has not arrived yet.
-        module = "ddptrain:" if is_sent else _module_needed(self.config)
-        needs = Needs(module, self.resolved.import_folders)
-        return lambda workers: check_cluster(client, workers, needs)
+            return Attempts(self, session, workers).run()
 
     def _show_start(self) -> None:
         if self.options.evaluation is not None:
@@ -376,7 +299,7 @@ class _Run:
     def _flushed(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Finish the uploads; return the run_end, or a failure if a run that succeeded could not be stored."""
         is_stopping = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
-        deadline_s = self.config.failure.grace_s if is_stopping else _UPLOAD_S
+        deadline_s = self.config.failure.grace_s if is_stopping else deadlines.UPLOAD_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
                 problem = self.keeping.flush(deadline_s)

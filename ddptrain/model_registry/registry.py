@@ -134,7 +134,7 @@ class ModelRegistry(ModelReader):
             champion, previous = state.version_of(CHAMPION), state.version_of(PREVIOUS)
             if champion is None or previous is None:
                 raise UsageError(
-                    f"model {model} has no previous version to go back to; see ddptrain models history {model}"
+                    f"model {model} has no previous version to go back to; see ddptrain models show {model} --history"
                 )
             if verified != previous:
                 self.verify(self.version(model, previous))

@@ -106,7 +106,6 @@ class Checkpointing:
     every_steps: int | None = None
     every_s: float | None = None
     asynchronous: bool = True
-    max_failures: int = 5
     resume_from: str = ""
     resume_step: int = 0
 
@@ -128,7 +127,6 @@ class Code:
     script: str = ""
     module: str = ""
     args: tuple[str, ...] = ()
-    local_rank_arg: bool = False
     sys_path: tuple[str, ...] = ()
     built_in: bool = False
     content_hash: str = ""

@@ -94,7 +94,7 @@ def _is_hidden(name: str, folder: str) -> bool:
 
 
 def _arguments(spec: RankSpec) -> list[str]:
-    return [f"--local-rank={spec.placement.local_rank}"] * spec.code.local_rank_arg + list(spec.code.args)
+    return list(spec.code.args)
 
 
 def _new_main() -> types.ModuleType:

@@ -42,16 +42,16 @@ class Destinations:
     environ: Mapping[str, str]
 
     @classmethod
-    def chosen(cls, report: str | None, junit: str | None, environ: Mapping[str, str] = os.environ) -> Self:
-        """Return the destinations for --report and --junit (None: not given), and for the CI job.
+    def chosen(cls, files: Sequence[str], environ: Mapping[str, str] = os.environ) -> Self:
+        """Return the destinations for the files of --report (.xml is JUnit, others are Markdown), and for the CI job.
 
         Missing folders of the files are created. Raises UsageError if a file could not be written.
         """
         service = ci_service(environ)
-        markdown = None if report is None else writable_file("--report", report)
-        xml = None if junit is None else writable_file("--junit", junit)
-        if markdown is not None and markdown == xml:
-            raise UsageError(f"--report and --junit both name {shorten(str(report), 300)}: give each its own file")
+        found = {file.endswith(".xml"): writable_file("--report", file) for file in files}
+        markdown, xml = found.get(False), found.get(True)
+        if len(found) < len(files):
+            raise UsageError("--report: give one Markdown file and one .xml file at most")
         named = environ.get("GITHUB_STEP_SUMMARY", "") if service is CiService.GITHUB else ""
         summary = Path(os.path.realpath(named)) if named else None
         if markdown == summary:

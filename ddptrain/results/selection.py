@@ -227,7 +227,7 @@ class _Parser:
     def _is_call(match: re.Match[str]) -> bool:
         return match.string[match.end() :].lstrip().startswith("(")
 
-    def node(self, tree: ast.expr, *, is_text: bool = False) -> _Node:  # noqa: C901 (a case for each kind of node)
+    def node(self, tree: ast.expr, *, is_text: bool = False) -> _Node:
         """Return a function for an operand or a condition; is_text: names are texts without quotes."""
         match tree:
             case ast.Constant(value=str() | int() | float() as value):

@@ -28,9 +28,10 @@ from ddptrain import log
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import make_temp_folder
 from ddptrain.gpus import default_slots, visible_gpus
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import rank_environment
-from ddptrain.worker.rank_server_client import OwnRankServerClient
+from ddptrain.worker.rank_server_client import RankServerClient
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from ddptrain.worker.rank_host import RankHost
 
 _FILE_POLL_S = 0.05
-_END_TIMEOUT_S = 8.0  # time for the rank server to end: the last grace period of its ranks, and a margin
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,12 +89,12 @@ class _RankServers:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self.scheduler = ""  # its address, if this worker has to remove the socket folder of a dead scheduler
-        self.all: list[OwnRankServerClient] = []
+        self.all: list[RankServerClient] = []
 
-    def start(self) -> OwnRankServerClient:
+    def start(self) -> RankServerClient:
         """Start a rank server. It imports torch while the caller continues."""
         env = rank_environment.server_environment(os.environ)
-        self.all.append(OwnRankServerClient(env, self.scratch / "rank-server.log"))
+        self.all.append(RankServerClient(env, self.scratch / "rank-server.log"))
         return self.all[-1]
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ def _clean_up(servers: _RankServers) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     servers.close()
-    if all(server.wait(_END_TIMEOUT_S) for server in servers.all):
+    if all(server.wait(deadlines.SERVER_END_S) for server in servers.all):
         shutil.rmtree(servers.scratch, ignore_errors=True)
     if servers.scheduler:
         from ddptrain.protocol.unix_comm import remove_dead_socket_dir

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.machinery
-import importlib.util
 import os
 import socket
 import subprocess
@@ -26,12 +23,12 @@ from ddptrain.host_identity import file_view
 from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.rank_spec import GPU_RESOURCE, key_prefix
+from ddptrain.protocol.rank_spec import key_prefix
 from ddptrain.worker import spool, stack_reports
 from ddptrain.worker.code_cache import CodeCache
 from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
 from ddptrain.worker.rank_environment import interface_of
-from ddptrain.worker.rank_host import own_host, slot_resources
+from ddptrain.worker.rank_host import own_host
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
 
@@ -154,19 +151,6 @@ async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, An
     return {"ours": True, "warm": host.metric(dask_worker)["warm"], "fault": host.server.fault}
 
 
-async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:
-    """Change the number of slots; return the numbers of slots and GPUs.
-
-    Raises ClusterError for a foreign worker, or if there are fewer GPUs than slots.
-    """
-    host = own_host(dask_worker)
-    if host is None:
-        raise ClusterError(f"the worker {dask_worker.address} was not started by ddptrain: its slots can't be changed")
-    resources = slot_resources(n, host.gpus)
-    await dask_worker.set_resources(**resources)
-    return {"slots": n, "gpus": int(resources.get(GPU_RESOURCE, 0))}
-
-
 async def sees_code(folder: str, names: list[str], expected: str) -> bool:
     """Return whether this worker sees the same files in a folder as the driver, and not a copy of them."""
     return await asyncio.to_thread(inode_digest, Path(folder), names) == expected
@@ -213,18 +197,3 @@ def _output_of(command: list[str], environ: dict[str, str], timeout_s: float) ->
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise ClusterError(f"the facts of the host could not be read: {last[0]}")
     return done.stdout
-
-
-async def missing_modules(modules: list[str], folders: list[str]) -> list[str]:
-    """Return the modules that are neither in the folders nor installed on this host, without importing any module."""
-    importlib.invalidate_caches()
-    return [module for module in modules if not _is_found(module, folders)]
-
-
-def _is_found(module: str, folders: list[str]) -> bool:
-    if importlib.machinery.PathFinder.find_spec(module, folders) is not None:
-        return True
-    try:
-        return importlib.util.find_spec(module) is not None  # asks all finders: an editable install adds one
-    except (ImportError, ValueError):  # the module is loaded and has no spec, like __main__
-        return True

@@ -36,7 +36,8 @@ def load_trained(run_dir: Path, workload: str) -> torch.nn.Module:
         return load_classifier(run_dir).model
     folder = checkpoint_folder(run_dir)
     if is_sharded_checkpoint(folder):
-        how = f"write the weights of {folder} into one file with `ddptrain results consolidate`, and load them"
+        command = "`ddptrain results export --format safetensors`"
+        how = f"write the weights of {folder} into one file with {command}, and load them"
     else:
         how = f"load the weights of {folder / 'model.safetensors'}"
     raise UsageError(f"only the code of {workload} can build its model: {how} there with safetensors.torch.load_file")
@@ -107,7 +108,7 @@ def check_workload(run_dir: Path, workload: str, command: str) -> None:
 def checkpoint_folder(run_dir: Path) -> Path:
     """Return the folder of the checkpoint that `best`, or else `latest`, names. Raises UsageError.
 
-    A folder that `ddptrain results consolidate` has written is itself the checkpoint.
+    A folder that `ddptrain results export --format safetensors` has written is itself the checkpoint.
     """
     checkpoints = run_dir / "checkpoints"
     if (run_dir / "checkpoint.json").is_file() and not checkpoints.exists():

@@ -74,7 +74,7 @@ def test_ranks_with_and_without_a_gpu_do_not_train_together_on_the_cpu(project: 
     with subprocess.Popen([*worker, "--name", "second"], stderr=subprocess.DEVNULL) as second:
         try:
             deadline = time.monotonic() + 60
-            while json.loads(project("cluster", "list", "--json", rc=0).stdout)[0]["slots"] < 2:
+            while json.loads(project("cluster", "status", "--json", rc=0).stdout)[0]["slots"] < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
             refused = project("train", config, "--cluster", "mixed", rc=4)

@@ -34,7 +34,7 @@ def test_every_view_has_the_mean_over_the_ranks(project: Project, shared_cluster
         (row,) = csv.DictReader(file)
     assert (float(row["last(loss)"]), float(row["best(loss)"])) == (2.0, 2.0)
     if log:
-        assert "loss, mean of 2 ranks: 2" in project("results", "plot", "latest", rc=0).stdout
+        assert "loss, mean of 2 ranks: 2" in project("results", "compare", "latest", rc=0).stdout
 
 
 def test_last_of_equally_good_checkpoints_is_the_best(project: Project, shared_cluster: str) -> None:

@@ -26,7 +26,7 @@ def test_rejected_version_is_shown_with_the_reason(project: Project, shared_clus
     rejected = project("retrain", config, "--set", "params.loss=2.0", "--output", "json", rc=7)
     (condition,) = events(rejected.stdout)[-1]["gate"]
     assert [each["rejected"] for each in versions(project)] == [None, condition["reason"]]
-    for shown in (("show", "mine"), ("show", "mine@2"), ("history", "mine")):
+    for shown in (("show", "mine"), ("show", "mine@2"), ("show", "mine", "--history")):
         assert condition["reason"] in project("models", *shown, rc=0).stdout
     project("models", "promote", "mine", "2", rc=0)
     assert [each["rejected"] for each in versions(project)] == [None, None]

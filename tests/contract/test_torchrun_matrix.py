@@ -904,7 +904,16 @@ LAUNCH = [
 ]
 
 CASES = [*EXITS, *SIGNALS, *MODULES, *FILES, *RESTARTS, *PROCESSES, *ENCODINGS, *LAUNCH]
-_each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# One of each kind; the others run in `make nightly`.
+CORE = {
+    *("exit-3", "exception", "exception-in-thread", "kill-9-to-itself", "end-in-order", "handlers-in-the-script"),
+    *("module-and-modules-of-its-own", "symbolic-link", "syntax-error", "no-such-script", "output-of-each-stream"),
+    *("restarts-with-progress", "data-loader-workers", "arguments", "variables-of-torchrun", "error-file-of-record"),
+    *("process-groups", "collective-after-a-rank-has-failed"),
+}
+_each = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case.name in CORE else [pytest.mark.long], id=case.name) for case in CASES]
+)
 # What ddptrain gets wrong.
 DEFECTS = {
     "finalizers-at-exit": "weakref.finalize runs after the exit handlers, because torch has used it before the script",

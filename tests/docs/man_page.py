@@ -11,8 +11,8 @@ from typer.main import get_command
 
 from ddptrain import __version__
 from ddptrain.cli.examples import EXAMPLES
+from ddptrain.cli.explain import titles
 from ddptrain.cli.main import PROGRAM, app
-from ddptrain.explain import EXPLANATIONS
 
 TARGET = Path(__file__).parents[2] / "docs" / "man" / "ddptrain.1"
 _ENVIRONMENT = {
@@ -51,7 +51,10 @@ def man_page() -> str:
         lines += _described(path, each)
     lines += [".SH EXIT STATUS", *_terms({"0": "succeeded", **_titles()})]
     lines += [".SH ENVIRONMENT", *_terms(_ENVIRONMENT), ".SH FILES", *_terms(_FILES)]
-    lines += [".SH SEE ALSO", roff("ddptrain explain CODE explains an exit code; ddptrain schema prints every field.")]
+    lines += [
+        ".SH SEE ALSO",
+        roff("ddptrain explain CODE explains an exit code; ddptrain init --schema prints every field."),
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -80,7 +83,7 @@ def _described(path: tuple[str, ...], command: Any) -> Iterator[str]:
 
 
 def _titles() -> dict[str, str]:
-    return {str(int(code)): each.title for code, each in sorted(EXPLANATIONS.items()) if code}
+    return {str(code): title for code, (title, _) in sorted(titles().items()) if code}
 
 
 def _terms(terms: dict[str, str]) -> Iterator[str]:

@@ -14,8 +14,9 @@ TARGET = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
 Schema = Mapping[str, Any]
 _HEAD = """# Configuration
 
-Every field of a YAML file. `ddptrain schema` prints the same as a JSON schema, with which editors complete and check
-the file. `--set FIELD=VALUE` of `train`, `run`, `retrain` and `sweep` replaces a field: `--set checkpoint.keep=5`.
+Every field of a YAML file. `ddptrain init --schema` prints the same as a JSON schema, with which editors complete and
+check the file. `--set FIELD=VALUE` of `train`, `run`, `retrain` and `sweep` replaces a
+field, as `--set checkpoint.keep=5`.
 
 ```yaml
 workload: train:train         # the only field that is required

@@ -60,7 +60,7 @@ def commands(output: str) -> list[str]:
 def test_failure_is_annotated_at_the_line_and_reported_in_every_form(run_cli: Cli, warm_cluster: str) -> None:
     folder = run_cli.folder
     write(folder, warm_cluster)
-    files = "--report", "out/report.md", "--junit", "out/junit.xml"
+    files = "--report", "out/report.md", "--report", "out/junit.xml"
     done = run_cli("train", "toy.yaml", "--set", "params.fail=true", *files, env=job(folder))
     assert done.rc == 1, done.stderr
     cause = r"rank 1 on \S+: ValueError: 50%25 of the data, or so"
@@ -91,7 +91,7 @@ def test_success_is_reported_and_json_stays_pure(run_cli: Cli, warm_cluster: str
 def test_wrong_configuration_is_annotated_and_reported(run_cli: Cli) -> None:
     folder = run_cli.folder
     (folder / "toy.yaml").write_text("workload: gc:collect\nrank: 2\n")
-    done = run_cli("train", "toy.yaml", "--junit", "junit.xml", env=job(folder))
+    done = run_cli("train", "toy.yaml", "--report", "junit.xml", env=job(folder))
     assert done.rc == 2
     assert commands(done.stderr) == [
         "::error file=toy.yaml,line=2,title=ddptrain%3A the configuration is wrong::rank: unknown key"
@@ -146,7 +146,7 @@ def test_retraining_is_compared_with_the_champion_and_its_failure_annotated(run_
     (folder / "mine.yaml").write_text(json.dumps(config))
 
     def retrain(loss: float) -> tuple[int, list[str], str, dict[str, str]]:
-        options = "--force", "--set", f"params.loss={loss}", "--report", "report.md", "--junit", "junit.xml"
+        options = "--force", "--set", f"params.loss={loss}", "--report", "report.md", "--report", "junit.xml"
         done = run_cli("retrain", "mine.yaml", *options, env=job(folder))
         cases = ET.parse(folder / "junit.xml").getroot()[0].iter("testcase")
         outcomes = {

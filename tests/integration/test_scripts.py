@@ -62,7 +62,6 @@ def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path) -> 
     args: list[str | Path] = [
         "--set",
         "failure.max_restarts=2",
-        "--local-rank",
         SCRIPTS / "probe.py",
         "--a",
         "--",
@@ -86,7 +85,7 @@ def test_script_finds_itself_as_under_torchrun(run_cli: Cli, tmp_path: Path) -> 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     assert told == {
-        "argv": [str(SCRIPTS / "probe.py"), "--local-rank=1", "--a", "--", str(tmp_path)],
+        "argv": [str(SCRIPTS / "probe.py"), "--a", "--", str(tmp_path)],
         "path": str(SCRIPTS),
         "beside": "beside",
         "file": str(SCRIPTS / "probe.py"),

@@ -78,16 +78,16 @@ def _arguments() -> list[str]:
 SPY = """
 import sys
 from ddptrain.cli.main import main
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 
-submit = WorkerGroup.submit
+submit = Workers.submit
 
 def spied(self, specs, slots):
     with open("orders.txt", "a") as file:
         file.writelines(spec.to_json() + chr(10) for spec in specs)
     submit(self, specs, slots)
 
-WorkerGroup.submit = spied
+Workers.submit = spied
 sys.exit(main(sys.argv[1:]))
 """
 FAILING = """
@@ -141,7 +141,7 @@ def test_key_reaches_ranks_on_a_cluster_of_others_and_nobody_else(tmp_path: Path
         bench.scheduler()
         bench.foreign()
         env = {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}
-        running = run_cli.start("train", "run.yaml", "--cluster", bench.scheduler_file, "--full-traceback", env=env)
+        running = run_cli.start("train", "run.yaml", "--cluster", bench.scheduler_file, "--verbose", env=env)
         running.wait_for(f"key {hashlib.sha256(KEY.encode()).hexdigest()}")
         running.wait_for(" ".join(["options", *(hashlib.sha256(text.encode()).hexdigest() for text in SECRETS[2:])]))
         address = json.loads(bench.scheduler_file.read_text())["address"]

@@ -93,7 +93,7 @@ def test_killed_sharded_run_goes_on_with_more_ranks_as_if_nothing_had_happened(r
     assert [name for name in files if name.startswith("model.")] == [
         f"model.rank-{rank}.safetensors" for rank in range(3)
     ]
-    done = run_cli("results", "consolidate", run.name, "--step", "4", "-o", "out")
+    done = run_cli("results", "export", "--format", "safetensors", run.name, "--step", "4", "-o", "out")
     assert done.rc == 0, done.stderr
     found = load_file(folder / "out" / "model.safetensors")
     expected = reference()

@@ -92,7 +92,7 @@ if __name__ == "__main__":
 """
 # As where driver and workers have no file system in common.
 APART = (
-    "import sys, ddptrain.driver.worker_group.worker_group as group; group._same_token = lambda *_: False;"
+    "import sys, ddptrain.driver.workers as group; group._same_token = lambda *_: False;"
     "from ddptrain.cli.main import main; sys.exit(main())"
 )
 

@@ -125,7 +125,7 @@ def test_failed_attempts_and_a_resumed_one_go_on_in_one_run_that_says_so(backend
     assert attempts == [1] * 15 + [2] * 15 + [3] * 20, "so that rows which come again can be told from those that count"
     counted = Run.find("latest", training.run_dir.parent).metrics()
     assert [row["step"] for row in counted if row["rank"] == 0 and "train/loss" in row] == STEPS
-    plotted = json.loads(training.cli("results", "plot", "latest", "--json", "--metric", "train/loss").stdout)
+    plotted = json.loads(training.cli("results", "compare", "latest", "--json", "--metric", "train/loss").stdout)
     assert all(curve["x"] == STEPS for curve in plotted["series"])
     losses = [row["train/loss"] for row in counted if row["rank"] == 0 and "train/loss" in row]
     assert run.summary["train/loss"] == {"min": min(losses), "last": losses[-1]}

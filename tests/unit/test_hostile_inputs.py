@@ -206,7 +206,6 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "file", "time_ns": 1, "path": "a/b.txt", "staging": "file-1", "size_bytes": 3, "sha256": "ab"},
     {"event": "failure", "time_ns": 1, "type": "ValueError", "message": "m", "traceback": "t", "exit_code": 3},
     {"event": "stacks", "time_ns": 1, "main": ["a.py:1 f"], "sequence": 3, "state": ""},
-    {"event": "checkpoint_failed", "time_ns": 1, "step": 1, "message": "m", "failures": 1, "given_up": False},
     {"event": "note", "time_ns": 1, "message": "m", "level": "info"},
 ]
 
@@ -238,6 +237,9 @@ def test_event_of_a_rank_gone_wrong_is_written_or_refused(folder: Path, event: A
                 writer.adopt_checkpoint(0, decoded, staged, CheckpointPolicy())
             elif isinstance(decoded, events.FileSaved):
                 writer.adopt_file(decoded, staged / _file_name(decoded.staging))
+        assert {path.name for path in Path(name).iterdir()} <= {"runs", "staged"}
+        for path in Path(name).glob("runs/*/*.jsonl"):
+            assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
 
 
 def _writer(folder: Path) -> RunWriter:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
+from ddptrain.cli.models.models import RunOrModel, open_trained
 from ddptrain.cli.options import (
     ClusterOption,
     JsonOption,
     RanksOption,
-    VerboseOption,
     checked,
     field_options,
     set_option,
@@ -52,28 +51,25 @@ def evaluate(
     overrides: Annotated[list[str] | None, set_option("params.batch_size=64")] = None,
     ranks: RanksOption = None,
     cluster: ClusterOption = None,
-    runs_dir: TrainedRunsDir = "runs",
-    models_dir: ModelsDir = None,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Score the best checkpoint of a run, or a model, on the data that its training held out."""
     from ddptrain.retrain.evaluation import evaluate as score
 
-    first = _target(run, runs_dir, models_dir)
-    targets = [first, *([_target(against, runs_dir, models_dir)] if against is not None else [])]
-    resolved = _configuration(first.folder, overrides or [], field_options(ranks, cluster, None))
+    first = _target(run)
+    targets = [first, *([_target(against)] if against is not None else [])]
+    resolved = _configuration(first.folder, overrides or [], field_options(ranks, cluster))
     found = score(resolved, targets, output="plain", data=data, to_stderr=True)
     for note in found.notes:
         say(f"evaluate: {note}")
     print_result(_as_dict(found, data), _table(found, [target.name for target in targets]), as_json=as_json)
 
 
-def _target(source: str, runs_dir: str, models_dir: str | None) -> EvaluationTarget:
+def _target(source: str) -> EvaluationTarget:
     """Return the run or model of that name. Raises UsageError."""
     from ddptrain.retrain.evaluation import EvaluationTarget
 
-    folder, about = open_trained(source, runs_dir, models_dir)
+    folder, about = open_trained(source)
     name = f"{about['model']}@{about['version']}" if "model" in about else str(about["run_id"])
     return EvaluationTarget(name, folder)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
+from ddptrain.cli.models.models import RunOrModel, open_trained
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_result, say
 from ddptrain.config.wording import counted
@@ -15,7 +15,6 @@ from ddptrain.config.wording import counted
 
 def generate(
     run: RunOrModel,
-    runs_dir: TrainedRunsDir = "runs",
     count: Annotated[int, typer.Option(help="Number of names to generate.")] = 50,
     prefix: Annotated[str, typer.Option(help="Text that each name begins with.")] = "",
     temperature: Annotated[
@@ -23,13 +22,12 @@ def generate(
     ] = 0.8,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same names.", min=0)] = None,
     keep_known: Annotated[bool, typer.Option("--keep-known", help="Keep names that are in the training list.")] = False,
-    models_dir: ModelsDir = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make new pet names with a trained run, one per line; none of them is in the run's own list."""
     from ddptrain.workloads.petnames.generate import generate_names
 
-    run_dir, source = open_trained(run, runs_dir, models_dir, "petnames")
+    run_dir, source = open_trained(run, "petnames")
     made = generate_names(run_dir, count, prefix, temperature, seed, keep_known)
     print_result({**source, **dataclasses.asdict(made)}, made.names, as_json=as_json, indent=None)
     dropped, were = made.dropped_known, "was" if made.dropped_known == 1 else "were"

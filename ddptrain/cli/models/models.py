@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.model_registry.reference import check_model_name, is_model_reference, parse_reference
+from ddptrain.model_registry.reference import ModelReference, check_model_name, is_model_reference, parse_reference
 from ddptrain.text_tables import clean_table, plain_sections
 
 if TYPE_CHECKING:
@@ -22,20 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="models", help="Versions of trained models: list, promote, roll back.", no_args_is_help=False)
 
-DEFAULT_MODELS_DIR = "models"
 _NO_METRICS = "-"
 
-ModelsDir = Annotated[
-    str | None,
-    typer.Option(
-        "--models-dir",
-        metavar="DIR|URL",
-        envvar="DDPTRAIN_MODELS_DIR",
-        show_envvar=False,
-        help="Folder of the model registry, or s3://bucket/folder; also DDPTRAIN_MODELS_DIR.  "
-        f"[default: {DEFAULT_MODELS_DIR}]",
-    ),
-]
 Reason = Annotated[str, typer.Option("--reason", help="A text for the history.")]
 Model = Annotated[
     str,
@@ -61,23 +49,19 @@ RunOrModel = Annotated[
         help="A run's id, the start of one, latest, a directory or URL; or a model, as NAME@champion.",
     ),
 ]
-TrainedRunsDir = Annotated[
-    str, typer.Option("--runs-dir", metavar="DIR|URL", help="The folder that holds the runs, or s3://bucket/folder.")
-]
 
 
 @app.callback(invoke_without_command=True)
-def models(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
+def models(ctx: typer.Context, json: JsonOption = False) -> None:
     """Versions of trained models: list, promote, roll back."""
-    ctx.obj = models_dir
     if ctx.invoked_subcommand is None:
-        list_(ctx, models_dir, json)
+        list_(json)
 
 
 @app.command("list")
-def list_(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
+def list_(json: JsonOption = False) -> None:
     """List the models with their champions."""
-    registry = _registry(ctx, models_dir)
+    registry = _registry()
     table = [("MODEL", "CHAMPION", "CREATED (UTC)", "METRICS", "OTHER ALIASES")]
     data: list[dict[str, Any]] = []
     for state in map(registry.state, registry.models()):
@@ -95,10 +79,17 @@ def list_(ctx: typer.Context, models_dir: ModelsDir = None, json: JsonOption = F
 
 
 @app.command()
-def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
+def show(
+    model: Reference,
+    history: Annotated[bool, typer.Option("--history", help="Show every change of the model, oldest first.")] = False,
+    json: JsonOption = False,
+) -> None:
     """Show a version, or with a model's name alone all versions of it."""
-    registry = _registry(ctx, models_dir)
+    registry = _registry()
     reference = parse_reference(model)
+    if history:
+        _show_history(registry, reference, as_json=json)
+        return
     state = registry.state(reference.model)
     if "@" not in model:
         if not state.number:
@@ -132,24 +123,20 @@ def show(ctx: typer.Context, model: Reference, models_dir: ModelsDir = None, jso
     print_result({**_as_dict(record, state, rejected), "url": where}, [text], as_json=json)
 
 
-@app.command()
-def history(ctx: typer.Context, model: Model, models_dir: ModelsDir = None, json: JsonOption = False) -> None:
-    """Show every change of a model, oldest first."""
-    registry = _registry(ctx, models_dir)
-    changes = registry.history(model)
+def _show_history(registry: ModelRegistry, reference: ModelReference, *, as_json: bool) -> None:
+    changes = registry.history(reference.model)
     if not changes:
-        registry.resolve(parse_reference(model))
+        registry.resolve(reference)  # raises the error with the names that exist
     table = [("TIME (UTC)", "ACTION", "VERSION", "CHAMPION", "BY", "REASON")]
     for change in changes:
         champion, user = str(change.aliases.get("champion", "-")), f"{change.user} on {change.host}"
         action = f"{change.action} {change.alias}".strip()
         table.append((_time(change.time), action, str(change.version), champion, user, change.reason))
-    print_result([change.as_dict() for change in changes], [clean_table(table)], as_json=json)
+    print_result([change.as_dict() for change in changes], [clean_table(table)], as_json=as_json)
 
 
 @app.command()
 def promote(
-    ctx: typer.Context,
     model: Model,
     version: Annotated[
         str,
@@ -157,13 +144,11 @@ def promote(
     ],
     checkpoint: Annotated[str, typer.Option(help="Of a run: best, latest, or a name such as step-100.")] = "best",
     reason: Reason = "",
-    runs_dir: TrainedRunsDir = "runs",
-    models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Make a version the champion. A run becomes a new version first. The old champion becomes `previous`."""
     check_model_name(model)
-    registry = _registry(ctx, models_dir)
+    registry = _registry()
     if version.isdecimal():
         number = int(version)
     else:
@@ -171,7 +156,7 @@ def promote(
         from ddptrain.results.remote.runs import open_runs_dir, split_run
         from ddptrain.results.run_store import NeededFiles
 
-        place, name = split_run(version, runs_dir)
+        place, name = split_run(version, PLACES.runs)
         view = open_runs_dir(place).find(name, NeededFiles.MODEL, checkpoint=checkpoint)
         number = add_run(registry, model, view, checkpoint).version
     change = registry.promote(model, number, reason)
@@ -180,21 +165,18 @@ def promote(
 
 @app.command(short_help="Make the previous champion the champion again.")
 def rollback(
-    ctx: typer.Context,
     model: Model,
     reason: Reason = "",
-    models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Make the previous champion the champion again, after a check of all its files; again: the one before it."""
-    registry = _registry(ctx, models_dir)
+    registry = _registry()
     change = registry.rollback(model, reason)
     _report(registry, model, change, "", as_json=json)
 
 
 @app.command()
 def alias(
-    ctx: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -206,7 +188,6 @@ def alias(
     version: Annotated[int | None, typer.Argument(metavar="VERSION", min=1, help="The version's number.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the alias.")] = False,
     reason: Reason = "",
-    models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Point an alias of your own to a version, or remove it."""
@@ -215,49 +196,28 @@ def alias(
     reference = parse_reference(name)
     if not reference.alias or "@" not in name:
         raise UsageError(f"{name} contains no alias: write MODEL@ALIAS")
-    registry = _registry(ctx, models_dir)
+    registry = _registry()
     change = registry.set_alias(reference.model, reference.alias, version, reason)
     unchanged = f"{name} is version {version} already" if version else f"there is no alias {name}"
     _report(registry, reference.model, change, unchanged, as_json=json)
 
 
-@app.command()
-def pin(
-    ctx: typer.Context,
-    model: Reference,
-    off: Annotated[bool, typer.Option("--off", help="End the protection.")] = False,
-    reason: Reason = "",
-    models_dir: ModelsDir = None,
-    json: JsonOption = False,
-) -> None:
-    """Protect a version from being removed."""
-    registry = _registry(ctx, models_dir)
-    record = registry.resolve(parse_reference(model))
-    change = registry.pin(record.model, record.version, pinned=not off, reason=reason)
-    unchanged = f"version {record.version} of {record.model} is {'not ' if off else ''}pinned already"
-    _report(registry, record.model, change, unchanged, as_json=json)
-
-
 @app.command("rm")
 def remove(
-    ctx: typer.Context,
     model: Model,
     version: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="The version's number.")],
     reason: Reason = "",
-    models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Delete a version that is not pinned and has no alias."""
-    registry = _registry(ctx, models_dir)
+    registry = _registry()
     _report(registry, model, registry.remove(model, version, reason), "", as_json=json)
 
 
 @app.command()
 def export(
-    ctx: typer.Context,
     model: Reference,
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder for the exported model.")],
-    models_dir: ModelsDir = None,
     json: JsonOption = False,
 ) -> None:
     """Write the weights of a version into a new folder.
@@ -266,7 +226,7 @@ def export(
     """
     from ddptrain.model_registry.model_reader import open_version
 
-    registry = _registry(ctx, models_dir)
+    registry = _registry()
     record = registry.resolve(parse_reference(model))
     run_dir = open_version(registry, record)
 
@@ -280,9 +240,7 @@ def export(
     print_result(data, [text], as_json=json)
 
 
-def open_trained(
-    source: str, runs_dir: str, models_dir: str | None, workload: str | None = None
-) -> tuple[Path, dict[str, Any]]:
+def open_trained(source: str, workload: str | None = None) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a run, or of a verified version of a model, and what names it in JSON output.
 
     source: RUN, MODEL@ALIAS, or if there is no such run MODEL. workload: `latest` is then the newest run of this
@@ -291,25 +249,22 @@ def open_trained(
     from ddptrain.results.layout import LATEST
 
     try:
-        return _open_run_or_version(source, runs_dir, models_dir, workload)
+        return _open_run_or_version(source, workload)
     except RunNotFound as error:
         if is_model_reference(source) or "/" in source or source == LATEST:
             raise
         try:
-            return _open_run_or_version(f"{source}@champion", runs_dir, models_dir, workload)
+            return _open_run_or_version(f"{source}@champion", workload)
         except UsageError:
             raise RunNotFound(f"{error}; there is no model of that name either") from None
 
 
-def _open_run_or_version(
-    source: str, runs_dir: str, models_dir: str | None, workload: str | None
-) -> tuple[Path, dict[str, Any]]:
-
+def _open_run_or_version(source: str, workload: str | None) -> tuple[Path, dict[str, Any]]:
     if is_model_reference(source):
         from ddptrain.model_registry.model_reader import open_version
         from ddptrain.model_registry.registry import ModelRegistry
 
-        registry = ModelRegistry.open(models_dir or DEFAULT_MODELS_DIR)
+        registry = ModelRegistry.open(PLACES.models)
         record = registry.resolve(parse_reference(source))
         about = {"run_id": record.run_id, "model": record.model, "version": record.version}
         return open_version(registry, record), about
@@ -318,7 +273,7 @@ def _open_run_or_version(
     from ddptrain.results.remote.runs import open_runs_dir, split_run
     from ddptrain.results.run_store import NeededFiles
 
-    place, name = split_run(source, runs_dir)
+    place, name = split_run(source, PLACES.runs)
     runs = open_runs_dir(place)
     if name == LATEST and workload is not None and (views := runs.list()):
         chosen = newest_trained(views, workload)
@@ -329,11 +284,10 @@ def _open_run_or_version(
     return folder, {"run_id": folder.name}
 
 
-def _registry(ctx: typer.Context, models_dir: str | None) -> ModelRegistry:
+def _registry() -> ModelRegistry:
     from ddptrain.model_registry.registry import ModelRegistry
 
-    given_before = ctx.obj if isinstance(ctx.obj, str) else None
-    return ModelRegistry.open(models_dir or given_before or DEFAULT_MODELS_DIR)
+    return ModelRegistry.open(PLACES.models)
 
 
 def _report(registry: ModelRegistry, model: str, change: Change | None, unchanged: str, *, as_json: bool) -> None:

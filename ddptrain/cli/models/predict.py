@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.models.models import ModelsDir, RunOrModel, TrainedRunsDir, open_trained
-from ddptrain.cli.options import VerboseOption
+from ddptrain.cli.models.models import RunOrModel, open_trained
 from ddptrain.cli.printing import say, write
 from ddptrain.text_tables import clean, clean_line
 
@@ -42,9 +41,6 @@ def predict(
         int | None, typer.Option(min=1, max=65536, help="Images in a batch. Default: 128 on a GPU, else 16.")
     ] = None,
     device: Annotated[Device, typer.Option(help="auto is a GPU where there is one.")] = Device.AUTO,
-    runs_dir: TrainedRunsDir = "runs",
-    models_dir: ModelsDir = None,
-    verbose: VerboseOption = False,
 ) -> int:
     """Classify images with the best checkpoint of an image run.
 
@@ -54,7 +50,7 @@ def predict(
 
     if as_json and as_csv:
         raise typer.BadParameter("give --json or --csv, not both")
-    run_dir, source = open_trained(run, runs_dir, models_dir, "images")
+    run_dir, source = open_trained(run, "images")
     given = find_images(images)  # before torch is imported: most mistakes are in the paths
 
     from ddptrain.workloads.images.model.saved_classifier import load_model

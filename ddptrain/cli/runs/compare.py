@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ import typer
 
 from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, write
-from ddptrain.cli.runs.choice import RunNames, RunsDir, view_of
+from ddptrain.cli.runs.choice import RunNames, view_of
 from ddptrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ class Align(StrEnum):
 
 
 def compare(
-    ctx: typer.Context,
     runs: RunNames,
     align: Annotated[
         Align | None,
@@ -44,10 +44,9 @@ def compare(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also draw the curves as a picture: .png, .svg or .pdf.")
     ] = None,
-    runs_dir: RunsDir = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare runs: parameters, configuration, code, data, versions, metrics and curves.
+    """Compare runs: parameters, configuration, code, data, versions, metrics and curves. Of one run: draw its curves.
 
     Differences of values are to the first run. Tables show only what differs.
     """
@@ -55,7 +54,11 @@ def compare(
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.show.plot import save_picture, terminal_charts
 
-    views = [view_of(ctx, runs_dir, run, NeededFiles.COMPARISON) for run in runs]
+    if len(runs) == 1:
+        _draw(runs[0], metric or (), plot, as_json=json)
+        return
+
+    views = [view_of(run, NeededFiles.COMPARISON) for run in runs]
     found = compare_runs(views, None if align is None else align.value, metric or ())
     has_curves = any(panel.curves for panel in found.plot.panels)
     if plot is not None:
@@ -70,6 +73,25 @@ def compare(
         write(["", terminal_charts(found.plot, chart_style())], colours=True)
     if plot is not None:
         write([f"picture: {plot}"])
+
+
+def _draw(run: str, metrics: Sequence[str], picture: Path | None, *, as_json: bool) -> None:
+    """Draw the curves of one run, in the terminal and as a picture."""
+    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.show.curves import plot_data, plot_of
+    from ddptrain.results.show.plot import save_picture, terminal_charts
+
+    view = view_of(run, NeededFiles.METRICS)
+    drawing = plot_of(view, metrics)
+    if picture is not None:
+        save_picture(drawing, picture, view.record.best, option="--plot")
+    if as_json:
+        file = None if picture is None else str(picture)
+        print_json({"run_id": view.run_id, "file": file, "x": drawing.x_name, "series": plot_data(drawing)})
+        return
+    write([terminal_charts(drawing, chart_style())], colours=True)
+    if picture is not None:
+        write([f"picture: {picture}"])
 
 
 def chart_style() -> Style:

@@ -1,4 +1,4 @@
-"""`ddptrain results list`: lists, selects and sorts runs. `results sweeps`: lists sweeps."""
+"""`ddptrain results list`: lists, selects and sorts runs; lists sweeps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.options import JsonOption
+from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_json, say, write
-from ddptrain.cli.runs.choice import RunsDir, folder_of
 from ddptrain.config.wording import counted
+from ddptrain.errors import UsageError
 from ddptrain.text_tables import plain_table
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ _FIELDS = (
 
 
 def list_runs(
-    ctx: typer.Context,
     where: Annotated[
         str | None,
         typer.Option(
@@ -50,37 +49,41 @@ def list_runs(
             help=f"The highest number of runs to show.  [default: {_SHOWN}; with --json all]",
         ),
     ] = None,
-    runs_dir: RunsDir = None,
+    sweeps: Annotated[bool, typer.Option("--sweeps", help="List the sweeps instead, with their best trials.")] = False,
     json: JsonOption = False,
 ) -> None:
     """List the runs, newest first, and below them the sweeps; with other options, or --json, only runs."""
     from ddptrain.results.selection import Selection
 
-    print_runs(folder_of(ctx, runs_dir), Selection.parse(where, sort, columns), limit, as_json=json)
+    if sweeps:
+        if where or sort or columns or limit:
+            raise UsageError("--sweeps lists all sweeps of the folder: leave the other options out")
+        _list_sweeps(as_json=json)
+        return
+    print_runs(PLACES.runs, Selection.parse(where, sort, columns), limit, as_json=json)
 
 
-def list_sweeps(ctx: typer.Context, runs_dir: RunsDir = None, json: JsonOption = False) -> None:
-    """List the sweeps, newest first: status, how many trials have ended, and the best one."""
-    from ddptrain.sweep import listing
+def _list_sweeps(*, as_json: bool) -> None:
+    from ddptrain.results.sweep_record import list_sweeps as find_sweeps
+    from ddptrain.sweep.output import listed_data, sweep_table
 
-    place = folder_of(ctx, runs_dir)
-    found = listing.list_sweeps(place)
-    if json:
-        print_json([each.as_dict() for each in found])
+    found = find_sweeps(PLACES.runs)
+    if as_json:
+        print_json([listed_data(each) for each in found])
     elif found:
-        _print_table(listing.sweep_table(found))
+        _print_table(sweep_table(found))
     else:
-        say(f"no sweeps in {place}")
+        say(f"no sweeps in {PLACES.runs}")
 
 
 def show_sweep(runs_dir: str, name: str, *, as_json: bool) -> bool:
     """Print the trials of a sweep; return False if there is no sweep of that name, path or URL."""
     import dataclasses
 
-    from ddptrain.sweep import listing
+    from ddptrain.results.sweep_record import find_sweep
     from ddptrain.sweep.output import summary_lines
 
-    if (found := listing.find_listed(runs_dir, name)) is None:
+    if (found := find_sweep(runs_dir, name)) is None:
         return False
     if as_json:
         print_json({**dataclasses.asdict(found.record), "sweep_dir": found.where})
@@ -98,8 +101,8 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.selection import cells, header
     from ddptrain.results.show.render import run_table
-    from ddptrain.sweep.listing import list_sweeps as list_found
-    from ddptrain.sweep.listing import sweep_table
+    from ddptrain.results.sweep_record import list_sweeps as find_sweeps
+    from ddptrain.sweep.output import sweep_table
 
     need = NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING
     views = open_runs_dir(runs_dir).list(need)
@@ -114,7 +117,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
         )
         return
     is_plain = not (selection.fields or limit)
-    sweeps = list_found(runs_dir, {view.run_id for view in views}) if is_plain else []
+    sweeps = find_sweeps(runs_dir) if is_plain else []
     if not runs and not sweeps:
         say(f"no runs in {runs_dir}" if not views else f"no run matches, of {counted(len(views), 'run')} in {runs_dir}")
         return

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddptrain.cli.models.models import DEFAULT_MODELS_DIR, ModelsDir
-from ddptrain.cli.options import JsonOption, VerboseOption, parsed
+from ddptrain.cli.options import PLACES, JsonOption, parsed
 from ddptrain.cli.printing import print_result, say
-from ddptrain.cli.runs.choice import RunsDir, folder_of
 from ddptrain.config.wording import counted
 from ddptrain.errors import ExitCode
 from ddptrain.text_tables import clean_line, duration, plain_table
@@ -25,7 +23,6 @@ _DAY_S = 86_400.0
 
 
 def prune(
-    ctx: typer.Context,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; delete nothing.")] = False,
     keep: Annotated[int, typer.Option(min=0, help="Runs to keep of each name: the newest that succeeded.")] = 20,
     failed_keep: Annotated[
@@ -43,10 +40,7 @@ def prune(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Delete only runs of this name.")] = None,
-    runs_dir: RunsDir = None,
-    models_dir: ModelsDir = None,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Delete old runs.
 
@@ -59,7 +53,7 @@ def prune(
     from ddptrain.results.prune import PrunePolicy, size_bytes
     from ddptrain.results.prune import prune as prune_runs
     from ddptrain.results.remote.runs import open_runs_dir
-    from ddptrain.retrain.cleanup.clean_up import protected_runs
+    from ddptrain.retrain.clean_up import protected_runs
 
     policy = PrunePolicy(
         keep=keep,
@@ -68,9 +62,9 @@ def prune(
         max_size_bytes=None if max_size is None else parsed("--max-size", max_size, size_bytes),
         name=name,
     )
-    place = folder_of(ctx, runs_dir)
+    place = PLACES.runs
     runs = open_runs_dir(place)
-    registry = ModelReader.open(models_dir or DEFAULT_MODELS_DIR)
+    registry = ModelReader.open(PLACES.models)
     protected = protected_runs(registry)
     report = prune_runs(runs, policy, protected, dry_run=dry_run)
     print_result(report.as_dict(), _lines(report, policy.max_size_bytes), as_json=as_json)

@@ -30,8 +30,8 @@ def retrain(
         str,
         typer.Option(
             metavar="TIME|SCHEDULE",
-            help="The scheduled time, which is run at most once: 2026-03-01T03:00Z, or a schedule as "
-            '"Mon 03:00 Europe/Berlin", which stands for its latest time.',
+            help="The scheduled time, which is run at most once: 2026-03-01T03:00Z, or a cron expression as "
+            '"0 3 * * 1 Europe/Berlin", which stands for its latest time.',
         ),
     ] = "",
     promote_anyway: Annotated[
@@ -39,22 +39,12 @@ def retrain(
     ] = "",
     ranks: opt.RanksOption = None,
     cluster: opt.ClusterOption = None,
-    runs_dir: opt.RunsDirOption = None,
-    models_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|URL", envvar="DDPTRAIN_MODELS_DIR", show_envvar=False, help="The model registry (models.dir)."
-        ),
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the data, print what would be done, change nothing.")
     ] = False,
-    full_traceback: opt.FullTracebackOption = False,
     all_ranks: opt.AllRanksOption = False,
-    verbose: opt.VerboseOption = False,
     output: opt.OutputOption = opt.OutputMode.AUTO,
     report: opt.ReportOption = None,
-    junit: opt.JunitOption = None,
 ) -> None:
     """Train a model anew, and make the result the champion if it is better.
 
@@ -64,16 +54,18 @@ def retrain(
     """
     from ddptrain.config.load import load_config
 
-    options = opt.field_options(ranks, cluster, runs_dir)
-    if models_dir is not None:
+    options = opt.field_options(ranks, cluster, opt.PLACES.runs_dir)
+    if (models_dir := opt.PLACES.models_dir) is not None:
         options[f"models.dir={json.dumps(models_dir)}"] = f"--models-dir {models_dir}"
-    with reporting_of(config, report, junit) as reporting:
+    with reporting_of(config, report) as reporting:
         resolved = opt.checked(partial(load_config, opt.local_config(config)), overrides or [], options)
         from ddptrain.retrain.retraining import retrain as run
         from ddptrain.retrain.start import RetrainOptions
-        from ddptrain.schedule.due_times import resolve_slot
+        from ddptrain.schedule.times import resolve_slot
 
         reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
         slot, anyway = resolve_slot(slot), promote_anyway.strip()
-        chosen = RetrainOptions(force, slot, dry_run, output.value, anyway, full_traceback, all_ranks, reporting)
+        chosen = RetrainOptions(
+            force, slot, dry_run, output.value, anyway, opt.wants_full_traceback(), all_ranks, reporting
+        )
         raise typer.Exit(run(resolved, chosen))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from distributed import Client, Future
 
-from ddptrain.clusters.compatibility import Needs, check_cluster
+from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.compat.dask_pytorch_ddp import group_watch, notebook_task
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.reservation import SlotRequest, WaitHooks
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.ranks import RankPlace
+from ddptrain.driver.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol import rank_spec
 from ddptrain.protocol.rank_spec import RankSpec
@@ -59,9 +59,9 @@ def run(
     if client.asynchronous:
         raise UsageError("dispatch.run needs a client that was not made with asynchronous=True")
     pickled = _pickled(pytorch_function, args, kwargs)
-    worker_group = WorkerGroup(client, new_run_id("dispatch"), queue.SimpleQueue())
+    worker_group = Workers(client, new_run_id("dispatch"), queue.SimpleQueue())
     hooks = WaitHooks(
-        check=lambda workers: check_cluster(client, workers, Needs(_WORKLOAD, ())),
+        check=lambda workers: check_cluster(client, workers),
         worker_fault=lambda: None,
         last_words=lambda: "",
         tell=logger.warning,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from ddptrain.driver.attempt.inbox import Inbox, SignalReceived
+from ddptrain.driver.inbox import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddptrain.config.run_config import FailureConfig
-from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.failure.fault import LOSSES, Fault, FaultKind
+from ddptrain.driver.ranks import AttemptEnd
 
 _MAX_BACKOFF_S = 60.0
 # Another attempt would end the same way.

@@ -14,8 +14,8 @@ from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, RunStatus
 from ddptrain.text_tables import duration
 
 if TYPE_CHECKING:
-    from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
     from ddptrain.driver.failure.fault import Fault
+    from ddptrain.driver.ranks import AttemptEnd, Rank
     from ddptrain.results.layout import RunLayout
     from ddptrain.results.run_writer import RunWriter
 
@@ -105,7 +105,7 @@ def _record(end: AttemptEnd, fault: Fault, layout: RunLayout) -> FailureRecord:
     return fault.record(end.ranks[fault.rank].record().host, layout.shown_path(layout.log(fault.rank)))
 
 
-def _others(ranks: Sequence[RankState], first: int) -> str:
+def _others(ranks: Sequence[Rank], first: int) -> str:
     """Return text about other failed ranks: those with the same error, and the victims; "" if there are none."""
     first_fault = ranks[first].fault
     others = [(rank.spec.rank, rank.fault) for rank in ranks if rank.spec.rank != first and rank.fault is not None]

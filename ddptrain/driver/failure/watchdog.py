@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ddptrain.driver.attempt.rank_state import RankState
+from ddptrain.driver.ranks import Rank
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
@@ -36,7 +36,6 @@ _QUIET = 1 / 3  # of the limit: from then on, the live display shows for how lon
 _NO_ACTIVITY = (
     events.Started,
     events.Stacks,
-    events.Waiting,
     events.Noticed,
     events.ThreadFailure,
     events.Tracked,
@@ -184,7 +183,7 @@ class Watchdog:
             return activity._replace(newest_cpu_s=seconds, cpu_s=seconds, cpu_at=now)
         return activity._replace(newest_cpu_s=seconds, cpu_s=used_s)
 
-    def idle_s(self, rank: RankState, activity: Activity, now: float) -> float:
+    def idle_s(self, rank: Rank, activity: Activity, now: float) -> float:
         """For how long a rank has shown no activity of any kind since it was submitted."""
         return min(silent_s(rank, activity, now), now - max(activity.cpu_at, activity.gpu_at))
 
@@ -193,7 +192,7 @@ class Watchdog:
         last = {"GPU": activity.gpu_at, "CPU": activity.cpu_at}
         return next((name for name, at in last.items() if at and now - at <= (self.limit_s(activity) or 0.0) / 2), "")
 
-    def works(self, rank: RankState, activity: Activity, now: float) -> bool:
+    def works(self, rank: Rank, activity: Activity, now: float) -> bool:
         """Return whether the CPU or GPU use of a rank still counts as progress."""
         limit_s = self.limit_s(activity)
         if self.timeout_s is None or limit_s is None:
@@ -204,7 +203,7 @@ class Watchdog:
         within = quiet_s <= BUSY_LIMIT * (LONGEST_S if self.adapts else self.timeout_s)
         return (quiet_s <= limit_s or in_use) and (within or not activity.reports)
 
-    def silence(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> str:
+    def silence(self, ranks: Sequence[Rank], activities: Sequence[Activity], now: float) -> str:
         """Return for how long a rank has not reported, as text for the live display; "" if it is not worth a word."""
         known = [pair for pair in zip(ranks, activities, strict=True) if pair[1].reports and not pair[0].well]
         if not known:
@@ -213,7 +212,7 @@ class Watchdog:
         limit_s = self._group_limit_s(Stage.TRAIN, [activity for _, activity in known])
         return f"no report for {quiet_s:.0f} s (limit {limit_s:.0f} s)" if quiet_s > _QUIET * limit_s else ""
 
-    def overdue(self, ranks: Sequence[RankState], activities: Sequence[Activity], now: float) -> Hang | None:
+    def overdue(self, ranks: Sequence[Rank], activities: Sequence[Activity], now: float) -> Hang | None:
         """Return the hang that the worker group may be in; None while the worker of a rank is cut off."""
         if self.timeout_s is None:
             return None
@@ -238,7 +237,7 @@ class Watchdog:
         known = [self.limit_s(activity) or 0.0 for activity in activities if activity.reports]
         return max(known) if known and stage == Stage.TRAIN else self.timeout_s or 0.0
 
-    def _is_late(self, rank: RankState, activity: Activity, now: float, limit_s: float) -> bool:
+    def _is_late(self, rank: Rank, activity: Activity, now: float, limit_s: float) -> bool:
         silent = silent_s(rank, activity, now) > limit_s
         return silent and (bool(activity.reports) or self.idle_s(rank, activity, now) > limit_s)
 
@@ -250,12 +249,12 @@ def new_watchdog(hang_timeout_s: float | str | None, start_timeout_s: float) -> 
     return Watchdog(hang_timeout_s, start_timeout_s)
 
 
-def silent_s(rank: RankState, activity: Activity, now: float) -> float:
+def silent_s(rank: Rank, activity: Activity, now: float) -> float:
     """For how long a rank has sent no event and no line."""
     return now - max(rank.submitted_at, activity.spoke_at, activity.excused_until)
 
 
-def _stage(alive: Sequence[RankState]) -> Stage:
+def _stage(alive: Sequence[Rank]) -> Stage:
     if all(rank.finished for rank in alive):
         return Stage.END
     return Stage.TRAIN if all(rank.entered for rank in alive) else Stage.START

@@ -23,7 +23,7 @@ from ddptrain.results.tracker_records import WANDB, run_argument
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, find_access
 
 if TYPE_CHECKING:
-    from ddptrain.driver.worker_group.rank_place import RankPlace
+    from ddptrain.driver.ranks import RankPlace
 
 _OFFLINE = frozenset({"offline", "dryrun"})
 _WANDB_MODES = _OFFLINE | {"", "online", "run", "shared"}

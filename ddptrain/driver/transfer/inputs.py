@@ -18,9 +18,9 @@ from ddptrain.results.errors import results_errors
 from ddptrain.results.secure_files import make_folder, write_file
 
 if TYPE_CHECKING:
+    from ddptrain.driver.ranks import RankPlace
     from ddptrain.driver.transfer.starting_weights import FetchedWeights
-    from ddptrain.driver.worker_group.rank_place import RankPlace
-    from ddptrain.driver.worker_group.worker_group import WorkerGroup
+    from ddptrain.driver.workers import Workers
 
 CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees the same file sees the same folder
 _END_S = 5.0
@@ -101,7 +101,7 @@ class RunInputs:
         self._files = (*listed, CONTENTS)
         write_file(self._folder / CONTENTS, (json.dumps({"files": listed}, indent=2) + "\n").encode())
 
-    def place(self, worker_group: WorkerGroup, places: Sequence[RankPlace]) -> list[str]:
+    def place(self, worker_group: Workers, places: Sequence[RankPlace]) -> list[str]:
         """Return the folder of the inputs on each place's worker: this one, or a copy; "" if there are no inputs.
 
         Raises ClusterError.

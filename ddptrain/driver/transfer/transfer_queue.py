@@ -17,8 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
-from ddptrain.driver.transfer.log_mirror import Fetch
+from ddptrain.driver.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
@@ -39,6 +38,10 @@ class _Unreachable(Exception):
 
 class _GivenUp(Exception):
     """The run does not wait for this transfer any more."""
+
+
+# Reads bytes of a file: path, offset, number of bytes. May return fewer; none at the end of the file.
+Fetch = Callable[[Path, int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,16 @@ class Transfer:
 class TransferQueue:
     """Does one transfer after the other. Each ends with a message in the inbox."""
 
-    def __init__(self, writer: RunWriter, policy: CheckpointPolicy, inbox: Inbox, max_failures: int = 5) -> None:
+    def __init__(
+        self,
+        writer: RunWriter,
+        policy: CheckpointPolicy,
+        inbox: Inbox,
+        source_of: Callable[[int], Source],
+        max_failures: int = 5,
+    ) -> None:
+        """`source_of` says where a rank's files are, or raises LookupError."""
+        self._source_of = source_of
         self.writer = writer
         self.policy = policy
         self.inbox = inbox
@@ -77,24 +89,39 @@ class TransferQueue:
         self._thread = threading.Thread(target=self._run, name="ddptrain-artifacts", daemon=True)
         self._thread.start()
 
-    def add_checkpoint(self, rank: int, event: events.CheckpointSaved, source_of: Callable[[int], Source]) -> None:
-        """Queue a staged checkpoint; `source_of` says where a rank's files are, or raises LookupError."""
+    def add(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
+        """Queue a staged checkpoint, or a staged file for artifacts/ or another area of the run directory."""
+        if isinstance(event, events.CheckpointSaved):
+            checkpoint = event
+            what, work = f"checkpoint step-{event.step}", lambda: self._adopt_checkpoint(rank, checkpoint)
+            transfer = Transfer(rank, what, work, step=event.step)
+        else:
+            what = f"artifact {event.path}" if event.area == ARTIFACTS else f"{event.area} file {event.path}"
+            file = event
+            transfer = Transfer(rank, what, lambda: self._adopt_file(rank, file), vital=event.area != TRACKING)
+        if not self.pending:
+            self._active_s = time.monotonic()
+        self.pending.append(transfer)
+        self._queue.put(transfer)
 
-        def work() -> Path:
-            with ExitStack() as copies:
-                folders = [self._local_folder(copies, source_of(rank), event.staging, event.files)]
-                for part in event.parts:
-                    try:
-                        source = source_of(part.rank)
-                    except LookupError as error:
-                        text = (
-                            f"the checkpoint of step {event.step} has files of rank {part.rank}, which does not exist"
-                        )
-                        raise CheckpointDamaged(text) from error
-                    folders.append(self._local_folder(copies, source, part.staging, part.files))
-                return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:], self._moved)
+    def _adopt_checkpoint(self, rank: int, event: events.CheckpointSaved) -> Path:
+        with ExitStack() as copies:
+            folders = [self._local_folder(copies, self._source_of(rank), event.staging, event.files)]
+            for part in event.parts:
+                try:
+                    source = self._source_of(part.rank)
+                except LookupError as error:
+                    text = f"the checkpoint of step {event.step} has files of rank {part.rank}, which does not exist"
+                    raise CheckpointDamaged(text) from error
+                folders.append(self._local_folder(copies, source, part.staging, part.files))
+            return self.writer.adopt_checkpoint(rank, event, folders[0], self.policy, folders[1:], self._moved)
 
-        self._add(Transfer(rank, f"checkpoint step-{event.step}", work, step=event.step))
+    def _adopt_file(self, rank: int, event: events.FileSaved) -> Path:
+        source, name = self._source_of(rank), _file_name(event.staging)
+        if source.fetch is None:
+            return self.writer.adopt_file(event, source.staging / name, self._moved)
+        with self._fetched(source.staging, [(name, event.size_bytes)], source.fetch) as fetched:
+            return self.writer.adopt_file(event, fetched / name, self._moved)
 
     def _local_folder(self, copies: ExitStack, source: Source, name: str, files: tuple[events.StagedFile, ...]) -> Path:
         """Return the folder `name` of a rank's staging folder, or a copy that exists until `copies` is closed."""
@@ -103,25 +130,6 @@ class TransferQueue:
             return folder
         sizes = [(file.name, file.size_bytes) for file in files]
         return copies.enter_context(self._fetched(folder, sizes, source.fetch))
-
-    def add_file(self, rank: int, event: events.FileSaved, staging: Path, fetch: Fetch | None) -> None:
-        """Queue a staged file for artifacts/ or another area of the run directory."""
-
-        def work() -> Path:
-            name = _file_name(event.staging)
-            if fetch is None:
-                return self.writer.adopt_file(event, staging / name, self._moved)
-            with self._fetched(staging, [(name, event.size_bytes)], fetch) as fetched:
-                return self.writer.adopt_file(event, fetched / name, self._moved)
-
-        what = f"artifact {event.path}" if event.area == ARTIFACTS else f"{event.area} file {event.path}"
-        self._add(Transfer(rank, what, work, vital=event.area != TRACKING))
-
-    def _add(self, transfer: Transfer) -> None:
-        if not self.pending:
-            self._active_s = time.monotonic()
-        self.pending.append(transfer)
-        self._queue.put(transfer)
 
     @property
     def silent_s(self) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from ddptrain.errors import ExitCode, one_line
-from ddptrain.explain import EXPLANATIONS, Cause, cause_lines, causes_of
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 
@@ -24,7 +23,6 @@ class RunExplanation:
     root_cause: str
     look: tuple[str, ...]
     next: tuple[str, ...]
-    causes: tuple[Cause, ...]
 
     def as_dict(self) -> dict[str, object]:
         """Return it as JSON data."""
@@ -37,26 +35,20 @@ class RunExplanation:
             lines += ["", "root cause:", f"  {self.root_cause}"]
         lines += ["", "where to look:", *(f"  {line}" for line in self.look)]
         lines += ["", "what to do next:", *(f"  {line}" for line in self.next)]
-        if self.causes:
-            lines += ["", "likely causes, and what to do:" if len(self.causes) > 1 else "cause, and what to do:"]
-            lines += cause_lines(self.causes)
         return lines
 
 
 def explain_run(view: RunView, runs_dir: str) -> RunExplanation:
     """Explain the end of a run; `runs_dir` is the --runs-dir of the commands that are named ("": the default)."""
     code = None if view.is_running else view.record.exit_code  # the end of a killed driver is not recorded
-    failed = view.status in (RunStatus.FAILED, RunStatus.CANCELLED)
-    root_cause = _root_cause(view)
     return RunExplanation(
         view.run_id,
         view.shown_status,
         code,
         _end(view, code),
-        root_cause,
+        _root_cause(view),
         tuple(_look(view, runs_dir)),
         tuple(_next(view, runs_dir)),
-        causes_of(code, root_cause) if failed and code is not None else (),
     )
 
 
@@ -67,8 +59,7 @@ def _end(view: RunView, code: int | None) -> str:
         return f"is {view.shown_status} in {view.record.driver.description}"
     if code is None:
         return f"is {view.status}; its driver recorded no exit code"
-    title = f": {EXPLANATIONS[code].title}" if code in EXPLANATIONS and code != ExitCode.SUCCEEDED else ""
-    return f"{view.status_text} (exit code {code}{title})"
+    return f"{view.status_text} (exit code {code})"
 
 
 def _root_cause(view: RunView) -> str:
@@ -89,6 +80,8 @@ def _look(view: RunView, runs_dir: str) -> Iterator[str]:
         yield f"ddptrain results logs {view.run_id}{runs_dir}"
     if view.record.exit_code == ExitCode.HANG:
         yield f"{layout.where}/artifacts/stacks/ (the stacks of all ranks)"
+    if view.status in (RunStatus.FAILED, RunStatus.CANCELLED) and view.record.exit_code is not None:
+        yield f"ddptrain explain {view.record.exit_code} (likely causes, and what to do)"
     if not view.is_running:
         yield f"{layout.shown_path(layout.decision_log)} (what ddptrain decided, and why)"
 
@@ -100,7 +93,7 @@ def _next(view: RunView, runs_dir: str) -> Iterator[str]:
         yield f"ddptrain watch {view.run_id}{runs_dir}"
         yield f"ddptrain stop {view.run_id}{runs_dir}"
     elif view.status == RunStatus.SUCCEEDED:
-        yield f"ddptrain results plot {view.run_id}{runs_dir}"
+        yield f"ddptrain results compare {view.run_id}{runs_dir}"
     elif view.status in _RESUMABLE and view.record.checkpoints:
         if view.record.exit_code == ExitCode.TRAINING_FAILED:
             yield "fix the root cause"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ASCII_MARKS = "*o+x#@"
-_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: readable on dark and on light
+_TERMINAL_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red: readable on dark and on light
 _NARROWEST = 40
 _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of the character's row and column
@@ -136,7 +136,7 @@ class _Canvas:
         return self._painted("⠤⠤" if self._style.unicode else _ASCII_MARKS[index % len(_ASCII_MARKS)] * 2, index)
 
     def _painted(self, text: str, index: int) -> str:
-        return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m" if self._style.colour else text
+        return f"\x1b[{_TERMINAL_COLOURS[index % len(_TERMINAL_COLOURS)]}m{text}\x1b[0m" if self._style.colour else text
 
 
 def _share(value: float, bounds: tuple[float, float]) -> float:

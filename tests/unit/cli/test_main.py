@@ -173,11 +173,11 @@ def test_version_is_printed() -> None:
 def test_help_lists_the_commands(option: str) -> None:
     done = ddptrain_(option)
     assert (done.returncode, done.stderr) == (0, "")
-    for command in ("train", "generate", "results", "schema"):
+    for command in ("train", "generate", "results", "init"):
         assert re.search(rf"^  {command}  +\S", done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "results", "schema"])
+@pytest.mark.parametrize("command", ["train", "generate", "results", "init"])
 def test_every_command_has_help(command: str) -> None:
     done = ddptrain_(command, "-h")
     assert (done.returncode, done.stderr) == (0, "")
@@ -207,7 +207,7 @@ def test_help_loads_none_of_the_heavy_packages() -> None:
 
 def test_reader_that_goes_away_is_no_error_of_ours() -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "ddptrain", "schema"],
+        [sys.executable, "-m", "ddptrain", "init", "--schema"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,

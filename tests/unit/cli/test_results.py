@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ddptrain.cli.main import app as ddptrain
-from ddptrain.cli.results import app
+from ddptrain.cli.main import app
 from ddptrain.errors import RunNotFound
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
+from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState
 
 # Through the package's own entry point, so that errors become exit codes as they do for a person.
 COMMAND = [sys.executable, "-m", "ddptrain", "results"]
@@ -49,7 +48,7 @@ def under_way(tmp_path: Path) -> Iterator[RunWriter]:
 
 
 def invoke(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    result = CliRunner().invoke(app, ["results", *arguments], catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
 
@@ -68,10 +67,10 @@ def test_show_prints_the_trials_of_a_sweep(tmp_path: Path, monkeypatch: pytest.M
         invoke("show", "other")
 
 
-@pytest.mark.parametrize("command", [[], ["list"], ["show"], ["logs"], ["plot"], ["sync"]])
+@pytest.mark.parametrize("command", [[], ["list"], ["show"], ["logs"], ["compare"], ["sync"]])
 def test_help_has_whole_sentences_in_80_columns_and_one_form_of_defaults(command: list[str]) -> None:
-    told = CliRunner().invoke(ddptrain, ["results", *command, "--help"], env={"COLUMNS": "80"}).stdout
-    assert told.startswith("Usage:") and "[default: runs]" in told and "..." not in told.partition("\n")[2]
+    told = CliRunner().invoke(app, ["results", *command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert told.startswith("Usage:") and "..." not in told.partition("\n")[2]
 
 
 def test_no_command_lists_the_runs(runs: Path) -> None:
@@ -90,7 +89,7 @@ def test_json_is_all_there_is_on_stdout(runs: Path) -> None:
     assert shown["artifacts"] == [{"path": "names.json", "size_bytes": 2}]
     assert shown["logs"]["1"].endswith("rank-1.log")
     assert shown["last_metrics"] == {"train/loss": 1.5}, "the mean of two ranks"
-    drawn = json.loads(invoke("plot", "pets-1", "--json"))
+    drawn = json.loads(invoke("compare", "pets-1", "--json"))
     assert [(row["name"], row["rank"]) for row in drawn["series"]] == [
         ("train/loss", 0),
         ("train/loss", 1),
@@ -103,7 +102,7 @@ def test_no_runs_are_an_empty_list_and_no_latest(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     assert invoke() == ""
     assert json.loads(invoke("--json")) == []
-    result = CliRunner().invoke(app, ["show", "latest"])
+    result = CliRunner().invoke(app, ["results", "show", "latest"])
     assert isinstance(result.exception, RunNotFound)
     assert "start one with ddptrain train" in str(result.exception)
 
@@ -140,12 +139,9 @@ def test_logs_are_printed_for_all_ranks_or_one() -> None:
 
 
 def test_plot_draws_a_picture_and_plain_text_in_a_pipe(runs: Path, tmp_path: Path) -> None:
-    text = invoke("plot", "latest")
-    assert text.isascii()
-    assert text.endswith("picture: runs/pets-1/plot.png\n")
-    assert (runs / "pets-1" / "plot.png").stat().st_size > 1000
-    assert invoke("plot", "latest", "--no-terminal", "--out", "x.svg") == "picture: x.svg\n"
-    assert (tmp_path / "x.svg").exists()
+    text = invoke("compare", "latest", "--plot", "x.png")
+    assert text.isascii() and text.endswith("picture: x.png\n")
+    assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_a_run_that_is_not_there_exits_2_with_a_hint(tmp_path: Path) -> None:
@@ -210,7 +206,7 @@ def test_head_takes_what_it_wants_of_a_long_log(under_way: RunWriter, tmp_path: 
 def test_a_terminal_gets_colours_unless_told_not_to(runs: Path, no_color: str, coloured: bool) -> None:
     leader, follower = os.openpty()
     environment = {**os.environ, "NO_COLOR": no_color, "TERM": "xterm-256color", "COLUMNS": "100"}
-    for command in (["plot", "latest"], ["list"], ["show", "latest"]):
+    for command in (["list"], ["show", "latest"]):
         subprocess.run([*COMMAND, *command], cwd=runs.parent, env=environment, stdout=follower, check=True, timeout=60)
         said = os.read(leader, 1 << 16).decode()
         assert "pets-1" in said

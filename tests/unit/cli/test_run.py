@@ -35,8 +35,8 @@ def test_what_follows_the_script_is_its_own(capsys: pytest.CaptureFixture[str]) 
     for args in (["--", "--ranks", "1e-3"], ["--ranks", "1e-3"]):
         config = resolved(capsys, "--ranks", "2", "My Script.py", *args)
         assert config["workload"] == {"script": "My Script.py", "args": ["--ranks", "1e-3"]}
-    second = resolved(capsys, "--local-rank", "My Script.py", "--", "--", "x")
-    assert second["workload"] == {**config["workload"], "args": ["--", "x"], "local_rank_arg": True}  # type: ignore[dict-item]
+    second = resolved(capsys, "My Script.py", "--", "--", "x")
+    assert second["workload"] == {**config["workload"], "args": ["--", "x"]}  # type: ignore[dict-item]
 
 
 def test_options_become_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +67,8 @@ def test_resume_and_detach_go_to_the_driver_as_they_were_typed(monkeypatch: pyte
     assert main(["run", "--detach", *typed, "My Script.py", "--", "--lr", "0.1", "--", "x"]) == 6
     assert given == ["run", "--output", "plain", *typed, "--", "My Script.py", "--", "--lr", "0.1", "--", "x"]
     given.clear()
-    assert main(["run", "-m", "--local-rank", "--detach", "package.module", "--lr", "0.1"]) == 6
-    assert given == ["run", "--output", "plain", "-m", "--local-rank", "--", "package.module", "--lr", "0.1"]
+    assert main(["run", "-m", "--detach", "package.module", "--lr", "0.1"]) == 6
+    assert given == ["run", "--output", "plain", "-m", "--", "package.module", "--lr", "0.1"]
 
 
 def test_resume_of_a_run_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

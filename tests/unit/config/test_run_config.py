@@ -100,13 +100,9 @@ def test_repr_does_not_show_the_environment() -> None:
 
 
 def test_schema_command_prints_the_schema_with_the_built_in_workloads_parameters() -> None:
-    import typer
+    from ddptrain.cli.main import app
 
-    from ddptrain.cli.main import schema
-
-    app = typer.Typer()
-    app.command()(schema)
-    printed = json.loads(CliRunner().invoke(app).stdout)
+    printed = json.loads(CliRunner().invoke(app, ["init", "--schema"]).stdout)
     assert printed == config_schema()
     assert printed["additionalProperties"] is False
     assert printed["allOf"][0]["if"]["properties"]["workload"] == {"const": "petnames"}

@@ -12,7 +12,7 @@ import pytest
 
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.script import find_script
-from tests.unit.specs import change_spec, make_spec
+from tests.unit.specs import make_spec
 
 RUN = """
 import sys
@@ -52,8 +52,6 @@ def test_script_has_the_same_main_module_as_under_python(tmp_path: Path) -> None
     (tmp_path / "sub" / "s.py").write_text(TELL)
     spec = make_spec(script="sub/s.py", args=("--lr", "1"), workdir=str(tmp_path))
     assert told(spec, tmp_path) == of_python(tmp_path, "sub/s.py", "--lr", "1")
-    old = change_spec(spec, local_rank_arg=True, local_rank=1)
-    assert told(old, tmp_path)["argv"] == ["sub/s.py", "--local-rank=1", "--lr", "1"]
 
 
 def test_module_and_package_have_the_same_main_module_as_under_python(tmp_path: Path) -> None:

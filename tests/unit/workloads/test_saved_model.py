@@ -105,7 +105,13 @@ def test_trained_model_of_a_built_in_workload_is_loaded_in_eval_mode(tmp_path: P
     ("is_sharded", "how"),
     [
         (False, "load the weights of {}/model.safetensors there"),
-        (True, "write the weights of {} into one file with `ddptrain results consolidate`, and load them there"),
+        (
+            True,
+            (
+                "write the weights of {} into one file with `ddptrain results export --format safetensors`, and load "
+                "them there"
+            ),
+        ),
     ],
 )
 def test_model_of_users_own_code_is_not_loaded(

@@ -1,4 +1,4 @@
-"""`ddptrain results` list, tag, note, compare and export, as the user calls them."""
+"""`ddptrain results` list, edit, compare and export, as the user calls them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def call(*arguments: str) -> Result:
 
 
 def test_runs_are_tagged_and_listed(runs: Path) -> None:
-    assert call("tag", "pets-1", "+good", "-h2", "old").stdout == "good old\n"
-    assert call("tag", "pets-1", "-old", "--runs-dir", "runs").stdout == "good\n"
-    assert call("tag", "pets-1").stdout == "good\n" and call("tag", "pets-2").stdout == "no tags\n"
-    assert call("note", "pets-2", "larger").stdout == "larger\n" and call("note", "pets-2").stdout == "larger\n"
-    assert json.loads(call("note", "pets-1", "--json").stdout) == {"tags": ["good"], "note": ""}
+    assert call("edit", "pets-1", "+good", "-h2", "old").stdout == "good old\n"
+    assert call("edit", "pets-1", "-old", "--runs-dir", "runs").stdout == "good\n"
+    assert call("edit", "pets-1").stdout == "good\n" and call("edit", "pets-2").stdout == "no tags\n"
+    assert call("edit", "pets-2", "--note", "larger").stdout == call("edit", "pets-2").stdout == "no tags\nlarger\n"
+    assert json.loads(call("edit", "pets-1", "--json").stdout) == {"tags": ["good"], "note": ""}
     header, *rows = call("list", "--sort", "run").stdout.splitlines()
     assert header.split()[-3:] == ["TAGS", "RESULT", "NOTE"] and "good" in rows[0] and rows[1].endswith("larger")
     assert [row["run_id"] for row in json.loads(call("list", "--where", "'good' in tags", "--json").stdout)] == [
@@ -46,14 +46,14 @@ def test_runs_are_tagged_and_listed(runs: Path) -> None:
     ]
     shown = json.loads(call("show", "pets-2", "--json").stdout)
     assert (shown["tags"], shown["note"]) == ([], "larger") and sum(shown["time_use_s"].values()) == shown["duration_s"]
-    assert call("note", "pets-2", "").stdout == "no note\n"
+    assert call("edit", "pets-2", "--note", "").stdout == "no tags\n"
 
 
 def test_a_run_is_tagged_while_its_driver_works(runs: Path) -> None:
     with RunWriter.create(runs, "live-1", "live", "", "petnames", world_size=1) as writer:
-        assert call("tag", "live-1", "+now").stdout == "now\n"
+        assert call("edit", "live-1", "+now").stdout == "now\n"
         writer.finish(RunStatus.SUCCEEDED, 0)
-    assert call("tag", "live-1").stdout == "now\n"
+    assert call("edit", "live-1").stdout == "now\n"
 
 
 def test_a_condition_selects_and_the_parameters_are_in_the_record(runs: Path) -> None:
@@ -75,7 +75,11 @@ def test_runs_are_compared(runs: Path) -> None:
     assert result.stdout.endswith("picture: x.png\n") and Path("x.png").read_bytes().startswith(b"\x89PNG")
     data = json.loads(call("compare", "pets-1", "pets-2", "--json", "--align", "step").stdout)
     assert data["x"] == "step" and data["series"][0]["x"] == [1, 2, 3]
-    for arguments in (["pets-1"], ["pets-1", "pets-2", "--metric", "x"], ["pets-1", "pets-2", "--plot", "x.abc"]):
+    for arguments in (
+        ["pets-1", "--metric", "x"],
+        ["pets-1", "pets-2", "--metric", "x"],
+        ["pets-1", "pets-2", "--plot", "x.abc"],
+    ):
         with pytest.raises(UsageError):
             call("compare", *arguments)
 

@@ -1,29 +1,36 @@
-"""An attempt without processes: a clock, a state, and the answers that the attempt's loop would give."""
+"""An attempt without processes: a clock, and fakes of what the attempt acts through, which note each call."""
 
 from __future__ import annotations
 
 import signal
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
-from ddptrain.driver.attempt import actions, inbox
-from ddptrain.driver.attempt.actions import Action
-from ddptrain.driver.attempt.state import Moment, new_state
-from ddptrain.driver.attempt.transition import step
+from ddptrain.driver import inbox
+from ddptrain.driver.attempt import Attempt, Moment
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.watchdog import Watchdog
+from ddptrain.driver.output import Take
 from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol.commands import Command
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.results.run_record import RankRecord
 from tests.unit.driver.attempt.ranks import running
 
 GRACE_S = 20.0
 START_TIMEOUT_S = 30.0
 LOST_AFTER_S = 60.0
 PORT = 4711
+START_S = 100.0
 
-A = TypeVar("A", bound=Action)
+Call = tuple[Any, ...]  # the name of a method, and what matters of its arguments
 
 
 class Play:
-    """Ranks on hosts h0, h1, ... (two on each with `two_a_host`) whose messages the test sends."""
+    """Ranks on hosts h0, h1, ... (two on each with `two_a_host`) to which the test lets things happen.
+
+    It is itself the attempt's workers, output, transfers, recorder and display.
+    """
 
     def __init__(
         self,
@@ -32,69 +39,127 @@ class Play:
         hang_timeout_s: float | None = None,
         two_a_host: bool = False,
         attempt: int = 1,
-        checks_purity: bool = True,
         **spec: Any,
     ) -> None:
-        self.now = 100.0
-        self.checks_purity = checks_purity
-        self.done: list[tuple[float, Action]] = []
+        self.now = START_S
+        self.done: list[tuple[float, Call]] = []
         self.unread: dict[int, list[events.Event]] = {}  # events in the files of a rank that is lost
         self.connected = True
-        fields = {"grace_s": GRACE_S, "attempt": attempt, "world_size": world_size, **spec}
+        fields = {"grace_s": GRACE_S, "attempt": attempt, "world_size": world_size, "master_port": 0, **spec}
         ranks = [
             running(rank, f"h{rank // 2 if two_a_host else rank}", spec=fields, submitted_at=0.0)
             for rank in range(world_size)
         ]
-        watchdog = Watchdog(hang_timeout_s, START_TIMEOUT_S)
-        self.state = new_state(ranks, watchdog, START_TIMEOUT_S, LOST_AFTER_S, self.moment())
-        self.send(inbox.Begin())
+        limits = Watchdog(hang_timeout_s, START_TIMEOUT_S), START_TIMEOUT_S, LOST_AFTER_S
+        self.display = self
+        fake = cast(Any, self)
+        self.attempt = Attempt(ranks, fake, fake, fake, fake, *limits, self.moment())
+        self.attempt.begin(self.moment())
+
+    # --- what the attempt acts through ---
+
+    def _note(self, *call: Any) -> None:
+        self.done.append((self.now, call))
+
+    def submit(self, specs: Sequence[RankSpec], chosen: Sequence[object]) -> None:
+        assert len(specs) == len(chosen)
+        self._note("submit", tuple(spec.rank for spec in specs), specs[0].group.master_port)
+
+    def stop(self, specs: Sequence[RankSpec], grace_s: float) -> None:
+        self._note("stop", tuple(spec.rank for spec in specs), grace_s)
+
+    def tell(self, specs: Sequence[RankSpec], command: Command) -> None:
+        self._note("tell", str(command), tuple(spec.rank for spec in specs))
+
+    def forget(self, worker: str) -> None:
+        self._note("forget", worker)
+
+    def avoid(self, worker: str) -> None:
+        self._note("avoid", worker)
+
+    def reject(self, reason: str) -> None:
+        self._note("reject", reason)
+
+    def read(self, rank: int, log_size: int, events_size: int, take: Take) -> None:
+        take([], "")
+
+    def receive(self, output: worker_notices.OutputBytes, take: Take) -> None:
+        take([], "")
+
+    def rest(self, rank: int) -> Iterator[events.Event]:
+        self._note("rest", rank)
+        return iter(self.unread.pop(rank, []))
+
+    def refused(self, rank: int) -> int:
+        return 0
+
+    def add(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
+        self._note("transfer", rank, event)
+
+    def training(self, ranks: tuple[RankRecord, ...]) -> None:
+        self._note("training", len(ranks))
+
+    def rank_ended(self, record: RankRecord, *, ok: bool, stopped: bool) -> None:
+        self._note("ended", record.rank, ok, stopped)
+
+    def warn(self, text: str, **more: object) -> None:
+        self._note("text", text)
+
+    notice = status = silence = warn
+
+    def not_finite(self, rank: int, event: events.Event) -> str:
+        return ""
+
+    def fault(self, fault: Fault) -> None:
+        self._note("fault", fault)
+
+    def show_cause(self, fault: Fault) -> None:
+        self._note("cause", fault)
+
+    def stored(self, rank: int, path: str, step: int | None) -> None:
+        self._note("stored", rank, path, step)
+
+    def rank_numbers(self, *_: object) -> None:
+        """Nothing."""
+
+    rank_event = system = log_grew = rank_numbers
+
+    # --- what happens ---
 
     def moment(self) -> Moment:
         return Moment(self.now, int(self.now * 1e9))
 
     def send(self, message: inbox.Message) -> None:
-        """One step, and the answers to its actions."""
-        before = self.state
-        image = repr(before) if self.checks_purity else ""
-        self.state, ordered = step(before, message, self.moment())
-        assert not image or repr(before) == image, "the step has changed the state that it was given"
-        for action in ordered:
-            self.done.append((self.now, action))
-            self._answer(action)
-
-    def _answer(self, action: Action) -> None:
-        match action:
-            case actions.ReadOutput(rank, _, _, ended) if ended is not None:
-                self.send(inbox.OutputRead(rank, ended=ended))
-            case actions.ReadRest(rank, loss):
-                for event in self.unread.pop(rank, []):
-                    self.send(inbox.RankEvent(rank, event))
-                self.send(inbox.OutputRead(rank, loss=loss))
+        self.attempt.handle(message, self.moment())
 
     def start(self, *, entered: bool = True) -> Play:
         """The store opens, all ranks start, and enter the workload."""
-        self.send(worker_notices.StoreOpened(self.attempt, 0, PORT))
-        for rank in range(len(self.state.ranks)):
+        self.send(worker_notices.StoreOpened(self.attempt.number, 0, PORT))
+        for rank in range(len(self.attempt.ranks)):
             self.event(rank, events.Started(self.moment().time_ns, 1000 + rank, f"h{rank}"))
             self.alive(rank)
-        for rank in range(len(self.state.ranks)) if entered else ():
+        for rank in range(len(self.attempt.ranks)) if entered else ():
             self.event(rank, events.Entered(self.moment().time_ns))
         return self
 
-    @property
-    def attempt(self) -> int:
-        return self.state.ranks[0].spec.attempt
+    def output(self, rank: int, *found: events.Event, error: str = "") -> None:
+        """Events of a rank are read."""
+
+        def read() -> None:
+            self.attempt._take(rank, found, error)
+
+        self.send(inbox.OutputFetched(self.attempt.number, read))
 
     def event(self, rank: int, event: events.Event) -> None:
-        self.send(inbox.RankEvent(rank, event))
+        self.output(rank, event)
 
     def alive(self, rank: int, cpu_s: float = 0.0) -> None:
-        self.send(worker_notices.Alive(self.attempt, rank, cpu_s))
+        self.send(worker_notices.Alive(self.attempt.number, rank, cpu_s))
 
     def exit(self, rank: int, status: int = 0, at_s: float | None = None, **more: Any) -> None:
         """The process of a rank ends, at a time of its own host's clock."""
         time_ns = int((self.now if at_s is None else at_s) * 1e9)
-        self.send(worker_notices.RankExit(self.attempt, rank, 1000 + rank, status, time_ns, 0, 0, **more))
+        self.send(worker_notices.RankExit(self.attempt.number, rank, 1000 + rank, status, time_ns, 0, 0, **more))
 
     def fail(self, rank: int, at_s: float | None = None, **more: Any) -> None:
         """A rank reports an exception."""
@@ -108,43 +173,44 @@ class Play:
     def tick(self, seconds: float = 0.0, **more: Any) -> None:
         """Let time pass, in one step."""
         self.now += seconds
-        self.send(inbox.Tick(connected=self.connected, **{"read_until": self.now, **more}))
+        known = {"connected": self.connected, "worker_fault": None, "read_until": self.now}
+        self.attempt.tick(self.moment(), **(known | more))
 
     def wait(self, seconds: float, *, alive: bool = True, every_s: float = 0.1) -> None:
         """Let time pass in small steps; the workers of running ranks send their heartbeats."""
         steps = round(seconds / every_s)
         for number in range(steps):
             if alive and number % 10 == 0:
-                for rank, watched in enumerate(self.state.ranks):
+                for rank, watched in enumerate(self.attempt.ranks):
                     if watched.submitted_at and not watched.over:
                         self.alive(rank)
             self.tick(every_s)
 
     def obey(self) -> None:
         """Ranks that were told to stop end with SIGTERM."""
-        told = {rank for _, stop in self.all(actions.StopRanks) for rank in stop.ranks}
-        for rank in sorted(told):
-            if not self.state.ranks[rank].over:
+        for rank in sorted({rank for _, ranks, _ in self.stops() for rank in ranks}):
+            if not self.attempt.ranks[rank].over:
                 self.exit(rank, -signal.SIGTERM)
 
-    def all(self, kind: type[A]) -> list[tuple[float, A]]:
-        """The actions of a kind, with their times in seconds after the beginning."""
-        return [(round(at - 100.0, 3), action) for at, action in self.done if isinstance(action, kind)]
+    # --- what the attempt has done ---
+
+    def all(self, name: str) -> list[Any]:
+        """The arguments of all calls of a method; a single argument by itself."""
+        return [call[1] if len(call) == 2 else call[1:] for _, call in self.done if call[0] == name]
 
     def stops(self) -> list[tuple[float, tuple[int, ...], float]]:
-        """When which ranks were stopped, with which grace period."""
-        return [(at, stop.ranks, stop.grace_s) for at, stop in self.all(actions.StopRanks)]
+        """When, in seconds after the beginning, which ranks were stopped, with which grace period."""
+        return [(round(at - START_S, 3), *call[1:]) for at, call in self.done if call[0] == "stop"]
 
     def commands(self) -> list[tuple[float, str, tuple[int, ...]]]:
-        return [(at, str(sent.command), sent.ranks) for at, sent in self.all(actions.SendCommand)]
+        return [(round(at - START_S, 3), *call[1:]) for at, call in self.done if call[0] == "tell"]
 
     def texts(self) -> list[str]:
         """Warnings, announcements and states that the user sees."""
-        kinds = actions.Warn | actions.Announce | actions.ShowStatus
-        return [action.text for _, action in self.done if isinstance(action, kinds)]
+        return [text for text in self.all("text") if text]
 
     @property
     def cause(self) -> Fault:
-        fault = self.state.end().fault
+        fault = self.attempt.end().fault
         assert fault is not None
         return fault

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.attempt.rank_state import RankState
-from ddptrain.driver.worker_group.rank_place import RankPlace
+from ddptrain.driver.ranks import Rank, RankPlace
 from tests.unit.specs import make_spec
 
 
-def running(rank: int, host: str = "", *, spec: dict[str, Any] | None = None, **more: Any) -> RankState:
+def running(rank: int, host: str = "", *, spec: dict[str, Any] | None = None, **more: Any) -> Rank:
     """A rank that was submitted at 100 s, on a host of its own unless one is named."""
     name = host or f"h{rank}"
     place = RankPlace(rank, 0, 1, rank, Slot(f"tcp://{name}", name, 0, False, True), name, Path("/s"), True)
-    return RankState(make_spec(rank=rank, **(spec or {})), place, **{"submitted_at": 100.0, **more})
+    return Rank(make_spec(rank=rank, **(spec or {})), place, **{"submitted_at": 100.0, **more})

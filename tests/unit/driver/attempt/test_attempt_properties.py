@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import signal
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.driver.attempt import actions, inbox
+from ddptrain.driver import inbox
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import events, worker_notices
@@ -40,7 +41,6 @@ EVENTS = st.one_of(
     st.builds(events.CheckpointSaved, TIMES, st.just(5), st.just("s"), st.just(())),
     st.builds(events.FileSaved, TIMES, st.just("stacks/rank-0.txt"), st.just("s"), st.just(1), st.just("")),
     st.builds(events.Stacks, TIMES, st.just(("/u/train.py:1 load",)), st.integers(0, 2)),
-    st.builds(events.Waiting, TIMES, st.just("checkpoint")),
     st.builds(events.Noticed, TIMES),
     st.builds(events.Preempted, TIMES, st.just(5)),
     st.builds(events.Finished, TIMES),
@@ -61,68 +61,86 @@ MESSAGES = st.one_of(
     st.builds(inbox.ArtifactStored, RANKS, st.just("x"), st.just("p")),
     st.builds(inbox.ArtifactRetried, RANKS, st.just("x"), st.just(OSError("no")), st.just(2)),
     st.builds(inbox.ResultsLost, st.just(ClusterError("gone"))),
-    st.builds(inbox.Tick, st.booleans(), st.sampled_from([None, None, "it ended"]), st.booleans()),
-    st.builds(inbox.RankEvent, RANKS, EVENTS),
-    st.builds(inbox.OutputRead, RANKS, error=st.sampled_from(["", "cut"])),
 )
-STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.2, 3.0, 70.0]), MESSAGES), max_size=40)
+TICK = st.fixed_dictionaries(
+    {"connected": st.booleans(), "worker_fault": st.sampled_from([None, None, "it ended"]), "is_read": st.booleans()}
+)
+OUTPUT = st.tuples(RANKS, st.lists(EVENTS, max_size=2), st.sampled_from(["", "", "", "cut"]))
+STEPS = st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.2, 3.0, 70.0]), MESSAGES | TICK | OUTPUT), max_size=40)
 
 
-def played(steps: list[tuple[float, inbox.Message]]) -> Play:
-    play = Play(WORLD, hang_timeout_s=10.0, checks_purity=False)
-    for seconds, message in steps:
-        play.now += seconds
-        play.send(message)
+Steps = list[tuple[float, Any]]
+
+
+def played(steps: Steps) -> Play:
+    play = Play(WORLD, hang_timeout_s=10.0)
+    for seconds, happens in steps:
+        match happens:
+            case dict():
+                read_until = play.now + seconds if happens["is_read"] else None
+                fault = happens["worker_fault"]
+                play.tick(seconds, connected=happens["connected"], worker_fault=fault, read_until=read_until)
+            case (rank, found, error):
+                play.now += seconds
+                play.output(rank, *found, error=error)
+            case message:
+                play.now += seconds
+                play.send(message)
     return play
 
 
 @given(STEPS)
 @settings(max_examples=100, deadline=None)
 def test_every_order_of_messages_ends_once_the_driver_is_interrupted(
-    steps: list[tuple[float, inbox.Message]],
+    steps: Steps,
 ) -> None:
     play = played(steps)
     play.send(inbox.SignalReceived(signal.SIGINT))
     play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
-    assert play.state.over
-    assert play.state.running == 0 == sum(not rank.over for rank in play.state.ranks)
-    play.state.end()
+    assert play.attempt.over
+    assert play.attempt.running == 0 == sum(not rank.over for rank in play.attempt.ranks)
+    play.attempt.end()
 
 
 @given(STEPS)
 @settings(max_examples=100, deadline=None)
-def test_every_fault_ends_the_attempt(steps: list[tuple[float, inbox.Message]]) -> None:
+def test_every_fault_ends_the_attempt(steps: Steps) -> None:
     play = played(steps)
-    if play.state.faults or play.state.stopping or play.state.notice:
+    if play.attempt.faults or play.attempt.stopping or play.attempt.notice:
         play.wait(2 * GRACE_S + 10.0, alive=True, every_s=1.0)
-        assert play.state.over
+        assert play.attempt.over
 
 
 @given(STEPS)
 @settings(max_examples=100, deadline=None)
-def test_no_rank_keeps_running(steps: list[tuple[float, inbox.Message]]) -> None:
+def test_no_rank_keeps_running(steps: Steps) -> None:
     play = played(steps)
     play.send(inbox.SignalReceived(signal.SIGINT))
     play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
-    stopped = {rank for _, stop in play.all(actions.StopRanks) for rank in stop.ranks}
-    lost = {ended.rank for _, ended in play.all(actions.ReadRest) if ended.loss.text != "it did not end"}
-    unread = {read.rank for _, read in steps if isinstance(read, inbox.OutputRead)}
-    for number, rank in enumerate(play.state.ranks):
+    stopped = {rank for _, ranks, _ in play.stops() for rank in ranks}
+    lost = set(play.all("rest"))
+    unread = {happens[0] for _, happens in steps if isinstance(happens, tuple)}
+    for number, rank in enumerate(play.attempt.ranks):
         assert rank.ended is not None or not rank.submitted_at or number in stopped | lost | unread
-    last_end = {ended.rank: at for at, ended in play.all(actions.RecordRankEnd)}
-    for at, submitted in play.all(actions.SubmitRanks):
-        assert all(at <= last_end.get(number, at) for number in submitted.ranks)  # nothing is started once it was over
+    started: set[int] = set()
+    ended: set[int] = set()
+    for _, call in play.done:
+        if call[0] == "ended":
+            ended.add(call[1])
+        elif call[0] == "submit":
+            assert not started & set(call[1]) and not ended & set(call[1])  # nothing is started once it was over
+            started |= set(call[1])
 
 
 @given(STEPS)
 @settings(max_examples=100, deadline=None)
 def test_end_of_a_rank_is_recorded_once_and_its_own_exit_is_never_taken_back(
-    steps: list[tuple[float, inbox.Message]],
+    steps: Steps,
 ) -> None:
     play = played(steps)
     play.send(inbox.SignalReceived(signal.SIGINT))
     play.wait(GRACE_S + 4.0, alive=False, every_s=1.0)
-    ended = [end.rank for _, end in play.all(actions.RecordRankEnd)]
+    ended = [rank for rank, _, _ in play.all("ended")]
     assert len(ended) == len(set(ended))
 
 
@@ -142,7 +160,7 @@ def test_root_cause_does_not_depend_on_the_order_within_the_settling_time(
     causes = []
     for _ in range(3):
         order.shuffle(faults)
-        play = Play(WORLD, checks_purity=False).start()
+        play = Play(WORLD).start()
         for rank, time_ns, what in faults:
             play.now += 0.04
             if what == "killed":
@@ -162,7 +180,7 @@ def test_root_cause_does_not_depend_on_the_order_within_the_settling_time(
 @given(st.permutations([0, 1, 2]), st.booleans())
 @settings(deadline=None)
 def test_lost_host_names_its_lowest_rank_in_any_order(ranks: list[int], by_task: bool) -> None:
-    play = Play(WORLD, checks_purity=False).start()
+    play = Play(WORLD).start()
     for rank in ranks:
         play.now += 0.03
         lost = inbox.WorkerLost(f"tcp://h{rank}", "the host is gone")

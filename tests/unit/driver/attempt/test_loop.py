@@ -9,24 +9,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
-from ddptrain.driver.attempt import inbox as messages
-from ddptrain.driver.attempt.inbox import Inbox
-from ddptrain.driver.attempt.loop import Attempt
-from ddptrain.driver.attempt.rank_state import AttemptEnd
+from ddptrain.driver import inbox as messages
+from ddptrain.driver.attempt import Attempt
+from ddptrain.driver.attempt_loop import AttemptLoop, now
 from ddptrain.driver.display.display import Display, open_display
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.watchdog import new_watchdog
+from ddptrain.driver.inbox import Inbox
+from ddptrain.driver.output import RankOutput
+from ddptrain.driver.ranks import AttemptEnd, Rank, RankPlace
 from ddptrain.driver.recorder import Recorder
-from ddptrain.driver.transfer.log_mirror import LogMirror
 from ddptrain.driver.transfer.transfer_queue import Transfer
-from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import RankSpec
@@ -98,8 +97,16 @@ def display(writer: RunWriter) -> Iterator[Display]:
 
 
 def attempt_of(
-    count: int, writer: RunWriter, display: Display, folder: Path, lost_after_s: float = 60.0, *, shared: bool = True
-) -> Attempt:
+    count: int,
+    writer: RunWriter,
+    display: Display,
+    folder: Path,
+    lost_after_s: float = 60.0,
+    *,
+    shared: bool = True,
+    group: type[StubGroup] = StubGroup,
+    transfer: object = None,
+) -> AttemptLoop:
     inbox = Inbox()
     ranks = []
     for rank in range(count):
@@ -107,10 +114,13 @@ def attempt_of(
         place = RankPlace(
             rank, slot, _SLOTS, node, Slot(f"tcp://h{node}", f"h{node}", slot, False, True), "h", folder, shared
         )
-        ranks.append((make_spec(rank=rank, world_size=count), place, writer.layout.log(rank)))
-    parts = Recorder(writer, display), inbox, lambda: None, new_watchdog("auto", 60.0), 60.0, lost_after_s
-    group = StubGroup(inbox, folder)
-    return Attempt(cast(Any, group), ranks, cast(Any, None), *parts)
+        ranks.append(Rank(make_spec(rank=rank, world_size=count), place))
+    workers = cast(Any, group(inbox, folder))
+    logs = [writer.layout.log(rank) for rank in range(count)]
+    output = RankOutput(ranks, logs, inbox, workers.fetch, workers.has)
+    limits = new_watchdog("auto", 60.0), 60.0, lost_after_s
+    attempt = Attempt(ranks, workers, output, cast(Any, transfer), Recorder(writer, display), *limits, now())
+    return AttemptLoop(attempt, workers, cast(Any, transfer), inbox, lambda: None)
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -128,39 +138,11 @@ def test_files_of_many_ranks_are_complete(tmp_path: Path, writer: RunWriter, dis
     kinds = ("rank_started", "entered", "finished", "rank_ended")
     assert sorted(seen) == sorted((kind, rank) for kind in kinds for rank in range(_RANKS))
     for rank in range(_RANKS):
-        log, spool = writer.layout.log(rank), attempt.mirrors[rank].spool.log
+        log = writer.layout.log(rank)
+        spool = rank_spool(tmp_path / "scratch", "r-1", 1, rank).log
         assert log.read_text().endswith(f"step {_STEPS - 1}\nthe last line\n")
         assert os.path.samefile(log, spool)  # complete even if the driver is killed
     assert [record.pid for record in writer.record.attempts[-1].ranks] == [100 + rank for rank in range(_RANKS)]
-
-
-def test_rank_without_new_events_changes_nothing(
-    tmp_path: Path, writer: RunWriter, display: Display, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
-    handled: list[messages.Message] = []
-    monkeypatch.setattr(attempt, "handle", handled.append)
-    before = writer.layout.events_jsonl.read_bytes()
-    attempt._take_events(1)
-    attempt.recorder.flush()
-    assert handled == []
-    assert writer.layout.events_jsonl.read_bytes() == before
-    assert writer.layout.metrics_jsonl.read_bytes() == b""
-
-
-def test_only_the_last_of_numbers_in_a_row_changes_the_state(
-    tmp_path: Path, writer: RunWriter, display: Display, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
-    numbers = [events.Metrics(step, {"loss": 0.5}, step) for step in range(3)]
-    batch: list[events.Event] = [*numbers[:2], events.Progress(2, 1.0), numbers[2], events.Finished(9)]
-    handled: list[messages.Message] = []
-    monkeypatch.setattr(attempt, "handle", handled.append)
-    monkeypatch.setattr(attempt.mirrors[1], "take_events", lambda: iter(batch))
-    attempt._take_events(1)
-    attempt.recorder.flush()
-    assert handled == [messages.RankEvent(1, batch[1], 2), *(messages.RankEvent(1, event) for event in batch[2:])]
-    assert [row["step"] for row in json_lines(writer.layout.metrics_jsonl)] == [0, 1, 2]
 
 
 def test_loss_of_a_worker_that_is_back_does_not_end_the_next_attempt(
@@ -188,22 +170,23 @@ def test_many_workers_that_are_lost_together_do_not_block_the_loop(
     assert time.monotonic() - began < 3.0  # with 0.1 s for each message: over 6 s
 
 
-def test_silence_is_judged_while_the_inbox_is_never_empty(
-    tmp_path: Path, writer: RunWriter, display: Display, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_is_judged_while_the_inbox_is_never_empty(tmp_path: Path, writer: RunWriter, display: Display) -> None:
     attempt = attempt_of(2, writer, display, tmp_path / "scratch", lost_after_s=0.5)
     group = cast(StubGroup, attempt.worker_group)
     group.submit = lambda specs, _: None  # type: ignore[method-assign]
-    handle = attempt.handle
+    stop = threading.Event()
 
-    def busy(message: messages.Message) -> None:
-        handle(message)
-        if not attempt.state.over:
-            attempt.inbox.put(worker_notices.Alive(1, 1, None))  # rank 1's worker sends more than can be read
+    def busy() -> None:
+        while not stop.wait(0.001):
+            for _ in range(20):  # rank 1's worker sends more than can be read
+                attempt.inbox.put(worker_notices.Alive(1, 1, None))
 
-    monkeypatch.setattr(attempt, "handle", busy)
+    sender = threading.Thread(target=busy)
+    sender.start()
     attempt.inbox.put(worker_notices.Alive(1, 0, None))
     end = attempt.run()
+    stop.set()
+    sender.join()
     assert end.fault is not None and (end.fault.rank, end.fault.kind) == (0, FaultKind.WORKER_LOST)
 
 
@@ -241,13 +224,8 @@ class FarGroup(StubGroup):
 def test_command_to_save_does_not_wait_for_bytes_of_a_host_that_is_cut_off(
     tmp_path: Path, writer: RunWriter, display: Display
 ) -> None:
-    attempt = attempt_of(2, writer, display, tmp_path / "scratch", shared=False)
-    group = FarGroup(attempt.inbox, tmp_path / "scratch")
-    attempt.worker_group = cast(Any, group)
-    attempt.mirrors = [
-        LogMirror(mirror.spool, mirror.home_log, shared=False, fetch=partial(group.fetch, "far"))
-        for mirror in attempt.mirrors
-    ]
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch", shared=False, group=FarGroup)
+    group = cast(FarGroup, attempt.worker_group)
     attempt.run()
     assert group.told == [Command.PREEMPT] and group.in_time == [True]
     assert writer.layout.log(1).read_bytes() == b"line"  # and its exit is handled after its last bytes
@@ -273,18 +251,17 @@ class StubTransfer:
 
 
 def drained(
-    tmp_path: Path, writer: RunWriter, display: Display, moves: int, looks: int, *meanwhile: messages.InboxMessage
+    tmp_path: Path, writer: RunWriter, display: Display, moves: int, looks: int, *meanwhile: messages.Message
 ) -> tuple[StubTransfer, AttemptEnd]:
     """Run an attempt whose last checkpoint is transferred when all ranks have ended."""
-    attempt = attempt_of(2, writer, display, tmp_path / "scratch")
-    attempt.state = attempt.state._replace(transfers=1)
 
     def put() -> None:
         for each in meanwhile:
             attempt.inbox.put(each)
 
     transfer = StubTransfer(moves, looks, put)
-    attempt.transfer = cast(Any, transfer)
+    attempt = attempt_of(2, writer, display, tmp_path / "scratch", transfer=transfer)
+    attempt.attempt.transfers = 1
     return transfer, attempt.run()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from ddptrain.driver.attempt.rank_state import AttemptEnd
 from ddptrain.driver.failure.fault import Fault, FaultKind
+from ddptrain.driver.ranks import AttemptEnd
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.run_record import RankRecord
@@ -25,7 +26,7 @@ STRICT = events.TrackerFailed(7, "wandb", "is off", strict=True)
         (events.Metrics(1, {"loss": 1.0}, None), {}),
         (STARTED, {"started": STARTED}),
         (events.Entered(1), {"entered": True}),
-        (events.Finished(1, calls={"mean": 2.0}), {"finished": True, "calls": {"mean": 2.0}}),
+        (events.Finished(1), {"finished": True}),
         (events.Preempted(1, 5), {"preempted": True}),
         (STRICT, {"tracker_fault": Fault(3, FaultKind.TRACKER, 7, "tracker wandb is off")}),
         (events.TrackerFailed(7, "wandb", "is off", strict=False), {}),
@@ -33,13 +34,16 @@ STRICT = events.TrackerFailed(7, "wandb", "is off", strict=True)
     ],
 )
 def test_event_changes_what_is_known_of_its_rank(event: events.Event, changes: dict[str, Any]) -> None:
-    before = running(3)
-    assert before.after(event) == before._replace(**changes)
+    rank = running(3)
+    rank.on_event(event)
+    assert rank == dataclasses.replace(running(3), **changes)
 
 
 def test_first_tracker_that_failed_is_kept() -> None:
-    once = running(3).after(STRICT)
-    assert once.after(events.TrackerFailed(8, "tensorboard", "no", strict=True)) is once
+    rank = running(3)
+    rank.on_event(STRICT)
+    rank.on_event(events.TrackerFailed(8, "tensorboard", "no", strict=True))
+    assert rank.tracker_fault is not None and rank.tracker_fault.time_ns == 7
 
 
 @pytest.mark.parametrize(

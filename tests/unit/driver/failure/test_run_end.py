@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.attempt.rank_state import AttemptEnd, RankState
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt, judge_error, name_stop_command
+from ddptrain.driver.ranks import AttemptEnd, Rank
 from ddptrain.errors import ClusterError, ExitCode, Interrupted, UsageError
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -28,12 +29,12 @@ def fault(rank: int, message: str = "no", *, time_ns: int = 0, **more: Any) -> F
     return Fault(rank, more.pop("kind", FaultKind.EXCEPTION), time_ns, message, **more)
 
 
-def ranks(count: int = 2, *, faults: tuple[Fault, ...] = (), **state: Any) -> list[RankState]:
+def ranks(count: int = 2, *, faults: tuple[Fault, ...] = (), **state: Any) -> list[Rank]:
     by_rank = {one.rank: one for one in faults}
     return [running(rank, fault=by_rank.get(rank), **state) for rank in range(count)]
 
 
-def ended(states: list[RankState], *, fault: Fault | None = None, signum: int | None = None, **more: Any) -> AttemptEnd:
+def ended(states: list[Rank], *, fault: Fault | None = None, signum: int | None = None, **more: Any) -> AttemptEnd:
     return AttemptEnd(states, fault, signum, **more)
 
 
@@ -181,8 +182,8 @@ def test_strict_tracker_that_failed_first_fails_the_run_that_has_succeeded(write
     assert judged.failure is not None and (judged.failure.rank, judged.failure.host) == (1, "h1")
 
 
-def replace_fault(state: RankState, tracker: Fault) -> RankState:
-    return state._replace(tracker_fault=tracker)
+def replace_fault(state: Rank, tracker: Fault) -> Rank:
+    return dataclasses.replace(state, tracker_fault=tracker)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class Scene:
         self.activities = [Activity(), Activity()]
 
     def change(self, rank: int, **changes: Any) -> None:
-        self.ranks[rank] = self.ranks[rank]._replace(**changes)
+        self.ranks[rank] = dataclasses.replace(self.ranks[rank], **changes)
 
     def enter(self) -> None:
         for rank in (0, 1):
@@ -400,7 +401,6 @@ ACTIVITY = [
     (events.Progress(1, 5.0, 10.0), True),
     (events.Epochs(1, 3), True),
     (events.CheckpointSaved(1, 5, "s", ()), True),
-    (events.CheckpointFailed(1, 5, "no", 1), True),
     (events.FileSaved(1, "figure.png", "s", 1, ""), True),
     (events.FileSaved(1, "stacksofit.txt", "s", 1, ""), True),
     (events.Returned(1, "1"), True),
@@ -415,7 +415,6 @@ ACTIVITY = [
     (events.Started(1, 1, "h"), False),
     (events.Stacks(1, ()), False),
     (events.FileSaved(1, "stacks/rank-0.txt", "s", 1, ""), False),
-    (events.Waiting(1, "checkpoint"), False),
     (events.Noticed(1), False),
     (events.ThreadFailure(1, "t", "E", "m", "tb"), False),
     (events.Tracked(1, "wandb", {"url": "u"}), False),

@@ -12,9 +12,9 @@ import pytest
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.config.resolved import resolve
 from ddptrain.config.run_config import RunConfig
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup, before
-from ddptrain.driver.worker_group.rank_place import RankPlace
 from ddptrain.protocol.events import Tracked
 from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.run_writer import RunWriter

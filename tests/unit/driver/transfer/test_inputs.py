@@ -17,10 +17,10 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer import inputs_process
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
-from ddptrain.driver.worker_group.rank_place import RankPlace
-from ddptrain.driver.worker_group.worker_group import WorkerGroup
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, ExitCode, UsageError
 from ddptrain.worker import driver_calls
 from tests.unit.worker.stubs import has_ended, until
@@ -91,7 +91,7 @@ def test_a_workload_that_prepares_nothing_has_no_folder(tmp_path: Path, begun: C
     inputs.wait(pytest.fail)
     inputs.close()
     assert not (tmp_path / "inputs").exists()
-    assert inputs.place(cast("WorkerGroup", None), [cast("RankPlace", None)] * 2) == ["", ""]
+    assert inputs.place(cast("Workers", None), [cast("RankPlace", None)] * 2) == ["", ""]
 
 
 def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Callable[[str], RunInputs]) -> None:
@@ -100,7 +100,7 @@ def test_a_workload_that_only_looks_leaves_no_folder(tmp_path: Path, begun: Call
     inputs.close()
     assert said == ["looked"]
     assert not (tmp_path / "inputs").exists()
-    assert inputs.place(cast("WorkerGroup", None), [cast("RankPlace", None)]) == [""]
+    assert inputs.place(cast("Workers", None), [cast("RankPlace", None)]) == [""]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begu
     inputs = begun("writes")
     inputs.wait(lambda line: None)
     client = Elsewhere(tmp_path / "far", {"w2"})
-    worker_group = WorkerGroup(cast("Any", client), "run", queue.SimpleQueue())
+    worker_group = Workers(cast("Any", client), "run", queue.SimpleQueue())
     places = [
         RankPlace(rank, rank, 1, 0, Slot(worker, "host", 0, False, True), "host", tmp_path, True)
         for rank, worker in enumerate(["w1", "w2", "w1"])
@@ -228,43 +228,6 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("error", "last"),
-    [
-        (None, {"done": True}),
-        (UsageError("no such thing"), {"failed": {"message": "no such thing", "exit_code": 2}}),
-        (
-            OSError(28, "No space left on device"),
-            {
-                "failed": {
-                    "message": "the run's inputs can't be prepared: [Errno 28] No space left on device",
-                    "exit_code": 4,
-                }
-            },
-        ),
-    ],
-)
-def test_process_sends_the_lines_and_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, descriptors: list[Any], error: Exception | None, last: dict[str, Any]
-) -> None:
-    def prepare(request: Any, tell: Callable[[str], None]) -> None:
-        assert request == {"target": "m:f"}
-        tell("listing")
-        assert json.loads(descriptors[0].got) == {"tell": "listing"}, "the driver is told at once"
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(inputs_process, "prepare", prepare)
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"target": "m:f"}\nmore'))
-    with pytest.raises(Ended) as ended:
-        inputs_process.main()
-    assert ended.value.args == (0,)
-    sent, *calls = descriptors
-    assert [json.loads(line) for line in sent.got.splitlines()] == [{"tell": "listing"}, last]
-    watch = {"target": inputs_process._end_with_stdin, "daemon": True}
-    assert calls == [(71, "w"), (2, 1), watch, "watches stdin"], "what a library prints goes to stderr"
-
-
 def test_bug_of_a_workload_is_sent_with_its_traceback(monkeypatch: pytest.MonkeyPatch, descriptors: list[Any]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
     with pytest.raises(Ended):
@@ -281,12 +244,3 @@ def test_function_of_a_workload_gets_parameters_folder_and_tell(
     monkeypatch.setitem(sys.modules, "a_workload", cast("Any", module))
     inputs_process.prepare({"target": "a_workload:fills", "params": {"a": 1}, "folder": str(tmp_path)}, print)
     assert given == [({"a": 1}, tmp_path, print)]
-
-
-@pytest.mark.usefixtures("descriptors")
-def test_process_ends_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    stdin = io.StringIO("x" * 10_000)
-    monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(Ended) as ended:
-        inputs_process._end_with_stdin()
-    assert ended.value.args == (1,) and stdin.tell() == 10_000

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.attempt.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
+from ddptrain.driver.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.driver.transfer import transfer_queue
 from ddptrain.driver.transfer.transfer_queue import Source, TransferQueue
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, FileSaved
@@ -33,9 +33,17 @@ def inbox() -> Inbox:
 
 
 @pytest.fixture
-def transfer(writer: RunWriter, inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferQueue]:
+def sources() -> dict[int, Source]:
+    """Where the files of each rank are."""
+    return {}
+
+
+@pytest.fixture
+def transfer(
+    writer: RunWriter, inbox: Inbox, sources: dict[int, Source], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TransferQueue]:
     monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 0.05)
-    made = TransferQueue(writer, CheckpointPolicy(), inbox, max_failures=3)
+    made = TransferQueue(writer, CheckpointPolicy(), inbox, sources.__getitem__, max_failures=3)
     yield made
     assert made.close(60)
 
@@ -55,17 +63,22 @@ class FullDisk:
         return self._function(*args)
 
 
-def bring(transfer: TransferQueue, staged: tuple[CheckpointSaved, Path]) -> None:
-    event, folder = staged
-    transfer.add_checkpoint(0, event, lambda rank: Source(folder.parent, None))
+@pytest.fixture
+def bring(transfer: TransferQueue, sources: dict[int, Source]) -> Callable[[tuple[CheckpointSaved, Path]], None]:
+    def add(staged: tuple[CheckpointSaved, Path]) -> None:
+        event, folder = staged
+        sources[0] = Source(folder.parent, None)
+        transfer.add(0, event)
+
+    return add
 
 
 @pytest.mark.parametrize("name", ["write_file", "sync_folder", "_publish"])
 def test_checkpoint_that_finds_no_room_is_brought_later(
-    transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    bring: Any, transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     FullDisk(monkeypatch, name, 2)
-    bring(transfer, stage(1))
+    bring(stage(1))
     messages = [inbox.get(timeout=60) for _ in range(3)]
     assert [type(message) for message in messages] == [ArtifactRetried, ArtifactRetried, ArtifactStored]
     home = transfer.writer.layout.checkpoints_dir / "step-1"
@@ -74,23 +87,23 @@ def test_checkpoint_that_finds_no_room_is_brought_later(
 
 
 def test_disk_that_stays_full_is_given_up_and_the_checkpoint_before_stays(
-    transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+    bring: Any, transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bring(transfer, stage(1))
+    bring(stage(1))
     assert isinstance(inbox.get(timeout=60), ArtifactStored)
     FullDisk(monkeypatch, "_publish", 100)
-    bring(transfer, stage(2))
+    bring(stage(2))
     messages = [inbox.get(timeout=60) for _ in range(3)]
     assert [type(message) for message in messages] == [ArtifactRetried, ArtifactRetried, ArtifactFailed]
     assert sorted(os.listdir(transfer.writer.layout.checkpoints_dir)) == ["latest", "step-1"]
 
 
 def test_after_a_checkpoint_was_given_up_the_next_ones_are_tried_once(
-    transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+    bring: Any, transfer: TransferQueue, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FullDisk(monkeypatch, "_publish", 5)
     for step in (1, 2, 3, 4):
-        bring(transfer, stage(step))
+        bring(stage(step))
     messages = [inbox.get(timeout=60) for _ in range(6)]
     given_up = [ArtifactRetried, ArtifactRetried, ArtifactFailed, ArtifactFailed, ArtifactFailed]
     assert [type(message) for message in messages] == [*given_up, ArtifactStored]
@@ -99,51 +112,54 @@ def test_after_a_checkpoint_was_given_up_the_next_ones_are_tried_once(
 
 
 def test_run_that_ends_with_an_error_does_not_wait_for_other_tries(
-    writer: RunWriter, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
+    bring: Any, writer: RunWriter, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 1e6)
     FullDisk(monkeypatch, "_publish", 100)
-    transfer = TransferQueue(writer, CheckpointPolicy(), inbox)
+    event, folder = stage(1)
+    transfer = TransferQueue(writer, CheckpointPolicy(), inbox, lambda rank: Source(folder.parent, None))
     transfer._failures = 3
-    bring(transfer, stage(1))
+    transfer.add(0, event)
     assert isinstance(inbox.get(timeout=60), ArtifactRetried)  # in 8 s
     transfer.stop_retrying()
-    bring(transfer, stage(2))
+    transfer.add(0, stage(2)[0])
     assert transfer.close(5)
     assert [type(inbox.get_nowait()) for _ in range(2)] == [ArtifactFailed, ArtifactFailed]
 
 
-def test_damaged_checkpoint_is_not_tried_again(transfer: TransferQueue, inbox: Inbox, stage: Any) -> None:
+def test_damaged_checkpoint_is_not_tried_again(bring: Any, transfer: TransferQueue, inbox: Inbox, stage: Any) -> None:
     event, folder = stage(1)
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
-    bring(transfer, (event, folder))
+    bring((event, folder))
     assert isinstance(inbox.get(timeout=60), ArtifactFailed)
 
 
 @pytest.mark.parametrize(("area", "vital"), [("artifacts", True), ("tracking", False), ("elsewhere", True)])
 def test_run_can_do_without_what_trackers_have_written(
-    transfer: TransferQueue, inbox: Inbox, tmp_path: Path, area: str, vital: bool
+    transfer: TransferQueue, inbox: Inbox, sources: dict[int, Source], tmp_path: Path, area: str, vital: bool
 ) -> None:
     (tmp_path / "file-0").write_bytes(b"other than announced")
-    transfer.add_file(0, FileSaved(1, "a/b", "file-0", 3, "ab", area), tmp_path, None)
+    sources[0] = Source(tmp_path, None)
+    transfer.add(0, FileSaved(1, "a/b", "file-0", 3, "ab", area))
     message = inbox.get(timeout=60)
     assert isinstance(message, ArtifactFailed)
     assert message.vital is vital
 
 
 def test_checkpoint_with_files_of_an_unknown_rank_is_not_added(
-    transfer: TransferQueue, inbox: Inbox, stage: Any
+    transfer: TransferQueue, inbox: Inbox, sources: dict[int, Source], stage: Any
 ) -> None:
     event, folder = stage(1)
     event = dataclasses.replace(event, parts=(CheckpointPart(7, "checkpoint-0", event.files),))
-    transfer.add_checkpoint(0, event, lambda rank: {0: Source(folder.parent, None)}[rank])
+    sources[0] = Source(folder.parent, None)
+    transfer.add(0, event)
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed) and "files of rank 7, which does not exist" in str(failed.error)
     assert not (transfer.writer.layout.checkpoints_dir / "step-1").exists()
 
 
 def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
-    transfer: TransferQueue, inbox: Inbox, stage: Any
+    transfer: TransferQueue, inbox: Inbox, sources: dict[int, Source], stage: Any
 ) -> None:
     event, folder = stage(1)
     other, there = stage(1, contents={"model.rank-1.safetensors": b"remote"})
@@ -152,8 +168,8 @@ def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
     def fetch(path: Path, offset: int, size: int) -> bytes:
         return path.read_bytes()[offset : offset + size]
 
-    sources = {0: Source(folder.parent, None), 1: Source(there.parent, fetch)}
-    transfer.add_checkpoint(0, event, lambda rank: sources[rank])
+    sources |= {0: Source(folder.parent, None), 1: Source(there.parent, fetch)}
+    transfer.add(0, event)
     assert isinstance(inbox.get(timeout=60), ArtifactStored)
     home = transfer.writer.layout.checkpoints_dir / "step-1"
     assert (home / "model.rank-1.safetensors").read_bytes() == b"remote"
@@ -161,24 +177,21 @@ def test_files_of_a_rank_on_another_machine_are_fetched_from_there(
 
 
 def test_file_of_a_lost_worker_is_out_of_reach_and_no_fault_of_the_run_directory(
-    transfer: TransferQueue, inbox: Inbox, stage: Any
+    transfer: TransferQueue, inbox: Inbox, sources: dict[int, Source], stage: Any
 ) -> None:
     event, folder = stage(1)
 
     def fetch(path: Path, offset: int, size: int) -> bytes:
         raise ConnectionError("no route")
 
-    transfer.add_checkpoint(0, event, lambda rank: Source(folder.parent, fetch))
+    sources[0] = Source(folder.parent, fetch)
+    transfer.add(0, event)
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed) and failed.unreachable and str(failed.error) == "no route"
 
 
-def test_a_transfer_that_hangs_does_not_keep_the_driver_alive(transfer: TransferQueue) -> None:
-    assert transfer._thread.daemon and transfer._thread.is_alive()
-
-
 def test_file_of_a_worker_on_another_machine_is_fetched_in_pieces(
-    transfer: TransferQueue, inbox: Inbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transfer: TransferQueue, inbox: Inbox, sources: dict[int, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_queue, "READ_LIMIT_BYTES", 4)
     data, asked = b"0123456789", list[tuple[str, int, int]]()
@@ -188,27 +201,31 @@ def test_file_of_a_worker_on_another_machine_is_fetched_in_pieces(
         return data[offset : offset + size]
 
     event = FileSaved(1, "plots/a.png", "file-0", len(data), hashlib.sha256(data).hexdigest(), "artifacts")
-    transfer.add_file(3, event, tmp_path, fetch)
+    sources[3] = Source(tmp_path, fetch)
+    transfer.add(3, event)
     home = transfer.writer.layout.root / "artifacts" / "plots" / "a.png"
     assert inbox.get(timeout=60) == ArtifactStored(3, str(home))
     assert home.read_bytes() == data and asked == [("file-0", 0, 4), ("file-0", 4, 4), ("file-0", 8, 2)]
 
 
 def test_file_that_is_shorter_than_announced_is_out_of_reach(
-    transfer: TransferQueue, inbox: Inbox, tmp_path: Path
+    transfer: TransferQueue, inbox: Inbox, sources: dict[int, Source], tmp_path: Path
 ) -> None:
     event = FileSaved(1, "a/b", "file-0", 3, "ab", "tracking")
-    transfer.add_file(2, event, tmp_path, lambda path, offset, size: b"12"[offset:])
+    sources[2] = Source(tmp_path, lambda path, offset, size: b"12"[offset:])
+    transfer.add(2, event)
     failed = inbox.get(timeout=60)
     assert isinstance(failed, ArtifactFailed)
     assert (failed.rank, failed.what, failed.vital, failed.unreachable) == (2, "tracking file a/b", False, True)
     assert str(failed.error) == f"{tmp_path / 'file-0'} has 2 bytes, not the 3 announced"
 
 
-def slow_file(transfer: TransferQueue, folder: Path, fetch: Callable[[Path, int, int], bytes]) -> None:
+def slow_file(writer: RunWriter, inbox: Inbox, folder: Path, fetch: Callable[[Path, int, int], bytes]) -> TransferQueue:
     data = b"0123456789"
     event = FileSaved(1, "a", "file-0", len(data), hashlib.sha256(data).hexdigest(), "artifacts")
-    transfer.add_file(0, event, folder, fetch)
+    transfer = TransferQueue(writer, CheckpointPolicy(), inbox, lambda rank: Source(folder, fetch))
+    transfer.add(0, event)
+    return transfer
 
 
 def test_transfer_is_waited_for_as_long_as_bytes_move(
@@ -222,8 +239,7 @@ def test_transfer_is_waited_for_as_long_as_bytes_move(
         clock[0] += 50.0
         return b"0123456789"[offset : offset + size]
 
-    transfer = TransferQueue(writer, CheckpointPolicy(), inbox)
-    slow_file(transfer, tmp_path, fetch)
+    transfer = slow_file(writer, inbox, tmp_path, fetch)
     assert transfer.close(60.0)  # though it takes 500 s
     assert isinstance(inbox.get(timeout=60), ArtifactStored) and transfer.pending == []
 
@@ -235,8 +251,7 @@ def test_transfer_that_moves_nothing_is_given_up(writer: RunWriter, inbox: Inbox
         released.wait(60)
         return b"0"
 
-    transfer = TransferQueue(writer, CheckpointPolicy(), inbox)
-    slow_file(transfer, tmp_path, fetch)
+    transfer = slow_file(writer, inbox, tmp_path, fetch)
     assert not transfer.close(0.1)
     assert [each.what for each in transfer.pending] == ["artifact a"]
     released.set()

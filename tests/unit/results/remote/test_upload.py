@@ -22,8 +22,7 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
-from tests.support import fake_time
-from tests.unit.results.stores import WatchedFs, root_of, watched_fs, watched_store
+from tests.unit.results.stores import watched_store
 
 Stage = Callable[..., tuple[CheckpointSaved, Path]]
 POLICY = CheckpointPolicy(keep=1, metric="val/loss")
@@ -58,7 +57,7 @@ class Kept:
         return set(self.store.files())
 
     def order(self) -> list[str]:
-        return [write.replace(f"{root_of(self.store)}/", "") for write in self.fs.writes]
+        return self.fs.writes
 
 
 @pytest.fixture
@@ -188,20 +187,6 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     assert kept.writer.layout.run_json.exists()
 
 
-def test_flush_and_the_end_do_not_wait_for_the_pause_after_a_failure(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_upload, "_PAUSES_S", (3600.0,))
-    kept.uploads.begin()
-    kept.uploads.flush(60)
-    kept.fs.errors = [OSError("the store is away")] * 20
-    kept.save(1)
-    wait_until(lambda: kept.warnings)
-    kept.fs.errors = []
-    assert kept.uploads.flush(60) == ""
-    assert "checkpoints/step-1/checkpoint.json" in kept.there()
-
-
 def test_error_that_passes_is_not_told(kept: Kept) -> None:
     kept.uploads.begin()
     kept.fs.errors = [TimeoutError(), TimeoutError()]
@@ -287,7 +272,7 @@ def upload(kept: Kept) -> None:
 
 
 def overwrite(store: RemoteFolder, path: str, data: bytes) -> None:
-    watched_fs(store).memory.pipe_file(f"{root_of(store)}/{path}", data)
+    store.write(path, data)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "manifest"])
@@ -340,8 +325,7 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
 
 def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Path) -> None:
     upload(kept)
-    fs: WatchedFs = kept.fs
-    fs.errors = [OSError("away")] * 3
+    kept.fs.errors = [OSError("away")] * 3
     with pytest.raises(StoreError, match="away"):
         restore.download_run(kept.store, tmp_path / "other", pytest.fail)
 
@@ -381,36 +365,6 @@ def test_checkpoints_that_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -
     assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step-2"]
 
 
-def test_older_checkpoint_whose_manifest_is_missing_is_not_downloaded(kept: Kept, tmp_path: Path) -> None:
-    kept.save(1, 1.0)
-    kept.save(2, 2.0)
-    upload(kept)
-    for path in (
-        "logs/rank-0.log",
-        "logs/deep/x.log",
-        "inputs/a.json",
-        "inputs/deep/b.json",
-        "artifacts/x",
-        "system.jsonl",
-    ):
-        kept.store.write(path, b"1")
-    restore.download_run(kept.store, tmp_path / "other", pytest.fail)
-    found = {
-        path.relative_to(tmp_path / "other").as_posix() for path in (tmp_path / "other").rglob("*") if path.is_file()
-    }
-    step_2 = {f"checkpoints/step-2/{name}" for name in ("checkpoint.json", "model.safetensors", "state.pt")}
-    files = {
-        "run.json",
-        "config.yaml",
-        "events.jsonl",
-        "metrics.jsonl",
-        "system.jsonl",
-        "logs/rank-0.log",
-        "inputs/a.json",
-    }
-    assert found == {*files, *step_2, "checkpoints/step-1/checkpoint.json"}
-
-
 @pytest.mark.parametrize(
     ("best", "latest", "which", "step"),
     [
@@ -433,76 +387,3 @@ def test_pointer_without_its_checkpoint_gives_way_to_the_next(
     restore.download_model(kept.store, copy, kept.store.files(), which)
     assert [path.parent.name for path in copy.rglob("*.safetensors")] == [f"step-{step}"]
     assert {(copy / "checkpoints" / name).read_text() for name in ("best", "latest")} == {f"step-{step}\n"}
-
-
-def test_upload_that_was_not_begun_has_nothing_to_do(kept: Kept) -> None:
-    assert not kept.uploads.begun
-    assert kept.uploads.flush(0.0) == ""
-    kept.uploads.close(0.0)
-    assert kept.writer.layout.root.exists() and kept.there() == set()
-
-
-def test_messages_wait_for_somebody_who_listens_and_a_loss_is_told_once(kept: Kept) -> None:
-    uploads = StoreUpload(kept.store, kept.writer.layout.root)
-    warnings: list[str] = []
-    losses: list[DdptrainError] = []
-    uploads.warn("early")
-    uploads.lose(StoreError("first"))
-    uploads.lose(StoreError("second"))
-    uploads.listen(warnings.append, losses.append)
-    uploads.warn("late")
-    uploads.lose(StoreError("third"))
-    uploads.listen(warnings.append, lambda error: None)
-    assert warnings == ["early", "late"] and [str(error) for error in losses] == ["first"]
-
-
-def test_growing_file_is_sent_when_it_is_due(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
-    log = kept.writer.layout.log(0)
-    sent: list[int] = []
-
-    def send(least_s: float, *, flushing: bool = False) -> None:
-        log.write_bytes(log.read_bytes() + b"x")
-        kept.uploads._send_file(log, least_s, flushing)
-        sent.append(kept.store.files()["logs/rank-0.log"].size_bytes)
-
-    log.write_bytes(b"")
-    send(10.0)
-    for now[0] in (1009.9, 1010.0):
-        send(10.0)
-    send(0.0)
-    send(10.0, flushing=True)
-    assert sent == [1, 1, 3, 3, 5]
-    log.write_bytes(b"x" * (3 << 20))
-    for now[0] in (1012.9, 1013.1):
-        kept.uploads._send_file(log, 1.0, False)
-        sent.append(kept.store.files()["logs/rank-0.log"].size_bytes)
-    assert sent[5:] == [5, 3 << 20]
-    kept.uploads._send_file(kept.writer.layout.log(7), 0.0, True)
-    assert "logs/rank-7.log" not in kept.there()
-
-
-def test_record_is_sent_every_three_seconds_or_now(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    fake_time.replace(monkeypatch, "monotonic", lambda: now[0])
-    sent: list[bytes | None] = []
-
-    def send(text: str, *, at_once: bool = False) -> None:
-        kept.writer.layout.run_json.write_text(text)
-        kept.uploads._send_record(now=at_once)
-        sent.append(kept.store.read("run.json"))
-
-    send("1")
-    for now[0], text in ((1002.9, "2"), (1003.0, "3"), (1003.1, "4")):
-        send(text)
-    send("5", at_once=True)
-    assert sent == [b"1", b"1", b"3", b"3", b"5"]
-
-
-def test_intervals_of_uploads_are_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert (remote_upload._FILE_EVERY_S, remote_upload._RECORD_EVERY_S, remote_upload._PASS_EVERY_S) == (10.0, 3.0, 2.0)
-    assert remote_upload._PAUSES_S == (5.0, 10.0, 20.0, 40.0, 60.0)
-    assert (remote_upload._FLUSH_PAUSE_S, remote_upload._LAST_FLUSH_S, remote_upload._CLOSE_S) == (2.0, 3.0, 5.0)
-    assert remote_upload._BYTES_PER_S == 1_048_576

@@ -20,23 +20,19 @@ def test_failed_run_names_cause_log_and_next_step(tmp_path: Path) -> None:
     failure = FailureRecord(1, "vm", "exception", "ValueError", "31 samples\nmore", log="runs/r-1/logs/rank-1.log")
     record = {"status": "failed", "exit_code": 1, "failure": failure, "checkpoints": ("step-20", "step-10")}
     text = explain_run(view(tmp_path, **record), " --runs-dir x").as_text()
-    assert text[0] == "run r-1 failed (exit code 1: the training code failed)"
+    assert text[0] == "run r-1 failed (exit code 1)"
     assert text[3] == "  rank 1 on vm: ValueError: 31 samples"
     assert "  ddptrain results logs r-1 --rank 1 --runs-dir x" in text
     assert text[text.index("what to do next:") + 1 :][:2] == [
         "  fix the root cause",
         "  the same command again, with --resume r-1 (continues from step-20)",
     ]
-    assert text[text.index("cause, and what to do:") + 1 :] == [
-        "  - an exception with your file and line",
-        "    -> fix it; --full-traceback shows the frames of torch, too",
-    ]
+    assert "  ddptrain explain 1 (likely causes, and what to do)" in text
 
 
 def test_preempted_run_is_only_continued(tmp_path: Path) -> None:
     found = explain_run(view(tmp_path, status="preempted", exit_code=75, checkpoints=("step-3",)), "")
     assert found.next == ("the same command again, with --resume r-1 (continues from step-3)",)
-    assert found.causes == ()
 
 
 def test_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
@@ -54,21 +50,7 @@ def test_running_run_is_followed(tmp_path: Path) -> None:
 def test_run_that_is_unknown_or_unreadable_is_no_failure_of_the_command(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "r-1")
     found = explain_run(RunView(layout, RunRecord(run_id="r-1", status="unreadable"), "cannot read run.json"), "")
-    assert found.end == "is not readable: cannot read run.json" and found.causes == ()
-
-
-@pytest.mark.parametrize(
-    ("record", "end"),
-    [
-        ({"status": "succeeded", "exit_code": 0}, "succeeded (exit code 0)"),
-        ({"status": "failed", "exit_code": 99}, "failed (exit code 99)"),
-        ({"status": "failed", "exit_code": 5}, "failed (exit code 5: hang: no progress in time)"),
-        ({"status": "failed"}, "is failed; its driver recorded no exit code"),
-        ({"status": "running", "waiting": True, "exit_code": 1}, "is waiting in process 7 on vm"),
-    ],
-)
-def test_end_of_a_run_in_words(tmp_path: Path, record: dict[str, object], end: str) -> None:
-    assert explain_run(view(tmp_path, driver=DriverRecord(7, "vm"), **record), "").end == end
+    assert found.end == "is not readable: cannot read run.json"
 
 
 @pytest.mark.parametrize(
@@ -85,58 +67,3 @@ def test_root_cause_has_place_kind_and_message(tmp_path: Path, failure: FailureR
     assert found.root_cause == cause
     shown = ["root cause:", f"  {cause}"] if cause else ["where to look:", "  ddptrain results show r-1"]
     assert found.as_text()[1:4] == ["", *shown]
-
-
-def test_places_to_look_at_are_those_that_exist(tmp_path: Path) -> None:
-    root = tmp_path / "r-1"
-    decisions = f"{root}/logs/ddptrain.log (what ddptrain decided, and why)"
-    failure = FailureRecord(host="vm")
-    record = {"status": "failed", "exit_code": 5, "failure": failure}
-    stacks = f"{root}/artifacts/stacks/ (the stacks of all ranks)"
-    assert explain_run(view(tmp_path, **record), "").look == ("ddptrain results show r-1", stacks, decisions)
-    (root / "logs").mkdir(parents=True)
-    (root / "logs/rank-0.log").touch()
-    show, logs = "ddptrain results show r-1 -x", "ddptrain results logs r-1 -x"
-    assert explain_run(view(tmp_path, **record), " -x").look == (show, logs, stacks, decisions)
-    assert explain_run(view(tmp_path, status="running"), " -x").look == (show, logs)
-
-
-@pytest.mark.parametrize(
-    ("record", "step"),
-    [
-        ({"status": "succeeded", "exit_code": 0}, "ddptrain results plot r-1"),
-        (
-            {"status": "cancelled", "exit_code": 130, "checkpoints": ("step-3",)},
-            "the same command again, with --resume r-1 (continues from step-3)",
-        ),
-        ({"status": "unknown"}, "look at the host of its driver, and at this command again later"),
-        (
-            {"status": "unknown", "driver": DriverRecord(7, "vm")},
-            "look at the host vm, and at this command again later",
-        ),
-    ],
-)
-def test_next_step_of_a_run(tmp_path: Path, record: dict[str, object], step: str) -> None:
-    assert explain_run(view(tmp_path, **record), "").next == (step,)
-
-
-def test_likely_causes_are_those_of_failed_and_cancelled_runs(tmp_path: Path) -> None:
-    text = explain_run(view(tmp_path, status="cancelled", exit_code=130), "").as_text()
-    causes = text[text.index("likely causes, and what to do:") :]
-    assert causes[-6:][0] == "  - Ctrl-C, or a second signal, which does not wait for a checkpoint" and len(causes) == 7
-    assert explain_run(view(tmp_path, status="failed"), "").causes == ()
-    assert explain_run(view(tmp_path, status="preempted", exit_code=130), "").causes == ()
-
-
-def test_explanation_as_data_has_every_field(tmp_path: Path) -> None:
-    data = explain_run(view(tmp_path, status="succeeded", exit_code=0), "").as_dict()
-    assert data == {
-        "run_id": "r-1",
-        "status": "succeeded",
-        "exit_code": 0,
-        "end": "succeeded (exit code 0)",
-        "root_cause": "",
-        "look": ("ddptrain results show r-1", f"{tmp_path}/r-1/logs/ddptrain.log (what ddptrain decided, and why)"),
-        "next": ("ddptrain results plot r-1",),
-        "causes": (),
-    }

@@ -1,0 +1,582 @@
+"""One attempt: what happens to its ranks, and what the driver does about it.
+
+    rank 0's worker opens the store ─ all ranks start ─ fault, hang, signal, preemption ─ stopping ─ over
+
+A signal to the driver asks the ranks to save and end, the second stops them, the third kills them. What a rank reports
+after that is a fault only if it is no consequence of the end.
+
+After a fault there is a short wait, because the root cause may arrive after its victims. Then the other ranks are
+stopped, and after CLEAN_UP_S also the rank that failed. A rank that does not end in time is lost, so that every attempt
+ends.
+
+The attempt reads no clock: each call says what time it is. It acts through the worker group, the ranks' output, the
+transfers and the recorder. attempt_loop.py calls it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ddptrain.driver import inbox
+from ddptrain.driver.failure import fault as failure_fault
+from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
+from ddptrain.driver.failure.run_end import was_sent
+from ddptrain.driver.failure.stack_collector import StackCollector
+from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
+from ddptrain.driver.output import RankOutput
+from ddptrain.driver.ranks import AttemptEnd, Rank
+from ddptrain.driver.recorder import Recorder
+from ddptrain.driver.transfer.transfer_queue import TransferQueue
+from ddptrain.driver.workers import Workers
+from ddptrain.errors import DdptrainError, ExitCode
+from ddptrain.log import Log
+from ddptrain.protocol import deadlines, events, worker_notices
+from ddptrain.protocol.commands import Command
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import Notice, RankExit, describe_status
+from ddptrain.results.errors import UnsafePath
+
+_SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
+_SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
+_NUMBERS = (events.Metrics, events.Progress)  # of consecutive ones only the newest of a rank matters for decisions
+# Other signals to the driver than SIGTERM that a script gets as they are.
+_PASSED_ON: dict[int, Command] = {
+    signal.SIGINT: Command.INTERRUPT,
+    signal.SIGHUP: Command.HANG_UP,
+    signal.SIGQUIT: Command.QUIT,
+}
+_log = Log(__name__)
+
+
+class Moment(NamedTuple):
+    """When something is handled: monotonic seconds, and nanoseconds of the wall clock."""
+
+    monotonic: float
+    time_ns: int
+
+
+class Attempt:
+    """The ranks of an attempt from their start to their end. Nothing is handled while something else is.
+
+    faults: without mere consequences of a signal or a notice. signals: the number of signals to the driver; signum:
+    the last of them. notice: why the ranks must save and end. loss: why the run directory cannot be written.
+    transfers: checkpoints and files on their way into the run directory. running: ranks that are not over.
+    All deadlines are monotonic seconds, None: not set.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        workers: Workers,
+        output: RankOutput,
+        transfer: TransferQueue,
+        recorder: Recorder,
+        watchdog: Watchdog,
+        start_timeout_s: float,
+        lost_after_s: float,
+        now: Moment,
+    ) -> None:
+        self.ranks = list(ranks)
+        self.workers, self.output, self.transfer, self.recorder = workers, output, transfer, recorder
+        self.watchdog, self.start_timeout_s, self.lost_after_s = watchdog, start_timeout_s, lost_after_s
+        first = self.ranks[0].spec
+        self.number, self.grace_s, self.is_script = first.attempt, first.supervision.grace_s, first.code.is_script
+        self.faults: list[Fault] = []
+        self.signals = 0
+        self.signum: int | None = None
+        self.notice: str | None = None
+        self.loss: DdptrainError | None = None
+        self.leaving = False
+        self.transfers = 0
+        self.running = len(self.ranks)
+        self.settle_until: float | None = None  # end of the wait for an earlier fault
+        self.preempt_until: float | None = None  # when ranks must have saved
+        self.stop_until: float | None = None  # when stopped ranks are given up
+        self.spare_until: float | None = None  # when also the rank that failed is stopped
+        self._now, self._time_ns = now
+        self._activities = [Activity() for _ in self.ranks]
+        self._inquiry = StackCollector()
+        self._stacks: list[tuple[int, events.FileSaved]] = []  # stored only if the inquiry finds a fault
+        self._outside = len(self.ranks)  # ranks that have not entered the workload
+        self._noticed_at = 0.0
+        self._saved_at: float | None = None  # when the newest checkpoint of this attempt arrived
+        self._quiet = ""  # for how long a rank has not reported, as shown
+        self._connected_at = self._checked_at = now.monotonic
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank has ended or is lost."""
+        return self.running == 0
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the ranks are being stopped."""
+        return self.stop_until is not None
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the ranks end because of a signal or a notice."""
+        return self.signum is not None or self.notice is not None
+
+    def due(self) -> float | None:
+        """Return the next deadline in monotonic seconds, or None. An inquiry in progress suspends settle_until."""
+        waits = self._inquiry.until if self._inquiry.under_way else self.settle_until
+        deadlines = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
+        return min((until for until in deadlines if until is not None), default=None)
+
+    def cause(self) -> Fault | None:
+        """Return the root cause of the faults so far; None without a fault."""
+        if not self.faults:
+            return None
+        finished = [rank.spec.rank for rank in self.ranks if rank.finished]
+        return self._inquiry.explained(find_root_cause(self.faults, finished))
+
+    def end(self, unsaved: str = "") -> AttemptEnd:
+        """Return the result of the attempt. Must be called only when it is over. `unsaved`: see AttemptEnd."""
+        age_s = self._noticed_at - self._saved_at if self._saved_at is not None else None
+        return AttemptEnd(self.ranks, self.cause(), self.signum, self.notice, self.loss, self.leaving, age_s, unsaved)
+
+    # --- what happens ---
+
+    def begin(self, now: Moment) -> None:
+        """Start the ranks of rank 0's worker, which opens the store."""
+        self._now, self._time_ns = now
+        self._submit([rank for rank in self.ranks if rank.worker == self.ranks[0].worker])
+
+    def handle(self, message: inbox.Message, now: Moment) -> None:
+        """Handle a message. Every message is accepted at any time."""
+        self._now, self._time_ns = now
+        match message:
+            case Notice():
+                self._on_notice(message)
+            case inbox.TaskFailed(attempt, rank, text):
+                if attempt == self.number and rank < len(self.ranks):
+                    self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
+            case inbox.WorkerLost(address, reason):
+                self._on_worker_lost(address, reason)
+            case inbox.SignalReceived(signum):
+                self._on_signal(signum)
+            case inbox.OutputFetched(attempt, read):
+                if attempt == self.number:
+                    read()
+            case inbox.ArtifactRetried(_, what, error, failure):
+                self.recorder.warn(f"{what} could not be saved ({failure}): {error}")
+            case inbox.ResultsLost(lost):
+                self.loss = lost
+                self._stop(self.grace_s)
+            case inbox.ArtifactStored(rank, path, step):
+                self.transfers -= 1
+                if step is not None:
+                    self._saved_at = self._now
+                self.recorder.stored(rank, path, step)
+            case inbox.ArtifactFailed():
+                self._on_lost_file(message)
+        self._conclude_inquiry()
+
+    def tick(self, now: Moment, *, connected: bool, worker_fault: str | None, read_until: float | None) -> None:
+        """Find out what happens without a message: silence, the end of the scheduler or of our worker, deadlines.
+
+        worker_fault: why a worker process that the driver itself started has ended. read_until: all messages that had
+        arrived at this time (monotonic seconds) have been read; None if that is not known.
+        """
+        self._now, self._time_ns = now
+        slept_s, self._checked_at = self._now - self._checked_at, self._now
+        if connected:
+            self._connected_at = self._now
+        elif self._now - self._connected_at > _SCHEDULER_LOST_S:
+            worker_fault = worker_fault or "the Dask scheduler has ended"
+        if worker_fault is not None:
+            for worker in dict.fromkeys(rank.worker for rank in self.ranks):
+                self._on_worker_lost(worker, worker_fault)
+        if slept_s > _SUSPENDED_S:
+            self._activities = [activity.shifted(slept_s, self._now) for activity in self._activities]
+        if read_until is not None:
+            self._check_silence(read_until)
+            self._suspect(read_until)
+        self._check_deadlines()
+        self._conclude_inquiry()
+
+    # --- messages of workers, and events of ranks ---
+
+    def _on_notice(self, notice: Notice) -> None:
+        rank = notice.rank
+        if notice.attempt != self.number:
+            return  # of an earlier attempt
+        if rank >= len(self.ranks):
+            self.workers.reject(f"{notice.kind}: there is no rank {rank}")
+            return
+        before = self._activities[rank]
+        activity = self._activities[rank] = self._activity_after(before.noticed(self._now), notice)
+        if activity.log_size > before.log_size:
+            self.recorder.display.log_grew(rank)
+        match notice:
+            case worker_notices.Growth(log_size=log_size, events_size=events_size):
+                self.output.read(rank, log_size, events_size, lambda found, error: self._take(rank, found, error))
+            case RankExit(log_size=log_size, events_size=events_size):
+                ended = notice
+                self.output.read(
+                    rank, log_size, events_size, lambda found, error: self._take(rank, found, error, ended)
+                )
+            case worker_notices.OutputBytes():
+                self.output.receive(notice, lambda found, error: self._take(rank, found, error))
+            case worker_notices.StoreOpened(port=port) if rank == 0:
+                # While the group is stopping, ranks that were not submitted are already lost.
+                self._submit([each for each in self.ranks if not each.submitted_at and not each.over], port)
+            case worker_notices.SystemSample():
+                self.recorder.system(notice)
+            case worker_notices.Broken(message=text):
+                self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
+            case worker_notices.Leaving():
+                place = self.ranks[rank].place
+                self.leaving = True
+                self.workers.avoid(place.slot.worker)
+                self._preempt(f"the worker on host {place.host} was sent SIGTERM")
+
+    def _activity_after(self, activity: Activity, notice: Notice) -> Activity:
+        match notice:
+            case worker_notices.Growth(log_size=log_size) | RankExit(log_size=log_size):
+                return activity.grew(log_size, self._now)
+            case worker_notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
+                if cpu_s is not None:
+                    activity = self.watchdog.after_cpu(activity, cpu_s, self._now)
+                return activity if gpu_percent is None else activity.used_gpu(gpu_percent, self._now)
+        return activity
+
+    def _submit(self, chosen: Sequence[Rank], port: int = 0) -> None:
+        """Start ranks: those of rank 0's worker, which opens the store, or all others, which join it on `port`."""
+        for rank in chosen:
+            rank.submitted_at = self._now
+        if chosen:
+            specs = [rank.spec.with_port(port) if port else rank.spec for rank in chosen]
+            self.workers.submit(specs, [rank.place.slot for rank in chosen])
+
+    def _take(self, rank: int, found: Iterable[events.Event], error: str = "", ended: RankExit | None = None) -> None:
+        """Handle what was read of a rank's output: events, in order, and then its exit."""
+        for kind, group in itertools.groupby(found, type):
+            if kind in _NUMBERS:
+                numbers = list(group)
+                self._on_event(rank, numbers[-1], len(numbers))
+                self.recorder.rank_numbers(rank, numbers)
+                for each in numbers:
+                    self._check_finite(rank, each)
+            else:
+                for event in group:
+                    self._on_event(rank, event)
+                    self.recorder.rank_event(rank, event)
+                    self._check_finite(rank, event)
+        if error and not self.ranks[rank].over and not self.stopping:
+            self._lose(rank, Loss(FaultKind.INFRASTRUCTURE, f"its output could not be read: {error}"))
+        if ended is not None:
+            self._on_exit(rank, ended)
+
+    def _on_event(self, rank: int, event: events.Event, count: int = 1) -> None:
+        """Handle an event of a rank; of consecutive numbers the last one of `count`."""
+        watched = self.ranks[rank]
+        self._activities[rank] = self.watchdog.after_event(self._activities[rank], event, self._now, count)
+        self._inquiry = self._inquiry.after(rank, event)
+        had_entered = watched.entered
+        watched.on_event(event)
+        match event:
+            case events.Failure():
+                self._on_failure(watched, event)
+            case events.Finished() if self.ordered and self.is_script:
+                watched.finished, watched.preempted = False, True  # the signal may have ended its work early
+            case events.Entered():
+                self._outside -= not had_entered
+                if self._outside == 0:
+                    self.recorder.training(tuple(each.record() for each in self.ranks))
+            case events.Noticed():
+                self._preempt(f"rank {rank} on host {watched.place.host} was sent SIGTERM")
+            case events.FileSaved() if is_stacks_file(event) and not self.faults:
+                if self._inquiry.begun:  # a late answer is not kept
+                    self._stacks.append((rank, event))
+            case events.CheckpointSaved() | events.FileSaved():
+                self._transfer(rank, event)
+        self._conclude_inquiry()
+
+    def _on_failure(self, rank: Rank, failure: events.Failure) -> None:
+        if failure.exit_code == ExitCode.PREEMPTED and self.notice is not None:
+            rank.preempted = True  # it was preempted by another signal before the command reached it
+            return
+        ends_itself = failure.exit_code is not None or failure.type == KeyboardInterrupt.__name__
+        if ends_itself and self.ordered and self.is_script:
+            return
+        if failure.handled and (self._knows_cause() or not self.faults):
+            return  # no fault needs this explanation, and the code may continue after its `except`
+        rank.fault = failure_fault.from_failure(rank.spec.rank, failure)
+        self._add_fault(rank.fault)
+
+    def _check_finite(self, rank: int, event: events.Event) -> None:
+        if reason := self.recorder.not_finite(rank, event):
+            fault = self.ranks[rank].fault = Fault(rank, FaultKind.NAN, self._time_ns, reason)
+            self._add_fault(fault)
+            self._stop(self.grace_s)  # the rank itself goes on
+
+    def _transfer(self, rank: int, event: events.CheckpointSaved | events.FileSaved) -> None:
+        self.transfers += 1
+        self.transfer.add(rank, event)
+
+    def _on_lost_file(self, failed: inbox.ArtifactFailed) -> None:
+        self.transfers -= 1
+        text = f"could not be saved: {failed.error}"
+        if not failed.vital:
+            self.recorder.warn(f"{failed.what} of rank {failed.rank} {text}")
+            return
+        kind = FaultKind.INFRASTRUCTURE if failed.unreachable else FaultKind.RESULTS
+        kind = FaultKind.REFUSED if isinstance(failed.error, UnsafePath) else kind
+        self._add_fault(Fault(failed.rank, kind, self._time_ns, f"{failed.what} {text}"))
+
+    # --- ends of ranks ---
+
+    def _on_exit(self, number: int, ended: RankExit) -> None:
+        rank = self.ranks[number]
+        if rank.ended is not None:
+            return
+        was_over, had_finished = rank.over, rank.finished
+        rank.ended = ended
+        if self.is_script and rank.fault is None:
+            self._judge_script(rank, ended.status)
+        if rank.preempted or (self.is_script and self.ordered and _ends_itself(ended.status)):
+            pass
+        elif rank.finished:
+            if ended.status != 0 and not self.stopping and rank.tracker_fault is None:
+                text = f"rank {number} finished its work, and ended with {describe_status(ended.status)} afterwards"
+                self.recorder.warn(text)
+        elif not self.is_script and self.notice is not None and ended.status == -signal.SIGTERM:
+            # The workload never saves, so there is no reason to wait.
+            self._stop(deadlines.at_once_s(self.ranks[0].spec))
+        elif rank.fault is None and not self.stopping:
+            where = "after the end of its main thread" if had_finished else "in the middle of the workload"
+            rank.fault = failure_fault.from_exit(ended, where)
+            self._add_fault(rank.fault)
+        if not was_over:
+            self._record_end(rank)
+
+    def _judge_script(self, rank: Rank, status: int) -> None:
+        """Set the result of a script to that of its process: it may end with os._exit, or because of another thread."""
+        if status == 0 and not rank.well:
+            rank.finished, rank.preempted = not self.ordered, self.ordered
+        elif status == ExitCode.PREEMPTED:
+            rank.finished, rank.preempted = False, True
+        elif status != 0 and rank.tracker_fault is None and not (self.ordered or self.stopping):
+            rank.finished = False
+
+    def _record_end(self, rank: Rank) -> None:
+        """Record that a rank's process has ended, or is lost."""
+        self.running -= 1
+        ends = self.stopping or self.ordered
+        stopped = rank.preempted or (ends and rank.fault is None and not rank.finished)
+        if refused := self.output.refused(rank.spec.rank):
+            self.recorder.warn(f"rank {rank.spec.rank} wrote {refused} invalid event lines; they were ignored")
+        self.recorder.rank_ended(rank.record(), ok=rank.finished, stopped=stopped)
+
+    def _on_worker_lost(self, address: str, reason: str) -> None:
+        self.workers.forget(address)
+        for rank in self.ranks:
+            if rank.worker == address:
+                text = reason or f"the Dask worker {address} of host {rank.place.host} was lost"
+                self._give_up(rank.spec.rank, Loss(FaultKind.WORKER_LOST, text))
+
+    def _give_up(self, number: int, loss: Loss) -> None:
+        """Mark a rank as lost after the rest of its files has been read: it will send no more notices."""
+        if not self.ranks[number].over:
+            self._take(number, self.output.rest(number))
+            self._lose(number, loss)
+
+    def _lose(self, number: int, loss: Loss) -> None:
+        rank = self.ranks[number]
+        if rank.over:
+            return
+        rank.lost = True
+        if not self.stopping and rank.fault is None:
+            rank.fault = Fault(number, loss.kind, self._time_ns, loss.text)
+            self._add_fault(rank.fault)
+        self._record_end(rank)
+
+    # --- faults, signals, preemption ---
+
+    def _add_fault(self, fault: Fault) -> None:
+        stacks, self._stacks = self._stacks, []
+        if not self._is_consequence(fault):
+            self.faults.append(fault)
+        self.recorder.fault(fault)
+        for rank, event in stacks:
+            self._transfer(rank, event)
+        if self.stopping:
+            return
+        if fault.timed_out and not self._inquiry.begun:
+            self._begin_inquiry()
+        until = self._now + (deadlines.VICTIM_SETTLE_S if fault.victim else deadlines.SETTLE_S)
+        if all(rank.over or rank.fault is not None for rank in self.ranks) and self._knows_cause():
+            until = self._now  # no earlier fault can arrive
+        self.settle_until = self._earlier("settle", self.settle_until, until)
+
+    def _is_consequence(self, fault: Fault) -> bool:
+        """Return whether a fault only results from the end of the ranks that a signal or a notice has asked for."""
+        if not self.ordered or fault.kind in (FaultKind.RESULTS, FaultKind.REFUSED):
+            return False
+        return fault.victim or fault.kind in failure_fault.LOSSES or self.stopping
+
+    def _knows_cause(self) -> bool:
+        return any(not fault.victim for fault in self.faults)
+
+    def _on_signal(self, signum: int) -> None:
+        self.signals += 1
+        if self.signals == 1 and self.stopping and not self.over:
+            self.signals = 2  # the ranks cannot save any more
+        self.signum = signum
+        if self.over:
+            self.recorder.notice(f"{was_sent(signum)}: the last files are being saved (again to end without them)")
+        elif self.signals == 1:
+            self._preempt(was_sent(signum), signum)
+        else:
+            self.notice = None
+            kills = self.signals > 2
+            self.recorder.status("killing the ranks" if kills else "stopping (again: kills the ranks)")
+            self._stop(0.0 if kills else self.grace_s)
+
+    def _preempt(self, notice: str, signum: int = signal.SIGTERM) -> None:
+        """Command every rank to finish its step, save and end, within the grace period. Scripts get the signal."""
+        if self.notice is not None or self.stopping or self.faults:
+            return
+        self.notice, self._noticed_at = notice, self._now
+        first = self.ranks[0].spec
+        if self._outside:  # nothing could be saved yet
+            self._stop(deadlines.at_once_s(first))
+            return
+        what, status = "the ranks finish their step and save", "saving a checkpoint"
+        if self.is_script:
+            what, status = f"the script gets {signal.Signals(signum).name} and ends", "waiting for the script to end"
+        self.recorder.notice(f"{notice}: {what}, within {self.grace_s:g} s (again to stop the ranks)")
+        self.recorder.status(f"stopping: {status} (again: at once)", announced=True)
+        command = _PASSED_ON.get(signum, Command.PREEMPT) if self.is_script else Command.PREEMPT
+        self.workers.tell(self._alive(), command)
+        self.preempt_until = self._earlier("preempt", None, self._now + deadlines.preempt_s(first))
+
+    def _alive(self) -> list[RankSpec]:
+        return [rank.spec for rank in self.ranks if not rank.over]
+
+    def _stop(self, grace_s: float, *, spare_failed: bool = False) -> None:
+        """Stop every rank that is not over.
+
+        Ranks that were never submitted are lost. `spare_failed`: not the failed rank.
+        """
+        until = self._now + grace_s + deadlines.STOP_MARGIN_S
+        self.stop_until = self._earlier("stop", self.stop_until, until)
+        stopped = []
+        for rank in self.ranks:
+            failed = rank.fault is not None and not rank.fault.victim
+            if rank.over or (spare_failed and failed):
+                continue
+            if rank.submitted_at:
+                stopped.append(rank.spec)
+            else:
+                rank.lost = True
+                self.running -= 1
+        if stopped:
+            self.workers.stop(stopped, grace_s)
+
+    def _earlier(self, name: str, before: float | None, until: float) -> float:
+        """Return the earlier one of two deadlines, and log a new one."""
+        if before is not None and before <= until:
+            return before
+        _log.info("deadline set", deadline=name, in_s=until - self._now)
+        return until
+
+    # --- time ---
+
+    def _check_silence(self, read_until: float) -> None:
+        """Give up ranks whose workers are silent for too long, because a cut network closes no connection, and ranks
+        that their workers have not started in time.
+        """
+        waiting = [
+            (rank, activity.notice_at)
+            for rank, activity in zip(self.ranks, self._activities, strict=True)
+            if rank.submitted_at and not rank.over
+        ]
+        heard = [pair for pair in waiting if pair[1]]
+        silent = [rank for rank, notice_at in heard if read_until - notice_at > self.lost_after_s]
+        alone = len(silent) < len(heard) or len({rank.place.slot.host for rank, _ in heard}) == 1
+        for rank in silent:
+            host = f"host {rank.place.host}" if alone else "the cluster"
+            text = f"no message came from {host} for {self.lost_after_s:g} s: is it down, or the network to it?"
+            if not rank.over:
+                self._on_worker_lost(rank.worker, text)
+        for rank, notice_at in waiting:
+            if not notice_at and read_until - rank.submitted_at > self.start_timeout_s:
+                text = (
+                    f"the Dask worker {rank.worker} of host {rank.place.host} has not started it within "
+                    f"{self.start_timeout_s:g} s (cluster.start_timeout_s): is this too short, or is the worker busy "
+                    "with other tasks?"
+                )
+                self._give_up(rank.spec.rank, Loss(FaultKind.INFRASTRUCTURE, text))
+
+    def _suspect(self, read_until: float) -> None:
+        """Begin an inquiry if the ranks may hang, judged by what had arrived at `read_until`. Show their silence."""
+        known = self.ranks, self._activities, read_until
+        quiet = "" if self.stopping else self.watchdog.silence(*known)
+        if quiet != self._quiet:
+            self._quiet = quiet
+            self.recorder.display.silence(quiet)
+        if self.stopping or self.faults or not self._inquiry.may_begin(self._now):
+            return
+        if (hang := self.watchdog.overdue(*known)) is not None:
+            if read_until - hang.silent_s >= self._inquiry.not_before:  # else it has just found a rank working
+                silent = f"no report or line for {hang.silent_s:.0f} s"
+                self.recorder.status(f"{silent}: asking the ranks where they are")
+            self._begin_inquiry(hang)
+
+    def _begin_inquiry(self, hang: Hang | None = None) -> None:
+        parts = (self.ranks, self._activities, self.watchdog, self._now)
+        self._inquiry = self._inquiry.begin(hang, *parts)
+        _log.info("asking all ranks for their stacks", signs_of_life=self._inquiry.signs)
+        self.workers.tell(self._alive(), Command.STACKS)
+
+    def _conclude_inquiry(self) -> None:
+        """End the attempt if the stacks show which rank is missing."""
+        if self.stopping or not self._inquiry.under_way:
+            return
+        self._inquiry, hung = self._inquiry.result(self.ranks, self._now, self._time_ns)
+        if hung is None:
+            if not self._inquiry.begun:
+                self._stacks.clear()
+            return
+        if all(fault.victim for fault in self.faults):
+            self.ranks[hung.rank].fault = self.ranks[hung.rank].fault or hung
+            self._add_fault(hung)
+            self._stop(deadlines.hung_s(self.ranks[0].spec))
+
+    def _check_deadlines(self) -> None:
+        if self._is_due(self.settle_until) and not self._inquiry.under_way:
+            self.settle_until = None
+            if not self.stopping:
+                self.recorder.status("stopping the other ranks")
+                self._stop(self.grace_s, spare_failed=True)
+                self.spare_until = self._now + deadlines.CLEAN_UP_S
+        if self._is_due(self.preempt_until):
+            self.preempt_until = None
+            if not self.stopping:
+                if not all(rank.well for rank in self.ranks if not rank.over):  # else only trackers work
+                    missed = "end" if self.is_script else "call ctx.checkpoint()"
+                    self.recorder.warn(f"the ranks did not {missed} in time: they are stopped")
+                self._stop(deadlines.PREEMPT_STOP_S)
+        if self._is_due(self.spare_until):
+            self.spare_until = None
+            if (cause := self.cause()) is not None:
+                self.recorder.show_cause(cause)  # the end of the run, which names it, is not near
+            self._stop(self.grace_s)
+        if self._is_due(self.stop_until):
+            for rank in self.ranks:
+                self._give_up(rank.spec.rank, Loss(FaultKind.INFRASTRUCTURE, "it did not end"))
+
+    def _is_due(self, until: float | None) -> bool:
+        return self._now >= (math.inf if until is None else until)
+
+
+def _ends_itself(status: int) -> bool:
+    """Return whether a process has chosen its exit code, or died of a signal that asks to end."""
+    return status > 0 or -status in (signal.SIGTERM, *_PASSED_ON)

@@ -1,1 +1,0 @@
-"""One attempt of a run: the pure state machine, and the loop that feeds it messages and executes its actions."""

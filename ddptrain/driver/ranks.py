@@ -1,0 +1,172 @@
+"""Where each rank of an attempt runs, what the driver knows of it, and the result of an attempt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddptrain.clusters.scheduler import slots
+from ddptrain.driver.failure import fault as failure_fault
+from ddptrain.driver.failure.fault import Fault
+from ddptrain.errors import DdptrainError
+from ddptrain.host_identity import file_view
+from ddptrain.protocol import events
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import RankExit
+from ddptrain.results.run_record import RankRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank runs.
+
+    scratch: the worker's folder. shared: whether the driver sees that folder, too. gpu: the slot's device, as an entry
+    of CUDA_VISIBLE_DEVICES; "" on the CPU. same_files: the worker sees all files as the driver does.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    slot: slots.Slot
+    hostname: str
+    scratch: Path
+    shared: bool
+    gpu: str = ""
+    same_files: bool = False
+
+    @property
+    def host(self) -> str:
+        """The host's name and, if that is another one, its address in the cluster."""
+        known = self.slot.host
+        return self.hostname if known in {self.hostname, "127.0.0.1", "::1"} else f"{self.hostname} ({known})"
+
+
+def rank_places(
+    chosen: Sequence[slots.Slot], about: Mapping[str, Mapping[str, str]], shared: Mapping[str, bool]
+) -> list[RankPlace]:
+    """Return the places of the ranks 0, 1, ... in these slots.
+
+    about: the description of each worker's host. shared: whether each worker sees the driver's files.
+    """
+    hosts = {host: number for number, host in enumerate(dict.fromkeys(slot.host for slot in chosen))}
+    size = Counter(slot.host for slot in chosen)
+    local_ranks: Counter[str] = Counter()
+    places, view = [], file_view()
+    for rank, slot in enumerate(chosen):
+        of_worker = about[slot.worker]
+        gpus = of_worker["gpus"].split(",")
+        places.append(
+            RankPlace(
+                rank=rank,
+                local_rank=local_ranks[slot.host],
+                local_world_size=size[slot.host],
+                node_rank=hosts[slot.host],
+                slot=slot,
+                hostname=of_worker["hostname"],
+                scratch=Path(of_worker["scratch"]),
+                shared=shared[slot.worker],
+                gpu=gpus[slot.index] if slot.index < len(gpus) else "",
+                same_files=of_worker.get("files", "") == view != "",
+            )
+        )
+        local_ranks[slot.host] += 1
+    return places
+
+
+@dataclass(slots=True)
+class Rank:
+    """The driver's knowledge of one rank.
+
+    preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
+    succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
+    rank is submitted. step: the last step that the rank logged.
+    """
+
+    spec: RankSpec
+    place: RankPlace
+    started: events.Started | None = None
+    entered: bool = False
+    finished: bool = False
+    preempted: bool = False
+    fault: Fault | None = None
+    tracker_fault: Fault | None = None
+    ended: RankExit | None = None
+    lost: bool = False
+    submitted_at: float = 0.0
+    step: int | None = None
+
+    def on_event(self, event: events.Event) -> None:
+        """Note an event of the rank. The attempt handles faults that end it."""
+        match event:
+            case events.Metrics(step=int(step)):
+                self.step = step
+            case events.Started():
+                self.started = event
+            case events.Entered():
+                self.entered = True
+            case events.Finished():
+                self.finished = True
+            case events.Preempted():
+                self.preempted = True
+            case events.TrackerFailed(strict=True) if self.tracker_fault is None:
+                self.tracker_fault = failure_fault.from_tracker(self.spec.rank, event)
+
+    @property
+    def worker(self) -> str:
+        """The Dask address of the rank's worker."""
+        return self.place.slot.worker
+
+    @property
+    def over(self) -> bool:
+        """Whether the rank's process has ended or is lost."""
+        return self.ended is not None or self.lost
+
+    @property
+    def well(self) -> bool:
+        """Whether the rank has finished its work, or was preempted as requested."""
+        return self.finished or self.preempted
+
+    def record(self) -> RankRecord:
+        """Return the rank's entry in run.json."""
+        return RankRecord(
+            rank=self.spec.rank,
+            local_rank=self.spec.placement.local_rank,
+            node_rank=self.spec.placement.node_rank,
+            host=self.started.host if self.started else self.place.hostname,
+            pid=self.started.pid if self.started else (self.ended.pid if self.ended else None),
+            gpu=self.started.device if self.started and self.started.device != "cpu" else None,
+            exit=self.ended.status if self.ended else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """The result of an attempt: a fault, a signal to the driver, a preemption, a loss of the results, or success.
+
+    notice: why the ranks had to save and end. loss: why the run directory cannot be written any more. leaving:
+    a worker is about to end. age_s: the age of the attempt's newest checkpoint at the notice, negative if it was saved
+    later; None if there is none. unsaved: checkpoints and files that were not saved because a signal ended their
+    transfer.
+    """
+
+    ranks: Sequence[Rank]
+    fault: Fault | None
+    signum: int | None
+    notice: str | None = None
+    loss: DdptrainError | None = None
+    leaving: bool = False
+    age_s: float | None = None
+    unsaved: str = ""
+
+    @property
+    def saved_itself(self) -> bool:
+        """Whether ranks ended with exit code 75, which says that they saved their state themselves."""
+        return all(rank.well for rank in self.ranks) and any(rank.preempted for rank in self.ranks)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank has reached the end of the workload."""
+        return all(rank.finished for rank in self.ranks)

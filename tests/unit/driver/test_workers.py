@@ -1,0 +1,145 @@
+"""The workers of a run, with a real scheduler and real workers, whose ranks run a few lines of Python."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from ddptrain.driver.inbox import Inbox, TaskFailed, WorkerLost
+from ddptrain.driver.ranks import RankPlace
+from ddptrain.driver.reservation import SlotRequest, WaitHooks
+from ddptrain.driver.workers import Workers
+from ddptrain.errors import ClusterError
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import Growth, RankExit, StoreOpened
+from ddptrain.worker import rank_task
+from ddptrain.worker.spool import rank_spool
+from tests.unit.specs import make_spec
+from tests.unit.worker.daskbench import DaskBench, Driver
+from tests.unit.worker.stubs import Bench
+
+pytestmark = pytest.mark.slow
+
+Message = TypeVar("Message")
+SLEEPS = "import time; say('here'); time.sleep(600)"
+
+
+@pytest.fixture
+def dask(tmp_path: Path) -> Iterator[DaskBench]:
+    """A scheduler, and a worker with two slots."""
+    (tmp_path / "tmp").mkdir()
+    with DaskBench(tmp_path, Bench(tmp_path).env | {"TMPDIR": str(tmp_path / "tmp")}) as bench:
+        bench.scheduler()
+        bench.ours("--slots", "2", "--gpus", "none")
+        yield bench
+
+
+def opened(driver: Driver, run_id: str = "r-1") -> Workers:
+    workers = Workers(driver.client, run_id, queue.SimpleQueue(), 30.0, foreign=False)
+    workers.subscribe()
+    return workers
+
+
+def reserved(workers: Workers, count: int | None = 2, wait_s: float = 0.0) -> list[RankPlace]:
+    hooks = WaitHooks(None, lambda: None, lambda: "", lambda _: None, "")
+    return workers.reserve(SlotRequest(count, False, 0.5, wait_s), hooks)
+
+
+def started(workers: Workers, places: list[RankPlace], code: str) -> list[RankSpec]:
+    specs = [
+        make_spec(
+            rank=place.rank,
+            run_id=workers.run_id,
+            world_size=len(places),
+            params={"code": code},
+            master_addr="127.0.0.1",
+            master_port=0,
+            slot=place.slot.index,
+        )
+        for place in places
+    ]
+    workers.submit(specs, [place.slot for place in places])
+    return specs
+
+
+def received(inbox: Inbox, kind: type[Message], when: Callable[[Message], bool] = lambda _: True) -> Message:
+    while not (isinstance(message := inbox.get(timeout=60), kind) and when(message)):
+        pass
+    return message
+
+
+def test_ranks_start_in_their_slots_and_their_files_can_be_read(dask: DaskBench) -> None:
+    with dask.driver(workers=1) as driver, opened(driver) as workers:
+        places = reserved(workers)
+        assert [(place.rank, place.local_rank, place.shared) for place in places] == [(0, 0, True), (1, 1, True)]
+        started(workers, places, "say('line')")
+        assert received(workers.inbox, StoreOpened).port > 0
+        assert {received(workers.inbox, RankExit).status for _ in places} == {0}
+        log = rank_spool(places[1].scratch, "r-1", 1, 1).log
+        assert workers.fetch(places[1].slot.worker, log, 1, 100) == b"ine\n"
+        with pytest.raises(ClusterError, match="could not read"):
+            workers.fetch(places[1].slot.worker, Path("/etc/passwd"), 0, 100)
+
+
+def test_stopped_ranks_end_and_slots_are_free_when_the_run_is_closed(dask: DaskBench) -> None:
+    with dask.driver(workers=1) as driver, opened(driver, "r-2") as second:
+        with opened(driver) as workers:
+            specs = started(workers, reserved(workers), SLEEPS)
+            for spec in specs:
+                received(workers.inbox, Growth, lambda notice, rank=spec.rank: notice.rank == rank)  # type: ignore[misc]
+            with pytest.raises(ClusterError, match="0 of 2 are free"):
+                reserved(second)
+            workers.stop(specs[:1], 5.0)
+            ended = received(workers.inbox, RankExit)
+            assert (ended.rank, ended.status) == (0, -15)
+        assert len(reserved(second, wait_s=60.0)) == 2
+
+
+def test_lost_worker_is_a_message_and_is_reserved_no_more(dask: DaskBench) -> None:
+    other = dask.ours("--slots", "1", "--gpus", "none", name="other")
+    with dask.driver(workers=2) as driver, opened(driver) as workers:
+        assert len(reserved(workers, 3)) == 3
+        lost = driver.workers["other"]
+        other.kill()
+        assert received(workers.inbox, WorkerLost).address == lost
+        assert not workers.has(lost)
+        assert {place.slot.worker for place in reserved(workers)} == {driver.workers["ours"]}
+        workers.avoid(driver.workers["ours"])  # it is about to end, and still answers
+        assert workers.has(driver.workers["ours"])
+        with pytest.raises(ClusterError, match="none joined"):
+            reserved(workers)
+
+
+def test_task_that_fails_is_a_message_for_each_of_its_ranks(dask: DaskBench) -> None:
+    with dask.driver(workers=1) as driver, opened(driver) as workers:
+        specs = started(workers, reserved(workers), SLEEPS)
+        received(workers.inbox, Growth)
+        driver.client.cancel(list(workers.futures.values()), force=True)
+        failed = [received(workers.inbox, TaskFailed) for _ in specs]
+        assert sorted(each.rank for each in failed) == [0, 1] and "was cancelled" in failed[0].message
+
+
+def test_messages_of_others_that_are_not_valid_are_counted(dask: DaskBench) -> None:
+    with dask.driver(workers=1) as driver, opened(driver) as workers:
+        wrong: list[object] = [{"rank": "x"}, "text", {"notice": "growth"}, [1], {"notices": "text"}]
+        for message in [*wrong, {"ping": ["not", "hashable"]}]:
+            driver.client.log_event(rank_task.topic("r-1"), message)
+        started(workers, reserved(workers), "say('line')")
+        received(workers.inbox, RankExit)
+        assert workers.rejected == len(wrong) and "unknown kind" in workers.first_rejected
+
+
+def test_folder_that_a_worker_sees_is_not_copied(dask: DaskBench, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "manifest").write_text("files")
+    (folder / "data").write_bytes(b"x" * 100)
+    with dask.driver(workers=1) as driver, opened(driver) as workers:
+        places = reserved(workers)
+        assert workers.place(places, folder, ["manifest", "data"], "manifest", "it") == [str(folder)] * 2
+        with pytest.raises(ClusterError, match="could not copy it"):
+            workers.place(places, tmp_path / "missing", ["manifest"], "manifest", "it")
