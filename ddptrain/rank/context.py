@@ -295,7 +295,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Raises:
             TypeError: `step` is not an integer, or a value cannot be saved in a form that loads without executing a
                 pickle.
-            CheckpointNotWritten: an earlier checkpoint could not be written, `checkpoint.max_failures` times in a row,
+            CheckpointNotWritten: an earlier checkpoint could not be written, 5 times in a row,
                 or once if its files exceed the limit of their size (ulimit -f).
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """

@@ -289,11 +289,9 @@ def _directives(plan: JobPlan) -> list[str]:
         "open-mode": "append",
         "partition": given["partition"],
         "account": given["account"],
-        "qos": given["qos"],
         "time": given["time"],
         "gres": given["gres"],
-        "cpus-per-task": given["cpus_per_task"] or plan.slots,
-        "mem": given["mem"],
+        "cpus-per-task": plan.slots,
         "array": f"0-{plan.array - 1}" if plan.array else None,
     }
     stated = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options.items() if value is not None]
@@ -331,6 +329,5 @@ def worker_lines(plan: JobPlan) -> list[str]:
     log = f'{shlex.quote(f"{folder}/worker-")}"$name".log'
     inner = f'{name}; exec {shlex.join(command)} --name "$name" >>{log} 2>&1'
     run = ["srun", "--mpi=none", "--wait=0", "--kill-on-bad-exit=0", "--cpu-bind=none", "--export=ALL", "--input=none"]
-    cpus = plan.slurm["cpus_per_task"] or plan.slots
-    run += [f"--cpus-per-task={cpus}"] if cpus else []
+    run += [f"--cpus-per-task={plan.slots}"] if plan.slots else []
     return [f"{shlex.join(run)} bash -c {shlex.quote(inner)}"]

@@ -81,7 +81,8 @@ class SlurmSettings(Strict):
     account: Line | None = Field(default=None, description="Account that is charged.")
     time: Line | None = Field(default=None, description="Time limit, as 04:00:00.")
     gres: Line | None = Field(default=None, description="Generic resources a node, as gpu:8.")
-    directives: list[Line] = Field(default_factory=list, description="More #SBATCH lines, as --constraint=a100.")
+    array: bool = Field(default=False, description="Workers as an array job: each joins as soon as its node is free.")
+    directives: list[Line] = Field(default_factory=list, description="More #SBATCH lines, as --mem=64G, --qos=high.")
     setup: list[Line] = Field(default_factory=list, description="Shell lines to run first, as module load cuda.")
     python: Line | None = Field(default=None, description="Python on the nodes; by default the one that runs this.")
     folder: FilledText | None = Field(

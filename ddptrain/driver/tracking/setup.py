@@ -82,7 +82,6 @@ class TrackingSetup:
             config=self._public_config,
             resumed_from=self._resumed_from,
             folder=str(self._writer.layout.tracking_dir) if place.shared else "",
-            queue=self._config.queue,
             strict=self._config.strict,
         )
 

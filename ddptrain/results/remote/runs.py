@@ -166,7 +166,7 @@ class StoreRuns:
         return self.copies
 
     @contextmanager
-    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[StoreUpload]:
+    def keeping(self, run_id: str, *, resumed: bool, max_failures: int = 5) -> Iterator[StoreUpload]:
         """Hold the run's lock for the block; yield the upload of its working folder, which a resumed run has.
 
         Raises RunLocked; UsageError if the id is taken; StoreError, ResultsError.

@@ -120,10 +120,10 @@ class WandbTracker:
         match item:
             case items.Numbers():
                 self._log_numbers(item)
-            case items.Image() if self._options.get("images", True):
+            case items.Image():
                 self._add(item.step, {item.name: media.to_image(item)}, None, item.time_ns / 1e9)
                 self._flush()  # while the file exists
-            case items.Table() if self._options.get("tables", True):
+            case items.Table():
                 self._log_table(item)
             case items.Checkpoint() if self._options.get("checkpoints") and not self._run.offline:
                 self._uploads.put_checkpoint(item)
@@ -216,11 +216,10 @@ class WandbTracker:
         return {f"{self._prefix}{name}": value for name, value in histograms.items()}
 
     def _log_table(self, item: items.Table) -> None:
-        max_rows = int(self._options.get("table_rows", 1000))
+        max_rows = 1000
         if len(item.rows) > max_rows and self._facts.rank == 0 and self._is_first(f"table {item.name}"):
             self._facts.tell(
-                f"the table {item.name} has {len(item.rows):,} rows, of which the first {max_rows:,} are logged "
-                "(tracking.wandb.table_rows)"
+                f"the table {item.name} has {len(item.rows):,} rows, of which the first {max_rows:,} are logged"
             )
         if self._run.offline:  # an offline log that names files would be useless once the run directory has moved
             return

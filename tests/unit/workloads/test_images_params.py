@@ -85,5 +85,5 @@ def test_shipped_configurations_are_what_they_say() -> None:
     dogs = ImagesParams.model_validate(load_config(CONFIGS / "dogs.yaml").config.params)
     assert (dogs.source, dogs.source_options) == ("s3://saturn-public-data/dogs/Images", {"skip_signature": True})
     assert (dogs.architecture, dogs.weights, dogs.epochs, dogs.batch_size) == ("resnet50", "DEFAULT", 6, 64)
-    assert (dogs.base_lr, dogs.optimizer, dogs.eps, dogs.scheduler) == (3e-4, "adamw", 1e-6, "one_cycle")
+    assert (dogs.base_lr, dogs.optimizer, dogs.scheduler) == (3e-4, "adamw", "one_cycle")
     assert load_config(CONFIGS / "images-local.yaml").config.params["source"] == "builtin"

@@ -332,7 +332,7 @@ def test_jobs_that_do_not_end_are_told_with_their_state(fake: Fake, monkeypatch:
 
 def test_script_has_each_setting_as_a_directive(tmp_path: Path) -> None:
     slurm_settings = SlurmSettings(
-        partition="p", account="a", qos="q", time="1:00", gres="gpu:2", mem="4G", directives=["#SBATCH --x=1", "--y"]
+        partition="p", account="a", time="1:00", gres="gpu:2", directives=["#SBATCH --x=1", "--y"]
     )
     plan = JobPlan(
         "n", tmp_path, 2, 3, "python", tls=False, gpus=True, start_timeout_s=90.0, slurm=slurm_settings.model_dump()
@@ -342,8 +342,8 @@ def test_script_has_each_setting_as_a_directive(tmp_path: Path) -> None:
         "#!/bin/bash",
         *("#SBATCH --job-name=n", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1"),
         *(f"#SBATCH --output={tmp_path}/job-%j.log", "#SBATCH --open-mode=append"),
-        *("#SBATCH --partition=p", "#SBATCH --account=a", "#SBATCH --qos=q", "#SBATCH --time=1:00"),
-        *("#SBATCH --gres=gpu:2", "#SBATCH --cpus-per-task=3", "#SBATCH --mem=4G"),
+        *("#SBATCH --partition=p", "#SBATCH --account=a", "#SBATCH --time=1:00"),
+        *("#SBATCH --gres=gpu:2", "#SBATCH --cpus-per-task=3"),
         *("#SBATCH --x=1", "#SBATCH --y", "", "umask 077", "exit"),
     ]
     array = script(plan.as_array(3), [])
@@ -352,15 +352,15 @@ def test_script_has_each_setting_as_a_directive(tmp_path: Path) -> None:
 
 
 def test_worker_gets_its_cpus_and_limits(tmp_path: Path) -> None:
-    def run(cpus: int | None, slots: int | None) -> str:
-        given = SlurmSettings(cpus_per_task=cpus).model_dump()
+    def run(slots: int | None) -> str:
+        given = SlurmSettings().model_dump()
         plan = JobPlan("n", tmp_path, 1, slots, "python", tls=False, gpus=True, start_timeout_s=90.0, slurm=given)
         return worker_lines(plan)[0]
 
-    assert run(None, 3).startswith("srun --mpi=none --wait=0 --kill-on-bad-exit=0 --cpu-bind=none --export=ALL")
-    assert "--input=none --cpus-per-task=3 bash -c" in run(None, 3)
-    assert "--cpus-per-task=8 " in run(8, 3) and "--cpus-per-task" not in run(None, None)
-    assert "--timeout 90 --slots 0 --gpus auto --name" in run(None, None)
+    assert run(3).startswith("srun --mpi=none --wait=0 --kill-on-bad-exit=0 --cpu-bind=none --export=ALL")
+    assert "--input=none --cpus-per-task=3 bash -c" in run(3)
+    assert "--cpus-per-task" not in run(None)
+    assert "--timeout 90 --slots 0 --gpus auto --name" in run(None)
 
 
 def test_scheduler_that_shares_its_job_ends_with_it(tmp_path: Path) -> None:

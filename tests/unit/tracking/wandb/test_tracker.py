@@ -79,7 +79,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_offline_run_holds_rows_and_images_and_no_artifacts(tmp_path: Path) -> None:
     heard = Heard()
-    tracker = WandbTracker(options(log_every=10, table_rows=2, checkpoints=True))
+    tracker = WandbTracker(options(log_every=10, checkpoints=True))
     tracker.start(heard.facts(tmp_path))
     for step in range(15):
         tracker.log(numbers(step, train_loss=1.0 / (step + 1)))
@@ -88,7 +88,7 @@ def test_offline_run_holds_rows_and_images_and_no_artifacts(tmp_path: Path) -> N
     PIL.Image.new("RGB", (4, 4)).save(picture)
     shown = items.Image(0, "examples", picture, "a dog", 14)
     tracker.log(shown)
-    tracker.log(items.Table(0, "predictions", ("image", "score"), ((shown, 0.1), (shown, 0.2), (shown, 0.3)), 14))
+    tracker.log(items.Table(0, "predictions", ("image", "score"), ((shown, 0.1),) * 1001, 14))
     tracker.log(items.Checkpoint(time.time_ns(), 14, tmp_path, {}))
     picture.unlink()  # as ranks do, once log() has returned
     tracker.finish("finished")
@@ -100,7 +100,7 @@ def test_offline_run_holds_rows_and_images_and_no_artifacts(tmp_path: Path) -> N
     assert any("examples" in key for key in together)  # one row for what was logged at one step
     assert not run.of("artifact")
     assert (run.run["run_id"], run.run["project"], run.name, run.exit_code) == ("w1", "petnames", "petnames-1", 0)
-    assert [line for line in heard.lines if "first 2 are logged" in line]
+    assert [line for line in heard.lines if "first 1,000 are logged" in line]
     assert heard.found["mode"] == "offline"
     assert Path(heard.found["folder"]).parent == tmp_path / "wandb"
 
