@@ -199,8 +199,7 @@ def _start_driver(
     arguments: Sequence[str],
     wait: bool,
 ) -> Run:
-    from ddptrain.driver.control.detach import EndedEarly, start_ordered
-    from ddptrain.driver.control.launch_request import LaunchRequest
+    from ddptrain.driver.control.detach import EndedEarly, LaunchRequest, start_ordered
 
     request = LaunchRequest(data, str(folder), changes, wait)
     process, begun = start_ordered(["train", "--ordered", *arguments, "--", path], request.to_line())

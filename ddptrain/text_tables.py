@@ -31,7 +31,7 @@ def columns_of(text: str) -> int:
     """Return how many columns of a terminal a text takes: a Chinese character takes two."""
     if text.isascii():
         return len(text)
-    from rich.cells import cell_len  # 50 ms, and rarely needed
+    from rich.cells import cell_len
 
     return cell_len(text)
 

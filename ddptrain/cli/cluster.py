@@ -1,4 +1,4 @@
-"""`ddptrain cluster`: start, show, resize and end clusters that keep running after the command."""
+"""`ddptrain cluster`: start, show and end clusters that keep running after the command."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from ddptrain.text_tables import clean, plain_sections, plain_table
 if TYPE_CHECKING:
     from ddptrain.clusters.status import View
 
-app = typer.Typer(
-    name="cluster", help="Start a cluster that stays up; look at it, scale it, end it.", no_args_is_help=True
-)
+app = typer.Typer(name="cluster", help="Start a cluster that stays up; look at it, end it.", no_args_is_help=True)
 
 Name = Annotated[
     str,
@@ -31,7 +29,6 @@ Name = Annotated[
         help="A cluster's name.",
     ),
 ]
-_AUTO_OR_NUMBER = frozenset({"gpus", "ssh.ranks_per_host"})
 
 
 @app.command(short_help="Start a cluster, and wait until it is warm.")
@@ -55,9 +52,6 @@ def up(
     host: Annotated[
         list[str] | None, typer.Option(metavar="HOST", help="A host, as ssh knows it (cluster.ssh.hosts); repeatable.")
     ] = None,
-    ranks_per_host: Annotated[
-        str | None, typer.Option(metavar="auto|N", help="Slots on each host (cluster.ssh.ranks_per_host).")
-    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a field, as --set cluster.ssh.python=/opt/bin/python."),
@@ -66,13 +60,11 @@ def up(
         float | None, typer.Option(metavar="SECONDS", help="End it after this time without a run.")
     ] = None,
     tls: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--tls/--no-tls",
-            help="TLS with the cluster's own certificate. It is the default, except for a local cluster: only you "
-            "can open its sockets. With --no-tls everyone who can reach its ports can run programs as you.",
+            "--tls", help="Listen on TCP with TLS also if it is local; by default only you can open its sockets."
         ),
-    ] = None,
+    ] = False,
     if_needed: Annotated[
         bool,
         typer.Option("--if-needed", help="Succeed if it is up with the same settings; wait for one that is starting."),
@@ -90,13 +82,11 @@ def up(
         "--ranks": ("ranks", ranks),
         "--gpus": ("gpus", gpus),
         "--host": ("ssh.hosts", host or None),
-        "--ranks-per-host": ("ssh.ranks_per_host", ranks_per_host),
         "--idle-timeout": ("idle_timeout_s", idle_timeout),
     }
     loaded = checked(partial(load_cluster, config), overrides or [], _as_overrides(options))
     with interruptible():
-        start = lifecycle.ensure_up if if_needed else lifecycle.up
-        view = start(loaded, lifecycle.default_name(loaded), _tell, tls=tls)
+        view = lifecycle.up(loaded, loaded.name or loaded.backend, _tell, tls=tls, if_needed=if_needed)
     _print_view(view, as_json=json)
 
 
@@ -112,7 +102,7 @@ def status(
 
     Exit code 4 if the cluster can't be used.
     """
-    from ddptrain.clusters import cluster_records
+    from ddptrain.clusters import record
     from ddptrain.clusters import status as clusters_status
 
     if name is None:
@@ -126,7 +116,7 @@ def status(
         else:
             say("no clusters; ddptrain cluster up starts one")
         return
-    view = clusters_status.at(cluster_records.find(name))
+    view = clusters_status.at(record.find(name))
     _print_view(view, as_json=json)
     if view.state in (clusters_status.State.ENDED, clusters_status.State.ELSEWHERE):
         raise typer.Exit(ExitCode.CLUSTER)
@@ -154,21 +144,6 @@ def logs(
     print_result(found, blocks, as_json=json)
 
 
-@app.command(short_help="Change how many slots it has.")
-def scale(
-    name: Name,
-    slots: Annotated[int, typer.Argument(metavar="SLOTS", min=1, help="The new number of slots.")],
-    json: JsonOption = False,
-) -> None:
-    """Change how many slots a cluster has. Slots that a run uses are removed when it ends."""
-    from ddptrain.clusters import lifecycle
-    from ddptrain.clusters.signals import interruptible
-
-    with interruptible():
-        view = lifecycle.scale(name, slots, _tell)
-    _print_view(view, as_json=json)
-
-
 @app.command()
 def down(
     name: Annotated[
@@ -184,21 +159,21 @@ def down(
     json: JsonOption = False,
 ) -> None:
     """End a cluster with all its jobs and processes. The exit code is also 0 if there is no such cluster."""
-    from ddptrain.clusters import cluster_records, lifecycle
+    from ddptrain.clusters import lifecycle, record
     from ddptrain.clusters.signals import interruptible
 
     if (name is None) != all_:
         raise UsageError("name one cluster, or --all")
     failed: dict[str, DdptrainError] = {}
     ended: list[str] = []
-    names = [name] if name is not None else [each.name for each in cluster_records.every()]
+    names = [name] if name is not None else [each.name for each in record.every()]
     with interruptible():
         for each in names:
             try:
                 lifecycle.down(each, _tell, now=now)
                 ended.append(each)
-            except cluster_records.ClusterNotFound:
-                near = nearest(each, [other.name for other in cluster_records.every()])
+            except record.ClusterNotFound:
+                near = nearest(each, [other.name for other in record.every()])
                 hint = f" (did you mean {near}?)" if near else ""
                 _tell(f'there is no cluster "{shorten(each)}", so there is nothing to end{hint}')
             except DdptrainError as error:
@@ -220,7 +195,7 @@ def _as_overrides(options: Mapping[str, tuple[str, object]]) -> dict[str, str]:
     for option, (field, value) in options.items():
         if value is not None:
             # In YAML the text of `--gpus 2` is a number.
-            text = value if field in _AUTO_OR_NUMBER else json.dumps(value)
+            text = value if field == "gpus" else json.dumps(value)
             values = value if isinstance(value, list) else [value]
             typed[f"cluster.{field}={text}"] = " ".join(f"{option} {each}" for each in values)
     return typed

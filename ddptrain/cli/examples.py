@@ -35,7 +35,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cluster up": ("cluster up --ranks 4", "cluster up --backend ssh --name lab --host a --host b"),
     "cluster status": ("cluster status", "cluster status lab"),
     "cluster logs": ("cluster logs lab --lines 50",),
-    "cluster scale": ("cluster scale lab 8",),
     "cluster down": ("cluster down lab",),
     "results list": ("results list", 'results list --where "status == failed"', "results list --sweeps"),
     "results show": ("results show latest",),

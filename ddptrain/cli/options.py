@@ -191,7 +191,7 @@ def _cluster_fields(cluster: str) -> list[str]:
     """Return the overrides for `--cluster`, whose value is a name, an address (with a port) or a scheduler file."""
     import re
 
-    from ddptrain.config.plugin_names import BACKENDS
+    from ddptrain.config.sections.clusters import BACKEND_FIELDS
 
     if re.fullmatch(r"[^/]+:\d+|\w+://.*", cluster):
         field = "address"
@@ -199,8 +199,7 @@ def _cluster_fields(cluster: str) -> list[str]:
         field = "scheduler_file"
     else:
         return [f"cluster.name={json.dumps(cluster)}"]
-    others = {"name": "", "scheduler_file": "", **BACKENDS}
-    cleared = [f"cluster.{other}=null" for other in others if other not in (field, "local")]
+    cleared = [f"cluster.{other}=null" for other in ("name", *BACKEND_FIELDS) if other != field]
     return [
         *cleared,
         "cluster.kwargs={}",

@@ -160,7 +160,7 @@ def _load(config: str, overrides: list[str], options: dict[str, str]) -> Resolve
 def _ordered(config: str, options: dict[str, str]) -> ResolvedConfig:
     """Load the configuration that ddptrain.launch sent by stdin, so that the command line shows no secrets."""
     from ddptrain.config.load import load_config, load_mapping
-    from ddptrain.driver.control.launch_request import read_launch_request
+    from ddptrain.driver.control.detach import read_launch_request
 
     order = read_launch_request()
     if order.config is None:

@@ -44,7 +44,7 @@ _REMOVED = {
     "ddptrain schema": "ddptrain init --schema",
     "cluster check": "ddptrain doctor --cluster NAME",
     "cluster list": "ddptrain cluster status",
-    "cluster scale": "ddptrain cluster down, then ddptrain cluster up",
+    "cluster scale": "ddptrain cluster down NAME, then up with --ranks",
     "results plot": "ddptrain results compare RUN",
     "results sweeps": "ddptrain results list --sweeps",
     "results tag": "ddptrain results edit RUN +TAG -TAG",

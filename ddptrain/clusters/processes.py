@@ -9,6 +9,7 @@ imports little, because it is called on every host of a cluster.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -32,26 +33,25 @@ from ddptrain.host_identity import (
     UNKNOWN_HOST,
     HostId,
     Relation,
-    known_fields,
     process_start,
     relation,
     this_host,
     where_to_run,
 )
 
-FOLDER = "{folder}"
+FOLDER, PYTHON = "{folder}", "{python}"
 _POLL_S = 0.02
 _KILLED_S = 20.0  # the kernel may need that long after SIGKILL on a very busy host
 _TAIL_BYTES = 256 * 1024
-_ID = ".id"  # a file with the DaemonId, beside the log
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonOrder:
-    """A process to start: `python -P *argv`, with `env` added to our environment; it writes into <name>.log.
+    """A process to start in `folder`, with `env` added to our environment; it writes into <name>.log.
 
-    An empty `folder` means a folder in the user's state directory that is named `label`; FOLDER in `argv` is replaced
-    by its path. `files` (name -> text) are written into the folder first. Only this user can read them.
+    A `folder` without a slash is the name of one in the user's state directory. FOLDER in `argv` is replaced by its
+    path, PYTHON by this interpreter. `files` (name -> text) are written into the folder first. Only this user can read
+    them.
     """
 
     name: str
@@ -59,7 +59,6 @@ class DaemonOrder:
     argv: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict, repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +76,27 @@ class DaemonId:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> DaemonId:
-        """Return the process of a record, which another version of ddptrain may have written."""
-        return cls(**known_fields(cls, data) | {"host": HostId.of(data.get("host", {}))})
+        """Return the process of a message."""
+        return cls(**{**data, "host": HostId(**data["host"])})
 
 
 def start(order: DaemonOrder) -> DaemonId:
-    """Start a process in a session of its own. Raises ClusterError where the folder or the program can't be used."""
+    """Start a process in a session of its own. Raises ClusterError where the folder or the program can't be used.
+
+    Its working directory is the folder, by which `end` finds it even if the caller was killed before it knew the id.
+    """
+    folder = _located(order.folder)
+    values = {FOLDER: str(folder), PYTHON: sys.executable}
+    command = [functools.reduce(lambda text, each: text.replace(*each), values.items(), word) for word in order.argv]
     try:
-        folder = _made(order)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
         for name, text in order.files.items():
             write_private(folder / name, text.encode())
         log = open_append(folder / f"{order.name}.log", create_mode=0o600)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", *(word.replace(FOLDER, str(folder)) for word in order.argv)],
+                command,
                 cwd=folder,
                 env={**os.environ, **order.env},
                 stdin=subprocess.DEVNULL,
@@ -101,14 +107,9 @@ def start(order: DaemonOrder) -> DaemonId:
         finally:
             os.close(log)
     except OSError as error:
-        raise ClusterError(
-            f"the {order.name} could not be started in {order.folder or 'a new folder'}: {error}"
-        ) from error
+        raise ClusterError(f"the {order.name} could not be started in {folder}: {error}") from error
     process.returncode = 0  # this object must not wait for the process
-    daemon = DaemonId(order.name, process.pid, process_start(process.pid), str(folder), this_host())
-    if order.label:  # for `end`, in case the caller never gets the answer
-        write_private(folder / f"{order.name}{_ID}", json.dumps(dataclasses.asdict(daemon)).encode())
-    return daemon
+    return DaemonId(order.name, process.pid, process_start(process.pid), str(folder), this_host())
 
 
 def alive(daemon: DaemonId) -> bool:
@@ -147,23 +148,25 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
         raise ClusterError(f"could not be ended, even by SIGKILL: {names}")
 
 
-def end(label: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
-    """Stop the processes with that label, `known` or not, and remove their folder. Raises ClusterError."""
-    folder = _labelled(label)
-    noted = [DaemonId.of(json.loads(path.read_text())) for path in folder.glob(f"*{_ID}")]
-    found = {*known, *noted}
-    for daemon in found:
-        alive(daemon)  # raises for a process of another host, before its folder is removed
-    try:
-        stop(found, timeout_s)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def end(folder: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
+    """Stop the processes that were started in that folder on this host, `known` or not. Raises ClusterError."""
+    where, here = os.path.realpath(_located(folder)), this_host()
+    ending = {daemon.pid: daemon for daemon in known}
+    leaders = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.cwd() == where and os.getsid(process.pid) == process.pid:
+                leaders[process.pid] = process.ppid()
+    for pid, parent in leaders.items():
+        if pid not in ending and parent not in leaders:  # children end with their parent
+            ending[pid] = DaemonId("process", pid, process_start(pid), where, here)
+    stop(ending.values(), timeout_s)
 
 
 def tail(folder: str, name: str, lines: int) -> str:
     """Return the last lines of the log of a process, "" if there is none."""
     try:
-        with Path(folder, f"{name}.log").open("rb") as file:
+        with (_located(folder) / f"{name}.log").open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
@@ -174,12 +177,12 @@ def tail(folder: str, name: str, lines: int) -> str:
 
 def read(folder: str, name: str, timeout_s: float) -> Any:
     """Wait for a JSON file of a process and return its content. Raises ClusterError with the log after `timeout_s`."""
-    path, deadline = Path(folder, name), time.monotonic() + timeout_s
+    path, deadline = _located(folder) / name, time.monotonic() + timeout_s
     while True:
         with suppress(FileNotFoundError):
             return json.loads(path.read_text(encoding="utf-8"))
         if time.monotonic() > deadline:
-            logs = "; ".join(log.read_text(errors="replace").strip()[-500:] for log in Path(folder).glob("*.log"))
+            logs = "; ".join(log.read_text(errors="replace").strip()[-500:] for log in path.parent.glob("*.log"))
             raise ClusterError(f"{name} did not appear within {timeout_s:g} s{': ' if logs else ''}{logs}")
         time.sleep(_POLL_S)
 
@@ -216,24 +219,24 @@ def _wait(daemons: list[DaemonId], timeout_s: float) -> list[DaemonId]:
     return left
 
 
-def _made(order: DaemonOrder) -> Path:
-    folder = Path(order.folder) if order.folder else _labelled(order.label)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.chmod(0o700)
-    return folder
-
-
-def _labelled(label: str) -> Path:
+def _located(folder: str) -> Path:
     from platformdirs import user_state_path
 
-    return user_state_path("ddptrain", appauthor=False) / "hosts" / label
+    return Path(folder) if os.sep in folder else user_state_path("ddptrain", appauthor=False) / "hosts" / folder
+
+
+def _end_and_remove(folder: str, known: Iterable[DaemonId], timeout_s: float) -> None:
+    try:
+        end(folder, known, timeout_s)
+    finally:
+        shutil.rmtree(_located(folder), ignore_errors=True)
 
 
 def _called(command: str, given: Mapping[str, Any]) -> Any:
     """Call the function of that name; returns its result as plain data."""
     calls: dict[str, Callable[[], Any]] = {
         "start": lambda: dataclasses.asdict(start(DaemonOrder(**given))),
-        "end": lambda: end(given["label"], [DaemonId.of(each) for each in given["daemons"]], given["timeout_s"]),
+        "end": lambda: _end_and_remove(given["folder"], map(DaemonId.of, given["daemons"]), given["timeout_s"]),
         "alive": lambda: [alive(DaemonId.of(each)) for each in given["daemons"]],
         "read": lambda: read(given["folder"], given["name"], given["timeout_s"]),
         "describe": lambda: describe(given["names"]),

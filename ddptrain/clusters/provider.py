@@ -1,12 +1,12 @@
-"""The interfaces of backends: `Cluster` for the driver, `Provider` for the commands `ddptrain cluster ...`."""
+"""The interfaces of backends: `Cluster` for the driver, `Backend` for the commands `ddptrain cluster ...`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from ddptrain.clusters.cluster_records import Deployment
+    from ddptrain.clusters.record import ClusterRecord, Part
     from ddptrain.clusters.resolve import Target
 
 Tell = Callable[[str], None]
@@ -43,23 +43,34 @@ class Cluster(Protocol):
         return
 
 
-class Provider(Protocol):
-    """Starts, scales and ends the processes, jobs or pods of a cluster that outlives the command.
+class Backend(Protocol):
+    """Starts and ends the processes, jobs or pods of a cluster that outlives the command.
 
-    Optional: `fault(cluster)` returns why a part of the cluster has ended or will never run, or None.
-    `reopen(cluster)` restores the connection of this host to the scheduler. `tls`: whether the cluster uses TLS by
-    default; None: the backend decides.
+    `tls` says that its clusters need a certificate. `own_workers` says that the workers are `ddptrain.worker` of this
+    version, so that nobody has to check what they have.
     """
 
-    def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start workers for `slots` slots (None: as configured), or end workers that are too many.
+    tls: ClassVar[bool] = False
+    own_workers: ClassVar[bool] = False
 
-        A missing scheduler is started first. Each process or job is saved in the deployment as soon as it exists. Does
-        not wait for workers to join. Raises ClusterError, UsageError.
+    def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
+        """Start the scheduler and the workers, and yield each part, which the caller saves before it goes on.
+
+        A part that can't be found by its name alone is yielded before it is started, and again when more is known of
+        it; one that is waited for is yielded again and again. Between two parts the command may be interrupted.
+        `cluster.workers` is set to the expected number, `cluster.address` if no scheduler.json will have it. Does not
+        wait for workers to join. Raises ClusterError, UsageError.
         """
 
-    def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
+    def fault(self, cluster: ClusterRecord) -> str | None:
+        """Return why a part has ended or will never run; None if all run, or it is not known. Raises ClusterError."""
+
+    def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the last log lines of each process, by source, also of failed ones."""
 
-    def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """End everything that `scale` has started, even partly, and wait for its end. Raises ClusterError."""
+    def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
+        """End everything that `start` has started, even partly, and wait for its end. Raises ClusterError."""
+
+    def reopen(self, cluster: ClusterRecord) -> None:
+        """Restore the connection of this host to the scheduler, where it needs a process here. Raises ClusterError."""
+        return

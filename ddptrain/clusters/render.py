@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
 
+from ddptrain.clusters.record import Part
 from ddptrain.clusters.status import ClusterRun, State, View, WorkerView
 from ddptrain.config.wording import counted
 from ddptrain.optional_packages import install_command
@@ -23,7 +21,7 @@ _ACCESS = {
 
 def row(view: View) -> tuple[str, ...]:
     """Return the cells for HEADER; for a cluster that is not up, the reason instead of the address."""
-    record = view.deployment.record
+    record = view.cluster
     is_up = view.state == State.UP
     slots = (str(view.slots), str(view.free)) if is_up else ("-", "-")
     runs = ", ".join(run.run_id for run in view.runs)
@@ -34,8 +32,8 @@ def row(view: View) -> tuple[str, ...]:
 
 def sections(view: View) -> list[Section]:
     """Return all sections about one cluster: titles with names and values. Empty values and sections are left out."""
-    record = view.deployment.record
-    idle_s = record.idle_timeout_s
+    record = view.cluster
+    idle_s = record.config.idle_timeout_s
     about = [
         ("state", f"{view.state}: {view.reason}" if view.reason else str(view.state)),
         ("backend", record.backend),
@@ -54,7 +52,7 @@ def sections(view: View) -> list[Section]:
         ("workers", [(worker.host, _worker(worker)) for worker in view.workers]),
         ("runs", [(run.run_id, f"{counted(run.slots, 'slot')} on {', '.join(run.hosts)}") for run in view.runs]),
         ("waiting", [(f"{place}. {run.run_id}", _waits(run)) for place, run in enumerate(view.waiting, 1)]),
-        ("parts", [(name, _part(value)) for name, value in record.parts.items()]),
+        ("parts", [(part.name, _part(part)) for part in record.parts]),
     ]
     filled = ((title, [(clean(name), clean(value)) for name, value in lines if value]) for title, lines in parts)
     return [(title, lines) for title, lines in filled if lines]
@@ -66,11 +64,11 @@ def _slots(view: View) -> str:
 
 
 def _missing(view: View) -> str:
-    """Return the number of lost workers, and the command that replaces them."""
-    lost = view.deployment.record.workers - len(view.workers)
+    """Return the number of lost workers, and what replaces them."""
+    lost = view.cluster.workers - len(view.workers)
     if view.state != State.UP or lost <= 0:
         return ""
-    return f"{counted(lost, 'worker')}; ddptrain cluster scale {view.name} SLOTS starts what is missing"
+    return f"{counted(lost, 'worker')}; ddptrain cluster down {view.name} and up again start a complete one"
 
 
 def _worker(worker: WorkerView) -> str:
@@ -85,11 +83,8 @@ def _waits(run: ClusterRun) -> str:
     return f"for {asked}, for {run.waited_s:.0f} s"
 
 
-def _part(value: Any) -> str:
-    """Return a process, job or pod as its provider has saved it."""
-    if isinstance(value, Mapping) and "pid" in value:
-        return f"process {value['pid']}"
-    return value if isinstance(value, str) else json.dumps(value)
+def _part(part: Part) -> str:
+    return f"process {part.process.pid}" if part.process else part.id or "not started"
 
 
 def _time(text: str) -> str:

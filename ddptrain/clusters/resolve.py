@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain import __version__
-from ddptrain.clusters import cluster_records
+from ddptrain.clusters import record as records
+from ddptrain.clusters.record import ClusterRecord
 from ddptrain.clusters.security import own_security, security
 from ddptrain.config import plugin_names
 from ddptrain.errors import ClusterError
@@ -19,15 +20,13 @@ if TYPE_CHECKING:
 
     from ddptrain.config.sections.clusters import TlsSettings
 
-_OUR_WORKERS = frozenset({"local", "ssh", "slurm"})  # backends whose workers run this version of ddptrain
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """The address of a scheduler; `name` is the name of the user's own cluster, "" for any other cluster.
 
     Without `security`, the configuration of Dask decides. The workers of a `foreign` cluster may lack packages.
-    A `fixed` cluster has one worker: it gets more slots only if the user scales it.
+    A `fixed` cluster has one worker, which has all its slots.
     """
 
     address: str
@@ -43,48 +42,37 @@ class Target:
 
 def by_name(name: str) -> Target:
     """Return the user's cluster of that name. Raises ClusterNotFound, ClusterError."""
-    deployment = cluster_records.find(name)
-    reopen(deployment)
-    return of_deployment(deployment)
+    cluster = records.find(name)
+    reopen(cluster)
+    return of_cluster(cluster)
 
 
-def reopen(deployment: cluster_records.Deployment) -> None:
+def reopen(cluster: ClusterRecord) -> None:
     """Restore the connection to a scheduler, as after a restart. Raises ClusterError, also on another host."""
-    deployment.check_here()
-    reopen_provider = getattr(
-        plugin_names.provider_class(deployment.record.backend), "reopen", None
-    )  # only some backends have it
-    if reopen_provider is not None:
-        reopen_provider(deployment)
+    cluster.check_here()
+    plugin_names.provider_class(cluster.backend)().reopen(cluster)
 
 
-def of_deployment(deployment: cluster_records.Deployment) -> Target:
+def of_cluster(cluster: ClusterRecord) -> Target:
     """Return the scheduler of one of the user's clusters.
 
     Raises ClusterError if it has no address, runs on another host, or was started before a restart of this host or by
     another version of ddptrain.
     """
-    deployment.check_here()
-    record = deployment.record
-    address = record.address
-    if not address:
-        raise ClusterError(
-            f"the cluster {deployment.name} has no scheduler yet: see ddptrain cluster status {deployment.name}"
-        )
-    if deployment.relation == Relation.RESTARTED:
-        raise ClusterError(
-            f"{record.host.name} was restarted after the cluster {record.name} was started: end what is left with "
-            f"`ddptrain cluster down {record.name}`, and start it again"
-        )
-    if record.version != __version__:
-        raise ClusterError(
-            f"the cluster {record.name} was started by ddptrain {record.version}, this is {__version__}: end it with "
-            f"`ddptrain cluster down {record.name}`, and start it again"
-        )
-    folder = deployment.tls_dir
-    foreign = record.backend not in _OUR_WORKERS
-    fixed = record.backend == "local"
-    return Target(address, own_security(folder) if folder else None, record.name, foreign, fixed)
+    cluster.check_here()
+    name = cluster.name
+    again = f"end what is left with `ddptrain cluster down {name}`, and start it again"
+    if not cluster.address:
+        raise ClusterError(f"the cluster {name} has no scheduler yet: see ddptrain cluster status {name}")
+    if cluster.relation == Relation.RESTARTED:
+        raise ClusterError(f"{cluster.host.name} was restarted after the cluster {name} was started: {again}")
+    if cluster.version != __version__:
+        version = cluster.version
+        raise ClusterError(f"the cluster {name} was started by ddptrain {version}, this is {__version__}: {again}")
+    folder = cluster.tls_dir
+    tls = own_security(folder) if folder else None
+    foreign = not plugin_names.provider_class(cluster.backend).own_workers
+    return Target(cluster.address, tls, name, foreign, fixed=cluster.backend == "local")
 
 
 def by_address(address: str, tls: TlsSettings | None) -> Target:
@@ -93,9 +81,9 @@ def by_address(address: str, tls: TlsSettings | None) -> Target:
         files = (Path(name).expanduser() for name in (tls.ca_file, tls.cert_file, tls.key_file))
         return Target(_complete(address, "tls"), security(*files))
     known = {address, _complete(address, "tcp"), _complete(address, "tls")}
-    for deployment in cluster_records.every():
-        if deployment.record.address in known and deployment.relation == Relation.SAME:
-            return of_deployment(deployment)
+    for cluster in records.every():
+        if cluster.address in known and cluster.relation == Relation.SAME:
+            return of_cluster(cluster)
     return Target(_complete(address, "tcp"))
 
 

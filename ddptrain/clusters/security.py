@@ -102,14 +102,6 @@ def keep(given: Security, folder: Path) -> None:
     write_private(folder / CERT_FILE, "".join(f"{text.rstrip()}\n" for text in dict.fromkeys(texts)).encode())
 
 
-def has_expired(folder: Path) -> bool:
-    """Return whether the certificate in `folder` has expired."""
-    from cryptography import x509
-
-    certificate = x509.load_pem_x509_certificate((folder / CERT_FILE).read_bytes())
-    return certificate.not_valid_after_utc < dt.datetime.now(dt.UTC)
-
-
 def _pem(value: str) -> str:
     """Return the PEM text of a Dask setting, which is either the text or the path of a file."""
     return value if "\n" in value else Path(value).read_text(encoding="ascii")

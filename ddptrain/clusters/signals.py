@@ -6,11 +6,10 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ddptrain.clusters.provider import Tell
 from ddptrain.errors import DdptrainError, Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,75 +29,47 @@ def interruptible() -> Iterator[None]:
         except DdptrainError:
             raise
         except Exception as error:
-            if interrupted := _beneath(error):
-                raise interrupted from error
-            raise
+            below: BaseException | None = error
+            while below is not None and not isinstance(below, Interrupted):
+                below = below.__cause__ or below.__context__
+            if below is None:
+                raise
+            raise below from error
 
 
 @contextlib.contextmanager
-def deferred(*, breakable: bool = False) -> Iterator[Deferral]:
-    """Delay signals until the block ends; then the previous handlers get them.
+def deferred(*, breakable: bool = False) -> Iterator[Callable[[], None]]:
+    """Delay signals until the block ends or calls the yielded function; then the previous handlers get them.
 
     If it is `breakable`, a second signal is not delayed. The third signal ends the process.
     """
-    deferral = Deferral(breakable)
-    with _handled_by(deferral.take) as handlers:
-        deferral.handlers = handlers
-        try:
-            yield deferral
-        finally:
-            deferral.deliver()
+    waiting: list[int] = []
+    count = 0
 
-
-class Deferral:
-    """The delayed signals."""
-
-    def __init__(self, breakable: bool) -> None:
-        self.handlers: dict[int, Any] = {}
-        self._breakable = breakable
-        self._waiting: list[int] = []
-        self._count = 0
-
-    def take(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal: delay it."""
-        self._count += 1
-        self._waiting.append(signum)
-        if self._count >= _ENOUGH:
+    def take(signum: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        waiting.append(signum)
+        if count >= _ENOUGH:
             os._exit(128 + signum)
-        if self._breakable and self._count > 1:
-            self.deliver()
+        if breakable and count > 1:
+            deliver()
 
-    def deliver(self) -> None:
-        """Pass the delayed signals to the previous handlers, which may raise."""
-        while self._waiting:
-            signum = self._waiting.pop(0)
-            handler = self.handlers[signum]
+    def deliver() -> None:
+        while waiting:
+            signum = waiting.pop(0)
+            handler = before[signum]
             if callable(handler):
                 handler(signum, None)
             else:
                 signal.signal(signum, handler)
                 signal.raise_signal(signum)
 
-    def checked(self, tell: Tell) -> Tell:
-        """Return a `tell` that also delivers the delayed signals."""
-
-        def telling(text: str) -> None:
-            tell(text)
-            self.deliver()
-
-        return telling
-
-
-def _beneath(error: BaseException) -> Interrupted | None:
-    """Return the Interrupted that caused another exception, or None."""
-    seen: set[int] = set()
-    below: BaseException | None = error
-    while below is not None and id(below) not in seen:
-        if isinstance(below, Interrupted):
-            return below
-        seen.add(id(below))
-        below = below.__cause__ or below.__context__
-    return None
+    with _handled_by(take) as before:
+        try:
+            yield deliver
+        finally:
+            deliver()
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

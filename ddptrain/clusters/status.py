@@ -8,17 +8,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from ddptrain.clusters import cluster_records as state
-from ddptrain.clusters.cluster_records import Deployment
-from ddptrain.clusters.resolve import Target, of_deployment
+from ddptrain.clusters import record as records
+from ddptrain.clusters.record import ClusterRecord
+from ddptrain.clusters.resolve import Target, of_cluster
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER
 from ddptrain.host_identity import Relation
-
-if TYPE_CHECKING:
-    from distributed import Client
 
 LOOK_TIMEOUT_S = 2.0
 _LEAVE_S = 0.3
@@ -67,7 +64,7 @@ class ClusterRun:
 class View:
     """The state of a cluster at one moment. `reason`: why it is not up; `certain` is False if it may just be slow."""
 
-    deployment: Deployment
+    cluster: ClusterRecord
     state: State
     reason: str = ""
     certain: bool = True
@@ -78,7 +75,7 @@ class View:
     @property
     def name(self) -> str:
         """The cluster's name."""
-        return self.deployment.name
+        return self.cluster.name
 
     @property
     def slots(self) -> int:
@@ -102,7 +99,7 @@ class View:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the view as plain data, for --json."""
-        record = self.deployment.record
+        record = self.cluster
         return {
             "name": self.name,
             "backend": record.backend,
@@ -113,7 +110,7 @@ class View:
             "tls": record.address.startswith("tls://"),
             "started_at": record.started_at,
             "host": record.host.name,
-            "idle_timeout_s": record.idle_timeout_s,
+            "idle_timeout_s": record.config.idle_timeout_s,
             "slots": self.slots,
             "free": self.free,
             "gpus": self.gpus,
@@ -124,81 +121,82 @@ class View:
                 {"run_id": run.run_id, "place": place, "asked": run.asked, "waited_s": run.waited_s}
                 for place, run in enumerate(self.waiting, 1)
             ],
-            "parts": dict(record.parts),
+            "parts": [
+                {**part.model_dump(include={"role", "host", "id", "log"}), "pid": part.process and part.process.pid}
+                for part in record.parts
+            ],
         }
 
 
 def every() -> list[View]:
     """Return all clusters of this user, checked in parallel within LOOK_TIMEOUT_S."""
-    return [_if_starting(view) for view in _probe(state.every(), LOOK_TIMEOUT_S)]
+    return [_if_starting(view) for view in _probe(records.every(), LOOK_TIMEOUT_S)]
 
 
-def at(deployment: Deployment) -> View:
+def at(cluster: ClusterRecord) -> View:
     """Return one cluster, checked within LOOK_TIMEOUT_S."""
-    return _if_starting(probe(deployment, LOOK_TIMEOUT_S))
+    return _if_starting(probe(cluster, LOOK_TIMEOUT_S))
 
 
-def probe(deployment: Deployment, timeout_s: float) -> View:
+def probe(cluster: ClusterRecord, timeout_s: float) -> View:
     """Return one cluster as its scheduler reports it, for the command that holds its lock."""
-    return _probe([deployment], timeout_s)[0]
+    return _probe([cluster], timeout_s)[0]
 
 
-def refuse_runs(deployment: Deployment, timeout_s: float) -> View:
+def refuse_runs(cluster: ClusterRecord, timeout_s: float) -> View:
     """Return a cluster whose scheduler refuses runs from now on, unless the view has runs. Raises any exception."""
     from ddptrain.clusters.scheduler import slots
 
-    return seen(deployment, asyncio.run(ask_scheduler(of_deployment(deployment), slots.close, timeout_s)))
+    return seen(cluster, asyncio.run(ask_scheduler(of_cluster(cluster), slots.close, timeout_s)))
 
 
 def _if_starting(view: View) -> View:
-    all_there = view.state == State.UP and len(view.workers) >= max(1, view.deployment.record.workers)
+    all_there = view.state == State.UP and len(view.workers) >= max(1, view.cluster.workers)
     if (
         view.state == State.ELSEWHERE
         or (all_there and all(worker.warm is not False for worker in view.workers))
-        or not state.is_locked(view.name)
+        or not records.is_locked(view.name)
     ):
         return view
     return dataclasses.replace(view, state=State.STARTING, reason="a command is starting or ending it now")
 
 
-def seen(deployment: Deployment, overview: Mapping[str, Any]) -> View:
+def seen(cluster: ClusterRecord, overview: Mapping[str, Any]) -> View:
     """Return the view of a cluster that is up, from the answer of its scheduler (`slots.overview`)."""
     fields = [field.name for field in dataclasses.fields(WorkerView)]
     workers = [WorkerView(**{name: worker[name] for name in fields}) for worker in overview["workers"]]
     runs = [ClusterRun(run["run_id"], run["slots"], tuple(run["hosts"])) for run in overview["runs"]]
     waiting = [ClusterRun(run["run_id"], asked=run["asked"], waited_s=run["waited_s"]) for run in overview["waiting"]]
-    return View(deployment, State.UP, "", True, tuple(workers), tuple(runs), tuple(waiting))
+    return View(cluster, State.UP, "", True, tuple(workers), tuple(runs), tuple(waiting))
 
 
-def _probe(deployments: Sequence[Deployment], timeout_s: float) -> list[View]:
-    if any(deployment.record.address for deployment in deployments):
+def _probe(clusters: Sequence[ClusterRecord], timeout_s: float) -> list[View]:
+    if any(cluster.address for cluster in clusters):
         import distributed
 
         # Dask logs every retry of a connection; the view contains the result.
         logging.getLogger(distributed.__name__).setLevel(logging.CRITICAL)
 
     async def probed() -> list[View]:
-        return list(await asyncio.gather(*(_probe_one(deployment, timeout_s) for deployment in deployments)))
+        return list(await asyncio.gather(*(_probe_one(cluster, timeout_s) for cluster in clusters)))
 
     return asyncio.run(probed())
 
 
-async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
-    if deployment.problem:
-        return View(deployment, State.ENDED, deployment.problem, certain=False)
-    if where := deployment.elsewhere:
-        return View(deployment, State.ELSEWHERE, f"it runs on {where}", certain=False)
-    ended = deployment.ended
+async def _probe_one(cluster: ClusterRecord, timeout_s: float) -> View:
+    if cluster.problem:
+        return View(cluster, State.ENDED, cluster.problem, certain=False)
+    if where := cluster.elsewhere:
+        return View(cluster, State.ELSEWHERE, f"it runs on {where}", certain=False)
+    ended = cluster.ended
     if ended:
-        return View(deployment, State.ENDED, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
-    address = deployment.record.address
+        return View(cluster, State.ENDED, f"it ended by itself at {ended.get('at')}: {ended.get('reason')}")
+    address = cluster.address
     if not address:
-        return View(deployment, State.ENDED, "its start was interrupted")
-    if deployment.relation == Relation.RESTARTED:
-        return View(
-            deployment, State.ENDED, f"{deployment.record.host.name} was restarted after the cluster was started"
-        )
-    asked = asyncio.ensure_future(_ask(deployment, timeout_s))
+        return View(cluster, State.ENDED, "its start was interrupted")
+    if cluster.relation == Relation.RESTARTED:
+        return View(cluster, State.ENDED, f"{cluster.host.name} was restarted after the cluster was started")
+    asked = asyncio.ensure_future(_ask(cluster, timeout_s))
     refused = asyncio.ensure_future(_is_refused(address))
     done, _ = await asyncio.wait((asked, refused), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (asked, refused):
@@ -207,30 +205,26 @@ async def _probe_one(deployment: Deployment, timeout_s: float) -> View:
     is_certain = refused in done  # even if Dask has given up meanwhile: its error is not certain
     if asked in done and not (is_certain and asked.exception()):
         try:
-            return seen(deployment, asked.result())
+            return seen(cluster, asked.result())
         except Exception as error:
-            return View(deployment, State.ENDED, f"{address} can't be asked: {error}", certain=False)
+            return View(cluster, State.ENDED, f"{address} can't be asked: {error}", certain=False)
     if is_certain:
-        return View(deployment, State.ENDED, f"no scheduler listens at {address} any more")
-    return View(deployment, State.ENDED, f"{address} does not answer within {timeout_s:g} s", certain=False)
-
-
-def client_of(deployment: Deployment, timeout_s: float = 10, **options: Any) -> Client:
-    """Return a client of one of the user's clusters, which does not count as its use. Raises ClusterError, OSError."""
-    return _client(of_deployment(deployment), timeout_s, **options)
-
-
-def _client(target: Target, timeout_s: float, **options: Any) -> Client:
-    from distributed import Client
-
-    return Client(
-        target.address, security=target.security, timeout=timeout_s, name=LOOKER, set_as_default=False, **options
-    )
+        return View(cluster, State.ENDED, f"no scheduler listens at {address} any more")
+    return View(cluster, State.ENDED, f"{address} does not answer within {timeout_s:g} s", certain=False)
 
 
 async def ask_scheduler(target: Target, function: Callable[..., Any], timeout_s: float) -> Any:
     """Call a function in the scheduler and return its answer; this does not count as use. Raises OSError."""
-    client = _client(target, timeout_s, asynchronous=True)
+    from distributed import Client
+
+    client = Client(
+        target.address,
+        security=target.security,
+        timeout=timeout_s,
+        name=LOOKER,
+        set_as_default=False,
+        asynchronous=True,
+    )
     try:
         await client
         return await client.run_on_scheduler(function)
@@ -238,10 +232,10 @@ async def ask_scheduler(target: Target, function: Callable[..., Any], timeout_s:
         await client.close()  # also an unconnected client: it would connect later by itself
 
 
-async def _ask(deployment: Deployment, timeout_s: float) -> Mapping[str, Any]:
+async def _ask(cluster: ClusterRecord, timeout_s: float) -> Mapping[str, Any]:
     from ddptrain.clusters.scheduler import slots
 
-    answer: Mapping[str, Any] = await ask_scheduler(of_deployment(deployment), slots.overview, timeout_s)
+    answer: Mapping[str, Any] = await ask_scheduler(of_cluster(cluster), slots.overview, timeout_s)
     return answer
 
 

@@ -81,13 +81,13 @@ BUILT_IN = {
 
 # Cluster backend -> the class that starts its clusters; "" if the cluster already runs.
 BACKENDS = {
-    "local": "ddptrain.clusters.backends.local:LocalProvider",
+    "local": "ddptrain.clusters.backends.local:LocalBackend",
     "address": "",
-    "ssh": "ddptrain.clusters.backends.ssh:SshProvider",
-    "slurm": "ddptrain.clusters.backends.slurm:SlurmProvider",
-    "saturn": "ddptrain.clusters.backends.saturn:SaturnProvider",
-    "kubernetes": "ddptrain.clusters.backends.kubernetes.provider:KubernetesProvider",
-    "class": "ddptrain.clusters.backends.dask_class:DeployProvider",
+    "ssh": "ddptrain.clusters.backends.ssh:SshBackend",
+    "slurm": "ddptrain.clusters.backends.slurm:SlurmBackend",
+    "kubernetes": "ddptrain.clusters.backends.kubernetes:KubernetesBackend",
+    "class": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
+    "saturn": "ddptrain.clusters.backends.dask_class:DaskClassBackend",
 }
 
 # Tracker -> its class, which only ranks import.

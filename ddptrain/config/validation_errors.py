@@ -63,9 +63,6 @@ _PATTERNS = {
 MAX_PROBLEMS = 50
 # Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
 _REMOVED = {
-    "cluster.slurm.qos": "write it in cluster.slurm.directives, as [--qos=high]",
-    "cluster.slurm.mem": "write it in cluster.slurm.directives, as [--mem=64G]",
-    "cluster.slurm.cpus_per_task": "leave it out; it is the number of slots of a node",
     "tracking.queue": "leave it out; 10,000 items may wait for a tracker",
     "tracking.wandb.notes": "set WANDB_NOTES in env",
     "tracking.wandb.images": "leave it out; what ctx.log_image gets is logged",
@@ -79,6 +76,16 @@ _REMOVED = {
     "models.mirror_timeout_s": "leave it out",
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
+    "cluster.saturn": "write cluster.kwargs, with SaturnCluster's own arguments, as {n_workers: 2, worker_size: large}",
+    "cluster.ssh.command": "leave it out; the program is ssh, and ~/.ssh/config has its settings",
+    **{
+        f"cluster.slurm.{name}": f"write cluster.slurm.directives: [--{option}]"
+        for name, option in (("qos", "qos=NAME"), ("cpus_per_task", "cpus-per-task=N"), ("mem", "mem=64G"))
+    },
+    "cluster.slurm.array": "leave it out; the workers are one job",
+    "cluster.kubernetes.tolerations": "write cluster.kubernetes.pod: {tolerations: [...]}",
+    "cluster.kubernetes.service_account": "write cluster.kubernetes.pod: {serviceAccountName: NAME}",
+    "cluster.kubernetes.scheduler_service_type": "leave it out; from outside, kubectl forwards a port",
     "failure.slow": "leave it out; a slow rank is always named, and stays where it is",
     "failure.slow_factor": "leave it out; a slow rank is named if the others wait for it for a fifth of each step",
 }

@@ -23,9 +23,7 @@ from typing import NamedTuple
 
 from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure import grace_periods
-from ddptrain.driver.failure.fault import Fault, FaultKind, Loss
-from ddptrain.driver.failure.root_cause import find_root_cause
+from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
 from ddptrain.driver.failure.run_end import was_sent
 from ddptrain.driver.failure.stack_collector import StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
@@ -36,7 +34,7 @@ from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log
-from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol import deadlines, events, worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit, describe_status
@@ -353,7 +351,7 @@ class Attempt:
                 self.recorder.warn(text)
         elif not self.is_script and self.notice is not None and ended.status == -signal.SIGTERM:
             # The workload never saves, so there is no reason to wait.
-            self._stop(grace_periods.at_once_s(self.ranks[0].spec))
+            self._stop(deadlines.at_once_s(self.ranks[0].spec))
         elif rank.fault is None and not self.stopping:
             where = "after the end of its main thread" if had_finished else "in the middle of the workload"
             rank.fault = failure_fault.from_exit(ended, where)
@@ -415,7 +413,7 @@ class Attempt:
             return
         if fault.timed_out and not self._inquiry.begun:
             self._begin_inquiry()
-        until = self._now + (grace_periods.VICTIM_SETTLE_S if fault.victim else grace_periods.SETTLE_S)
+        until = self._now + (deadlines.VICTIM_SETTLE_S if fault.victim else deadlines.SETTLE_S)
         if all(rank.over or rank.fault is not None for rank in self.ranks) and self._knows_cause():
             until = self._now  # no earlier fault can arrive
         self.settle_until = self._earlier("settle", self.settle_until, until)
@@ -451,15 +449,16 @@ class Attempt:
         self.notice, self._noticed_at = notice, self._now
         first = self.ranks[0].spec
         if self._outside:  # nothing could be saved yet
-            self._stop(grace_periods.at_once_s(first))
+            self._stop(deadlines.at_once_s(first))
             return
-        what = "the ranks finish their step and save"
+        what, status = "the ranks finish their step and save", "saving a checkpoint"
         if self.is_script:
-            what = f"the script gets {signal.Signals(signum).name} and ends"
+            what, status = f"the script gets {signal.Signals(signum).name} and ends", "waiting for the script to end"
         self.recorder.notice(f"{notice}: {what}, within {self.grace_s:g} s (again to stop the ranks)")
+        self.recorder.status(f"stopping: {status} (again: at once)", announced=True)
         command = _PASSED_ON.get(signum, Command.PREEMPT) if self.is_script else Command.PREEMPT
         self.workers.tell(self._alive(), command)
-        self.preempt_until = self._earlier("preempt", None, self._now + grace_periods.preempt_s(first))
+        self.preempt_until = self._earlier("preempt", None, self._now + deadlines.preempt_s(first))
 
     def _alive(self) -> list[RankSpec]:
         return [rank.spec for rank in self.ranks if not rank.over]
@@ -469,7 +468,7 @@ class Attempt:
 
         Ranks that were never submitted are lost. `spare_failed`: not the failed rank.
         """
-        until = self._now + grace_s + grace_periods.STOP_MARGIN_S
+        until = self._now + grace_s + deadlines.STOP_MARGIN_S
         self.stop_until = self._earlier("stop", self.stop_until, until)
         stopped = []
         for rank in self.ranks:
@@ -552,7 +551,7 @@ class Attempt:
         if all(fault.victim for fault in self.faults):
             self.ranks[hung.rank].fault = self.ranks[hung.rank].fault or hung
             self._add_fault(hung)
-            self._stop(grace_periods.hung_s(self.ranks[0].spec))
+            self._stop(deadlines.hung_s(self.ranks[0].spec))
 
     def _check_deadlines(self) -> None:
         if self._is_due(self.settle_until) and not self._inquiry.under_way:
@@ -560,14 +559,14 @@ class Attempt:
             if not self.stopping:
                 self.recorder.status("stopping the other ranks")
                 self._stop(self.grace_s, spare_failed=True)
-                self.spare_until = self._now + grace_periods.CLEAN_UP_S
+                self.spare_until = self._now + deadlines.CLEAN_UP_S
         if self._is_due(self.preempt_until):
             self.preempt_until = None
             if not self.stopping:
                 if not all(rank.well for rank in self.ranks if not rank.over):  # else only trackers work
                     missed = "end" if self.is_script else "call ctx.checkpoint()"
                     self.recorder.warn(f"the ranks did not {missed} in time: they are stopped")
-                self._stop(grace_periods.PREEMPT_STOP_S)
+                self._stop(deadlines.PREEMPT_STOP_S)
         if self._is_due(self.spare_until):
             self.spare_until = None
             if (cause := self.cause()) is not None:

@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ddptrain.clusters.compatibility import Needs, check_cluster
-from ddptrain.config.plugin_names import workload_target
+from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.config.wording import counted
 from ddptrain.driver.attempt import Attempt
 from ddptrain.driver.attempt_loop import AttemptLoop, now
@@ -20,10 +19,10 @@ from ddptrain.driver.rank_specs import RankSpecs
 from ddptrain.driver.ranks import AttemptEnd, Rank, RankPlace
 from ddptrain.driver.reservation import WaitHooks, request_for
 from ddptrain.driver.tracking.setup import TrackingSetup
-from ddptrain.driver.transfer.code_package import project_of
 from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.workers import Workers
 from ddptrain.log import Log, set_context
+from ddptrain.protocol import deadlines
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.run_record import utc_now
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from ddptrain.driver.cluster_session import Session
     from ddptrain.driver.run import Run
 
-_CLOSE_SILENCE_S = 60.0  # after an error of the driver: for transfers that move nothing
 _log = Log(__name__)
 
 
@@ -142,11 +140,7 @@ class Attempts:
 
     def _check_workers(self, workers: Sequence[str]) -> None:
         """Raise ClusterError if foreign workers, or the scheduler, cannot run this."""
-        resolved, workload = self.of.resolved, self.config.workload
-        module = workload_target(workload) if isinstance(workload, str) else f"{workload.module or 'runpy'}:"
-        if project_of(resolved) is not None:
-            module = "ddptrain:"  # the code is sent to the workers, and has not arrived yet
-        check_cluster(self.client, workers, Needs(module, resolved.import_folders))
+        check_cluster(self.client, workers)
 
     def _attempt(self, places: Sequence[RankPlace]) -> AttemptEnd:
         number = len(self.writer.record.attempts) + 1
@@ -180,7 +174,7 @@ class Attempts:
             transfer.stop_retrying()  # a full disk or a lost run directory is a frequent reason
             raise
         finally:
-            transfer.close(_CLOSE_SILENCE_S)  # the attempt itself has waited, and has reported what is missing
+            transfer.close(deadlines.CLOSE_SILENCE_S)  # the attempt itself has waited, and has reported what is missing
 
     def _record_end(self, end: AttemptEnd, run_end: RunEnd) -> None:
         *others, last = self.writer.record.attempts

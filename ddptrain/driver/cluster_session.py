@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain.clusters.backends.attached import AttachedCluster
 from ddptrain.clusters.backends.embedded import EmbeddedCluster
+from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
 from ddptrain.clusters.provider import Cluster, Tell
 from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.run_config import RunConfig
@@ -41,8 +41,10 @@ def cluster_for(config: RunConfig, machine: LocalResources | None, scratch: Path
         return EmbeddedCluster(machine.ranks, machine.gpus, scratch, environ)
     if config.cluster.is_attached:
         return AttachedCluster(config.cluster)
-    from ddptrain.clusters.backends.per_run import RunCluster
+    if config.cluster.class_name:
+        from ddptrain.clusters.backends.dask_class import DaskClassCluster
 
+        return DaskClassCluster(config.cluster, tell)
     return RunCluster(config.cluster, tell)
 
 

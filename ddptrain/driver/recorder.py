@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display.pace import Pace
 from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.driver.display.run_facts import Pace
 from ddptrain.driver.failure.fault import Fault, describe_thread
 from ddptrain.driver.failure.slow_ranks import SlowRanks
 from ddptrain.log import Log
@@ -81,12 +81,12 @@ class Recorder:
         _log.info(kind.replace("_", " "), **logged)
         return line
 
-    def status(self, text: str) -> None:
-        """Show and record what the run waits for."""
+    def status(self, text: str, *, announced: bool = False) -> None:
+        """Show and record what the run waits for; `announced`: a notice says it, too."""
         if text != self._status:
             self._status = text
             self._recorded("status", {"message": text})
-        self.display.status(text)
+        self.display.status(text, announced=announced)
 
     def notice(self, text: str, level: str = "info") -> None:
         """Show and record a message; level is "info", "warning" or "error". `ddptrain watch` shows what is recorded."""

@@ -120,14 +120,14 @@ class SlotQueue:
         if self.request.gpus_only and not refusal.total and refusal.of_any_kind:
             return f"{text}Use a cluster with GPUs, or train on the CPU with cluster.gpus: 0"
         words = self.hooks.last_words()
-        more = f"give it more: ddptrain cluster scale {name} {refusal.asked}" if name else "start more workers"
+        more = f"start it anew with more: {_again(name, refusal.asked)}" if name else "start more workers"
         advice = f"Ask for fewer with --ranks, or {more}" if refusal.total else f"{more[0].upper()}{more[1:]}"
         return f"{text}{advice}" + (f"\n{words}" if words else "")
 
     def _ended(self, refusal: slots.Refusal, ended: str) -> str:
         name, words = self.hooks.cluster, self.hooks.last_words()
-        start = f"start it again with `ddptrain cluster scale {name} {self.request.ranks or 'SLOTS'}`"
-        text = f"{_needed(refusal.asked)}, but {ended}, and with it the cluster {name} has none: {start}"
+        start = f"start it again: {_again(name, self.request.ranks)}"
+        text = f"{_needed(refusal.asked)}, but {ended}, and with it the cluster {name} has none; {start}"
         return text + (f"\n{words}" if words else "")
 
     def _held(self, refusal: slots.Refusal, waited_s: float) -> str:
@@ -137,6 +137,10 @@ class SlotQueue:
             f"{_needed(refusal.asked)}, but {refusal.free} of {refusal.total} are free after {waited_s:.0f} s"
             f"{_held_by(refusal)}{ahead}. {wait} with cluster.wait_s, or ask for fewer with --ranks"
         )
+
+
+def _again(name: str, ranks: int | None) -> str:
+    return f"ddptrain cluster down {name}, then ddptrain cluster up --name {name} --ranks {ranks or 'N'}"
 
 
 def _needed(number: int, kind: str = "slot{}") -> str:

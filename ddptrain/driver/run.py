@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters import cluster_records
+from ddptrain.clusters import record
 from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
@@ -37,6 +37,7 @@ from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted
 from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import check_run_id, new_run_id
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ddptrain.driver.resume import Choice
 
 _log = Log(__name__)
-_UPLOAD_S = 900.0  # time for the last uploads at the end of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _opened(resolved: ResolvedConfig, folder: Path, choice: Choice | None, seen:
 def _prepared_by(config: RunConfig) -> str:
     """Return the name of the function that prepares or checks the workload's inputs, or "". Raises ClusterNotFound."""
     name = config.cluster.name
-    backend = config.cluster.backend if name is None else cluster_records.find(name).record.backend
+    backend = config.cluster.backend if name is None else record.find(name).backend
     here = backend == "local"  # on other hosts a path may be another file
     return prepare_target(config.workload, config.params, here=here) if isinstance(config.workload, str) else ""
 
@@ -299,7 +299,7 @@ class Run:
     def _flushed(self, run_end: run_ends.RunEnd) -> run_ends.RunEnd:
         """Finish the uploads; return the run_end, or a failure if a run that succeeded could not be stored."""
         is_stopping = bool(self.signals.taken) or run_end.status == RunStatus.PREEMPTED
-        deadline_s = self.config.failure.grace_s if is_stopping else _UPLOAD_S
+        deadline_s = self.config.failure.grace_s if is_stopping else deadlines.UPLOAD_S
         try:
             with nullcontext() if self.signals.taken else self.signals.interrupting():
                 problem = self.keeping.flush(deadline_s)

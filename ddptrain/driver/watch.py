@@ -18,7 +18,7 @@ from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import MetricsReader, json_object
 from ddptrain.results.remote.runs import RunsDir
-from ddptrain.results.run_record import ProgressRecord, RunStatus
+from ddptrain.results.run_record import BestRecord, ProgressRecord, RunStatus
 from ddptrain.results.show.log_follower import LogCursor, start_of_last
 from ddptrain.results.system import SystemLine, parse_line
 
@@ -110,7 +110,7 @@ class _Feed:
             events = events[starts[-1] if starts else 0 :]
             self._is_first = False
         for event in events:
-            self._show(event)
+            self._show(event, record.best)
         attempt = record.attempts[-1].attempt if record.attempts else 1
         for line in self._metrics.read():
             if line.attempt == attempt:
@@ -124,11 +124,17 @@ class _Feed:
             self._progress = record.progress
             self._show_progress(record.progress)
 
-    def _show(self, event: Mapping[str, Any]) -> None:
+    def _show(self, event: Mapping[str, Any], best: BestRecord | None) -> None:
         text, rank = str(event.get("message", "")), event.get("rank")
         if not (isinstance(rank, int) and 0 <= rank < self._world_size):
             rank = -1  # another program may have written the file
         match event.get("event"):
+            case "epochs" if isinstance(total := event.get("total"), int):
+                self._display.epochs(total)
+            case "checkpoint_saved" if isinstance(step := event.get("step"), int):
+                saved_s = event.get("time_s")
+                self._display.saved(step, saved_s if isinstance(saved_s, float) else time.time(), best)
+                self._display.event(event)
             case "notice":
                 self._display.notice(text, str(event.get("level")))
             case "status":

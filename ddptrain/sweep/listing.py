@@ -44,7 +44,7 @@ def list_sweeps(runs_dir: str, known_runs: Container[str] = ()) -> list[ListedSw
     place = runs_dir.rstrip("/")
     records = sweeps.list() if isinstance(sweeps, LocalSweeps) else sweeps.list(known_runs)
     return [
-        ListedSweep(_seen(record, find_target(place, sweep_id)), f"{place}/{sweep_id}")
+        ListedSweep(seen(record, find_target(place, sweep_id)), f"{place}/{sweep_id}")
         for sweep_id, record in records.items()
     ]
 
@@ -58,10 +58,10 @@ def find_listed(runs_dir: str, name: str) -> ListedSweep | None:
     if target is None:
         return None
     where = name.rstrip("/") if "/" in name else f"{runs_dir.rstrip('/')}/{name}"
-    return ListedSweep(_seen(target.read(), target), where)
+    return ListedSweep(seen(target.read(), target), where)
 
 
-def _seen(record: SweepRecord, target: SweepTarget | None) -> SweepRecord:
+def seen(record: SweepRecord, target: SweepTarget | None) -> SweepRecord:
     """Set the status, and that of running trials, to interrupted if the driver is gone."""
     if record.status == "running" and (target is None or target.holder() is None):
         record.status = "interrupted"

@@ -6,25 +6,36 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ddptrain import text_tables
 from ddptrain.config.wording import counted
 from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.progress_bars import Piece, Row
+from ddptrain.driver.display.live import Piece, Row
+from ddptrain.sweep.decisions import remaining_s
 from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
-from ddptrain.sweep.trial import Trial
 
 _MOST_ROWS = 20  # of the table at the end
 _MOST_CHARS = 24  # of a value in the table
 
 
+@dataclass(frozen=True, slots=True)
+class RunningTrial:
+    """A trial that runs, its progress, and its status; "" while it trains."""
+
+    record: TrialRecord
+    done: float | None
+    total: float | None
+    status: str = ""
+
+
 class TrialRows:
     """The rows of the live display."""
 
-    def __init__(self, record: SweepRecord, running: Callable[[], Sequence[Trial]], eta: Callable[[], str]) -> None:
+    def __init__(self, sweep: Callable[[], SweepRecord], running: Callable[[], Sequence[RunningTrial]]) -> None:
         self.status = ""
-        self._record, self._running, self._eta = record, running, eta
+        self._sweep, self._running = sweep, running
 
     def handle(self, message: output_api.Message) -> None:
         """Take the status."""
@@ -33,14 +44,14 @@ class TrialRows:
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
         """Return a row for each running trial, and one for the sweep."""
-        trials = list(self._running())
+        sweep, trials = self._sweep(), self._running()
         room = max(rows // 2 - 1, 1)
-        shown = [_running_row(trial, self._record.metric) for trial in trials[:room]]
+        shown = [_running_row(trial, sweep.metric) for trial in trials[:room]]
         more = f", {len(trials) - room} more run" if len(trials) > room else ""
-        best = best_words(self._record)
-        parts = [text_tables.duration(elapsed_s), ended_words(self._record) + more, best, self._eta(), self.status]
+        parts = [self.status, text_tables.duration(elapsed_s), ended_words(sweep) + more, best_words(sweep)]
+        parts.append(_left(sweep, len(trials), elapsed_s))
         last = " · ".join(part for part in parts if part)
-        return [(Piece(terminal.cropped(text, columns)),) for text in [*shown, last]]
+        return [[Piece(terminal.cropped(text, columns))] for text in [*shown, last]]
 
 
 def trial_event(kind: str, record: TrialRecord) -> dict[str, Any]:
@@ -83,6 +94,12 @@ def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:
     ]
     parts += [error] if error else []
     return f"{': '.join(filter(None, parts))} ({took})"
+
+
+def ended_notice(record: TrialRecord, sweep: SweepRecord) -> tuple[str, str]:
+    """Return the notice about a trial that has ended, and its level."""
+    mark = ", the best so far" if sweep.find_best() is record else ""
+    return trial_line(record, sweep) + mark, "error" if record.state is TrialState.FAILED else "info"
 
 
 def point_words(params: Mapping[str, Any]) -> str:
@@ -150,13 +167,17 @@ def _cell(value: Any) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
-def _running_row(trial: Trial, metric: str) -> str:
+def _left(sweep: SweepRecord, running: int, elapsed_s: float) -> str:
+    durations = [t.duration_s for t in sweep.trials if t.state.is_final and t.duration_s is not None]
+    left_s = remaining_s(durations, sweep.planned - sweep.ended if sweep.planned else None, max(1, running))
+    if sweep.for_s is not None:
+        rest_s = max(0.0, sweep.for_s - elapsed_s)
+        left_s = rest_s if left_s is None else min(left_s, rest_s)
+    return "" if left_s is None or sweep.status != "running" else f"{text_tables.duration(left_s)} left"
+
+
+def _running_row(trial: RunningTrial, metric: str) -> str:
     record = trial.record
-    parts = [f"trial {record.number}"]
-    if trial.done is not None and trial.total:
-        parts.append(f"{trial.done / trial.total:4.0%}")
-    if record.value is not None:
-        parts.append(f"{metric} {text_tables.number(record.value)} at step {record.step}")
-    parts.append(point_words(record.params))
-    ending = "ending" if trial.pruned or trial.stopped else trial.status
-    return " · ".join([*parts, *([] if ending == "training" else [ending])])
+    done = f"{trial.done / trial.total:4.0%}" if trial.done is not None and trial.total else ""
+    value = "" if record.value is None else f"{metric} {text_tables.number(record.value)} at step {record.step}"
+    return " · ".join(filter(None, [f"trial {record.number}", trial.status, done, value, point_words(record.params)]))

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddptrain import text_tables
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.tls_check import check_tls
@@ -28,7 +27,7 @@ from ddptrain.results.secure_files import write_file
 from ddptrain.sweep import folder as folders
 from ddptrain.sweep import output
 from ddptrain.sweep.capacity import Capacity, local_slots
-from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation, remaining_s
+from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation
 from ddptrain.sweep.folder import LocalSweep
 from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
 from ddptrain.sweep.stored import StoredSweep
@@ -119,8 +118,8 @@ class Sweep:
         self._earlier_s = self.record.duration_s or 0.0
         self._began_s = time.monotonic()
         self._saved_s = 0.0
-        rows = output.TrialRows(self.record, lambda: list(self.running.values()), self._eta)
-        self.display: Display = open_display(options.output, home.folder, "", bars=rows)
+        rows = output.TrialRows(lambda: self.record, self._shown)
+        self.display: Display = open_display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
         home.listen(lambda text: self.display.notice(text, level="warning"), lambda lost: inbox.put(ResultsLost(lost)))
 
     def run(self) -> int:
@@ -290,9 +289,8 @@ class Sweep:
         self.record.best = best.number if best is not None else None
         self._save(now=not self.running)
         self.display.event(output.trial_event("trial_ended", record))
-        level = "error" if record.state is TrialState.FAILED else "info"
-        mark = ", the best so far" if best is record else ""
-        self.display.notice(output.trial_line(record, self.record) + mark, level=level)
+        text, level = output.ended_notice(record, self.record)
+        self.display.notice(text, level=level)
         if trial.bug is not None:
             raise trial.bug
         diverged = trial.diverged and best is not None  # if other points work, this is a result of the point
@@ -367,15 +365,11 @@ class Sweep:
     def _elapsed_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._began_s
 
-    def _eta(self) -> str:
-        durations = [t.duration_s for t in self.record.trials if t.state.is_final and t.duration_s is not None]
-        planned = self.record.planned
-        left = planned - self.record.ended if planned else None
-        left_s = remaining_s(durations, left, max(1, len(self.running)))
-        if self.sweep.for_ is not None:
-            rest_s = max(0.0, self.sweep.for_ - self._elapsed_s())
-            left_s = rest_s if left_s is None else min(left_s, rest_s)
-        return "" if left_s is None else f"{text_tables.duration(left_s)} left"
+    def _shown(self) -> list[output.RunningTrial]:
+        return [
+            output.RunningTrial(trial.record, trial.done, trial.total, trial.shown_status)
+            for trial in list(self.running.values())
+        ]
 
     def _save(self, *, now: bool = False) -> None:
         if now or time.monotonic() - self._saved_s >= _SAVE_EVERY_S:

@@ -84,6 +84,11 @@ class Trial:
         self._earlier_s = record.duration_s or 0.0
         self._thread = threading.Thread(target=self._main, name=f"ddptrain-trial-{record.number}", daemon=True)
 
+    @property
+    def shown_status(self) -> str:
+        """What the trial does; "" while it trains."""
+        return "ending" if self.pruned or self.stopped else "" if self.status == "training" else self.status
+
     def start(self) -> None:
         """Start the thread."""
         self.record.state = TrialState.RUNNING
@@ -284,7 +289,7 @@ class TrialDisplay(RunDisplay):
         if rank == 0:
             self._trial.done, self._trial.total = event.done, event.total
 
-    def status(self, text: str) -> None:
+    def status(self, text: str, *, announced: bool = False) -> None:
         """Show what the run waits for."""
         self._trial.status = text
 

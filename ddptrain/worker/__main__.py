@@ -28,6 +28,7 @@ from ddptrain import log
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import make_temp_folder
 from ddptrain.gpus import default_slots, visible_gpus
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_server_client import OwnRankServerClient
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from ddptrain.worker.rank_host import RankHost
 
 _FILE_POLL_S = 0.05
-_END_TIMEOUT_S = 8.0  # time for the rank server to end: the last grace period of its ranks, and a margin
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -144,7 +144,7 @@ def _clean_up(servers: _RankServers) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     servers.close()
-    if all(server.wait(_END_TIMEOUT_S) for server in servers.all):
+    if all(server.wait(deadlines.SERVER_END_S) for server in servers.all):
         shutil.rmtree(servers.scratch, ignore_errors=True)
     if servers.scheduler:
         from ddptrain.protocol.unix_comm import remove_dead_socket_dir

@@ -26,12 +26,12 @@ from ddptrain.host_identity import file_view
 from ddptrain.protocol import commands
 from ddptrain.protocol.code_digest import inode_digest
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.rank_spec import GPU_RESOURCE, key_prefix
+from ddptrain.protocol.rank_spec import key_prefix
 from ddptrain.worker import spool, stack_reports
 from ddptrain.worker.code_cache import CodeCache
 from ddptrain.worker.foreign_worker import attach, offered_slots, rank_host
 from ddptrain.worker.rank_environment import interface_of
-from ddptrain.worker.rank_host import own_host, slot_resources
+from ddptrain.worker.rank_host import own_host
 from ddptrain.worker.rank_server_client import RankServerLost
 from ddptrain.worker.tcp_timeouts import apply_tcp_timeout
 
@@ -152,19 +152,6 @@ async def wait_until_warm(timeout_s: float, dask_worker: Worker) -> dict[str, An
     if host is None:
         return {"ours": False, "warm": False, "fault": None}
     return {"ours": True, "warm": host.metric(dask_worker)["warm"], "fault": host.server.fault}
-
-
-async def set_slots(n: int, dask_worker: Worker) -> dict[str, int]:
-    """Change the number of slots; return the numbers of slots and GPUs.
-
-    Raises ClusterError for a foreign worker, or if there are fewer GPUs than slots.
-    """
-    host = own_host(dask_worker)
-    if host is None:
-        raise ClusterError(f"the worker {dask_worker.address} was not started by ddptrain: its slots can't be changed")
-    resources = slot_resources(n, host.gpus)
-    await dask_worker.set_resources(**resources)
-    return {"slots": n, "gpus": int(resources.get(GPU_RESOURCE, 0))}
 
 
 async def sees_code(folder: str, names: list[str], expected: str) -> bool:

@@ -20,6 +20,7 @@ from distributed import Worker, WorkerPlugin
 from ddptrain import __version__
 from ddptrain.file_ops import sha256
 from ddptrain.gpus import visible_gpus
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import exec_only
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
 from ddptrain.worker import rank_environment
@@ -28,7 +29,6 @@ from ddptrain.worker.rank_server_client import RankServerLost, SharedRankServerC
 
 # Every nanny exports this variable, although it is not in Dask's configuration (distributed/nanny.py).
 _NANNY_HASH_SEED = {"PYTHONHASHSEED": "6640"}
-_END_TIMEOUT_S = 5.0  # time for ranks to end after the connection is closed: SIGKILL follows after 2 s
 
 
 class RunPlugin(WorkerPlugin):
@@ -131,7 +131,7 @@ def _new_host(worker: Worker, run_id: str) -> RankHost:
 def _remove_host(host: RankHost) -> None:
     """Stop the run's ranks and delete its files. Other runs may still use the rank server."""
     host.server.close()
-    host.server.wait(_END_TIMEOUT_S)
+    host.server.wait(deadlines.HOST_END_S)
     shutil.rmtree(host.scratch, ignore_errors=True)
 
 

@@ -16,6 +16,7 @@ from distributed import Worker, WorkerPlugin
 from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.encryption import WorkerKey
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import rank_environment
@@ -24,8 +25,6 @@ from ddptrain.worker.system_metrics import SystemSampler
 
 PLUGIN_NAME = "ddptrain"
 MAX_SLOTS = 1024
-RELEASED_GRACE_S = 5.0  # the longest grace period of ranks whose driver has ended, because other runs wait for the slot
-_LEAVE_MARGIN_S = 5.0  # after the ranks' grace period, for downloads by the driver
 _RELEASED_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
 
 
@@ -167,7 +166,7 @@ class RankHost(WorkerPlugin):
         self.leaving = True  # the ranks' tasks notify their drivers
         with self._lock:
             graces = [grace_s for children in self._children.values() for grace_s in children.values()]
-        deadline = time.monotonic() + max(graces, default=0.0) + _LEAVE_MARGIN_S
+        deadline = time.monotonic() + max(graces, default=0.0) + deadlines.LEAVE_MARGIN_S
         # Polled, because ranks and keys end in different threads.
         while (self.server.ranks or self._children) and time.monotonic() < deadline and not urgent():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -177,7 +176,7 @@ class RankHost(WorkerPlugin):
         with self._lock:
             children = self._children.pop(key, {})
         for child_id, grace_s in children.items():
-            self.server.stop(child_id, min(grace_s, RELEASED_GRACE_S))
+            self.server.stop(child_id, min(grace_s, deadlines.RELEASED_GRACE_S))
 
     def transition(self, key: Any, start: str, finish: str, **_: Any) -> None:
         """Stop a key's children when Dask releases the key, because its driver has ended."""
@@ -194,7 +193,7 @@ class RankHost(WorkerPlugin):
             }
         for key in keys:
             self.release(key)
-        deadline = time.monotonic() + RELEASED_GRACE_S + 1.0
+        deadline = time.monotonic() + deadlines.RELEASED_GRACE_S + 1.0
         while any(self.server.has(rank) for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.02)
         shutil.rmtree(self.scratch / run_id, ignore_errors=True)

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import socket_dir
+from ddptrain.protocol import deadlines, socket_dir
 from ddptrain.protocol.exec_env import python_command
 from ddptrain.protocol.worker_notices import describe_status
 
 _LAST_REPORTS_S = 1.0  # time to read the last reports after the server has ended
 _MAX_REPORT_BYTES = 64 * 1024
-_STORE_LOST_GRACE_S = 2.0  # time for a rank to complete its checkpoint after its store has died
 _SOCKET_CLOSE_S = 0.5  # the kernel closes all sockets of a killed process within this time
 
 
@@ -183,7 +182,7 @@ class RankServerClient:
                 # Without the store the ranks would wait forever, or report each other as lost.
                 message = f"the store of the worker group (TCPStore) has ended: {describe_status(report['status'])}"
                 child_id, report = rank_id, {"report": "broken", "message": message}
-                self.stop(rank_id, _STORE_LOST_GRACE_S)
+                self.stop(rank_id, deadlines.STORE_LOST_GRACE_S)
         elif not child_id:
             trace = report["message"].strip()
             last = trace.splitlines()[-1]

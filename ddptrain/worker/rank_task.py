@@ -6,21 +6,30 @@ tasks and messages would overload the scheduler and the driver from some hundred
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from distributed import Worker, get_worker
 
 from ddptrain import log
+from ddptrain.file_ops import open_append
 from ddptrain.gpus import usable_cores
-from ddptrain.protocol import worker_notices
+from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.encryption import decrypt_specs
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.protocol.worker_notices import Notice, RankExit
+from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
+from ddptrain.worker import rank_environment, spool, stack_reports
 from ddptrain.worker.foreign_worker import offered_slots, rank_host
-from ddptrain.worker.rank_environment import HostResources
+from ddptrain.worker.process_monitor import MemoryWatch, ProcessMonitor
+from ddptrain.worker.rank_environment import HostResources, RankResources
 from ddptrain.worker.rank_host import RankHost
-from ddptrain.worker.rank_watch import RankWatch
+from ddptrain.worker.system_metrics import GpuReader, SampledRank
 
 _POLL_S = 0.02  # between two checks of the files of ranks that print
 _IDLE_POLL_S = 0.1  # for ranks that print nothing: each check takes some microseconds of their CPU time
@@ -164,3 +173,182 @@ class _RanksTask:
 def _run_log(worker: Worker, spec: RankSpec) -> log.RunLog:
     fields = {"attempt": spec.attempt, "rank": spec.rank, "worker": worker.address}
     return log.RunLog("ddptrain.worker", worker.log_event, spec.run_id, **fields)
+
+
+# --- one rank from its start to its exit ---
+
+
+# The signals of which faulthandler writes the stacks into the log.
+_CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
+_MEMORY_S = 1.0  # between two checks of the memory
+_NUMBERS_S_PER_RANK = 0.001  # times the world size: between two notices of a rank that only logs numbers
+_MAX_NUMBERS_S = 2.0  # the limit of that time
+_OUTPUT_BYTES = 12 * 1024  # the most bytes in a notice: the scheduler keeps the last thousand messages of a topic
+_RATE_BYTES_PER_S = 1 << 20  # per rank through the scheduler; the driver fetches the rest from the spool
+
+
+_gpus = GpuReader()
+
+
+class RankWatch:
+    """One rank from its start to its exit.
+
+    `ended` is None while it runs, then its exit, or the error that prevented it.
+    """
+
+    def __init__(self, host: RankHost, spec: RankSpec, send: Callable[[Notice], None], logged: log.RunLog) -> None:
+        self.host = host
+        self.server = host.server  # this one until the end, even if the host replaces its server
+        self.spec = spec
+        self.spool = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank)
+        self.ended: RankExit | Exception | None = None
+        self.send_sample: Callable[[SystemSample], None] = send  # from the sampler's thread
+        self._send = send
+        self._sent = {"log": 0, "events": 0}  # sizes in bytes that the driver knows
+        self._notified_at = self._looked_at = time.monotonic()
+        self._process: ProcessMonitor | None = None  # these two are set when the process has started
+        self._memory: MemoryWatch | None = None
+        self._checked_at = 0.0
+        self._numbers_s = min(spec.placement.world_size * _NUMBERS_S_PER_RANK, _MAX_NUMBERS_S)
+        self.log = logged
+
+    def start(self, port: int, resources: HostResources, woken: threading.Event) -> None:
+        """Request the rank; `woken` is set when it starts or ends. Raises RankServerLost, OSError."""
+        self.spool.create()
+        spec = self._completed(port, resources)
+        log_fd, events_fd = open_append(self.spool.log), open_append(self.spool.events)
+        slot = self.host.slot_name(spec.placement.slot)
+        try:
+            self.server.start_rank(spec.key, spec.to_json(), log_fd, events_fd, slot, woken)
+        finally:
+            os.close(log_fd)
+            os.close(events_fd)
+
+    def _completed(self, port: int, resources: HostResources) -> RankSpec:
+        """Return the spec with the values that the worker adds."""
+        spec = self.spec if self.spec.group.master_port else self.spec.with_port(port)
+        if not os.path.isdir(spec.code.workdir):  # the driver's working directory does not exist on this host
+            spec = dataclasses.replace(spec, code=dataclasses.replace(spec.code, workdir=str(self.spool.folder)))
+        gpu = self.host.gpu_of(spec.placement.slot)
+        rank_resources = RankResources(gpu, resources, str(self.spool.staging))
+        return rank_environment.complete(spec, self.host.environ, rank_resources)
+
+    def report_news(self) -> bool:
+        """Send notices about everything new.
+
+        Return whether the rank's files have grown. Raises RankServerLost, OSError.
+        """
+        report = self.server.wait_exit(self.spec.key, 0)
+        self._log_start()
+        if report is not None:
+            self._end(report)
+            return True
+        grew = self._send_growth()
+        self._check_process()
+        if time.monotonic() - self._notified_at > self.spec.supervision.alive_s:
+            self._notify(self._alive())
+        return grew
+
+    def _end(self, report: dict[str, Any]) -> None:
+        self._numbers_s = 0.0
+        with contextlib.suppress(OSError):  # a full disk, or a limit on the size of files: the exit is still reported
+            stack_reports.announce_flight_record(self.spool, self.spec)
+            stack_reports.report_error_file(self.spool, report["status"])
+        self._send_growth()
+        rank_exit = self._exit(report)
+        self.log.info("rank ended", pid=rank_exit.pid, status=rank_exit.status, reason=rank_exit.reason or None)
+        self._notify(rank_exit)
+        self.ended = rank_exit
+
+    def give_up(self, error: Exception) -> None:
+        """Report that the rank could not be started, or its rank server has ended; no further notices will follow."""
+        self.ended = error
+        self._notify(worker_notices.Broken(self.spec.attempt, self.spec.rank, (str(error) or repr(error))[:4_000]))
+
+    def _log_start(self) -> None:
+        if (started := self.server.start_of(self.spec.key)) is not None:
+            pid, how = started
+            slot = self.spec.placement.slot
+            gpu = self.host.gpu_of(slot)
+            self.log.info("rank started", pid=pid, start=how, slot=slot, gpu=gpu, spool=self.spool.folder)
+
+    def _alive(self) -> worker_notices.Alive:
+        """Return a notice with the CPU time that the rank has used, and the use of its GPU if it is known."""
+        cpu_s = self._process.cpu_s() if self._process is not None else 0.0
+        gpu = self.host.gpu_of(self.spec.placement.slot) if self.spec.placement.use_gpu else None
+        percent = _gpus.percent(gpu) if gpu else None
+        return worker_notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
+
+    def _check_process(self) -> None:
+        """Check the memory once per second, because it can't be measured after a kill; start all measurements."""
+        if time.monotonic() - self._checked_at < _MEMORY_S:
+            return
+        if self._memory is not None:
+            self._memory.update()
+        elif (pid := self.server.pid_of(self.spec.key)) is not None:
+            self._process, self._memory = ProcessMonitor(pid), MemoryWatch(pid)
+            self._start_sampling(pid)
+        else:
+            return
+        self._checked_at = time.monotonic()
+
+    def _start_sampling(self, pid: int) -> None:
+        """Add this rank to the host's sampler of system metrics."""
+        spec, every_s = self.spec, self.spec.supervision.system_every_s
+        if every_s:
+            gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None
+            rank = spec.run_id, spec.attempt, spec.rank
+            self.host.sampler.add(spec.key, SampledRank(*rank, pid, gpu, every_s, self.send_sample))
+
+    def _exit(self, report: dict[str, Any]) -> RankExit:
+        """Return the exit that the rank server has reported, with its reason if it is known."""
+        reason, timed_out, lost_peer = "", False, False
+        if report["status"] == -signal.SIGKILL and self._memory is not None:
+            reason = self._memory.explain_kill()
+        elif report["status"] in _CRASHES:
+            place = stack_reports.crash_place(self.spool)
+            reason = ", ".join(filter(None, (stack_reports.why_aborted(self.spool), place)))
+            if report["status"] == -signal.SIGABRT:
+                timed_out, lost_peer = stack_reports.waited_for_peer(self.spool)
+        elif report["status"] > 0:
+            reason = self.spool.why_unwritable()
+        sizes = self.spool.sizes()
+        process = report["pid"], report["status"], report["time_ns"]
+        return RankExit(self.spec.attempt, self.spec.rank, *process, *sizes, reason, timed_out, lost_peer)
+
+    def _send_growth(self) -> bool:
+        """Report the sizes of the log and the events file. Return whether they have grown."""
+        since_s, self._looked_at = time.monotonic() - self._looked_at, time.monotonic()
+        log_size, events_size = self.spool.sizes()
+        sizes = {"log": log_size, "events": events_size}
+        if sizes == self._sent:
+            return False
+        if time.monotonic() - self._notified_at < self._numbers_s and self._has_only_numbers(events_size):
+            return True
+        if not self.spec.placement.shared:
+            self._send_output(sizes, since_s)
+        self._notify(worker_notices.Growth(self.spec.attempt, self.spec.rank, log_size, events_size))
+        self._sent = sizes
+        return True
+
+    def _has_only_numbers(self, events_size: int) -> bool:
+        """Return whether all new events are metrics or progress, which may reach the driver later."""
+        sent = self._sent["events"]
+        if events_size - sent > _OUTPUT_BYTES:
+            return False
+        return events.are_numbers(spool.read_chunk(self.spool.events, sent, events_size - sent))
+
+    def _send_output(self, sizes: dict[str, int], since_s: float) -> None:
+        """Send new bytes of log and events up to the rate limit. The driver fetches the rest."""
+        budget = max(_OUTPUT_BYTES, int(_RATE_BYTES_PER_S * min(1.0, since_s)))
+        for stream, path in (("events", self.spool.events), ("log", self.spool.log)):
+            offset = self._sent[stream]
+            end = min(sizes[stream], offset + budget)
+            while offset < end:
+                data = spool.read_chunk(path, offset, min(_OUTPUT_BYTES, end - offset))
+                self._notify(worker_notices.OutputBytes(self.spec.attempt, self.spec.rank, stream, offset, data))
+                offset += len(data)
+
+    def _notify(self, notice: Notice) -> None:
+        self._send(notice)
+        self._notified_at = time.monotonic()

@@ -21,7 +21,7 @@ from ddptrain.protocol import error_file, events
 from ddptrain.protocol.events import users_frame, waits_in
 from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
-from ddptrain.worker.process_activity import ProcessMonitor, has_handler
+from ddptrain.worker.process_monitor import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
 from ddptrain.worker.spool import RankSpool
 

@@ -136,8 +136,8 @@ class Arena:
         ended = self._cluster("up", "--name", name, *settings)
         if ended.code != 0:
             raise RuntimeError(f"no cluster came up:\n{ended.stdout}{ended.stderr}")
-        parts: dict[str, Any] = json.loads(ended.stdout)["parts"]
-        scratch = Path(parts["worker"]["folder"]) / "scratch"
+        parts: dict[str, Any] = {part["role"]: part for part in json.loads(ended.stdout)["parts"]}
+        scratch = Path(parts["worker"]["log"]).parent / "scratch"
         return ClusterUp(name, parts["worker"]["pid"], parts["scheduler"]["pid"], scratch)
 
     def down(self, cluster: ClusterUp) -> None:

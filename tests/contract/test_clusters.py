@@ -6,7 +6,10 @@ import fcntl
 import json
 import socket
 import subprocess
+import time
 from pathlib import Path
+
+import pytest
 
 from tests.contract.conftest import Project
 
@@ -31,13 +34,13 @@ def started(project: Project, name: str) -> Path:
 def test_record_of_another_version_is_listed_and_its_cluster_ended(project: Project) -> None:
     path = started(project, "other")
     record = json.loads(path.read_text())
-    pids = [part["pid"] for part in record["parts"].values()]
+    pids = [part["process"]["pid"] for part in record["parts"]]
     assert all(map(runs, pids))
     record |= {"version": "99.0.0", "shape": "new"}
     record["host"]["kernel"] = "new"
-    record["parts"]["worker"]["cgroup"] = "new"
-    record["parts"]["worker"]["host"]["kernel"] = "new"
-    del record["settings"]["gpus"], record["settings"]["start_timeout_s"], record["idle_timeout_s"]
+    record["parts"][0]["cgroup"] = "new"
+    record["parts"][0]["process"]["host"]["kernel"] = "new"
+    del record["config"]["gpus"], record["config"]["idle_timeout_s"]
     path.write_text(json.dumps(record))
     (listed,) = json.loads(project("cluster", "status", "--json", rc=0).stdout)
     assert listed["name"] == "other"
@@ -49,7 +52,7 @@ def test_record_of_another_version_is_listed_and_its_cluster_ended(project: Proj
 def test_record_that_can_not_be_read_is_called_so_and_hides_no_other_cluster(project: Project) -> None:
     whole, broken = started(project, "whole"), record_of(project, "broken")
     broken.parent.mkdir()
-    for text in ('{"name": "bro', '{"name": "broken", "backend": "local", "started_at": "x", "host": "text"}'):
+    for text in ('{"name": "bro', '{"name": "broken", "backend": "local", "host": "text"}'):
         broken.write_text(text)
         listed = json.loads(project("cluster", "status", "--json", rc=0).stdout)
         assert [(each["name"], each["state"]) for each in listed] == [("broken", "ended"), ("whole", "up")]
@@ -58,6 +61,40 @@ def test_record_that_can_not_be_read_is_called_so_and_hides_no_other_cluster(pro
         assert f"rm -r {broken.parent}" in failed.stderr
     project("cluster", "down", "whole", rc=0)
     assert not whole.exists()
+
+
+def processes_in(folder: Path) -> list[str]:
+    """The processes whose command line names the folder."""
+    found = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if f"{folder}/" in line or line.endswith(str(folder))]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3, 1.0])
+def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_find(
+    project: Project, after_s: float
+) -> None:
+    folder = record_of(project, "dev").parent
+    running = project.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0")
+    deadline = time.monotonic() + 60
+    while not folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(after_s)
+    running.kill_group()
+    project("cluster", "down", "dev", rc=0)
+    assert not processes_in(folder) and not folder.exists()
+
+
+def test_removed_settings_and_commands_name_what_replaces_them(project: Project) -> None:
+    for line, words in (
+        ("saturn: {workers: 2}", "cluster.kwargs"),
+        ("slurm: {mem: 64G}", "cluster.slurm.directives"),
+        ("kubernetes: {image: x, tolerations: []}", "cluster.kubernetes.pod"),
+    ):
+        project.write("work.yaml", f"workload: petnames\ncluster: {{{line}}}\n")
+        done = project("train", "work.yaml", rc=2)
+        assert "work.yaml:2" in done.stderr and words in done.stderr
+    assert "cluster down NAME" in project("cluster", "scale", "dev", "2", rc=2).stderr
 
 
 def test_logs_of_a_healthy_cluster_say_which_runs_got_its_slots(project: Project) -> None:

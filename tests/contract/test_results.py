@@ -182,3 +182,25 @@ def test_running_run_is_not_deleted(project: Project) -> None:
     refused = project("results", "rm", "far", rc=6)
     assert "far is running" in refused.stderr
     assert (project.folder / "runs/far/run.json").is_file()
+
+
+def test_run_of_version_0_1_0_is_listed_shown_exported_and_resumed(project: Project, shared_cluster: str) -> None:
+    """It had two attempts: one failed at step 3, the other at step 5, after the last checkpoint that is kept."""
+    old, run = Path(__file__).with_name("run_of_0_1_0"), "old-20250601-120000-0a1b"
+    shutil.copytree(old, project.folder / "runs" / run)
+    for name in ("work.py", "work.yaml"):
+        (project.folder / "runs" / run / name).rename(project.folder / name)
+    (listed_run,) = json.loads(project("results", "list", "--json", rc=0).stdout)
+    assert (listed_run["run_id"], listed_run["status"]) == (run, "failed")
+    shown = project.record(run)
+    assert [each["failure"]["message"] for each in shown["attempts"]] == ["step 3 fails", "step 5 fails"]
+    assert shown["checkpoints"] == ["step-5"] and shown["best"]["value"] == pytest.approx(0.7)
+    assert sum(shown["time_use_s"].values()) == pytest.approx(shown["duration_s"], abs=0.01)
+    assert "step 5" in project("results", "logs", run, rc=0).stdout
+    project("results", "export", run, "-o", "out", rc=0)
+    rows = (project.folder / "out/metrics.csv").read_text().splitlines()
+    assert [row.split(",")[5] for row in rows[1:]] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
+    done = project("train", "work.yaml", "--resume", run, "--cluster", shared_cluster, rc=0)
+    assert "step 6" in done.stdout + done.stderr and "step 5\n" not in done.stdout
+    resumed = project.record(run)
+    assert (resumed["status"], [each["resumed_from"] for each in resumed["attempts"]]) == ("succeeded", [None, 3, 5])

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import INSTALLED, Project, events
+from tests.servers.s3server import s3_server
+from tests.support.command import Running
 
 # Goes on until the file `go` exists, so that nothing depends on the speed of the machine.
 WORK = """
@@ -31,7 +33,7 @@ WORK = """
         if fails and ctx.rank == 1:
             raise ValueError("bad sample")
 """
-# Runs a command on a terminal of 60 columns; its output is passed on.
+# Runs a command on a terminal of COLUMNS columns; its output is passed on.
 ON_TERMINAL = """
 import os, pty, sys
 def output(fd):
@@ -103,8 +105,7 @@ def test_watch_prints_json_lines(project: Project, shared_cluster: str) -> None:
 def test_watch_is_the_live_display_on_a_terminal(project: Project, shared_cluster: str) -> None:
     run = start(project, shared_cluster)
     wait_for_progress(project, run)
-    terminal = (sys.executable, "-c", ON_TERMINAL, *INSTALLED)
-    watching = project.cli.start("watch", run, program=terminal, env={"TERM": "xterm", "COLUMNS": "100"})
+    watching = on_terminal(project, "watch", run)
     watching.wait_for(" 25%")
     watching.wait_for("training")
     release(project)
@@ -112,6 +113,77 @@ def test_watch_is_the_live_display_on_a_terminal(project: Project, shared_cluste
     assert done.rc == 0, done.stdout
     assert "rank 1" in done.stdout
     assert f"run {run} succeeded after" in done.stdout
+
+
+EPOCHS = """
+    import time
+    from pathlib import Path
+
+    import torch
+
+
+    def train(ctx, folder="", lr=0.5):
+        model = torch.nn.Linear(2, 2)
+        for epoch in ctx.epochs(3):
+            ctx.log({"val/loss": lr}, step=epoch, epoch=epoch)
+            ctx.checkpoint(model=model, step=epoch, epoch=epoch, metrics={"val/loss": lr})
+            while epoch == 2 and folder and not (Path(folder) / "go").exists() and not ctx.preempted:
+                time.sleep(0.02)
+"""
+
+
+def on_terminal(project: Project, *args: str) -> Running:
+    """Start a command on a terminal of 100 columns."""
+    terminal = (sys.executable, "-c", ON_TERMINAL, *INSTALLED)
+    return project.cli.start(*args, program=terminal, env={"TERM": "xterm", "COLUMNS": "100"})
+
+
+def test_display_of_train_and_watch_has_epoch_best_metric_and_what_ctrl_c_does(
+    project: Project, shared_cluster: str
+) -> None:
+    config = project.function(EPOCHS, params={"folder": str(project.folder)})
+    training = on_terminal(project, "train", config, "--cluster", shared_cluster, "--ranks", "3")
+    training.wait_for("epoch 2/3 · val/loss 0.5 (best 0.5, step 2) · saved step ")
+    watching = on_terminal(project, "watch", "latest")
+    watching.wait_for("epoch 2/3 · val/loss 0.5 (best 0.5, step 2) · saved step ")
+    os.kill(project.record()["driver"]["pid"], signal.SIGINT)
+    for running in (training, watching):
+        running.wait_for("stopping: saving a checkpoint (again: at once)")
+        assert running.finish().rc == 130
+
+
+def test_watch_shows_a_run_in_a_store(project: Project) -> None:
+    config = project.function(WORK, params={"folder": str(project.folder), "fails": False})
+    with s3_server(project.folder) as server:
+        (server.buckets / "results").mkdir()
+        env, place = server.environment, "s3://results/runs"
+        run = project.start("train", config, "--ranks", "1", "--runs-dir", place, "--run-id", "there", env=env)
+        run.wait_for("an early line")
+        watching = project.start("watch", f"{place}/there", env=env)
+        watching.wait_for("[rank 0] an early line")
+        release(project)
+        done = watching.finish()
+        assert run.finish().rc == done.rc == 0, done.stderr
+        assert "[rank 0] a late line" in done.stdout
+        assert "run there succeeded after" in done.stdout
+
+
+def test_watch_shows_the_trials_of_a_sweep(project: Project) -> None:
+    sweep = {"trials": 2, "metric": "val/loss", "space": {"params.lr": [0.1, 0.2]}, "search": "grid", "parallel": 1}
+    config = project.function(
+        EPOCHS, params={"folder": str(project.folder), "lr": 0.1}, cluster={"ranks": 1, "gpus": 0}, sweep=sweep
+    )
+    running = project.start("sweep", config, "--sweep-id", "tune")
+    running.wait_for("sweep tune in")
+    watching = on_terminal(project, "watch", "tune")
+    watching.wait_for("trial 0 · val/loss 0.1 at step ")
+    release(project)
+    done = watching.finish()
+    assert running.finish().rc == done.rc == 0, done.stdout
+    assert "trial 1 complete: val/loss 0.2" in done.stdout
+    assert "sweep tune succeeded after" in done.stdout
+    again = events(project("watch", "tune", "--json", rc=0).stdout)
+    assert (again[-1]["event"], again[-1]["best"]["number"]) == ("sweep_finished", 0)
 
 
 def test_ctrl_c_ends_only_the_watching(project: Project, shared_cluster: str) -> None:

@@ -44,7 +44,7 @@ class Clusters:
         (cli.folder / "work.py").write_text(WORKLOAD)
 
     def __call__(self, *args: str, rc: int = 0, env: dict[str, str] | None = None) -> Finished:
-        is_look = args[0] in ("status", "list")
+        is_look = args[0] == "status"
         done = self.cli.look(*args, env=env) if is_look else self.cli("cluster", *args, env=env)
         assert done.rc == rc, done
         return done
@@ -60,7 +60,7 @@ class Clusters:
         return view
 
     def listed(self) -> list[dict[str, Any]]:
-        views: list[dict[str, Any]] = json.loads(self("list", "--json").stdout)
+        views: list[dict[str, Any]] = json.loads(self("status", "--json").stdout)
         return views
 
     def entries(self) -> list[str]:
@@ -74,7 +74,7 @@ class Clusters:
         return loaded
 
     def process(self, part: str, name: str = "dev") -> psutil.Process:
-        return psutil.Process(self.record(name)["parts"][part]["pid"])
+        return psutil.Process(next(p["process"]["pid"] for p in self.record(name)["parts"] if p["role"] == part))
 
     def start_run(self, cluster: str = "dev", ranks: int = 2, *args: str) -> Running:
         """A run that holds its slots until `go` is there."""
@@ -156,11 +156,11 @@ def test_cluster_outlives_the_command_trains_twice_and_leaves_nothing(clusters: 
     assert clusters.status()["free"] == 2
 
     assert "cluster dev is up at unix:" in clusters("up", "--name", "dev", rc=2).stderr
-    assert "dev   up     local    2      2" in clusters("list").stdout
+    assert "dev   up     local    2      2" in clusters("status").stdout
     clusters("down", "dev")
     assert clusters.entries() == []
     assert all(is_gone(process) for process in processes)
-    assert "no clusters" in clusters("list").stderr
+    assert "no clusters" in clusters("status").stderr
 
 
 def test_killed_scheduler_is_told_soon_and_cleared_away(clusters: Clusters) -> None:
@@ -172,7 +172,6 @@ def test_killed_scheduler_is_told_soon_and_cleared_away(clusters: Clusters) -> N
     assert time.monotonic() - began < SOON_S
     assert view["state"] == "ended" and "no scheduler listens at" in view["reason"]
     assert "no scheduler listens at" in clusters("status", "dev", rc=4).stdout
-    assert "is not up: no scheduler listens" in clusters("scale", "dev", "3", rc=4).stderr
     wait_until(lambda: is_gone(worker))  # it ends with its scheduler
     again = clusters("up", "--name", "dev", "--ranks", "1", "--gpus", "0")
     assert "a cluster dev was there before: no scheduler listens at" in again.stderr
@@ -181,21 +180,15 @@ def test_killed_scheduler_is_told_soon_and_cleared_away(clusters: Clusters) -> N
     assert clusters.entries() == []
 
 
-def test_scale_changes_the_slots_and_brings_a_killed_worker_back(clusters: Clusters) -> None:
-    clusters.up(ranks=2)
-    assert json.loads(clusters("scale", "dev", "3", "--json").stdout)["slots"] == 3
-    running = clusters.start_run(ranks=3)
-    assert "3 slots on 127.0.0.1" in clusters("status", "dev").stdout
-    view = json.loads(clusters("scale", "dev", "1", "--json").stdout)
-    assert (view["slots"], view["free"], [run["slots"] for run in view["runs"]]) == (1, 0, [3])
-    assert clusters.finish(running).rc == 0
-    assert clusters.status()["free"] == 1
-
+def test_killed_worker_is_named_with_what_to_do(clusters: Clusters) -> None:
+    clusters.up()
     clusters.process("worker").kill()
     wait_until(lambda: clusters.status()["slots"] == 0)
-    assert "1 worker; ddptrain cluster scale dev SLOTS starts what is missing" in clusters("status", "dev").stdout
-    clusters("scale", "dev", "2")
-    assert clusters.status()["free"] == 2
+    assert "1 worker; ddptrain cluster down dev and up again" in clusters("status", "dev").stdout
+    refused = clusters("up", "--name", "dev", "--ranks", "2", "--gpus", "0", "--if-needed", rc=4)
+    assert "has lost 1 worker" in refused.stderr
+    trained = clusters.cli("train", "petnames", "--cluster", "dev", "--set", "params.epochs=1")
+    assert trained.rc == 4 and "ddptrain cluster up --name dev" in trained.stderr
 
 
 def test_status_shows_who_holds_slots_and_who_waits_for_them_and_down_now_ends_both(clusters: Clusters) -> None:

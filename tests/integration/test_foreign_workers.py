@@ -184,12 +184,6 @@ def test_foreign_worker_offers_one_slot_or_those_of_its_resource(dask: DaskBench
     assert (warm["ours"], warm["warm"], warm["fault"]) == (False, False, None)
 
 
-def test_slots_of_others_can_not_be_changed(dask: DaskBench) -> None:
-    dask.foreign()
-    with dask.driver(workers=1) as driver, pytest.raises(Exception, match="was not started by ddptrain"):
-        driver.call(driver_calls.set_slots, 2, worker="foreign")
-
-
 def test_killed_rank_server_is_replaced_for_the_next_attempt(dask: DaskBench) -> None:
     dask.foreign()
     with dask.driver(workers=1) as driver:

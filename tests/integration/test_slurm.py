@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,21 +34,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def cluster(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
-    done = cli.look(*args, env=site.env) if args[0] in ("status", "list") else cli("cluster", *args, env=site.env)
+    done = cli.look(*args, env=site.env) if args[0] == "status" else cli("cluster", *args, env=site.env)
     assert done.rc == rc, done
     return done
-
-
-def status(cli: Cli, site: Slurm) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(cluster(cli, site, "status", "dev", "--json").stdout)
-    return told
 
 
 def up(cli: Cli, site: Slurm, *args: str, rc: int = 0) -> Finished:
     return cluster(cli, site, "up", "--name", "dev", "--backend", "slurm", "--json", *args, rc=rc)
 
 
-def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site: Slurm, tmp_path: Path) -> None:
+def test_cluster_is_a_job_that_trains_and_is_cancelled(run_cli: Cli, site: Slurm, tmp_path: Path) -> None:
     settings = ["--set", "cluster.slurm.nodes=2", "--set", "cluster.slurm.ranks_per_node=1"]
     settings += ["--set", "cluster.slurm.env={MY_VALUE: there}", "--set", f"cluster.slurm.folder={tmp_path / 'shared'}"]
     said = up(run_cli, site, *settings)
@@ -66,10 +60,6 @@ def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site
     assert "[rank 0] sum 3 job True value there" in trained.stdout
     assert "[rank 1] sum 3 job True value there" in trained.stdout
 
-    told = json.loads(cluster(run_cli, site, "scale", "dev", "3", "--json").stdout)
-    assert told["slots"] == 3 and len(told["parts"]["jobs"]) == 2
-    cluster(run_cli, site, "scale", "dev", "2")
-    assert len(status(run_cli, site)["parts"]["jobs"]) == 1
     logs = json.loads(cluster(run_cli, site, "logs", "dev", "--json").stdout)
     assert "scheduler" in logs and any(source.startswith("worker n1") for source in logs)
 
@@ -77,23 +67,32 @@ def test_cluster_is_a_job_that_trains_scales_and_is_cancelled(run_cli: Cli, site
     assert site.jobs() == "" and list((tmp_path / "shared").iterdir()) == []
 
 
-def test_workers_of_an_array_join_one_by_one_and_who_cancels_them_is_seen(run_cli: Cli, site: Slurm) -> None:
-    told = json.loads(
-        up(run_cli, site, "--ranks", "2", "--set", "cluster.slurm={array: true, nodes: 2, ranks_per_node: 1}").stdout
-    )
-    assert told["slots"] == 2 and len(told["parts"]["jobs"]) == 2
-    for job in told["parts"]["jobs"]:
-        site.call("scancel", job)
+def test_job_that_others_cancel_is_seen(run_cli: Cli, site: Slurm) -> None:
+    settings = {"ranks_per_node": 1, "directives": ["--cpus-per-task=1", "--comment=mine"]}
+    told = json.loads(up(run_cli, site, "--set", f"cluster.slurm={json.dumps(settings)}").stdout)
+    (part,) = told["parts"]
+    assert part["role"] == "job"
+    site.call("scancel", part["id"].split()[1])
     deadline = time.monotonic() + PATIENCE_S
-    while json.loads(cluster(run_cli, site, "list", "--json").stdout)[0]["state"] != "ended":
+    while json.loads(cluster(run_cli, site, "status", "--json").stdout)[0]["state"] != "ended":
         assert time.monotonic() < deadline
     cluster(run_cli, site, "down", "dev")
+    assert json.loads(cluster(run_cli, site, "status", "--json").stdout) == []
+
+
+def test_up_that_is_killed_while_it_submits_leaves_no_job_that_down_does_not_find(run_cli: Cli, site: Slurm) -> None:
+    running = run_cli.start("cluster", "up", "--name", "dev", "--backend", "slurm", env=site.env)
+    deadline = time.monotonic() + PATIENCE_S
+    while not site.jobs():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.kill_group()
+    cluster(run_cli, site, "down", "dev")
     assert site.jobs() == ""
-    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
 
 
 def test_job_that_waits_is_told_with_slurms_reason_and_cancelled(run_cli: Cli, site: Slurm) -> None:
-    change = ["--set", "cluster.slurm={partition: closed, ranks_per_node: 1}", "--start-timeout", "4"]
+    change = ["--set", "cluster.slurm={partition: closed, ranks_per_node: 1}", "--set", "cluster.start_timeout_s=4"]
     done = up(run_cli, site, *change, rc=4)
     assert "is PENDING (PartitionDown)" in done.stderr
     assert site.jobs() == ""
@@ -102,4 +101,4 @@ def test_job_that_waits_is_told_with_slurms_reason_and_cancelled(run_cli: Cli, s
 def test_what_sbatch_refuses_is_told_in_its_words(run_cli: Cli, site: Slurm) -> None:
     done = up(run_cli, site, "--set", "cluster.slurm={partition: nowhere}", rc=4)
     assert "invalid partition specified: nowhere" in done.stderr.lower() or "Invalid partition" in done.stderr
-    assert json.loads(cluster(run_cli, site, "list", "--json").stdout) == []
+    assert json.loads(cluster(run_cli, site, "status", "--json").stdout) == []

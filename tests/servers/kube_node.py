@@ -1,4 +1,4 @@
-"""What runs pods for `kube_server`, as real processes: a Deployment's controller, a kubelet and a network.
+"""What runs pods for `kube_server`, as real processes: a Job's controller, a kubelet and a network.
 
 Each pod has an address of its own in 127.0.0.0/8; its containers' paths are folders, and its commands run here.
 """
@@ -26,7 +26,7 @@ from tests.servers.kube_store import Object, Store, merged
 GOOD_IMAGE = "registry.test/ddptrain:1"
 _POLL_S = 0.05
 _PROBE_S = 0.5  # between the probes of a pod that is not ready yet: each takes a process
-_BACKOFF_S = 1.0
+_ACTIVE = {"active": 1}
 
 
 @dataclass(slots=True)
@@ -58,8 +58,10 @@ class Node:
         self._count = 1
 
     def changed(self, plural: str, event: str, thing: Object) -> None:
-        if plural == "deployments" and event == "ADDED":
-            self._make_pod(thing)
+        if plural == "jobs" and event == "ADDED":
+            for index in range(thing["spec"].get("completions", 1)):
+                self._make_pod(thing, index)
+            self.store.patch("jobs", thing["metadata"]["namespace"], thing["metadata"]["name"], {"status": _ACTIVE})
         elif plural == "pods" and event == "ADDED":
             pod = self._new_pod(thing)
             self._write_names()
@@ -69,10 +71,6 @@ class Node:
             self._write_names()
         elif plural == "services" and event == "ADDED":
             self._write_names()
-            for pod_behind in self.store.find("pods", thing["metadata"]["namespace"], {}):  # it may be there before
-                self._balance(pod_behind)
-        elif plural == "pods" and event == "MODIFIED":
-            self._balance(thing)
 
     def log(self, pod: str, *, previous: bool) -> str | None:
         known = self.pods[pod]
@@ -87,16 +85,18 @@ class Node:
             pod.doomed.set()
         await asyncio.gather(*(pod.task for pod in self.pods.values() if pod.task), return_exceptions=True)
 
-    def _make_pod(self, deployment: Object) -> None:
-        meta = deployment["metadata"]
-        reference = {"apiVersion": "apps/v1", "kind": "Deployment", "name": meta["name"], "uid": meta["uid"]}
-        template = deployment["spec"]["template"]
+    def _make_pod(self, job: Object, index: int) -> None:
+        meta = job["metadata"]
+        reference = {"apiVersion": "batch/v1", "kind": "Job", "name": meta["name"], "uid": meta["uid"]}
+        template = json.loads(json.dumps(job["spec"]["template"]))
+        template["spec"]["containers"][0]["env"].append({"name": "JOB_COMPLETION_INDEX", "value": str(index)})
+        labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": str(index)}
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {
-                "name": f"{meta['name']}-{uuid.uuid4().hex[:5]}",
-                "labels": template["metadata"]["labels"],
+                "name": f"{meta['name']}-{index}-{uuid.uuid4().hex[:5]}",
+                "labels": labels,
                 "ownerReferences": [reference],
             },
             "spec": template["spec"],
@@ -104,23 +104,14 @@ class Node:
         }
         self.store.create("pods", meta["namespace"], pod)
 
-    def _balance(self, pod: Object) -> None:
-        """Give a service of type LoadBalancer the address of its pod, once it has one."""
-        for service in self.store.find("services", pod["metadata"]["namespace"], {}):
-            is_behind = service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-            if service["spec"].get("type") == "LoadBalancer" and is_behind and "podIP" in pod["status"]:
-                meta, entry = service["metadata"], {"ip": pod["status"]["podIP"]}
-                status = {"status": {"loadBalancer": {"ingress": [entry]}}}
-                self.store.patch("services", meta["namespace"], meta["name"], status)
-
     def _write_names(self) -> None:
-        """What a name server would know: the operator reads it."""
+        """What a name server would know."""
         names = {}
         for service in self.store.find("services", "", {}):
             meta, selector = service["metadata"], service["spec"]["selector"].items()
             for thing in self.store.find("pods", meta["namespace"], {}):
                 if selector <= thing["metadata"]["labels"].items() and not thing["metadata"].get("deletionTimestamp"):
-                    names[f"{meta['name']}.{meta['namespace']}"] = self.pods[thing["metadata"]["name"]].address
+                    names[meta["name"]] = self.pods[thing["metadata"]["name"]].address
         beside = self.folder / "names.new"
         beside.write_text(json.dumps(names))
         beside.rename(self.folder / "names.json")
@@ -143,7 +134,7 @@ class Node:
             elif spec["containers"][0]["image"] != GOOD_IMAGE:
                 await self._cant_pull(pod, spec["containers"][0]["image"])
             else:
-                await self._run(pod, spec)
+                await self._run(pod, thing)
         except Exception:  # nobody waits for this task
             self.faults.append(f"pod {pod.name}: {traceback.format_exc()}")
         finally:
@@ -164,7 +155,8 @@ class Node:
             await asyncio.sleep(0.2)
         await pod.doomed.wait()
 
-    async def _run(self, pod: Pod, spec: Object) -> None:
+    async def _run(self, pod: Pod, thing: Object) -> None:
+        spec = thing["spec"]
         container = spec["containers"][0]
         mounts = self._mount(pod, spec)
         while not mounts and not pod.doomed.is_set():  # its secret is missing
@@ -180,12 +172,16 @@ class Node:
                 await _nap(pod)
             if pod.doomed.is_set():
                 return
-            waiting = {"reason": "CrashLoopBackOff", "message": "back-off restarting failed container"}
-            state = {"state": {"waiting": waiting}, "restartCount": pod.tries + 1, "ready": False}
-            pod.tries += 1
-            self._tell(pod, {"phase": "Running", "conditions": [], "containerStatuses": [state]})
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(pod.doomed.wait(), _BACKOFF_S)
+            code = pod.process.returncode if pod.process else 1
+            state = {"state": {"terminated": {"exitCode": code}}, "restartCount": 0, "ready": False}
+            phase = "Failed" if code else "Succeeded"
+            self._tell(pod, {"phase": phase, "conditions": [], "containerStatuses": [state]})
+            for owner in self.store.objects.values():
+                if owner["metadata"]["uid"] == thing["metadata"]["ownerReferences"][0]["uid"]:
+                    meta = owner["metadata"]
+                    self.store.patch("jobs", meta["namespace"], meta["name"], {"status": {"active": None}})
+                    break
+            await pod.doomed.wait()
 
     def _mount(self, pod: Pod, spec: Object) -> dict[str, str]:
         """Paths in the container -> paths here; nothing while a secret is missing."""
@@ -215,7 +211,8 @@ class Node:
     def _start(self, pod: Pod, container: Object, mounts: dict[str, str]) -> None:
         env = {each["name"]: self._resolved(str(each["value"]), pod.namespace) for each in container.get("env", ())}
         args = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], argument) for argument in container["args"]]
-        args = [_located(argument, mounts).replace("0.0.0.0", pod.address) for argument in args]
+        args = [self._resolved(_located(argument, mounts), pod.namespace) for argument in args]
+        args = [argument.replace("0.0.0.0", pod.address) for argument in args]
         self.commands[pod.name] = args
         names = ("PATH", "LANG", "HOME", "PYTHONPATH", "DDPTRAIN_TESTS")
         own = {name: os.environ[name] for name in names if name in os.environ}
@@ -234,8 +231,8 @@ class Node:
     def _resolved(self, text: str, namespace: str) -> str:
         """Names of services replaced by the addresses of their pods, as the cluster's network does."""
         for (kind, place, name), service in self.store.objects.items():
-            pattern = rf"\b{re.escape(name)}\.{re.escape(place)}\.svc(\.cluster\.local)?\b"
-            if kind != "services" or not re.search(pattern, text):
+            pattern = rf"(?<=://){re.escape(name)}(?=:)"
+            if kind != "services" or place != namespace or not re.search(pattern, text):
                 continue
             wanted = service["spec"]["selector"].items()
             behind = [

@@ -1,7 +1,7 @@
-"""A Kubernetes API server on loopback, for tests, with TLS and a token: objects, watches, logs, port-forwards.
+"""A Kubernetes API server on loopback, for tests, with TLS and a token: objects and logs, as kubectl needs them.
 
-It knows what dask-kubernetes' operator, which runs against it unchanged, and our own calls need. Pods are run by
-`kube_node`. What it does not know is answered as a real server would: with 404.
+Pods are run by `kube_node`. What it does not know is answered as a real server would: with 404. A port-forward needs
+SPDY, which it does not speak: `kubectl_here` in test_kubernetes.py forwards by itself, and passes all else to kubectl.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import yaml
-from aiohttp import WSMsgType, web
+from aiohttp import web
 
-from tests.servers.kube_store import DASK, Object, Refusal, Store, check_schema
+from tests.servers.kube_store import Object, Refusal, Store, check_schema
 
 TOKEN = "let-me-in"
 T = TypeVar("T")
@@ -37,16 +37,9 @@ KINDS: dict[tuple[str, str], dict[str, str]] = {
         "secrets": "Secret",
         "services": "Service",
     },
-    ("apps", "v1"): {"deployments": "Deployment"},
-    ("apiextensions.k8s.io", "v1"): {"customresourcedefinitions": "CustomResourceDefinition"},
-    (DASK, "v1"): {
-        "daskautoscalers": "DaskAutoscaler",
-        "daskclusters": "DaskCluster",
-        "daskjobs": "DaskJob",
-        "daskworkergroups": "DaskWorkerGroup",
-    },
+    ("batch", "v1"): {"jobs": "Job"},
 }
-_CLUSTER_WIDE = {"namespaces", "customresourcedefinitions"}
+_CLUSTER_WIDE = {"namespaces"}
 
 
 class Node(Protocol):
@@ -55,8 +48,6 @@ class Node(Protocol):
     def changed(self, plural: str, event: str, thing: Object) -> None: ...
 
     def log(self, pod: str, *, previous: bool) -> str | None: ...
-
-    def address(self, pod: str) -> str: ...
 
     async def close(self) -> None: ...
 
@@ -80,7 +71,6 @@ class KubeServer:
         self.folder = folder
         self.calls: list[Call] = []
         self.forbidden: set[tuple[str, str]] = set()  # (method, plural)
-        self.has_operator_crds = True
         self._faults: list[str] = []
         self.url = ""
         self._make_node = node
@@ -127,14 +117,6 @@ class KubeServer:
         """What there is of a kind now."""
         return self._do(lambda: json.loads(json.dumps(self.store.find(plural, "", {}))))
 
-    def put(self, plural: str, namespace: str, thing: Object) -> None:
-        """Create an object, as others do with kubectl."""
-        self._do(lambda: self.store.create(plural, namespace, thing))
-
-    def change(self, plural: str, namespace: str, name: str, change: Object) -> None:
-        """Patch an object, as others do with kubectl."""
-        self._do(lambda: self.store.patch(plural, namespace, name, change))
-
     def clear(self, plural: str) -> None:
         """Delete all objects of a kind, and what belongs to them."""
 
@@ -144,17 +126,6 @@ class KubeServer:
                     self.store.delete(plural, thing)
 
         self._do(delete)
-
-    def wipe(self, plural: str) -> None:
-        """Delete all objects of a kind, whatever their finalizers; pods still go when their node says so."""
-
-        def remove() -> None:
-            for thing in self.store.find(plural, "", {}):
-                if self.store.has(plural, thing):
-                    thing["metadata"].pop("finalizers", None)
-                    self.store.delete(plural, thing)
-
-        self._do(remove)
 
     def _do(self, what: Callable[[], T]) -> T:
         """What a function returns that the server's thread calls."""
@@ -204,19 +175,34 @@ class KubeServer:
             self._faults.append(f"{request.method} {request.path}: {traceback.format_exc()}")
             raise
 
-    def _kinds(self) -> dict[tuple[str, str], dict[str, str]]:
-        return {key: kinds for key, kinds in KINDS.items() if self.has_operator_crds or key[0] != DASK}
-
     def _discovery(self, path: str) -> web.Response | None:
         if path == "/api":
             return web.json_response({"kind": "APIVersions", "versions": ["v1"]})
         if path == "/apis":
             groups = []
-            for group, version in (key for key in self._kinds() if key[0]):
+            for group, version in (key for key in KINDS if key[0]):
                 known = {"groupVersion": f"{group}/{version}", "version": version}
                 groups.append({"name": group, "versions": [known], "preferredVersion": known})
             return web.json_response({"kind": "APIGroupList", "groups": groups})
-        for (group, version), kinds in self._kinds().items():
+        if path == "/openapi/v3":  # kubectl asks it whether the server validates fields
+            places = [f"apis/{group}/{version}" if group else f"api/{version}" for group, version in KINDS]
+            return web.json_response(
+                {"paths": {place: {"serverRelativeURL": f"/openapi/v3/{place}"} for place in places}}
+            )
+        for (group, version), kinds in KINDS.items():
+            if path == (f"/openapi/v3/apis/{group}/{version}" if group else f"/openapi/v3/api/{version}"):
+                parameter = {"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}
+                paths = {
+                    f"/{plural}/{{name}}": {
+                        "patch": {
+                            "x-kubernetes-group-version-kind": {"group": group, "version": version, "kind": kind},
+                            "parameters": [parameter],
+                        }
+                    }
+                    for plural, kind in kinds.items()
+                }
+                about = {"title": "Kubernetes", "version": "v1.33.0"}
+                return web.json_response({"openapi": "3.0.0", "info": about, "paths": paths})
             if path == (f"/apis/{group}/{version}" if group else f"/api/{version}"):
                 verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
                 resources = [
@@ -232,9 +218,7 @@ class KubeServer:
         namespace = ""
         if len(rest) > 2 and rest[0] == "namespaces":
             namespace, rest = rest[1], rest[2:]
-        # A watch of the operator's may begin again at any moment: it is not what a test takes the kinds away from.
-        known = KINDS if _is_watch(request) else self._kinds()
-        kinds = known.get((group, version), {})
+        kinds = KINDS.get((group, version), {})
         if not rest or rest[0] not in kinds:
             return web.Response(status=404, text="404 page not found\n")
         plural, name, part = [*rest, "", ""][:3]
@@ -242,8 +226,6 @@ class KubeServer:
             raise Refusal(403, "Forbidden", f'{plural} is forbidden: User "u" cannot {request.method.lower()} it')
         if part == "log":
             return self._log(name, request)
-        if part == "portforward":
-            return await self._portforward(name, request)
         if request.method == "GET" and not name:
             return await self._list(plural, kinds[plural], f"{group}/{version}".strip("/"), namespace, request)
         return await self._one(plural, namespace, name, request)
@@ -251,8 +233,7 @@ class KubeServer:
     async def _one(self, plural: str, namespace: str, name: str, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text() or "{}")
         if request.method == "POST":
-            if plural == "daskclusters":
-                check_schema(body)
+            check_schema(body)
             return web.json_response(self.store.create(plural, namespace, body), status=201)
         thing = self.store.named(plural, namespace, name)
         if request.method == "PATCH":
@@ -282,37 +263,6 @@ class KubeServer:
             raise Refusal(400, "BadRequest", f'container in pod "{pod}" is waiting to start: ContainerCreating')
         lines = said.splitlines()[-int(request.query.get("tailLines", "1000000")) :]
         return web.Response(text="\n".join(lines) + "\n")
-
-    async def _portforward(self, pod: str, request: web.Request) -> web.StreamResponse:
-        port = int(request.query["ports"])
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        for channel in (0, 1):  # data and errors, each opened by telling the port
-            await socket.send_bytes(bytes([channel]) + port.to_bytes(2, "little"))
-        try:
-            reader, writer = await asyncio.open_connection(self.node.address(pod), port)
-        except OSError as error:
-            await socket.send_bytes(b"\x01" + f"error forwarding port {port} to pod {pod}: {error}".encode())
-            await socket.close()
-            return socket
-
-        async def down() -> None:
-            with contextlib.suppress(ConnectionError):
-                while data := await reader.read(32 * 1024):
-                    await socket.send_bytes(b"\x00" + data)
-            await socket.close()
-
-        with self._stream():
-            back = asyncio.ensure_future(down())
-            try:
-                async for message in socket:
-                    if message.type == WSMsgType.BINARY:
-                        writer.write(message.data[1:])
-                        await writer.drain()
-            finally:
-                back.cancel()
-                writer.close()
-        return socket
 
     @contextlib.contextmanager
     def _stream(self) -> Iterator[None]:

@@ -202,7 +202,7 @@ class SaturnServer(ThreadingHTTPServer):
             if self.status in ("stopped", "closed", "error"):
                 self.status, self.config = "pending", config
                 self.dask.nthreads = config.get("nthreads", 1)
-                self.dask.start(config["n_workers"] * config.get("nprocs", 1))
+                self.dask.start(config.get("n_workers", 1) * config.get("nprocs", 1))
             elif self.status == "pending" and self.dask.info() and not self.never_ready:
                 self.status = "ready"
             if self.status == "ready":

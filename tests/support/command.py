@@ -126,7 +126,7 @@ class Cli:
         return (sys.executable, str(path))
 
     def look(self, *args: str, env: Mapping[str, str] | None = None) -> Finished:
-        """`ddptrain cluster status` or `list`, repeated while a scheduler on a busy machine does not answer in time."""
+        """`ddptrain cluster status`, repeated while a scheduler on a busy machine does not answer in time."""
         deadline = time.monotonic() + PATIENCE_S
         while "does not answer within" in (done := self("cluster", *args, env=env)).stdout:
             if time.monotonic() > deadline:

@@ -238,6 +238,9 @@ def test_event_of_a_rank_gone_wrong_is_written_or_refused(folder: Path, event: A
                 writer.adopt_checkpoint(0, decoded, staged, CheckpointPolicy())
             elif isinstance(decoded, events.FileSaved):
                 writer.adopt_file(decoded, staged / _file_name(decoded.staging))
+        assert {path.name for path in Path(name).iterdir()} <= {"runs", "staged"}
+        for path in Path(name).glob("runs/*/*.jsonl"):
+            assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
 
 
 def _writer(folder: Path) -> RunWriter:

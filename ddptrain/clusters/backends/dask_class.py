@@ -1,194 +1,246 @@
-"""Clusters of any `distributed.deploy.Cluster` class: LocalCluster, FargateCluster, Coiled, LSFCluster, ...
+"""Clusters of any `distributed.deploy.Cluster` class: LocalCluster, FargateCluster, Coiled, SaturnCluster, ...
 
-A detached process (dask_class_process.py) creates the cluster object and closes it at the end. The record of the
-cluster and its log file name this process "keeper", also in earlier versions.
+A class is used for one run: a child of the driver (dask_class_process.py) creates the object, and closes it when the
+driver closes its stdin, or is killed. In a process of its own, what the class prints does not mix with the output of a
+run, and Ctrl-C does not reach its workers. `cluster up` only starts classes whose cluster lives in a cloud.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
-import signal
-import socket
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.backends.dask_class_process import ORDER_FILE, SOCKET_FILE, DaskClusterOrder
-from ddptrain.clusters.backends.foreign_cluster import dask_logs, spare_runs
-from ddptrain.clusters.cluster_records import Deployment
-from ddptrain.clusters.processes import DaemonId, DaemonOrder
-from ddptrain.clusters.provider import Tell
-from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE
-from ddptrain.errors import ClusterError, UsageError
+from ddptrain.clusters.backends.dask_class_process import DaskClusterOrder
+from ddptrain.clusters.processes import PYTHON, DaemonOrder
+from ddptrain.clusters.provider import Backend, Cluster, Tell
+from ddptrain.clusters.record import ClusterRecord, Part
+from ddptrain.clusters.resolve import Target
+from ddptrain.clusters.security import CERT_FILE, own_security
+from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.errors import ClusterError, DdptrainError, UsageError
 
-_PROCESS = "keeper"  # in records of clusters that run
+_MODULE = "ddptrain.clusters.backends.dask_class_process"
+_LOG = "class"
 _POLL_S = 0.05
 _TELL_EVERY_S = 5.0  # seconds between progress messages: a user may want to interrupt the wait
-_ORDER_S = 60.0  # some classes return from scale() only when all workers are there
 _STOP_S = 60.0  # cloud machines take longer to end than a process
 _LOG_LINES = 8
-_LONGEST_PATH = 100  # of a socket, in bytes: the system's limit is 104 or 108
 
 
-class DeployProvider:
-    """Starts a process that creates an object of the configured class with the configured arguments."""
+class DaskClassCluster(Cluster):
+    """A cluster of a class for one run."""
 
-    tls = None  # the cluster class decides
+    def __init__(self, config: ClusterConfig, tell: Tell) -> None:
+        self.config = config
+        self.name = config.class_name
+        self._tell = tell
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start the process and wait for its cluster, or request other slots. Raises ClusterError, UsageError."""
-        daemon = _process(cluster)
-        if daemon is None:
-            _start(cluster, slots)
-            cluster.update(workers=_await_address(cluster, tell)["workers"])
-        elif slots is not None:
-            spare_runs(cluster, slots)
-            cluster.update(workers=_order(cluster, daemon, slots)["workers"])
+    @property
+    def description(self) -> str:
+        """What it is, for messages."""
+        return f"a cluster of {self.name}"
 
-    def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
-        """Return the log of the process, and the logs that Dask keeps of the scheduler and the workers."""
-        return {"cluster": processes.tail(str(cluster.folder), _PROCESS, lines), **dask_logs(cluster, lines)}
+    def begin(self) -> None:
+        """Start the process that creates the object."""
+        self._folder = tempfile.TemporaryDirectory(prefix="ddptrain-class-", ignore_cleanup_errors=True)
+        _order(self.config).write(self.folder)
+        with (self.folder / f"{_LOG}.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, "hold", str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
-    def fault(self, cluster: Deployment) -> str | None:
-        """Return why the process has ended; None if it has not."""
-        daemon = _process(cluster)
-        if daemon is None or processes.alive(daemon):
+    @property
+    def folder(self) -> Path:
+        """The private folder for its certificate and its log."""
+        assert self._folder is not None
+        return Path(self._folder.name)
+
+    def connect(self) -> Target:
+        """Wait for the cluster; return its address. Raises ClusterError, UsageError."""
+        self._tell(f"starting {self.description}")
+        began = time.monotonic()
+        while (card := _json(self.folder / "scheduler.json")) is None:
+            if (fault := self._ended()) is not None:
+                raise fault
+            if time.monotonic() - began > self.config.start_timeout_s:
+                limit = f"{self.config.start_timeout_s:g} s (cluster.start_timeout_s)"
+                raise ClusterError(f"{self.name} is not up after {limit}{_log_end(self.folder)}")
+            time.sleep(_POLL_S)
+        tls = own_security(self.folder) if (self.folder / CERT_FILE).exists() else None
+        return Target(str(card["address"]), tls)
+
+    def worker_fault(self) -> str | None:
+        """Return why the process has ended; None while it runs."""
+        fault = self._ended()
+        return None if fault is None else str(fault)
+
+    def last_words(self) -> str:
+        """Return the end of what the class has written."""
+        return _log_end(self.folder).lstrip("\n")
+
+    def close(self) -> None:
+        """Close the cluster, also one that is still being created."""
+        if self._process is None or self._process.stdin is None or self._folder is None:
+            return
+        was_running = self._process.poll() is None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            pid = self._process.pid
+            self._tell(f"{self.name} is not closed after {_STOP_S:g} s: process {pid} will close it and end")
+            return
+        if was_running and self._process.returncode and (fault := self._ended()):
+            self._tell(f"{fault}; what it has started may still be there")
+        self._folder.cleanup()
+
+    def _ended(self) -> DdptrainError | None:
+        assert self._process is not None
+        if self._process.poll() is None:
             return None
-        return _end_reason(cluster, daemon)
+        return _failure(self.folder, self._process.pid)
 
-    def stop(self, cluster: Deployment, tell: Tell) -> None:
-        """Make the process close its cluster, also one that still starts. Raises ClusterError if it is not closed."""
-        daemon = _process(cluster)
-        if daemon is None:
-            return
-        name = cluster.record.settings["class"]
-        if processes.alive(daemon):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(daemon.pid, signal.SIGTERM)
-            _await_end(cluster, daemon, tell)
-        elif not cluster.ended:
-            tell(
-                f"the process that holds the cluster (pid {daemon.pid}) was killed: what {name} has "
-                "started on other hosts may still run"
+
+# The classes whose clusters live on without their object: arguments to create one that stays, the attribute that names
+# it (and the argument that attaches to it), and the arguments of close().
+@dataclass(frozen=True, slots=True)
+class _Cloud:
+    handle: str
+    create: Mapping[str, Any] = field(default_factory=dict)
+    close: Mapping[str, Any] = field(default_factory=dict)
+
+
+_CLOUDS = {
+    "dask_saturn.SaturnCluster": _Cloud("cluster_url"),
+    "coiled.Cluster": _Cloud("name", {"shutdown_on_close": False}, {"force_shutdown": True}),
+}
+
+
+class DaskClassBackend(Backend):
+    """Creates a cluster in a cloud and leaves it there; the record has its address."""
+
+    def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
+        """Create the cluster, and wait for its workers. Raises ClusterError, UsageError."""
+        config, name = cluster.config, cluster.config.class_name
+        if name not in _CLOUDS:
+            raise UsageError(
+                f"a cluster of {name} ends with the process that has created it: give its class to a run, without "
+                "`cluster up`; or create it in a program of your own, and use cluster.address"
             )
-        if cluster.ended.get("is_left"):
-            cluster.update(parts={})  # a second `cluster down` has nothing left to end
-            raise ClusterError(f"{cluster.ended['reason']}; ddptrain cluster down {cluster.name} deletes its record")
+        if config.idle_timeout_s:
+            raise UsageError(f"cluster.idle_timeout_s is not kept by {name}: use its own setting, in cluster.kwargs")
+        part = Part(role="cloud", id=name, log=str(cluster.folder / f"{_LOG}.log"))
+        yield part
+        part = _begun(cluster, part, "create")
+        shown_at = time.monotonic()
+        while (card := _json(cluster.folder / "scheduler.json")) is None:
+            assert part.process is not None
+            if not processes.alive(part.process):
+                raise _failure(cluster.folder, part.process.pid)
+            if time.monotonic() - shown_at > _TELL_EVERY_S:
+                tell(f"{name} is starting")
+                shown_at = time.monotonic()
+            yield part
+            time.sleep(_POLL_S)
+        cluster.address, cluster.dashboard = str(card["address"]), str(card["dashboard"])
+        cluster.workers = int(card["workers"])
+        yield part
+
+    def fault(self, cluster: ClusterRecord) -> str | None:
+        """Return None: only the cloud knows."""
+        return None
+
+    def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
+        """Return what the class has written; the pages of the cloud have the logs of its machines."""
+        return {_LOG: processes.tail(str(cluster.folder), _LOG, lines)}
+
+    def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
+        """Close the cluster, also one that is still starting. Raises ClusterError if it can't be closed."""
+        for part in cluster.of_role("cloud"):
+            _await_end(part, tell)
+            if (error := _json(cluster.folder / "error.json")) is not None and error["is_usage"]:
+                continue  # nothing was started
+            (cluster.folder / "error.json").unlink(missing_ok=True)
+            closing = _begun(cluster, part, "close")
+            _await_end(closing, tell)
+            if _json(cluster.folder / "error.json") is not None and closing.process is not None:
+                fault = _failure(cluster.folder, closing.process.pid)
+                cluster.parts = []  # a second `cluster down` has nothing left to end
+                cluster.save()
+                raise ClusterError(
+                    f"{fault}; what it has started may still be there: see the pages of the cloud; "
+                    f"ddptrain cluster down {cluster.name} deletes its record"
+                )
 
 
-def _start(cluster: Deployment, slots: int | None) -> None:
-    settings = cluster.record.settings
-    ranks = settings["ranks"] if isinstance(settings["ranks"], int) else None
-    order = DaskClusterOrder(
-        settings["class"],
-        settings["kwargs"],
-        slots=slots if slots is not None else ranks,
-        idle_timeout_s=cluster.record.idle_timeout_s,
-        sys_path=[os.getcwd()],
+def _order(config: ClusterConfig, cloud: _Cloud | None = None, name: str = "") -> DaskClusterOrder:
+    ranks = config.ranks if isinstance(config.ranks, int) else None
+    kwargs = dict(config.kwargs)
+    if cloud is not None:
+        kwargs |= cloud.create
+        if cloud.handle == "name":
+            kwargs.setdefault("name", f"ddptrain-{name}")
+    handle, closing = (cloud.handle, cloud.close) if cloud else ("", {})
+    return DaskClusterOrder(
+        config.class_name, kwargs, ranks, config.start_timeout_s, [os.getcwd()], handle, dict(closing)
     )
-    arguments = ["-m", "ddptrain.clusters.backends.dask_class_process", "--folder", str(cluster.folder)]
-    started = processes.start(
-        DaemonOrder(_PROCESS, str(cluster.folder), arguments, files={ORDER_FILE: order.to_json()})
-    )
-    cluster.update(parts={_PROCESS: dataclasses.asdict(started)})
 
 
-def _await_address(cluster: Deployment, tell: Tell) -> Mapping[str, Any]:
-    """Return the content of scheduler.json, once the cluster is up. Raises ClusterError, UsageError if it fails."""
-    daemon = _process(cluster)
-    assert daemon is not None
-    name, timeout_s = cluster.record.settings["class"], float(cluster.record.settings["start_timeout_s"])
-    for waited_s in _waiting(tell, f"{name} is starting"):
-        with contextlib.suppress(FileNotFoundError):
-            card: dict[str, Any] = json.loads((cluster.folder / SCHEDULER_FILE).read_text(encoding="utf-8"))
-            return card
-        if not processes.alive(daemon):
-            kind = UsageError if cluster.ended.get("is_usage") else ClusterError
-            raise kind(_end_reason(cluster, daemon))
-        if waited_s > timeout_s:
-            raise ClusterError(f"{name} is not up after {timeout_s:g} s (cluster.start_timeout_s){_log_end(cluster)}")
-    raise AssertionError("the wait has no end of its own")
+def _begun(cluster: ClusterRecord, part: Part, verb: str) -> Part:
+    _order(cluster.config, _CLOUDS[part.id], cluster.name).write(cluster.folder)
+    command = [PYTHON, "-P", "-m", _MODULE, verb, str(cluster.folder)]
+    started = processes.start(DaemonOrder(_LOG, str(cluster.folder), command))
+    return part.model_copy(update={"process": started})
 
 
-def _await_end(cluster: Deployment, daemon: DaemonId, tell: Tell) -> None:
-    is_up = bool(cluster.record.address)
-    name = cluster.record.settings["class"]
-    for waited_s in _waiting(tell, f"{name} is {'closing' if is_up else 'still starting, and is closed after that'}"):
-        if not processes.alive(daemon):
-            return
-        if waited_s > _STOP_S:
-            raise ClusterError(
-                f"{name} is still {'closing' if is_up else 'being built'} after {_STOP_S:g} s: the process "
-                f"that holds it (pid {daemon.pid}) will close it and end; "
-                f"try again with ddptrain cluster down {cluster.name}"
-            )
-
-
-def _waiting(tell: Tell, text: str) -> Iterator[float]:
-    """Yield the seconds waited so far, at each poll; show `text` every few seconds."""
-    began = last_shown = time.monotonic()
-    while True:
+def _await_end(part: Part, tell: Tell) -> None:
+    """Wait for the process: what its constructor has ordered would stay if it were killed."""
+    began = shown_at = time.monotonic()
+    while part.process is not None and processes.alive(part.process):
         now = time.monotonic()
-        yield now - began
-        if now - last_shown > _TELL_EVERY_S:
-            tell(text)
-            last_shown = now
+        if now - began > _STOP_S:
+            raise ClusterError(f"{part.id} is still starting or closing after {_STOP_S:g} s ({part.description})")
+        if now - shown_at > _TELL_EVERY_S:
+            tell(f"waiting for {part.id}")
+            shown_at = now
         time.sleep(_POLL_S)
 
 
-def _end_reason(cluster: Deployment, daemon: DaemonId) -> str:
-    """Return one line that says why the process has ended, and the end of its log if the line is not enough."""
-    ended = cluster.ended
-    if ended.get("is_usage"):
-        return str(ended["reason"])
-    has_ended = f"the process that holds the cluster (pid {daemon.pid}) has ended"
-    return str(ended.get("reason") or has_ended) + _log_end(cluster)
+def _failure(folder: Path, pid: int) -> DdptrainError:
+    """Return why the process has ended, with the end of its log if one line is not enough."""
+    error = _json(folder / "error.json")
+    if error is None:
+        return ClusterError(f"the process that holds the cluster (pid {pid}) has ended{_log_end(folder)}")
+    if error["is_usage"]:
+        return UsageError(str(error["message"]))
+    return ClusterError(f"{error['message']}{_log_end(folder)}")
 
 
-def _log_end(cluster: Deployment) -> str:
-    log = processes.tail(str(cluster.folder), _PROCESS, _LOG_LINES)
-    return "\nlast lines of its log:\n  " + log.strip().replace("\n", "\n  ") if log.strip() else ""
+def _log_end(folder: Path) -> str:
+    log = processes.tail(str(folder), _LOG, _LOG_LINES).strip()
+    return "\nlast lines of its log:\n  " + log.replace("\n", "\n  ") if log else ""
 
 
-def _order(cluster: Deployment, daemon: DaemonId, slots: int) -> Mapping[str, Any]:
-    """Request that many slots from the process. Raises ClusterError if it refuses or does not answer."""
-    processes.alive(daemon)  # raises on another host, where the socket has no server
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_ORDER_S)
-        try:
-            _connect(connection, cluster.folder)
-            with connection.makefile("rw") as stream:
-                stream.write(json.dumps({"slots": slots}) + "\n")
-                stream.flush()
-                answer: dict[str, Any] = json.loads(stream.readline())
-        except (OSError, ValueError) as error:
-            raise ClusterError(
-                f"the process that holds the cluster {cluster.name} (pid {daemon.pid}) does not answer: {error}"
-                f"{_log_end(cluster)}"
-            ) from error
-    if "error" in answer:
-        raise ClusterError(f"{answer['error']}; for details: ddptrain cluster logs {cluster.name}")
-    return answer
-
-
-def _connect(connection: socket.socket, folder: Path) -> None:
-    """Connect to the process. A socket path that is too long for the system is shortened through /proc."""
-    path = folder / SOCKET_FILE
-    if len(os.fsencode(path)) <= _LONGEST_PATH:
-        connection.connect(str(path))
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _json(path: Path) -> dict[str, Any] | None:
     try:
-        connection.connect(f"/proc/self/fd/{descriptor}/{SOCKET_FILE}")
-    finally:
-        os.close(descriptor)
-
-
-def _process(cluster: Deployment) -> DaemonId | None:
-    part = cluster.record.parts.get(_PROCESS)
-    return DaemonId.of(part) if part else None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return found

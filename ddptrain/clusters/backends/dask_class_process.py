@@ -1,64 +1,56 @@
-"""`python -m ddptrain.clusters.backends.dask_class_process`: creates, scales and closes a Dask cluster object.
+"""`python -m ddptrain.clusters.backends.dask_class_process`: creates and closes an object of a Dask cluster class.
 
-    python -P -m ddptrain.clusters.backends.dask_class_process --folder DIR
+    python -P -m ddptrain.clusters.backends.dask_class_process hold|create|close DIR
 
-DIR/order.json names the class and its arguments. Once the cluster is up, DIR contains its certificate,
-DIR/scheduler.json contains its address, and DIR/keeper.sock accepts requests for other numbers of slots. SIGTERM closes
-the cluster, but only after its constructor has returned: otherwise the resources that it has created so far would stay.
-DIR/ended.json says why this process ended by itself, and what it could not close.
+DIR/order.json names the class and its arguments. `hold` creates the cluster, and closes it at the end of stdin, but
+only after its constructor has returned: otherwise what it has created so far would stay. `create` leaves it, `close`
+attaches to it and closes it. Once it is up, DIR has its certificate and scheduler.json; error.json says what failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import json
-import math
 import os
-import selectors
-import signal
-import socket
 import sys
+import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import dask
+from distributed import Client, LocalCluster, Security
 
 from ddptrain.clusters import security
-from ddptrain.clusters.resolve import Target
-from ddptrain.clusters.scheduler.idle_time import IdleWatch
-from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE, write_ended
-from ddptrain.config.wording import did_you_mean, shorten
-from ddptrain.file_ops import temp_folder
-from ddptrain.protocol.rank_spec import SLOT_RESOURCE
+from ddptrain.clusters.scheduler.scheduler_process import LOOKER
+from ddptrain.config.wording import counted, did_you_mean, shorten
 
-ORDER_FILE = "order.json"
-SOCKET_FILE = "keeper.sock"
 _REACHABLE = ("tcp", "tls", "ws", "wss", "ucx")
-_OVER = ("closed", "failed")
-_ANSWER_S = 5.0
 _MOST_OF_AN_ERROR = 500
 
 
 @dataclass(frozen=True, slots=True)
 class DaskClusterOrder:
-    """The class to create as package.Cluster, its arguments, and the number of slots (None: as the arguments give)."""
+    """The class to create as package.Cluster, its arguments, and the number of ranks (None: as the arguments give).
+
+    For `close`: `attach` are the arguments that name the existing cluster, `closing` those of its method close.
+    """
 
     cls: str
     kwargs: Mapping[str, Any] = field(repr=False)
-    slots: int | None = None
-    idle_timeout_s: float = 0.0
-    sys_path: Sequence[str] = ()
+    ranks: int | None
+    timeout_s: float
+    sys_path: list[str]
+    handle: str = ""  # the attribute that names the cluster, and the argument of the same name that attaches to it
+    closing: Mapping[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """Return the content of order.json."""
-        return json.dumps(dataclasses.asdict(self))
+    def write(self, folder: Path) -> None:
+        """Write it into the folder, for the process."""
+        security.write_private_json(folder / "order.json", asdict(self))
 
 
 class DaskClusterError(Exception):
@@ -69,264 +61,155 @@ class DaskClusterError(Exception):
         super().__init__(message)
 
 
-class DaskCluster:
-    """The cluster object, and its name for messages."""
-
-    def __init__(self, order: DaskClusterOrder, folder: Path, scratch: Path) -> None:
-        """Create the cluster; a certificate made here is written to `folder`. Raises DaskClusterError.
-
-        scratch: a private folder for the processes of a LocalCluster.
-        """
-        self.name = order.cls
-        if order.kwargs.get("asynchronous"):
-            raise DaskClusterError("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
-        made = _imported(order.cls)
-        if _is_local(made) and dask.config.get("temporary-directory", None) is None:
-            # Dask imports modules from below it; by default others may write there.
-            dask.config.set({"temporary-directory": str(scratch)})
-        with self._one_line_errors("(...)", order.kwargs):
-            self._cluster: Any = made(**{**_own_security(made, order.kwargs, folder), **order.kwargs})
-        if not hasattr(self._cluster, "scheduler_address"):
-            words = f"cluster.class {self.name} does not create a Dask cluster: the object has no scheduler_address"
-            raise DaskClusterError(words, is_usage=True)
-
-    def target(self) -> Target:
-        """Return the scheduler's address and security. Raises DaskClusterError if it is not reachable."""
-        address = str(self._cluster.scheduler_address)
-        if address.partition("://")[0] not in _REACHABLE:
-            raise DaskClusterError(
-                f"the scheduler of {self.name} is at {address}, where no other process can reach it; let it listen "
-                "on tcp://"
-            )
-        return Target(address, getattr(self._cluster, "security", None))
-
-    def dashboard(self) -> str:
-        """Return the URL of the dashboard, or ""."""
-        return str(getattr(self._cluster, "dashboard_link", None) or "")
-
-    def resize(self, slots: int | None) -> int:
-        """Scale to `slots` (None: the present ones, or one worker). Return the workers. Raises DaskClusterError."""
-        info = getattr(self._cluster, "scheduler_info", {})
-        workers = info.get("workers", {}).values()
-        planned = max(len(getattr(self._cluster, "plan", ())), len(workers))
-        if slots is None and planned:
-            return planned
-        wanted = math.ceil((slots or 1) / min((_slots(worker) for worker in workers), default=1))
-        can_scale = getattr(self._cluster, "_supports_scaling", True)
-        if not can_scale and wanted != planned:
-            raise DaskClusterError(f"{self.name} can't be scaled to {wanted} workers, it has {planned}")
-        if can_scale:
-            with self._one_line_errors(f".scale({wanted})"):
-                self._cluster.scale(wanted)
-        return wanted
-
-    def is_over(self) -> bool:
-        """Return whether it has ended by itself."""
-        status = getattr(self._cluster, "status", None)
-        return getattr(status, "name", status) in _OVER
-
-    def close(self) -> None:
-        """End it. Raises DaskClusterError."""
-        with self._one_line_errors(".close()"):
-            self._cluster.close()
-
-    @contextlib.contextmanager
-    def _one_line_errors(self, call: str, kwargs: Collection[str] = ()) -> Iterator[None]:
-        """Convert an exception of the cluster class to a DaskClusterError with one line; the traceback goes to the log.
-
-        It is a wrong configuration if the class, or the scheduler or a worker that it creates, refuses one of `kwargs`.
-        """
-        try:
-            yield
-        except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            words = _one_line(error)
-            for name in kwargs:
-                if (refusal := f"unexpected keyword argument '{name}'") in words:
-                    raise DaskClusterError(f"cluster.kwargs: {self.name} got an {refusal}", is_usage=True) from error
-            raise DaskClusterError(f"{self.name}{call} failed: {words}") from error
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Create the cluster, and close it after SIGTERM or the idle time."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ddptrain.clusters.backends.dask_class_process", description="Creates and closes a Dask cluster."
-    )
-    parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
-    folder: Path = parser.parse_args(argv).folder
-    order = DaskClusterOrder(**json.loads((folder / ORDER_FILE).read_text(encoding="utf-8")))
+def main(argv: list[str]) -> int:
+    """Obey the order in the folder."""
+    verb, folder = argv[0], Path(argv[1])
+    order = DaskClusterOrder(**json.loads((folder / "order.json").read_text(encoding="utf-8")))
     sys.path += order.sys_path
-    with temp_folder("ddptrain-class-") as scratch, _SigtermFlag() as sigterm:
+    try:
+        if verb == "close":
+            return _close(_attached(order, folder), order)
+        deadline = time.monotonic() + order.timeout_s
+        cluster = _created(order, folder, order.kwargs)
         try:
-            cluster = DaskCluster(order, folder, scratch)
+            card = _reached(cluster, order, folder, deadline)
+            security.write_private_json(folder / "scheduler.json", card)
+            if verb == "hold":
+                sys.stdin.read()
         except DaskClusterError as error:
-            write_ended(folder, str(error), is_usage=error.is_usage)
-            return 1
-        return _run(cluster, order, folder, sigterm)
-
-
-def _run(cluster: DaskCluster, order: DaskClusterOrder, folder: Path, sigterm: _SigtermFlag) -> int:
-    """Serve requests until the end, then close the cluster. Return the exit code."""
-    is_left = False
-    try:
-        reason = "" if sigterm else _serve(cluster, order, folder, sigterm)
+            try:
+                _close(cluster, order)
+            except DaskClusterError as stuck:
+                raise DaskClusterError(f"{error}; {stuck}; what it has started may still be there") from error
+            raise
+        if verb == "hold":
+            return _close(cluster, order)
+        sys.stdout.flush()
+        os._exit(0)  # the object's own clean-up at the end of the process would close the cluster
     except DaskClusterError as error:
-        reason = str(error)
-    (folder / SCHEDULER_FILE).unlink(missing_ok=True)
-    try:
-        cluster.close()
-    except DaskClusterError as error:
-        is_left = True
-        reason = "; ".join([*filter(None, [reason]), str(error), "what it has started may still be there"])
-    if reason:
-        write_ended(folder, reason, is_left=is_left)
-    return int(is_left)
+        words = {"message": str(error), "is_usage": error.is_usage}
+        security.write_private_json(folder / "error.json", words)
+        return 1
 
 
-def _serve(cluster: DaskCluster, order: DaskClusterOrder, folder: Path, sigterm: _SigtermFlag) -> str:
-    """Write scheduler.json and answer requests until the end. Returns the reason for the end, "" after a signal."""
-    target = cluster.target()
-    workers = cluster.resize(order.slots)
-    if target.security is not None and not (folder / security.CERT_FILE).exists():
-        security.keep(target.security, folder)
-    watch = IdleWatch(target, order.idle_timeout_s)
-    with _listening(folder) as listener, selectors.DefaultSelector() as selector:
-        for source in (listener, sigterm):
-            selector.register(source, selectors.EVENT_READ)
-        card = {"address": target.address, "dashboard": cluster.dashboard(), "workers": workers}
-        security.write_private_json(folder / SCHEDULER_FILE, {**card, "pid": os.getpid(), "host": socket.gethostname()})
-        while True:
-            ready = [key.fileobj for key, _ in selector.select(watch.pause_s)]
-            if sigterm:
-                return ""
-            if listener in ready:
-                _answer(listener, cluster)
-            if cluster.is_over():
-                return f"{cluster.name} has closed by itself"
-            if watch.is_over():
-                return f"idle for {order.idle_timeout_s:g} s"
+def _created(order: DaskClusterOrder, folder: Path, kwargs: Mapping[str, Any]) -> Any:
+    """Create the object. Raises DaskClusterError."""
+    if kwargs.get("asynchronous"):
+        raise DaskClusterError("cluster.kwargs.asynchronous can't be true: leave it out", is_usage=True)
+    made = _imported(order.cls)
+    if isinstance(made, type) and issubclass(made, LocalCluster):
+        # Without a certificate every user of this machine could use the cluster.
+        parameters = inspect.signature(made).parameters.values()
+        takes_it = any(each.name == "security" or each.kind is each.VAR_KEYWORD for each in parameters)
+        if takes_it and not {"security", "protocol"} & kwargs.keys() and kwargs.get("processes") is not False:
+            kwargs = {**kwargs, "security": True}
+        if dask.config.get("temporary-directory", None) is None:
+            # Dask imports modules from below it; by default others may write there.
+            dask.config.set({"temporary-directory": str(folder)})
+    with _one_line_errors(order, "(...)", kwargs):
+        cluster = made(**kwargs)
+    if not hasattr(cluster, "scheduler_address"):
+        words = f"cluster.class {order.cls} does not create a Dask cluster: the object has no scheduler_address"
+        raise DaskClusterError(words, is_usage=True)
+    return cluster
+
+
+def _reached(cluster: Any, order: DaskClusterOrder, folder: Path, deadline: float) -> dict[str, Any]:
+    """Wait for the workers; return the content of scheduler.json. Raises DaskClusterError."""
+    address = str(cluster.scheduler_address)
+    if address.partition("://")[0] not in _REACHABLE:
+        where = f"the scheduler of {order.cls} is at {address}, where no other process can reach it"
+        raise DaskClusterError(f"{where}; let it listen on tcp://")
+    plan = getattr(cluster, "plan", None)  # the workers of a SpecCluster
+    wanted = int(order.kwargs.get("n_workers") or len(plan or ()) or 1)
+    if "n_workers" not in order.kwargs and (order.ranks or (plan is not None and not plan)):
+        wanted = order.ranks or 1
+        with _one_line_errors(order, f".scale({wanted})"):
+            cluster.scale(wanted)
+    given = getattr(cluster, "security", None)
+    if given is not None:
+        security.keep(given, folder)
+    tls = given if isinstance(given, Security) and given.get_tls_config_for_role("client")["cert"] else None
+    with _one_line_errors(order, "'s scheduler"):
+        client = Client(address, security=tls, timeout=_left_s(deadline), name=LOOKER, set_as_default=False)
+    with client:
+        try:
+            client.wait_for_workers(wanted, timeout=_left_s(deadline))
+        except TimeoutError as error:
+            joined = f"{len(client.nthreads())} of {counted(wanted, 'worker')} joined"
+            raise DaskClusterError(f"{joined} within {order.timeout_s:g} s (cluster.start_timeout_s)") from error
+    dashboard = str(getattr(cluster, "dashboard_link", None) or "")
+    handle = str(getattr(cluster, order.handle)) if order.handle else ""
+    return {"address": address, "dashboard": dashboard, "workers": wanted, "handle": handle}
+
+
+def _attached(order: DaskClusterOrder, folder: Path) -> Any:
+    """Return the object of a cluster that exists; of one whose start was interrupted, by the same arguments."""
+    with contextlib.suppress(OSError, ValueError):
+        if handle := json.loads((folder / "scheduler.json").read_text(encoding="utf-8"))["handle"]:
+            return _created(order, folder, {order.handle: handle})
+    return _created(order, folder, order.kwargs)
+
+
+def _close(cluster: Any, order: DaskClusterOrder) -> int:
+    with _one_line_errors(order, ".close()"):
+        cluster.close(**order.closing)
+    return 0
+
+
+def _left_s(deadline: float) -> float:
+    return max(1.0, deadline - time.monotonic())
 
 
 @contextlib.contextmanager
-def _listening(folder: Path) -> Iterator[socket.socket]:
-    """A listening socket in the private folder, bound by a relative name: the full path may be too long."""
-    (folder / SOCKET_FILE).unlink(missing_ok=True)
-    os.chdir(folder)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(SOCKET_FILE)
-        listener.listen()
-        yield listener
+def _one_line_errors(order: DaskClusterOrder, call: str, kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Convert an exception of the cluster class to a DaskClusterError with one line; the traceback goes to the log.
 
-
-def _answer(listener: socket.socket, cluster: DaskCluster) -> None:
-    """Answer one request, {"slots": N}, with {"workers": N} or {"error": "..."}."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the client hung up, or sent something else
-        connection, _ = listener.accept()
-        with connection, connection.makefile("rw") as stream:
-            connection.settimeout(_ANSWER_S)
-            slots = int(json.loads(stream.readline())["slots"])
-            try:
-                answer: dict[str, Any] = {"workers": cluster.resize(slots)}
-            except DaskClusterError as error:
-                answer = {"error": str(error)}
-            stream.write(json.dumps(answer) + "\n")
-
-
-class _SigtermFlag:
-    """True after SIGTERM; also a file for selectors that becomes readable when the signal arrives."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def __enter__(self) -> Self:
-        self._reader, self._writer = socket.socketpair()
-        signal.signal(signal.SIGTERM, self._take)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self._reader.close()
-        self._writer.close()
-
-    def __bool__(self) -> bool:
-        return self._is_set
-
-    def fileno(self) -> int:
-        """Return the descriptor, as selectors require."""
-        return self._reader.fileno()
-
-    def _take(self, signum: int, frame: object) -> None:
-        if not self._is_set:
-            self._writer.send(b"!")
-        self._is_set = True
+    It is a wrong configuration if the class, or the scheduler or a worker that it creates, refuses one of `kwargs`.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        words = _one_line(error)
+        for name in kwargs or ():
+            if (refusal := f"unexpected keyword argument '{name}'") in words:
+                raise DaskClusterError(f"cluster.kwargs: {order.cls} got an {refusal}", is_usage=True) from error
+        raise DaskClusterError(f"{order.cls}{call} failed: {words}") from error
 
 
 def _imported(name: str) -> Any:
     """Import the class. Raises DaskClusterError, with the package to install."""
     module_name, _, attribute = name.rpartition(".")
-    package = module_name.partition(".")[0]
-    if not package:
+    if not module_name:
         raise DaskClusterError(f"cluster.class {name} contains no module: write it as package.Cluster", is_usage=True)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        missing = str(error.name or package)
-        install = f"pip install {missing.partition('.')[0].replace('_', '-')}, if that is its package"
-        words = f"cluster.class {name} can't be imported: there is no module {missing} ({install})"
+        missing = str(error.name or module_name).partition(".")[0]
+        install = f"pip install {missing.replace('_', '-')}, if that is its package"
+        words = f"cluster.class {name} can't be imported: there is no module {error.name} ({install})"
         raise DaskClusterError(words, is_usage=True) from error
     except Exception as error:
         traceback.print_exc()
         raise DaskClusterError(f"cluster.class {name} can't be imported: {_one_line(error)}", is_usage=True) from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        classes = [each for each in dir(module) if each.endswith("Cluster")]
-        hint = did_you_mean(attribute, classes)
+        hint = did_you_mean(attribute, [each for each in dir(module) if each.endswith("Cluster")])
         words = f"cluster.class {name}: the module {module_name} has no {attribute}" + (f" ({hint})" if hint else "")
         raise DaskClusterError(words, is_usage=True)
     return found
 
 
-def _own_security(made: Any, kwargs: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Make a certificate for a LocalCluster without one. Otherwise every user of this machine could use the cluster."""
-    chosen = {"security", "protocol"} & kwargs.keys() or kwargs.get(
-        "processes"
-    ) is False  # no other process can connect to it
-    if not _is_local(made) or chosen or not _takes(made, "security"):
-        return {}
-    security.make_tls(folder)
-    return {"security": security.own_security(folder)}
-
-
-def _is_local(made: Any) -> bool:
-    from distributed import LocalCluster
-
-    return isinstance(made, type) and issubclass(made, LocalCluster)
-
-
-def _takes(made: Any, argument: str) -> bool:
-    parameters = inspect.signature(made).parameters.values()
-    return any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def _slots(worker: Mapping[str, Any]) -> int:
-    """Return the slots of a worker: its Dask resource, or 1 if the worker isn't one of ddptrain's."""
-    offered = int(worker.get("resources", {}).get(SLOT_RESOURCE, 1))
-    return max(1, min(offered, int(worker.get("nthreads", offered))))
-
-
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException | None) -> str:
     """Return the error and its causes on one line: "failed to start" from Dask alone says little."""
-    words = [_words(error)]
-    while (cause := error.__cause__) is not None:
-        words.append(_words(cause))
-        error = cause
+    words = []
+    while error is not None:
+        text = " ".join(str(error).split())
+        words.append(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+        error = error.__cause__
     return shorten(", from ".join(dict.fromkeys(words)), _MOST_OF_AN_ERROR)
 
 
-def _words(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

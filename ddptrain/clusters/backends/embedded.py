@@ -16,21 +16,10 @@ from ddptrain.clusters.provider import Cluster
 from ddptrain.clusters.resolve import Target
 from ddptrain.errors import ClusterError
 from ddptrain.log import Log
-from ddptrain.protocol.rank_spec import LOST_AFTER_S
 
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-_SCHEDULER_CONFIG: dict[str, object] = {
-    "distributed.scheduler.allowed-failures": 0,
-    "distributed.scheduler.worker-ttl": None,  # the driver watches the process of its worker
-    "distributed.scheduler.http.routes": [],
-    "distributed.scheduler.work-stealing": False,
-    "distributed.admin.system-monitor.interval": "5s",
-    "distributed.admin.tick.interval": "1s",
-    "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
-    "distributed.diagnostics.nvml": False,
-}
 _log = Log(__name__)
 _WORKER_END_S = 6.0  # the grace period of the ranks, and the worker's own clean-up
 
@@ -169,11 +158,13 @@ async def _new_scheduler() -> Scheduler:
     import dask
     from distributed import Scheduler
 
+    from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_CONFIG
     from ddptrain.protocol import unix_comm
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
     folder = unix_comm.make_socket_dir()
-    with dask.config.set(_SCHEDULER_CONFIG):
+    # Its worker is a child of the driver, which sees its end: nobody has to drop the silent.
+    with dask.config.set({**SCHEDULER_CONFIG, "distributed.scheduler.http.routes": []}):
         scheduler: Scheduler = await Scheduler(
             protocol=unix_comm.SCHEME,
             host=unix_comm.scheduler_path(folder),

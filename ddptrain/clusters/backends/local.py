@@ -5,111 +5,79 @@ They listen on unix sockets that only this user can open; with --tls on 127.0.0.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.cluster_records import Deployment
-from ddptrain.clusters.processes import DaemonId, DaemonOrder
-from ddptrain.clusters.provider import Tell
-from ddptrain.clusters.scheduler.scheduler_process import SCHEDULER_FILE
-from ddptrain.clusters.status import client_of
-from ddptrain.config.sections.clusters import slots_to_order
+from ddptrain.clusters.processes import PYTHON, DaemonOrder
+from ddptrain.clusters.provider import Backend, Tell
+from ddptrain.clusters.record import ClusterRecord, Part
+from ddptrain.config.sections.clusters import ClusterConfig, RankRange
 from ddptrain.errors import ClusterError
 from ddptrain.gpus import default_slots, visible_gpus
 
 _LOOPBACK = "127.0.0.1"
-_SCHEDULER, _WORKER = "scheduler", "worker"
 
 
-class LocalProvider:
+class LocalBackend(Backend):
     """One slot per GPU of this machine, or the requested number of slots on the CPU."""
 
-    tls = False  # other users can't open its unix sockets
+    own_workers = True
 
-    def scale(self, cluster: Deployment, slots: int | None, tell: Tell) -> None:
-        """Start scheduler and worker, or change how many slots the worker offers. Raises ClusterError."""
-        count, gpus = _room(cluster.record.settings, slots)
-        running = {name for name, daemon in _daemons(cluster).items() if processes.alive(daemon)}
-        if _WORKER in running:
-            from ddptrain.worker import driver_calls
-
-            with client_of(cluster) as client:
-                client.run(driver_calls.set_slots, count)
-            return
-        cluster.update(workers=1)
+    def start(self, cluster: ClusterRecord, tell: Tell) -> Generator[Part]:
+        """Start scheduler and worker. Raises ClusterError."""
+        slots, gpus = _room(cluster.config)
+        cluster.workers = 1
+        folder = cluster.folder
+        worker = ["-m", "ddptrain.worker", "--scheduler-file", f"{folder}/scheduler.json", "--slots", str(slots)]
+        worker += ["--gpus", ",".join(gpus) or "none", "--scratch", f"{folder}/scratch", "--name", socket.gethostname()]
+        worker += [] if cluster.tls_dir is None else ["--host", _LOOPBACK, "--tls-dir", str(folder)]
         # The worker first: its rank server imports torch while the scheduler starts.
-        _start(cluster, _WORKER, _worker_arguments(cluster, count, gpus))
-        if not cluster.record.address:
-            _start(cluster, _SCHEDULER, _scheduler_arguments(cluster))
+        yield _started(cluster, "worker", worker)
+        scheduler = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(folder), "--warm-driver"]
+        yield _started(cluster, "scheduler", [*scheduler, "--idle-timeout", str(cluster.config.idle_timeout_s)])
 
-    def logs(self, cluster: Deployment, lines: int) -> Mapping[str, str]:
+    def fault(self, cluster: ClusterRecord) -> str | None:
+        """Return the name of the process that has ended, or None."""
+        ended = (part for part in cluster.parts if part.process and not processes.alive(part.process))
+        return next((f"{part.description} has ended" for part in ended), None)
+
+    def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
         """Return the logs of scheduler and worker; a worker logs only what goes wrong."""
-        return {_source(name): processes.tail(str(cluster.folder), name, lines) for name in (_SCHEDULER, _WORKER)}
+        parts = sorted(cluster.parts, key=lambda part: part.role)
+        return {part.name: processes.tail(str(cluster.folder), part.role, lines) for part in parts}
 
-    def stop(self, cluster: Deployment, tell: Tell) -> None:
+    def stop(self, cluster: ClusterRecord, tell: Tell) -> None:
         """End both, and the ranks with them. Raises ClusterError."""
-        processes.stop(_daemons(cluster).values())
-        if cluster.record.address.startswith("unix://"):
+        processes.end(str(cluster.folder), [part.process for part in cluster.parts if part.process])
+        if cluster.address.startswith("unix://"):
             from ddptrain.protocol.unix_comm import remove_socket_dir
 
-            remove_socket_dir(cluster.record.address)  # left by a scheduler that was killed
-
-    def fault(self, cluster: Deployment) -> str | None:
-        """Return the name of the process that has ended, or None."""
-        for name, daemon in _daemons(cluster).items():
-            if not processes.alive(daemon):
-                return f"the {name} (pid {daemon.pid}) has ended"
-        return None
+            remove_socket_dir(cluster.address)  # left by a scheduler that was killed
 
 
-def _worker_arguments(cluster: Deployment, slots: int, gpus: Sequence[str]) -> list[str]:
-    arguments = ["-m", "ddptrain.worker", "--scheduler-file", str(cluster.folder / SCHEDULER_FILE)]
-    arguments += ["--slots", str(slots), "--gpus", ",".join(gpus) or "none"]
-    arguments += ["--scratch", str(cluster.folder / "scratch"), "--name", socket.gethostname()]
-    return (
-        arguments if cluster.tls_dir is None else [*arguments, "--host", _LOOPBACK, "--tls-dir", str(cluster.tls_dir)]
-    )
+def _started(cluster: ClusterRecord, role: str, arguments: list[str]) -> Part:
+    daemon = processes.start(DaemonOrder(role, str(cluster.folder), [PYTHON, "-P", *arguments]))
+    log = str(cluster.folder / f"{role}.log")
+    return Part(role=role, host=socket.gethostname(), id=str(daemon.pid), log=log, process=daemon)
 
 
-def _scheduler_arguments(cluster: Deployment) -> list[str]:
-    arguments = ["-m", "ddptrain.clusters.scheduler.scheduler_process", "--folder", str(cluster.folder)]
-    return [*arguments, "--idle-timeout", str(cluster.record.idle_timeout_s), "--warm-driver"]
-
-
-def _start(cluster: Deployment, name: str, arguments: list[str]) -> None:
-    order = DaemonOrder(name=name, folder=str(cluster.folder), files={}, argv=arguments, env={})
-    started = dataclasses.asdict(processes.start(order))
-    cluster.update(parts={**cluster.record.parts, name: started})
-
-
-def _room(settings: Mapping[str, Any], slots: int | None) -> tuple[int, tuple[str, ...]]:
+def _room(config: ClusterConfig) -> tuple[int, tuple[str, ...]]:
     """Return the number of slots of the worker, and its GPUs. Raises ClusterError if this machine has fewer GPUs."""
-    present = () if settings["gpus"] == 0 else visible_gpus(os.environ)
-    wanted = len(present) if settings["gpus"] == "auto" else int(settings["gpus"])
+    present = () if config.gpus == 0 else visible_gpus(os.environ)
+    wanted = len(present) if config.gpus == "auto" else config.gpus
     if wanted > len(present):
         raise ClusterError(
             f"cluster.gpus is {wanted}, but this machine has {len(present)}: set it to auto, or to 0 for the CPU"
         )
     gpus = present[:wanted]
-    asked = slots_to_order(settings["ranks"], slots)
-    if slots is None and isinstance(settings["ranks"], Mapping) and gpus:
-        asked = max(settings["ranks"]["min"], min(settings["ranks"]["max"], len(gpus)))
-    count = default_slots(gpus) if asked is None else asked
+    count = config.slots or default_slots(gpus)
+    if isinstance(config.ranks, RankRange) and gpus:
+        count = max(config.ranks.min, min(config.ranks.max, len(gpus)))
     if gpus and count > len(gpus):
         raise ClusterError(
             f"{count} slots are asked for, but there are {len(gpus)} GPUs, one a slot: ask for fewer, or set "
             "cluster.gpus to 0 for slots on the CPU"
         )
     return count, gpus
-
-
-def _source(name: str) -> str:
-    return name if name == _SCHEDULER else f"{name} {socket.gethostname()}"
-
-
-def _daemons(cluster: Deployment) -> dict[str, DaemonId]:
-    return {name: DaemonId.of(part) for name, part in cluster.record.parts.items()}

@@ -37,7 +37,7 @@ SCHEDULER_FILE = "scheduler.json"
 ENDED_FILE = "ended.json"
 LOOKER = "ddptrain-look"  # client name of status checks, which do not keep an idle cluster alive
 
-_CONFIG = {
+SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # drop_the_silent replaces it
     "distributed.scheduler.work-stealing": False,
@@ -71,12 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, required=True, help="the cluster's folder")
     parser.add_argument("--host", help="address or name to listen on (default: a unix socket; with TLS 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
-    parser.add_argument(
-        "--dashboard-address", default=_DASHBOARD_ADDRESS, help="of Dask's dashboard, if bokeh is installed"
-    )
     parser.add_argument("--idle-timeout", type=float, default=0.0, help="seconds without a run; 0 is never (default)")
     parser.add_argument("--warm-driver", action="store_true", help="keep a process that forks drivers for commands")
-    parser.add_argument("--http-route", action="append", default=[], help="module with more routes for HTTP")
     return parser
 
 
@@ -102,7 +98,8 @@ async def _serve(options: argparse.Namespace, scratch: Path) -> None:
     _log.info("scheduler ends", reason=reason or "ended by a signal")
     (folder / SCHEDULER_FILE).unlink(missing_ok=True)
     if reason:
-        write_ended(folder, reason)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        write_private_json(folder / ENDED_FILE, {"reason": reason, "at": now})
     if warm is not None:
         warm.terminate()
         warm.wait()
@@ -127,13 +124,13 @@ async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
     shows = _has_bokeh()
-    # The HTTP routes are needed by the dashboard only.
-    routes = [*(dask.config.get("distributed.scheduler.http.routes") if shows else ()), *options.http_route]
-    dask.config.set({**_CONFIG, "distributed.scheduler.http.routes": routes})
+    if not shows:  # the HTTP routes are needed by the dashboard only
+        dask.config.set({"distributed.scheduler.http.routes": []})
+    dask.config.set(SCHEDULER_CONFIG)
     scheduler: Scheduler = await Scheduler(
         **_listening(options),
         dashboard=shows,
-        dashboard_address=options.dashboard_address if routes else _NOWHERE,
+        dashboard_address=_DASHBOARD_ADDRESS if shows else _NOWHERE,
         local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
     )
     return scheduler
@@ -228,12 +225,6 @@ def is_used(dask_scheduler: Scheduler) -> bool:
 
     users = (str(name) for name in dask_scheduler.clients if name not in _NEVER_A_RUN)
     return bool(dask_scheduler.tasks) or is_busy(dask_scheduler) or any(LOOKER not in user for user in users)
-
-
-def write_ended(folder: Path, reason: str, **more: bool) -> None:
-    """Write into the cluster's folder why it has ended by itself."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    write_private_json(folder / ENDED_FILE, {"reason": reason, "at": now, **more})
 
 
 if __name__ == "__main__":

@@ -136,21 +136,9 @@ class SlotTable(SchedulerPlugin):
     def free(self, request: Request, besides: Collection[Slot] = ()) -> list[Slot]:
         """Free slots, ordered by host, the hosts with most free slots first: a group uses as few hosts as possible."""
         taken = self.holders.keys() - set(besides)
-        used = Counter(slot.worker for slot in taken)
-        slots = [
-            slot
-            for address in self._running()
-            for slot in self._free_of(address, taken, used[address])
-            if request.suits(slot)
-        ]
+        slots = [slot for slot in self.all() if slot not in taken and request.suits(slot)]
         room = Counter(slot.host for slot in slots)
         return sorted(slots, key=lambda slot: (-room[slot.host], slot.host, slot.worker, slot.index))
-
-    def _free_of(self, address: str, taken: Collection[Slot], used: int) -> list[Slot]:
-        """Return the free slots of a worker. After shrinking during a run, some unused indices are not free."""
-        slots = self._slots_of(address)
-        left = len(slots) - used
-        return [slot for slot in slots if slot not in taken][: max(0, left)]
 
     def reserve(self, request: Request, *, in_line: bool) -> list[Slot] | Refusal:
         """Return all requested slots, or a refusal; with `in_line` the driver is then in the queue.

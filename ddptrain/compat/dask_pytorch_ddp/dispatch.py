@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from distributed import Client, Future
 
-from ddptrain.clusters.compatibility import Needs, check_cluster
+from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.compat.dask_pytorch_ddp import group_watch, notebook_task
 from ddptrain.driver.ranks import RankPlace
@@ -61,7 +61,7 @@ def run(
     pickled = _pickled(pytorch_function, args, kwargs)
     worker_group = Workers(client, new_run_id("dispatch"), queue.SimpleQueue())
     hooks = WaitHooks(
-        check=lambda workers: check_cluster(client, workers, Needs(_WORKLOAD, ())),
+        check=lambda workers: check_cluster(client, workers),
         worker_fault=lambda: None,
         last_words=lambda: "",
         tell=logger.warning,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -33,15 +32,6 @@ def _no_option(host: str) -> str:
 SshTarget = Annotated[Line, AfterValidator(_no_option)]
 
 
-def slots_to_order(ranks: Literal["auto"] | int | Mapping[str, int], slots: int | None) -> int | None:
-    """Return the slots of a cluster: `slots`, else cluster.ranks (of a range the maximum), None for auto."""
-    if slots is not None:
-        return slots
-    if isinstance(ranks, Mapping):
-        return ranks["max"]
-    return None if ranks == "auto" else int(ranks)
-
-
 class TlsSettings(Strict):
     """The certificate for a foreign cluster."""
 
@@ -60,7 +50,6 @@ class SshSettings(Strict):
         default="auto", description="Slots on each host; auto is one per GPU, or one per 2 CPU cores."
     )
     python: Line = Field(default="python3", description="Python on the hosts, where ddptrain is installed.")
-    command: Line = Field(default="ssh", description="The ssh client.")
     options: list[SystemText] = Field(default_factory=list, description="More arguments for ssh, as [-o, Port=2222].")
     scheduler_host: Line | None = Field(
         default=None, description="Address by which the other hosts reach the first one; by default ssh's HostName."
@@ -81,8 +70,9 @@ class SlurmSettings(Strict):
     account: Line | None = Field(default=None, description="Account that is charged.")
     time: Line | None = Field(default=None, description="Time limit, as 04:00:00.")
     gres: Line | None = Field(default=None, description="Generic resources a node, as gpu:8.")
-    array: bool = Field(default=False, description="Workers as an array job: each joins as soon as its node is free.")
-    directives: list[Line] = Field(default_factory=list, description="More #SBATCH lines, as --mem=64G, --qos=high.")
+    directives: list[Line] = Field(
+        default_factory=list, description="More #SBATCH lines, as --mem=64G or --cpus-per-task=16."
+    )
     setup: list[Line] = Field(default_factory=list, description="Shell lines to run first, as module load cuda.")
     python: Line | None = Field(default=None, description="Python on the nodes; by default the one that runs this.")
     folder: FilledText | None = Field(
@@ -93,27 +83,8 @@ class SlurmSettings(Strict):
     )
 
 
-class SaturnSettings(Strict):
-    """Saturn Cloud, through dask-saturn; the token comes only from SATURN_TOKEN."""
-
-    url: Line | None = Field(default=None, description="Where Saturn is; by default SATURN_BASE_URL.")
-    workers: Ranks = Field(default=1, description="Machines for workers; --ranks takes precedence.")
-    worker_size: Line | None = Field(default=None, description="Size of a worker's machine, as g4dnxlarge.")
-    worker_is_spot: bool | None = Field(default=None, description="Whether workers run on spot instances.")
-    scheduler_size: Line | None = Field(default=None, description="Size of the scheduler's machine, as large.")
-    nprocs: Ranks = Field(default=1, description="Workers on each machine, a slot each.")
-    nthreads: Ranks | None = Field(default=None, description="Threads of each worker.")
-
-
-class KubernetesResources(Strict):
-    """Resources of a worker's container: a quantity for each, as memory: 32Gi."""
-
-    requests: dict[str, str | int | float] = Field(default_factory=dict, description="The guaranteed resources.")
-    limits: dict[str, str | int | float] = Field(default_factory=dict, description="The upper limits.")
-
-
 class KubernetesSettings(Strict):
-    """Pods of the operator of dask-kubernetes."""
+    """Pods that kubectl starts."""
 
     image: Line = Field(description="Container image, with ddptrain installed.")
     namespace: Line | None = Field(default=None, description="Namespace; by default the context's own.")
@@ -121,11 +92,10 @@ class KubernetesSettings(Strict):
     workers: Ranks = Field(default=1, description="Worker pods; --ranks takes precedence.")
     gpus_per_worker: int = Field(default=0, ge=0, le=1024, description="GPUs of each worker pod, a slot each.")
     ranks_per_worker: Ranks = Field(default=1, description="Slots of each worker pod, if it has no GPUs.")
-    resources: KubernetesResources = Field(
-        default=KubernetesResources(), description="Requests and limits of a worker's container."
+    resources: dict[Literal["requests", "limits"], dict[str, str | int | float]] = Field(
+        default_factory=dict, description="Of a worker's container, as {requests: {memory: 32Gi}}."
     )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels of the nodes to run on.")
-    tolerations: list[dict[str, Any]] = Field(default_factory=list, description="Taints that are tolerated.")
     env: dict[VariableName, SystemText] = Field(
         default_factory=dict, description="Environment variables of the containers, as text.", repr=False
     )
@@ -133,10 +103,9 @@ class KubernetesSettings(Strict):
     volume_mounts: list[dict[str, Any]] = Field(
         default_factory=list, description="Where the volumes are mounted, as {name: data, mountPath: /data}."
     )
-    service_account: Line | None = Field(default=None, description="Service account of the pods.")
-    scheduler_service_type: Literal["ClusterIP", "LoadBalancer"] = Field(
-        default="ClusterIP",
-        description="How the scheduler is reached from outside: ClusterIP by a port-forward, or a LoadBalancer.",
+    pod: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More of the pods' spec, as {tolerations: [...], priorityClassName: high, serviceAccountName: ml}.",
     )
 
 
@@ -146,6 +115,7 @@ def _known_backend(name: str) -> str:
     raise wrong_field("", f"there is no such cluster backend, got {describe_value(name)}", did_you_mean(name, known))
 
 
+_CLASSES = {"saturn": "dask_saturn.SaturnCluster"}  # backend -> the class for which it stands
 _REQUIRED = {"ssh": "hosts", "kubernetes": "image"}  # backend -> the field without which its section is of no use
 _SET = {
     "ssh": "write cluster.ssh.hosts, or --host NAME",
@@ -209,15 +179,28 @@ class ClusterConfig(Strict):
     )
     ssh: SshSettings | None = Field(default=None, description="For backend ssh.")
     slurm: SlurmSettings | None = Field(default=None, description="For backend slurm.")
-    saturn: SaturnSettings | None = Field(default=None, description="For backend saturn.")
     kubernetes: KubernetesSettings | None = Field(default=None, description="For backend kubernetes.")
     class_: FilledText | None = Field(
         default=None,
         alias="class",
         description="For backend class: any distributed.deploy.Cluster, as package.Cluster.",
     )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="For backend class: the arguments of that class.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="For backends class and saturn: the arguments of the class."
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="For a backend of another package.")
+
+    @property
+    def slots(self) -> int | None:
+        """The slots that a cluster needs for `ranks`, of a range its maximum; None for auto."""
+        if isinstance(self.ranks, RankRange):
+            return self.ranks.max
+        return None if self.ranks == "auto" else self.ranks
+
+    @property
+    def class_name(self) -> str:
+        """The class of backends class and saturn, as package.Cluster; "" for other backends."""
+        return _CLASSES.get(self.backend, self.class_ or "")
 
     @property
     def is_attached(self) -> bool:
@@ -274,7 +257,7 @@ class ClusterConfig(Strict):
             raise _misplaced("class", self.backend, "class")
         if self.backend == "class" and self.class_ is None:
             raise wrong_field("class", "is required, as cluster.backend is class", "name it as package.Cluster")
-        if self.kwargs and self.backend != "class":
+        if self.kwargs and self.backend not in ("class", *_CLASSES):
             raise _misplaced("kwargs", self.backend, "class")
         if self.options and self.backend in plugin_names.BACKENDS:
             raise wrong_field(
@@ -287,6 +270,7 @@ class ClusterConfig(Strict):
 _SECTIONS = tuple(name for name in plugin_names.BACKENDS if name in ClusterConfig.model_fields and name != "address")
 # Field -> the backend that follows from it.
 _IMPLIED = {field: field for field in (*_SECTIONS, "address", "class")} | {"scheduler_file": "address"}
+BACKEND_FIELDS = tuple(_IMPLIED)
 
 
 def _misplaced(field: str, backend: str, wanted: str) -> Exception:

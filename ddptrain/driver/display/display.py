@@ -21,9 +21,8 @@ from ddptrain import log
 from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.grouping import MIN_RANKS, DifferingLines, TracebackFilter
 from ddptrain.driver.display.jsonl import JsonRenderer
-from ddptrain.driver.display.line_assembler import RankLine
-from ddptrain.driver.display.live import LiveRenderer, LiveRows
-from ddptrain.driver.display.log_tail import READ_BYTES, LogTail
+from ddptrain.driver.display.live import LiveRenderer, LiveRows, RunRows
+from ddptrain.driver.display.log_tail import READ_BYTES, LogTail, RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
 from ddptrain.driver.display.run_display import RunDisplay
@@ -122,9 +121,9 @@ class Display(RunDisplay):
         """Show that the run directory has a new checkpoint since `time_s` (Unix time), and which one is the best."""
         self._send(output_api.Saved(step, time_s, best))
 
-    def status(self, text: str) -> None:
-        """Show what the driver waits for."""
-        self._send(output_api.DriverStatus(text))
+    def status(self, text: str, *, announced: bool = False) -> None:
+        """Show what the driver waits for; `announced`: a notice says it, so that only a live display shows it."""
+        self._send(output_api.DriverStatus(text, announced))
 
     def silence(self, text: str) -> None:
         """Show on a live display for how long a rank has not reported; "": all report."""
@@ -369,15 +368,15 @@ def open_display(
     *,
     all_ranks: bool = False,
     stage: str = "",
-    bars: LiveRows | None = None,
+    rows: LiveRows | None = None,
     elapsed_s: float = 0.0,
 ) -> Display:
     """Start a display that follows logs_dir/rank-<r>.log for every rank; mode is "auto", "live", "plain" or "json".
 
-    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". From 17 ranks on,
-    rank 0 is shown and whatever other ranks print besides, unless `all_ranks`. Each JSON object has the field `stage`,
-    unless it is "". `bars` are shown instead of those of the ranks. `elapsed_s`: how long the run has already been
-    running. Raises UsageError for an unknown mode.
+    Call `expect` when the number of ranks is known. "live" without a terminal is "plain". Ranks in lockstep share a
+    row, and from 17 ranks on, rank 0 is shown and whatever other ranks print besides, unless `all_ranks`. Each JSON
+    object has the field `stage`, unless it is "". `rows` are shown instead of those of the ranks. `elapsed_s`: how long
+    the run has already been running. Raises UsageError for an unknown mode.
     """
     environ = os.environ if environ is None else environ
     aborted = threading.Event()
@@ -392,6 +391,7 @@ def open_display(
             renderer = PlainRenderer(out, err, colour)
         case _:
             size = functools.partial(terminal.terminal_size, out.fd, environ)
-            renderer = LiveRenderer(out, err, size, colour, run_id, all_ranks=all_ranks, bars=bars, elapsed_s=elapsed_s)
+            rows = rows or RunRows(run_id, is_unicode=out.is_unicode, all_ranks=all_ranks)
+            renderer = LiveRenderer(out, err, size, colour, rows, elapsed_s)
     groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
     return Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks).start()

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 
 MIN_RANKS = 17  # from this number of ranks on, the display shows rank 0, and what other ranks print besides
 HOLD_S = 0.4  # how long a line of another rank waits for the same line of rank 0; the display adds at most 0.1 s

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddptrain.driver.display import output_api
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.protocol.events import Progress
 from ddptrain.results.run_record import as_json_data

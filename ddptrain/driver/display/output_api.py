@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.run_record import BestRecord
@@ -80,9 +80,10 @@ class RedrawnLine:
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """What the driver currently waits for."""
+    """What the driver currently waits for; `announced`: a notice has said it."""
 
     text: str
+    announced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

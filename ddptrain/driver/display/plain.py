@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 
 from ddptrain.driver.display import output_api
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.run_facts import RunFacts
-from ddptrain.driver.display.terminal import coloured, harmless, rank_colour
+from ddptrain.driver.display.terminal import coloured, harmless, rank_colour, wrapped
 
 QUIET_S = 60.0  # without any line
 _ABOUT_EPOCHS = re.compile(r"\bepoch\b|loss\b", re.IGNORECASE)
@@ -52,7 +52,7 @@ class PlainRenderer:
                 self.log([rank], [RankLine(text)])
             case output_api.DriverNotice(text, _):
                 self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
-            case output_api.DriverStatus(text) if text and text != self._status:
+            case output_api.DriverStatus(text, announced=False) if text and text != self._status:
                 self._status = text
                 self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
             case output_api.LogLine(text):
@@ -101,9 +101,10 @@ def format_lines(ranks: Sequence[int], lines: Sequence[RankLine], colour: bool, 
     return "".join([f"{prefix} {line.text}\n" for line in lines])
 
 
-def format_own(lines: Sequence[str], colour: bool) -> str:
-    """Return lines of ddptrain itself as text, without control sequences other than colours."""
-    return "".join(f"{harmless(line, colour)}\n" for line in lines)
+def format_own(lines: Sequence[str], colour: bool, columns: int | None = None) -> str:
+    """Return lines of ddptrain itself as text, without control sequences other than colours, fitted to `columns`."""
+    safe = (harmless(line, colour) for line in lines)
+    return "".join(f"{part}\n" for line in safe for part in (wrapped(line, columns) if columns else [line]))
 
 
 def format_notice(text: str) -> str:

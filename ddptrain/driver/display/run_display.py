@@ -43,8 +43,8 @@ class RunDisplay:
     def saved(self, step: int, time_s: float, best: BestRecord | None = None) -> None:
         """Show that the run directory has a new checkpoint since `time_s` (Unix time), and which one is the best."""
 
-    def status(self, text: str) -> None:
-        """Show what the driver waits for."""
+    def status(self, text: str, *, announced: bool = False) -> None:
+        """Show what the driver waits for; `announced`: a notice says it, so that only a live display shows it."""
 
     def silence(self, text: str) -> None:
         """Show on a live display for how long a rank has not reported; "": all report."""

@@ -7,12 +7,12 @@ import time
 
 from ddptrain.config.wording import counted
 from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.pace import Pace, clock, number
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.results.metrics import LatestMetrics
 from ddptrain.text_tables import duration
 
 MOST_METRICS = 4
+SMOOTHING_S = 5.0  # in the rate, progress has a weight of 1/e after this time
 _DEFAULT_METRIC = "val/loss"
 
 
@@ -74,21 +74,27 @@ class RunFacts:
         return f"epoch {self.epoch}" + ("" if self._epochs is None else f"/{self._epochs}")
 
     @property
-    def metric_text(self) -> str:
-        """The metric that decides which checkpoint is best, as "val/loss 0.512 (best 0.509, step 640)"."""
+    def metric_texts(self) -> list[str]:
+        """The metric that decides which checkpoint is best, as "val/loss 0.51 (best 0.509, step 640)", and shorter."""
         best = self._saved.best if self._saved else None
         name = best.metric if best else _DEFAULT_METRIC
         value = self._latest.as_dict().get(name)
-        shown = "" if value is None else f"{terminal.harmless(name, False)} {value:.4g}"
-        return f"{shown} (best {best.value:.4g}, step {best.step})" if shown and best else shown
+        if value is None:
+            return []
+        text = f"{terminal.harmless(name, False)} {value:.4g}"
+        longer = (
+            [f"{text} (best {best.value:.4g}, step {best.step})", f"{text} (best {best.value:.4g})"] if best else []
+        )
+        return [*longer, text]
 
     @property
-    def saved_text(self) -> str:
-        """The newest checkpoint, as "saved step 384, 12 s ago"."""
+    def saved_texts(self) -> list[str]:
+        """The newest checkpoint, as "saved step 384, 12 s ago", and shorter."""
         if self._saved is None:
-            return ""
+            return []
         age_s = int(max(time.time() - self._saved.time_s, 0))
-        return f"saved step {self._saved.step}, {f'{age_s} s' if age_s < 60 else duration(age_s)} ago"
+        age = f"{age_s} s ago" if age_s < 60 else f"{duration(age_s)} ago"
+        return [f"saved step {self._saved.step}, {age}", f"saved {age}"]
 
     @property
     def restarts_text(self) -> str:
@@ -114,3 +120,67 @@ class RunFacts:
 
 def _is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
+
+
+class Pace:
+    """Rate and time left, from the progress events of one rank; unknown values are None, never NaN."""
+
+    def __init__(self, unit: str = "") -> None:
+        self.done: float | None = None
+        self.total: float | None = None
+        self.unit = unit
+        self.last_change = 0.0  # of `done`
+        self.rate: float | None = None  # units per second, smoothed
+        self._time_ns = 0
+
+    @property
+    def fraction(self) -> float | None:
+        """Done of total, 0 to 1."""
+        if self.done is None or not self.total:
+            return None
+        return min(max(self.done / self.total, 0.0), 1.0)
+
+    @property
+    def shown_unit(self) -> str:
+        """The unit, for a terminal."""
+        return terminal.harmless(self.unit, False)[:20]
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until all is done, at the present rate."""
+        if self.done is None or self.total is None or not self.rate:
+            return None
+        return max(self.total - self.done, 0.0) / self.rate
+
+    def update(self, event: Progress) -> None:
+        """Add an event. If the progress decreases or changes its unit, a new rate starts."""
+        if not math.isfinite(event.done):
+            return
+        if self.done is None or event.done < self.done or event.unit != self.unit:
+            self.rate, self._time_ns = None, event.time_ns
+        else:
+            self.last_change = event.done - self.done
+            self._update_rate(self.last_change, (event.time_ns - self._time_ns) / 1e9)
+            self._time_ns = max(event.time_ns, self._time_ns)
+        self.done, self.unit = event.done, event.unit
+        self.total = event.total if event.total and 0 < event.total < math.inf else None
+
+    def _update_rate(self, done: float, elapsed_s: float) -> None:
+        """Update the exponential moving average over time, which does not depend on the frequency of events."""
+        if elapsed_s <= 0:
+            return
+        now = done / elapsed_s
+        weight = 1.0 - math.exp(-elapsed_s / SMOOTHING_S)
+        self.rate = now if self.rate is None else self.rate + weight * (now - self.rate)
+
+
+def number(value: float) -> str:
+    """Return a number that is easy to read: 12,345 or 3.14."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as 1:05 or 2:00:00."""
+    minutes, rest = divmod(int(min(seconds, 360_000_000)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import unicodedata
+import re
+import textwrap
 from collections.abc import Mapping
 
 from ddptrain.errors import UsageError
 from ddptrain.sanitize import sanitized
+from ddptrain.text_tables import columns_of
 
 MODES = ("auto", "live", "plain", "json")
 RESET = "\x1b[0m"
@@ -52,29 +54,28 @@ def harmless(text: str, colour: bool) -> str:
     return text + RESET if "\x1b" in text else text
 
 
-def cells(text: str) -> int:
-    """Return the number of columns that the text takes on a terminal."""
-    if text.isascii():
-        return len(text)
-    return sum(_cells_of(char) for char in text)
-
-
-def _cells_of(char: str) -> int:
-    if unicodedata.combining(char):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
 def cropped(text: str, width: int) -> str:
     """Return the beginning of the text that fits into `width` columns."""
-    if cells(text) <= width:
+    if columns_of(text) <= width:
         return text
-    used = 0
-    for index, char in enumerate(text):
-        used += _cells_of(char)
-        if used > width:
-            return text[:index]
-    return text
+    from rich.cells import set_cell_size  # only a live display needs it
+
+    return set_cell_size(text, max(width, 0)).rstrip()
+
+
+def wrapped(line: str, columns: int) -> list[str]:
+    """Return the line in pieces that fit, with a break between words; only a word, such as a path, may be longer."""
+    if columns_of(line) <= columns or "\x1b" in line:
+        return [line]
+    head = re.match(r"  \w+ +(?=\S)", line)  # of a row of the summary: a name, then its text
+    indent = " " * (len(head[0]) if head else 2)
+    wrap = textwrap.TextWrapper(columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrap.wrap(line)
+
+
+def short_run_id(run_id: str) -> str:
+    """Return the end of a run's id, which differs from that of other runs of the same name, where there is no room."""
+    return run_id if len(run_id) <= 12 else f"...{run_id[-4:]}"
 
 
 def terminal_size(fd: int, environ: Mapping[str, str]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.clusters.backends.attached import AttachedCluster
+from ddptrain.clusters.backends.run_cluster import AttachedCluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.driver.connect import connected

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks
-from ddptrain.driver.failure.root_cause import returned_early
+from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks, returned_early
 from ddptrain.protocol import events
 from ddptrain.protocol.events import FRAME, users_frame, waits_in
 from ddptrain.protocol.rank_spec import STACKS_FOLDER

@@ -10,24 +10,27 @@ import json
 import os
 import re
 import shlex
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ddptrain.driver.tracking.wandb_artifact_files import kept_checkpoints, tables_of, wandb_settings
-from ddptrain.driver.tracking.wandb_stored_run import StoredWandbRun
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.file_ops import temp_folder
 from ddptrain.results import ownership
-from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
+from ddptrain.results.errors import CheckpointDamaged, ResultsError, results_errors
+from ddptrain.results.layout import ARTIFACTS as ARTIFACTS_FOLDER
+from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
 from ddptrain.results.lookup import RunView, load_run
+from ddptrain.results.recorded_config import parsed_config
+from ddptrain.results.remote import restore
 from ddptrain.results.remote.lease import StoreLock
-from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
-from ddptrain.results.tracker_records import RECORDED, WANDB, wandb_parts
-from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.results.secure_files import append, is_own_folder, make_folder, read_bytes, write_file
+from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
+from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.storage.store import StoreError
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, access_to
 from ddptrain.tracking.wandb.sync_command import RunArtifacts, SyncOutput, WandbProcesses, sync_environment
@@ -35,6 +38,7 @@ from ddptrain.tracking.wandb.wandb_folders import (
     ARTIFACTS,
     LINKS,
     SENT,
+    STATE_FILES,
     SYNCED,
     UNSENT,
     RunPart,
@@ -287,3 +291,135 @@ def _symlink_in(part: RunPart) -> str:
     """Return a symbolic link among a part's files, or "". wandb creates none, and would follow it."""
     files = part.folder / "files"
     return next((str(path) for path in (files, *files.rglob("*")) if path.is_symlink()), "")
+
+
+# --- a local folder with the W&B recordings of a run in an object store ---
+
+
+class StoredWandbRun:
+    """A local copy, `layout`, of a run in `store`. Files are empty until they are fetched, except for state files.
+
+    State files show which parts were sent.
+    """
+
+    def __init__(self, store: RemoteFolder, folder: Path) -> None:
+        self.store = store
+        self.layout = RunLayout(folder)
+        self._paths: list[str] = []
+        self._states: dict[str, bytes] = {}
+
+    def refresh(self) -> None:
+        """Create the folder again from the current content of the store. Raises ResultsError."""
+        files = self.store.files(RECORDED)
+        self._paths = [path for path in files if is_plain(path) and not path.startswith(TEMPORARY)]
+        self._states = self.store.read_all([path for path in self._paths if _is_state(path)])
+        with results_errors(self.layout.root):
+            shutil.rmtree(self.layout.root, ignore_errors=True)
+            for path in self._paths:
+                target = self.layout.root / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(self._states.get(path, b""))
+
+    def fetch(self, parts: Sequence[RunPart], until: float) -> None:
+        """Fetch the files of these parts, and what `results sync` logs as artifacts.
+
+        Raises ResultsError; TimeoutError after `until` (monotonic).
+        """
+        stored = [part for part in parts if part.folder.is_relative_to(self.layout.root)]  # the others are local
+        folders = tuple(f"{part.folder.relative_to(self.layout.root).as_posix()}/" for part in stored)
+        self._fetch((path for path in self._paths if path.startswith(folders) and not _is_state(path)), until)
+        self._fetch(["config.yaml"], until)
+        wanted = wandb_settings(self.layout)
+        tables = [path for path in self.store.files(f"{ARTIFACTS_FOLDER}/tables") if wanted.tables and is_plain(path)]
+        images = self.store.files(f"{ARTIFACTS_FOLDER}/images") if tables else {}
+        self._fetch([*tables, *filter(is_plain, images)], until)
+        if wanted.checkpoints:
+            _check(until)
+            restore.download_checkpoints(self.store, self.layout.root)
+
+    def _fetch(self, paths: Iterable[str], until: float) -> None:
+        for path in paths:
+            _check(until)
+            (self.layout.root / path).parent.mkdir(parents=True, exist_ok=True)
+            self.store.fetch(path, self.layout.root / path)
+
+    def upload_states(self) -> None:
+        """Write state files that have changed to the store. Raises ResultsError."""
+        for path in (self.layout.root / RECORDED).rglob("*"):
+            name = path.relative_to(self.layout.root).as_posix()
+            if _is_state(name) and path.is_file() and self._states.get(name) != (data := path.read_bytes()):
+                self.store.write(name, data)
+
+
+def _is_state(path: str) -> bool:
+    return path == f"{RECORDED}/{LINKS}" or path.endswith(STATE_FILES)
+
+
+def _check(until: float) -> None:
+    if time.monotonic() > until:
+        raise TimeoutError
+
+
+# --- checkpoints and tables that are logged as artifacts ---
+
+
+_TABLE = re.compile(r"(?:step-(?P<step>\d{1,18})-)?rank-(?P<rank>\d{1,9})\.csv")
+
+
+@dataclass(frozen=True, slots=True)
+class WandbSettings:
+    """The part of tracking.wandb of a run's recorded configuration that says which artifacts W&B gets."""
+
+    checkpoints: bool = False
+    tables: bool = True
+    table_rows: int = 1000
+
+
+def wandb_settings(layout: RunLayout) -> WandbSettings:
+    """Return the settings of a run; the defaults if config.yaml is missing or damaged."""
+    try:
+        section = parsed_config(read_bytes(layout.config_yaml)).get("tracking")
+    except OSError:
+        section = None
+    known = section.get("wandb") if isinstance(section, Mapping) else None
+    known = known if isinstance(known, Mapping) else {}
+    rows = known.get("table_rows")
+    return WandbSettings(
+        known.get("checkpoints") is True, known.get("tables") is not False, rows if isinstance(rows, int) else 1000
+    )
+
+
+def kept_checkpoints(layout: RunLayout) -> list[VerifiedCheckpoint]:
+    """Return the checkpoints that the run has kept and that match their manifests, the oldest first.
+
+    Their `files` are without the manifest, as in the artifacts of an online run.
+    """
+    found = []
+    for folder in checkpoint_folders(layout):
+        try:
+            checkpoint = verify(folder)
+        except CheckpointDamaged:
+            continue
+        files = tuple(name for name in checkpoint.files if name != MANIFEST)
+        if all(is_in(layout.root, folder / name) for name in files):
+            found.append(replace(checkpoint, files=files))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def tables_of(layout: RunLayout, rank: int) -> list[tuple[str, int | None, str]]:
+    """Return name, step and path below the run directory of each table that a rank has logged, by step."""
+    return sorted(_tables(layout, rank), key=lambda table: (table[0], -1 if table[1] is None else table[1]))
+
+
+def _tables(layout: RunLayout, rank: int) -> Iterator[tuple[str, int | None, str]]:
+    folder = layout.artifacts_dir / "tables"
+    for path in folder.rglob("*"):
+        match = _TABLE.fullmatch(path.name)
+        if match and int(match["rank"]) == rank and is_in(layout.root, path):
+            name = path.parent.relative_to(folder).as_posix()
+            yield name, int(match["step"]) if match["step"] else None, path.relative_to(layout.root).as_posix()
+
+
+def is_in(root: Path, path: Path) -> bool:
+    """Return whether `path`, which is below `root`, is a file to which no symbolic link below `root` leads."""
+    return path.is_file() and path.resolve() == root.resolve() / path.relative_to(root)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.processes import FOLDER, DaemonId, DaemonOrder
+from ddptrain.clusters.processes import FOLDER, PYTHON, DaemonId, DaemonOrder
 from ddptrain.errors import ClusterError
 from ddptrain.host_identity import HostId, this_host
 
@@ -32,7 +32,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started = []
 
     def begin(code: str = SERVE, *args: str, **order: Any) -> DaemonId:
-        given = {"name": "it", "folder": str(tmp_path / "d"), "argv": ["-c", code, *args], **order}
+        given = {"name": "it", "folder": str(tmp_path / "d"), "argv": [PYTHON, "-c", code, *args], **order}
         started.append(processes.start(DaemonOrder(**given)))
         return started[-1]
 
@@ -84,7 +84,7 @@ def test_process_of_another_host_is_neither_checked_nor_ended_and_its_folder_sta
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    daemon = processes.start(DaemonOrder("it", "", ["-c", SERVE], label="dev-1"))
+    daemon = processes.start(DaemonOrder("it", "dev-1", [PYTHON, "-c", SERVE]))
     try:
         there = dataclasses.replace(daemon, host=HostId("gpu1", "m", "b", "pid:[1]"))
         where = r"the it \(pid \d+\) runs on the host gpu1, and this is .*: run the command on gpu1"
@@ -120,22 +120,12 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ddptrain" / "hosts"
 
 
-def test_end_takes_the_folder_along_also_where_the_process_has_ended_before(start: Start, hosts: Path) -> None:
-    daemon = start("pass", folder="", label="dev-1")
+def test_process_whose_start_was_never_answered_is_ended_by_its_folder(start: Start, hosts: Path) -> None:
+    daemon, other = start(folder="dev-1"), start(folder="dev-2")
     assert daemon.folder == str(hosts / "dev-1")
-    deadline = time.monotonic() + 60
-    while processes.alive(daemon) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    processes.end("dev-1", [daemon])
-    processes.end("dev-1", [daemon])  # what is gone is fine
-    assert list(hosts.iterdir()) == []
-
-
-def test_process_whose_start_was_never_answered_is_ended_by_its_label(start: Start, hosts: Path) -> None:
-    daemon, other = start(folder="", label="dev-1"), start(folder="", label="dev-2")
     processes.end("dev-1", [])
+    processes.end("dev-1", [daemon])  # what has ended is fine
     assert not processes.alive(daemon) and processes.alive(other)
-    assert [folder.name for folder in hosts.iterdir()] == ["dev-2"]
 
 
 def test_clock_that_is_set_does_not_hide_a_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +160,11 @@ def test_command_speaks_json_and_survives_its_caller(tmp_path: Path, hosts: Path
         done = subprocess.run(program, input=json.dumps(given), capture_output=True, text=True, timeout=60, check=True)
         return json.loads(done.stdout)
 
-    order = {"name": "it", "folder": "", "label": "dev-1", "argv": ["-c", SERVE]}
+    order = {"name": "it", "folder": "dev-1", "argv": [PYTHON, "-c", SERVE]}
     daemon = call("start", **order)["result"]
     assert call("alive", daemons=[daemon]) == {"result": [True]}
-    assert call("end", label="dev-1", daemons=[daemon], timeout_s=10) == {"result": None}
+    assert call("end", folder="dev-1", daemons=[daemon], timeout_s=10) == {"result": None}
+    assert list(hosts.iterdir()) == []
     assert call("tail", folder=daemon["folder"], name="it", lines=5) == {"result": ""}
     (tmp_path / "file").touch()
     assert "could not be started" in call("start", **{**order, "folder": str(tmp_path / "file")})["error"]

@@ -74,9 +74,9 @@ def test_an_installed_package_offers_a_workload_without_being_imported(
 
 
 @pytest.mark.parametrize("backend", [name for name, target in plugin_names.BACKENDS.items() if target])
-def test_every_backend_has_a_provider_with_the_three_methods(backend: str) -> None:
-    provider = plugin_names.provider_class(backend)()
-    assert all(callable(getattr(provider, method)) for method in ("scale", "logs", "stop"))
+def test_class_of_every_backend_is_found(backend: str) -> None:
+    made = plugin_names.provider_class(backend)()
+    assert all(callable(getattr(made, method)) for method in ("start", "fault", "logs", "stop", "reopen"))
 
 
 def test_backend_that_starts_nothing_says_so() -> None:

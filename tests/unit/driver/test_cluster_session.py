@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 import pytest
 
 from ddptrain.cli.main import main
-from ddptrain.clusters import cluster_records
-from ddptrain.clusters.backends.attached import AttachedCluster
-from ddptrain.clusters.backends.embedded import EmbeddedCluster
-from ddptrain.clusters.backends.per_run import RunCluster
-from ddptrain.clusters.cluster_records import ClusterRecord
+from ddptrain.clusters import record as records
+from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
+from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
-from ddptrain.driver import cluster_session, connect
+from ddptrain.driver import connect
 from ddptrain.driver.cluster_session import SharedCluster, cluster_for
 from ddptrain.host_identity import HostId
 from tests.support.fake_time import Clock
@@ -27,21 +24,6 @@ from tests.unit.notes import Notes
 
 def config(**fields: Any) -> Any:
     return load_mapping({"workload": "petnames", **fields}, Path("/project")).config
-
-
-@pytest.mark.parametrize(("workload", "taken"), [("petnames", True), ("mine:train", False)])
-def test_embedded_cluster_gets_the_resources_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, workload: str, taken: bool
-) -> None:
-    """The processes of a built-in workload import nothing from the folder that the user is in."""
-    monkeypatch.setattr(cluster_session, "without_working_directory", lambda environ: {"safe": "1"})
-    monkeypatch.setattr(os, "environ", {"PYTHONPATH": "."})
-    seen: list[Any] = []
-    monkeypatch.setattr(EmbeddedCluster, "__init__", lambda self, *arguments: seen.extend(arguments))
-    machine: Any = SimpleNamespace(ranks=2, gpus="gpus")
-    made = cluster_for(config(workload=workload), machine, Path("/scratch"), print)
-    assert isinstance(made, EmbeddedCluster)
-    assert seen == [2, "gpus", Path("/scratch"), {"safe": "1"} if taken else {"PYTHONPATH": "."}]
 
 
 def test_other_clusters_are_attached_or_started_for_the_run() -> None:
@@ -101,11 +83,11 @@ def test_cluster_that_is_not_there_is_the_error_that_the_run_would_have(
 def test_cluster_whose_scheduler_is_gone_or_elsewhere_is_told(
     capsys: pytest.CaptureFixture[str], folder: Path, dead_address: str
 ) -> None:
-    record = ClusterRecord("dev", "local", "2026-01-01T00:00:00+00:00", address=f"tcp://{dead_address}")
-    made = cluster_records.create(record)
+    made = records.create(ClusterRecord(name="dev", address=f"tcp://{dead_address}"))
     code, out, err = dry_run(capsys, "--cluster", "dev")
     assert (code, out) == (4, "") and "the cluster dev does not answer at" in err
-    made.update(host=HostId("login2", "m", "b", "p"))
+    made.host = HostId("login2", "m", "b", "p")
+    made.save()
     code, out, err = dry_run(capsys, "--cluster", "dev")
     assert (code, out) == (4, "") and "runs on the host login2" in err
 

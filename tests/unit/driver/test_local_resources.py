@@ -95,10 +95,3 @@ def test_limit_on_the_size_of_files_is_a_warning(monkeypatch: pytest.MonkeyPatch
 )
 def test_ranks_and_gpus_of_a_setting(settings: dict[str, Any], expected: LocalResources) -> None:
     assert local_resources.local_resources(ClusterConfig.model_validate(settings), {}) == expected
-
-
-def test_one_core_is_no_plural(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_resources, "default_slots", lambda gpus: 2 if gpus == () else 99)
-    expected = "3 ranks share 1 core: their start and each step take longer; --ranks 2 may be faster"
-    assert local_resources.crowding(LocalResources(3, ()), 1) == expected
-    assert local_resources.resource_warnings(LocalResources(3, ()), 1)[0] == expected

@@ -21,7 +21,7 @@ class Heard:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def status(self, text: str) -> None:
+    def status(self, text: str, *, announced: bool = False) -> None:
         self.lines.append(text)
 
     def notice(self, text: str, *, level: str) -> None:

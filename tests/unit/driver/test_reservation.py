@@ -62,7 +62,7 @@ def test_workers_are_waited_for_as_long_as_start_timeout_s(clock: Clock) -> None
     queue.wait(refusal(2, 2))
     assert shown == ["waiting for workers: 2 of 4 slots are there"]  # once
     clock.now = 1020.0
-    with pytest.raises(ClusterError, match=r"only 2 joined within 20 s \(2 on h0\).*cluster scale big 4\nTraceback"):
+    with pytest.raises(ClusterError, match=r"only 2 joined within 20 s \(2 on h0\).*--name big --ranks 4\nTraceback"):
         queue.wait(refusal(2, 2))
 
 
@@ -85,12 +85,13 @@ def test_cluster_that_does_not_grow_is_not_waited_for() -> None:
     assert queue.wait(refusal(0, 0)) == 4  # its worker is still starting
     assert queue.wait(refusal(1, 4)) == 4  # another run holds them
     with pytest.raises(
-        ClusterError, match=r"^4 slots are needed, but the cluster dev has only 1 \(1 on h0\)\. .*scale dev 4$"
+        ClusterError,
+        match=r"^4 slots are needed, but the cluster dev has only 1 \(1 on h0\)\. .*--name dev --ranks 4$",
     ):
         queue.wait(refusal(1, 1))
 
 
-@pytest.mark.parametrize(("ranks", "shown"), [(4, "4"), (None, "SLOTS")])
+@pytest.mark.parametrize(("ranks", "shown"), [(4, "4"), (None, "N")])
 def test_cluster_whose_only_worker_has_ended_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, ranks: int | None, shown: str
 ) -> None:
@@ -100,11 +101,11 @@ def test_cluster_whose_only_worker_has_ended_is_not_waited_for(
     hooks = WaitHooks(None, lambda: None, lambda: "last lines", lambda _: None, "dev", fixed=True)
     queue = SlotQueue(replace(WISH, ranks=ranks), hooks)
     assert queue.wait(refusal(1, 4)) == ranks
-    assert queue.wait(refusal(0, 0)) == ranks  # `cluster scale` is at work, or the worker has not joined yet
+    assert queue.wait(refusal(0, 0)) == ranks  # a command is at work, or the worker has not joined yet
     with pytest.raises(
         ClusterError,
-        match=r"^4 slots are needed, but the worker \(pid 7\) has ended, and with it the cluster dev has none: start "
-        rf"it again with `ddptrain cluster scale dev {shown}`\nlast lines$",
+        match=r"^4 slots are needed, but the worker \(pid 7\) has ended, and with it the cluster dev has none; start "
+        rf"it again: ddptrain cluster down dev, then ddptrain cluster up --name dev --ranks {shown}\nlast lines$",
     ):
         queue.wait(refusal(0, 0))
 
@@ -222,7 +223,10 @@ def test_time_to_gather_slots_is_waited_for_even_if_that_is_longer_than_the_othe
             replace(WISH, start_timeout_s=0.0),
             Refusal(2, 0, 0, 0, (), {}, 0),
             "dev",
-            ("2 slots are needed, but none joined within 0 s. Give it more: ddptrain cluster scale dev 2\nTraceback"),
+            (
+                "2 slots are needed, but none joined within 0 s. Start it anew with more: "
+                "ddptrain cluster down dev, then ddptrain cluster up --name dev --ranks 2\nTraceback"
+            ),
         ),
         (
             replace(WISH, wait_s=0.0),

@@ -8,14 +8,12 @@ import socket
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver import resume
 from ddptrain.driver.resume import Choice, choose
 from ddptrain.errors import RunLocked, RunNotFound, UsageError
 from ddptrain.results import ownership
@@ -250,59 +248,3 @@ def test_changes_that_are_allowed_are_told(tmp_path: Path) -> None:
 def test_secrets_are_not_taken_for_changes(tmp_path: Path) -> None:
     ended(tmp_path, "failed", RunStatus.FAILED, config(api_key="one"))
     assert auto(tmp_path, config(api_key="other"))[0] == "failed"
-
-
-@pytest.mark.parametrize(
-    ("status", "message", "words"),
-    [
-        ("cancelled", "", "was cancelled"),
-        ("preempted", "the driver was sent SIGTERM", "was preempted (the driver was sent SIGTERM)"),
-        ("succeeded", "", "succeeded"),
-        ("failed", "no\nmore", "failed (no)"),
-        ("failed", "x" * 61, f"failed ({'x' * 57}...)"),
-        ("failed", "x" * 60, f"failed ({'x' * 60})"),
-        ("of a later version", "", "of a later version"),
-    ],
-)
-def test_end_of_a_run_in_words(status: str, message: str, words: str) -> None:
-    record = SimpleNamespace(failure=FailureRecord(message=message))
-    view: Any = SimpleNamespace(status=status, record=record)
-    assert resume._how_it_ended(view) == words
-    record.failure = None
-    assert resume._how_it_ended(view) == words.partition(" (")[0]
-
-
-def test_settings_are_compared_by_their_full_keys() -> None:
-    data = {"params": {"a": {"b": 1}, "c": (1, 2), "d": {}}, "workload": "m:f"}
-    expected = [("params.a.b", 1), ("params.c", [1, 2]), ("params.d", {}), ("workload", "m:f")]
-    assert list(resume._flat(data)) == expected
-    assert list(resume._flat({"params": {}})) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "defaults", "text"),
-    [
-        ({"k": "x" * 40}, {"k": 1}, "x" * 40),
-        ({"k": "x" * 41}, {}, f"{'x' * 37}..."),
-        ({"k": None}, {}, "None"),
-        ({}, {"k": "x" * 40}, f"{'x' * 40}, its default"),
-        ({}, {"k": "x" * 41}, f"{'x' * 37}..., its default"),
-        ({}, {}, "not given"),
-    ],
-)
-def test_value_of_a_setting_in_words(given: dict[str, Any], defaults: dict[str, Any], text: str) -> None:
-    assert resume._value_text("k", given, defaults) == text
-
-
-def test_only_workload_and_params_are_compared(tmp_path: Path) -> None:
-    made = config()
-    ended(tmp_path, "one", RunStatus.FAILED, made)
-    layout = RunLayout(tmp_path / "one")
-    assert list(resume._changes(layout, made)) == []
-    layout.config_yaml.write_text("workload: other:main\nparams: {epochs: 5}\nfailure: {grace_s: 1}\n")
-    assert list(resume._changes(layout, made)) == ["workload other:main (now train:main)"]
-    layout.config_yaml.write_text("[]\n")
-    assert list(resume._changes(layout, made)) == [
-        "workload not given (now train:main)",
-        "params.epochs not given (now 5)",
-    ]

@@ -146,7 +146,7 @@ def test_importance_of_few_trials_names_the_field_that_matters(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["tpe", "random", "nsgaii", "qmc", "TPESampler"])
 def test_samplers_have_short_and_full_names(tmp_path: Path, name: str) -> None:
-    Study(tmp_path / "j", section(search=name))
+    assert Study(tmp_path / "j", section(search=name)).ask().params
 
 
 def test_no_sampler_loads_a_pickle() -> None:
@@ -159,7 +159,7 @@ def test_no_sampler_loads_a_pickle() -> None:
 
 @pytest.mark.parametrize("name", ["none", "median", "asha", "hyperband", "SuccessiveHalvingPruner"])
 def test_pruners_have_short_and_full_names(tmp_path: Path, name: str) -> None:
-    Study(tmp_path / "j", section(prune=name))
+    assert Study(tmp_path / "j", section(prune=name)).ask().params
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import dask
 import pytest
 from distributed import Worker
 
 from ddptrain.worker import foreign_worker
-from ddptrain.worker.rank_host import RankHost
 
 
 def worker(*, nthreads: int = 1, nanny: str | None = None, **resources: float) -> Worker:
@@ -54,16 +49,6 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
     assert foreign_worker.offered_slots(worker(**known)) == offered
 
 
-def test_variables_of_the_nanny_come_from_its_configuration() -> None:
-    with dask.config.set({"distributed.nanny.pre-spawn-environ": {"A": 1}, "distributed.nanny.environ": {"B": "2"}}):
-        assert foreign_worker._nanny_environ(worker(nanny="tcp://127.0.0.1:1")) == {
-            "A": 1,
-            "B": "2",
-            "PYTHONHASHSEED": "6640",
-        }
-        assert foreign_worker._nanny_environ(worker()) == {}
-
-
 def test_workers_share_a_server_only_if_it_is_equivalent_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
     here = foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
     assert here == foreign_worker._server_folder("tcp://a:1", {"HOME": "/y", "LD_PRELOAD": "a.so"})
@@ -71,36 +56,3 @@ def test_workers_share_a_server_only_if_it_is_equivalent_for_both(monkeypatch: p
     assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "b.so"})
     monkeypatch.setattr(foreign_worker, "_container_identity", lambda: ["net:[4026531999]"])
     assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
-
-
-@pytest.mark.skipif(not Path("/proc/self/ns").is_dir(), reason="the system has no namespaces")
-def test_container_identity_contains_the_network_namespace_and_the_control_group() -> None:
-    namespaces, group = foreign_worker._container_identity()[:-1], foreign_worker._container_identity()[-1]
-    assert any(name.startswith("net:[") for name in namespaces)
-    assert group == Path("/proc/self/cgroup").read_text()
-
-
-@pytest.mark.parametrize("is_own", [True, False])
-def test_worker_that_closes_while_it_removes_a_run_logs_no_cancellation(
-    monkeypatch: pytest.MonkeyPatch, is_own: bool
-) -> None:
-    """Dask logs every exception that leaves teardown; the removal goes on in its thread."""
-    begun, may_end, removed = threading.Event(), threading.Event(), list[str]()
-
-    def remove(run_id: str = "r") -> None:
-        begun.set()
-        may_end.wait(30.0)
-        removed.append(run_id)
-
-    async def close_worker() -> None:
-        plugin = foreign_worker.RunPlugin("r")
-        plugin.host, plugin._is_own = cast(RankHost, SimpleNamespace(remove_run=remove)), is_own
-        removal = asyncio.ensure_future(plugin.teardown(worker()))
-        await asyncio.to_thread(begun.wait, 30.0)
-        removal.cancel()
-        await removal  # raises no CancelledError
-        may_end.set()
-
-    monkeypatch.setattr(foreign_worker, "_remove_host", lambda host: remove())
-    asyncio.run(close_worker())
-    assert removed == ["r"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.worker.oom import MemoryWatch, groups_of
+from ddptrain.worker.process_monitor import MemoryWatch, groups_of
 
 GIB = 1 << 30
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from distributed import Worker
 
 from ddptrain.protocol import events, worker_notices
@@ -142,24 +140,3 @@ def test_message_that_would_be_too_large_is_sent_before(tmp_path: Path) -> None:
     batch.flush()
     batch.flush()
     assert [len(cast("list[object]", message["notices"])) for message in sent] == [1, 2]
-
-
-@pytest.mark.parametrize(("world_size", "waits"), [(4, False), (4_000, True)])
-def test_numbers_of_a_rank_wait_only_in_a_large_run(tmp_path: Path, world_size: int, *, waits: bool) -> None:
-    server = FakeServer()
-    stage = Stage(tmp_path, server)
-    task = rank_task._RanksTask(stage.worker, stage.host, specs(1, world_size=world_size))
-    (watch,) = task.watches
-    watch.spool.create()
-    time.sleep(0.01)
-    watch.spool.events.write_bytes(events.encode(events.Metrics(1, {"a": 1.0}, 1)))
-    assert watch.report_news()
-    task.batch.flush()
-    assert (stage.messages == []) is waits
-    with watch.spool.events.open("ab") as file:
-        file.write(events.encode(events.Noticed(1)))
-    watch.report_news()
-    task.batch.flush()
-    newest = stage.notices[-1]
-    assert isinstance(newest, Growth)
-    assert newest.events_size == watch.spool.events.stat().st_size  # an urgent event does not wait

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import STACKS_DUMP, STACKS_SIGNAL
+from ddptrain.protocol.rank_spec import STACKS_SIGNAL
 from ddptrain.worker import stack_reports
-from ddptrain.worker.process_activity import ProcessMonitor, has_handler
+from ddptrain.worker.process_monitor import ProcessMonitor, has_handler
 from ddptrain.worker.spool import RankSpool
 from tests.unit.specs import make_spec
 
@@ -66,37 +65,6 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
     assert isinstance(stacks, events.Stacks)
     assert (stacks.state, stacks.main) == ("busy", ())
     assert sleeper.poll() is None
-
-
-def test_stacks_that_are_written_slowly_are_waited_for(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_reports, "_DUMP_S", 30 * stack_reports._DUMP_S)  # in case it is even busier
-    code = """
-import signal, sys, time
-def write(*_):
-    time.sleep(0.6)
-    open(sys.argv[1], "w").write("slowly")
-signal.signal(int(sys.argv[2]), write)
-print("up", flush=True)
-time.sleep(600)
-"""
-    command = [sys.executable, "-c", code, str(spool.staging / STACKS_DUMP), str(int(STACKS_SIGNAL))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        try:
-            assert stack_reports._dump(spool, process.pid) == "slowly"
-        finally:
-            process.kill()
-
-
-def test_rank_that_answers_by_itself_is_not_reported_again(spool: RankSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_reports, "_ANSWER_S", 60.0)
-    stack_reports.report_if_silent(spool, os.getpid(), 1, 1)
-    spool.events.write_bytes(events.encode(events.Stacks(1, ("a.py:1 f",))))
-    for thread in threading.enumerate():
-        if thread.name == "ddptrain-stacks":
-            thread.join(30)
-            assert not thread.is_alive()
-    assert told(spool, 1) == [events.Stacks(1, ("a.py:1 f",))]
 
 
 def test_flight_record_is_announced_if_there_is_one(spool: RankSpool) -> None:

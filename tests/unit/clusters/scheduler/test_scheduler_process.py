@@ -22,7 +22,7 @@ import psutil
 import pytest
 from distributed import Client
 
-from ddptrain.clusters.scheduler import scheduler_process, slots
+from ddptrain.clusters.scheduler import slots
 from ddptrain.clusters.scheduler.scheduler_process import LOOKER, drop_the_silent
 from ddptrain.clusters.security import make_tls, own_security
 
@@ -197,11 +197,6 @@ def test_scheduler_with_a_certificate_takes_only_those_who_have_it(
         Client(address, set_as_default=False, timeout=1, security=own_security(other))
     with pytest.raises(OSError, match=r"Timed out|reset|closed"):
         Client(address.replace("tls://", "tcp://"), set_as_default=False, timeout=1)
-
-
-def test_scheduler_without_options_has_any_free_port_and_no_idle_limit() -> None:
-    options = scheduler_process._parser().parse_args(["--folder", "cluster"])
-    assert (options.port, options.idle_timeout, options.host, options.http_route) == (0, 0.0, None, [])
 
 
 # --- Silent workers are dropped by a clock that nobody sets. ---

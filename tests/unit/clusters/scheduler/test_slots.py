@@ -206,17 +206,6 @@ def test_run_that_asks_again_gets_other_slots_for_its_own_and_passes_the_line() 
     assert there.orders == [("ddptrain-r1", ["tcp://b"])]
 
 
-def test_worker_that_was_made_smaller_under_a_run_has_no_slot_free() -> None:
-    there = scheduler(a=2)
-    ask(there, "one", 1)
-    ask(there, "two", 1)
-    slots.release("one", there)
-    there.workers["tcp://a"].resources["slot"] = 1.0
-    assert ask(there, "three", 1)["refusal"]["free"] == 0
-    slots.release("two", there)
-    assert "slots" in ask(there, "three", 1)
-
-
 def test_paused_worker_gives_no_slots_until_it_runs_again() -> None:
     there = scheduler(a=2, b=1)
     there.workers["tcp://a"].status.name = "paused"
@@ -231,22 +220,6 @@ def test_paused_worker_of_others_is_not_asked_what_it_offers() -> None:
     there = scheduler(a=None, b=1)
     there.workers["tcp://a"].status.name = "paused"
     assert ask(there, "r1", None)["slots"] == [["tcp://b", "b", 0, False, True]]
-
-
-def test_smaller_offer_of_a_worker_that_returns_counts() -> None:
-    there = scheduler(a=None)
-    ask(there, "r1", 1)
-    slots.learn({"tcp://a": (3, 2)}, there)
-    assert len(ask(there, "r1", 3)["slots"]) == 3
-    lost = there.workers.pop("tcp://a")
-    there.table.remove_worker(there, "tcp://a")
-    assert there.table.holders == {}
-    there.workers["tcp://a"] = lost
-    assert ask(there, "r1", 2)["unknown"] == ["tcp://a"], "its old offer does not count"
-    slots.learn({"tcp://a": (1, 1)}, there)
-    refusal = ask(there, "r1", 2)["refusal"]
-    assert (refusal["free"], refusal["total"]) == (1, 1)
-    assert ask(there, "r1", 1)["slots"] == [["tcp://a", "a", 0, True, False]]
 
 
 def test_last_offer_of_a_worker_that_stays_counts() -> None:

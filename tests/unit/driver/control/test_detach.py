@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,12 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain import ci
 from ddptrain.driver.control import detach
 from ddptrain.driver.control.detach import Begun, EndedEarly, start_detached
 from ddptrain.errors import ClusterError
 from ddptrain.results.layout import RunLayout
-from tests.unit.notes import noted
 
 _READY = """
 import sys
@@ -133,121 +129,6 @@ class Process:
         self.calls.append(("wait", deadline_s))
         if self.stubborn and deadline_s is not None:
             raise subprocess.TimeoutExpired("driver", deadline_s)
-
-
-@pytest.mark.parametrize(
-    ("process", "calls"),
-    [
-        (Process(), ["terminate", ("wait", 10.0)]),
-        (Process(stubborn=True), ["terminate", ("wait", 10.0), "kill", ("wait", None)]),
-        (Process(returncode=0), []),
-    ],
-)
-def test_driver_is_killed_ten_seconds_after_sigterm_and_always_waited_for(process: Any, calls: list[Any]) -> None:
-    detach._stop_process(process)
-    assert process.calls == calls
-
-
-def test_driver_gets_the_pipe_as_an_option_of_its_command_and_a_session_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: noted(started, (command, options), "p"))
-    output: Any = "output"
-    process, ready = detach._start(["train", "x.yaml", "-v"], output, 7, {"A": "b"})
-    os.close(ready)
-    ((command, options),) = started
-    (tell,) = options.pop("pass_fds")
-    assert command == [sys.executable, "-P", "-m", "ddptrain", "train", "--ready-fd", str(tell), "x.yaml", "-v"]
-    assert options == {"stdin": 7, "stdout": output, "stderr": output, "env": {"A": "b"}, "start_new_session": True}
-    assert str(process) == "p" and tell != ready
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(tell)  # only the driver has it, so that its end is noticed
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_pipe_is_closed_if_the_driver_cannot_be_started(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    pipes: list[int] = []
-
-    def pipe() -> tuple[int, int]:
-        pipes.extend(made := real())
-        return made
-
-    def start(*_: object, **__: object) -> None:
-        if fails:
-            raise OSError("no memory")
-
-    real = os.pipe
-    monkeypatch.setattr(os, "pipe", pipe)
-    monkeypatch.setattr(subprocess, "Popen", start)
-    output: Any = "output"
-    if fails:
-        with pytest.raises(OSError, match="no memory"):
-            detach._start(["train"], output, 0, None)
-    else:
-        detach._start(["train"], output, 0, None)
-        os.close(pipes[0])
-    for descriptor in pipes:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
-
-
-def test_detached_driver_writes_nothing_for_a_ci_service_and_has_two_minutes_to_begin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = Process()
-    given: list[Any] = []
-
-    def start(*arguments: Any, deadline_s: float) -> Any:
-        given.extend([*arguments, deadline_s])
-        return process, "begun"
-
-    monkeypatch.setattr(detach, "start_ordered", start)
-    monkeypatch.setattr(os, "environ", {"A": "b", ci.SWITCH: "on"})
-    begun: object = start_detached(["train"])
-    assert begun == "begun" and process.returncode == 0
-    assert given == [["train"], b"", {"A": "b", ci.SWITCH: "off"}, 120.0]
-
-
-def test_output_of_a_driver_is_read_as_a_whole_and_its_position_stays(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(b"x" * 140_000 + b"\xff")
-    with (tmp_path / "log").open("rb") as file:
-        file.seek(5)
-        assert detach._output_of(file.fileno()) == "x" * 140_000 + "\N{REPLACEMENT CHARACTER}"
-        assert file.tell() == 5
-
-
-def test_output_of_this_process_goes_on_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "log").write_text("earlier\n")
-    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "stderr", err)
-        print("so far", flush=True)
-        assert detach._redirect_output(tmp_path / "log") == len("earlier\n")
-        print("later", flush=True)
-        print("an error", file=err, flush=True)
-    assert (tmp_path / "log").read_text() == "earlier\nso far\nlater\nan error\n"
-
-
-@pytest.mark.parametrize(("log", "log_from"), [(None, 0), ("of before", 9)])
-def test_message_of_a_driver_with_nothing_to_do(tmp_path: Path, log: str | None, log_from: int) -> None:
-    if log is not None:
-        (tmp_path / "driver.log").write_text(log)
-    ready, tell = os.pipe()
-    detach.tell_done(tell, RunLayout(tmp_path), "it has succeeded")
-    line = detach._read_line(ready, 60.0)
-    os.close(ready)
-    expected = Begun(
-        tmp_path.name,
-        str(tmp_path),
-        os.getpid(),
-        socket.gethostname(),
-        str(tmp_path / "driver.log"),
-        "it has succeeded",
-        log_from,
-        done=True,
-    )
-    assert Begun(**json.loads(line)) == expected
 
 
 def test_waiting_process_that_is_gone_is_no_error(tmp_path: Path) -> None:

@@ -6,12 +6,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from ddptrain.driver.control import launch_request
-from ddptrain.driver.control.launch_request import LaunchRequest, read_launch_request
+from ddptrain.driver.control.detach import LaunchRequest, read_launch_request
 from ddptrain.errors import UsageError
 
 
@@ -64,16 +62,3 @@ def test_run_that_goes_together_with_its_program_is_sent_sigterm_when_that_ends(
     os.close(null)
     watching.join(60)
     assert ended.is_set() and sent == [(os.getpid(), signal.SIGTERM)]
-
-
-def test_request_may_come_in_pieces_and_ends_with_its_line_or_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [b"a", b"b\n", b"c", b""]
-    asked: list[tuple[int, int]] = []
-
-    def read(descriptor: int, size: int) -> Any:
-        asked.append((descriptor, size))
-        return blocks.pop(0)
-
-    monkeypatch.setattr(os, "read", read)
-    assert (launch_request._line(), launch_request._line()) == (b"ab\n", b"c")
-    assert asked == [(0, 65536)] * 4

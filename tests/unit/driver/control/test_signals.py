@@ -6,12 +6,11 @@ import os
 import queue
 import signal
 import sys
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from ddptrain.driver.control import signals as signals_module
 from ddptrain.driver.control.signals import Signals, ThreadSignals, signals_to
 from ddptrain.driver.inbox import Inbox, SignalReceived
 from ddptrain.errors import Interrupted
@@ -126,17 +125,6 @@ def test_wait_is_interrupted_once_and_only_within_its_block() -> None:
     with pytest.raises(Interrupted) as first:
         signals.check()
     assert first.value.signum == signal.SIGINT
-
-
-def test_pause_ends_with_an_earlier_signal_or_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(signals_module, "time", SimpleNamespace(sleep=slept.append))
-    signals = Signals(queue.SimpleQueue())
-    signals.pause(2.5)
-    signals.take(signal.SIGTERM, None)
-    with pytest.raises(Interrupted):
-        signals.pause(2.5)
-    assert slept == [2.5]
 
 
 @pytest.mark.parametrize("taken", [[], [signal.SIGTERM, signal.SIGINT]])

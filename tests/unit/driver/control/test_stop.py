@@ -7,13 +7,12 @@ import os
 import queue
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -25,12 +24,10 @@ from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.driver.inbox import Inbox, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 
-SEEN_WITHIN_S = stop._HANDLED_WITHIN_S  # as it is outside of these tests
 OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
 
 
@@ -78,11 +75,6 @@ def test_request_is_sigterm_once_however_often_it_is_made(writer: RunWriter, sig
     ask(writer, "{}")  # once it is gone, what was asked before it has been done
     assert signals.taken == [signal.SIGTERM]
     assert '"event":"stop_requested","now":false,"by":"me@here"' in writer.layout.events_jsonl.read_text()
-
-
-@pytest.mark.usefixtures("signals")
-def test_thread_that_looks_for_requests_does_not_keep_the_driver_from_ending() -> None:
-    assert [thread.daemon for thread in threading.enumerate() if thread.name == "ddptrain-stop"] == [True]
 
 
 def test_request_for_now_is_ctrl_c_three_times_and_never_a_fourth_signal(writer: RunWriter, signals: Signals) -> None:
@@ -208,94 +200,6 @@ def test_request_that_cannot_be_written_says_what_to_do_instead(writer: RunWrite
         stop_run(gone, now=True, by="", tell=pytest.fail)
 
 
-@pytest.mark.parametrize(
-    ("text", "grace_s"),
-    [
-        ("failure: {grace_s: 7}", 7.0),
-        ("a: &a [1, 1]\nb: &b [*a, *c]", 30.0),
-        ("failure: " + "[" * 9_000, 30.0),
-        ("", 30.0),
-    ],
-)
-def test_grace_comes_from_the_runs_configuration_if_that_can_be_read(tmp_path: Path, text: str, grace_s: float) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    assert stop._grace_s(RunLayout(tmp_path)) == grace_s
-
-
-class Clock:
-    """A time that passes only in the waits of a thread that is not over."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.waits: list[float] = []
-        self.over_after = 999
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
-        self.now += seconds
-        return len(self.waits) > self.over_after
-
-
-class Sent:
-    """The signals of a run, which sees them after so many of the waits of the clock, if at all."""
-
-    def __init__(self, clock: Clock, seen_after: int) -> None:
-        self.clock, self.seen_after = clock, seen_after
-        self.sent: list[int] = []
-        self.asked = False
-        self.earlier: list[int] = []
-
-    @property
-    def taken(self) -> list[int]:
-        return self.earlier + self.sent[: len(self.clock.waits) // self.seen_after]
-
-    def send(self, signum: int) -> None:
-        self.sent.append(signum)
-
-
-@pytest.mark.parametrize(
-    ("now", "sent", "earlier", "signums", "asked"),
-    [
-        (False, 0, [], [signal.SIGTERM], True),
-        (True, 0, [], [signal.SIGINT] * 3, True),
-        (True, 1, [], [signal.SIGINT] * 2, True),
-        (False, 1, [], [], False),
-        (True, 3, [], [], False),
-        (True, 0, [signal.SIGTERM], [signal.SIGINT] * 2, False),
-        (False, 0, [signal.SIGTERM, signal.SIGTERM], [], False),
-    ],
-)
-def test_only_signals_that_are_missing_are_sent_one_after_the_other(
-    monkeypatch: pytest.MonkeyPatch, now: bool, sent: int, earlier: list[int], signums: list[int], asked: bool
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(stop, "time", clock)
-    signals: Any = Sent(clock, 3)
-    signals.earlier = earlier
-    over: Any = clock
-    assert stop._send_signals(replace(OURS, now=now), signals, sent, over) == len(signums)
-    assert signals.sent == signums and signals.asked is asked
-    assert clock.waits == [0.1] * 3 * len(signums)
-
-
-def test_signal_that_is_not_seen_is_waited_for_two_seconds_or_until_the_run_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(stop, "time", clock)
-    monkeypatch.setattr(stop, "_HANDLED_WITHIN_S", SEEN_WITHIN_S)
-    signals: Any = Sent(clock, 999)
-    over: Any = clock
-    stop._send_signals(OURS, signals, 0, over)
-    assert clock.now == pytest.approx(102.0, abs=0.11)
-    clock.over_after = len(clock.waits)
-    stop._send_signals(OURS, signals, 0, over)
-    assert len(clock.waits) == clock.over_after + 1
-
-
 def test_request_that_was_taken_leaves_a_run_that_may_still_copy_results(writer: RunWriter) -> None:
     def take(text: str) -> None:
         assert text.startswith("waiting up to 0 s for run a-run")
@@ -309,24 +213,6 @@ def test_request_that_was_taken_leaves_a_run_that_may_still_copy_results(writer:
     )
 
 
-def test_user_of_the_command_waits_half_a_minute_and_looks_five_times_a_second(
-    writer: RunWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 3:
-            writer.finish(RunStatus.CANCELLED, 130)
-            writer.close()
-
-    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
-    target = StopTarget(writer.layout, lambda: load_run(writer.layout.root))
-    assert stop_run(target, now=True, by="", tell=told.append).status == "cancelled"
-    assert slept == [0.2] * 3 and told[0].startswith("waiting up to 30 s for run a-run to end: ")
-
-
 @pytest.mark.parametrize(
     ("status", "active"),
     [("running", True), ("unknown", True), ("succeeded", False), ("failed", False), ("preempted", False)],
@@ -334,41 +220,3 @@ def test_user_of_the_command_waits_half_a_minute_and_looks_five_times_a_second(
 def test_run_is_active_as_long_as_its_driver_may_be_running(status: str, active: bool) -> None:
     view: Any = SimpleNamespace(status=status)
     assert stop.is_active(view) is active
-
-
-@pytest.mark.parametrize(("host", "held", "leaving"), [("", True, True), ("", False, False), ("far", True, False)])
-def test_driver_on_this_host_is_leaving_while_it_holds_the_lock(
-    monkeypatch: pytest.MonkeyPatch, host: str, held: bool, leaving: bool
-) -> None:
-    monkeypatch.setattr(stop, "run_lock", SimpleNamespace(is_held=lambda path: {"lock": held}[path]))
-    driver = SimpleNamespace(host=host or socket.gethostname())
-    view: Any = SimpleNamespace(record=SimpleNamespace(driver=driver), layout=SimpleNamespace(lock_file="lock"))
-    assert stop._is_leaving(view) is leaving
-
-
-@pytest.mark.parametrize("text", ["{}", "3", '{"pid": "x", "host": "h", "now": true, "by": ""}'])
-def test_request_with_other_fields_is_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no stop request|invalid literal"):
-        StopRequest.from_json(text)
-    line = '{"pid": "7", "host": "h", "now": 1, "by": "me"}'
-    assert StopRequest.from_json(line) == StopRequest(7, "h", now=True, by="me")
-
-
-def test_full_disk_does_not_keep_a_run_from_being_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    obeyed: list[int] = []
-    looks = iter([False, False, True])
-    waits: list[float] = []
-
-    def event(line: dict[str, Any]) -> None:
-        raise ResultsError("no space")
-
-    def obey(request: StopRequest, signals: Any, sent: int, over: Any) -> int:
-        obeyed.append(sent)
-        return 1
-
-    monkeypatch.setattr(stop, "_take_request", lambda layout: OURS)
-    monkeypatch.setattr(stop, "_send_signals", obey)
-    full: Any = SimpleNamespace(layout=None, event=event)
-    over: Any = SimpleNamespace(is_set=lambda: next(looks), wait=waits.append)
-    stop._watch(full, cast(Any, None), over)
-    assert obeyed == [0, 1] and waits == [0.2, 0.2]

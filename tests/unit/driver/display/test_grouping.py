@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.driver.display.grouping import MAX_HELD_CHARS, DifferingLines, TracebackFilter
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 
 
 def texts(groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> list[tuple[int, str]]:

@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.driver.display import jsonl, output_api
 from ddptrain.driver.display.jsonl import JsonRenderer
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 
 

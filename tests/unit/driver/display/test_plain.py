@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ddptrain.driver.display import output_api
-from ddptrain.driver.display.line_assembler import RankLine
+from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer
 from ddptrain.protocol.events import Metrics, Progress

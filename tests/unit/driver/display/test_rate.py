@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddptrain.driver.display.pace import Pace
+from ddptrain.driver.display.run_facts import Pace
 from ddptrain.protocol.events import Progress
 
 

@@ -6,14 +6,15 @@ import pytest
 
 from ddptrain.driver.display.plain import format_own
 from ddptrain.driver.display.terminal import (
-    cells,
     choose_mode,
     cropped,
     harmless,
     terminal_size,
     wants_colour,
+    wrapped,
 )
 from ddptrain.errors import UsageError
+from ddptrain.text_tables import columns_of
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_without_colours_none_are_left() -> None:
 
 
 def test_wide_and_combining_characters_are_measured_and_cropped() -> None:
-    assert [cells("abc"), cells("日本"), cells("e\u0301")] == [3, 4, 1]
+    assert [columns_of("abc"), columns_of("日本"), columns_of("e\u0301")] == [3, 4, 1]
     assert [cropped("abc", 2), cropped("日本", 3), cropped("日本", 4)] == ["ab", "日", "日本"]
 
 
@@ -92,3 +93,9 @@ def test_size_is_that_of_the_environment_where_there_is_no_terminal() -> None:
 
 def test_our_own_lines_may_quote_others_and_are_made_safe_in_a_pipe_too() -> None:
     assert format_own(["run x failed on host\x1b[2J\x1b]0;t\x07\u202e"], colour=False) == "run x failed on host\n"
+
+
+def test_lines_break_between_words_and_rows_of_the_summary_stay_in_their_column() -> None:
+    assert wrapped("ddptrain: rank 1 failed", 18) == ["ddptrain: rank 1", "  failed"]
+    assert wrapped("  time    start 1.2 s, end 0.5 s", 24) == ["  time    start 1.2 s,", "          end 0.5 s"]
+    assert wrapped("in /a/long/path/of/a/run", 12) == ["in", "  /a/long/path/of/a/run"]

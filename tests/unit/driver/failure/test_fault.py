@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.root_cause import find_root_cause
+from ddptrain.driver.failure.fault import Fault, FaultKind, find_root_cause
 from ddptrain.errors import ExitCode
 from ddptrain.protocol import events
 from ddptrain.protocol.worker_notices import RankExit

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.tracking import wandb_sync
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
-from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import DriverRecord, RunStatus
@@ -78,26 +76,6 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
     sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
     assert ".sync.lock: it is a symbolic link" in sent.problem and sent.waiting == 1
     assert (tmp_path / "precious").read_text() == "precious\n"
-
-
-def test_marks_are_not_left_through_links(layout: RunLayout, tmp_path: Path) -> None:
-    view = load_run(layout.root)
-    (part,) = wandb_sync._waiting(view)
-    part.log.with_suffix(".wandb.synced").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ResultsError, match="symbolic link"):
-        wandb_sync._mark(part)
-    assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.parametrize("problems", [["", ""], ["refused", ""], ["", "refused"]])
-def test_all_runs_are_sent_and_one_problem_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, layout: RunLayout, problems: list[str]
-) -> None:
-    results = [SyncResult(str(number), problem=problem) for number, problem in enumerate(problems)]
-    left, told = iter(results), list[SyncResult]()
-    monkeypatch.setattr(wandb_sync, "sync_run", lambda *given: next(left))
-    assert wandb_sync.sync_runs([load_run(layout.root)] * 2, 60.0, told.append, print) is (problems == ["", ""])
-    assert told == results
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,10 @@ import subprocess
 import tarfile
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from ddptrain.driver.transfer import code_package
-from ddptrain.driver.transfer.code_package import CodePackage, Project, pack, project_folder
+from ddptrain.driver.transfer.code_package import CodePackage, pack, project_folder
 from ddptrain.errors import UsageError
 from ddptrain.protocol.code_digest import content_hash, inode_digest, move_path
 from tests.support import fake_time
@@ -216,18 +213,6 @@ def test_file_that_goes_while_it_is_packed_is_told(project: Path) -> None:
         _ = package.archive
 
 
-def test_sample_is_all_files_or_those_that_were_changed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, name in enumerate("cab"):
-        (tmp_path / name).write_text(name)
-        os.utime(tmp_path / name, (100 + number, 100 + number))
-    monkeypatch.setattr(code_package, "_SAMPLE_FILES", 3)
-    whole = CodePackage(tmp_path, {"c": 1, "a": 2, "b": 3})
-    assert whole.sample == ["a", "b", "c"] and whole.size_bytes == 6
-    monkeypatch.setattr(code_package, "_SAMPLE_FILES", 2)
-    assert CodePackage(tmp_path, {"c": 1, "a": 2, "b": 3}).sample == ["b", "a"]
-    assert CodePackage(tmp_path, {"c": 1, "gone": 2, "b": 3}).sample == ["b", "c"]
-
-
 def test_archive_has_nothing_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("x = 1\n")
     (tmp_path / "b.py").chmod(0o600)
@@ -255,42 +240,3 @@ def test_file_that_grows_meanwhile_is_archived_as_it_was_read(tmp_path: Path, mo
     with tarfile.open(fileobj=BytesIO(archive)) as found:
         file = found.extractfile("a.py")
         assert file is not None and file.read() == b"x = 12345\n"
-
-
-def resolved(folder: Path, *, ship: bool = True, chosen: str | None = None, **config: Any) -> Any:
-    code = SimpleNamespace(ship=ship, folder=chosen)
-    fields = {"code": code, "script": None, "workload": None, **config}
-    return SimpleNamespace(config=SimpleNamespace(**fields), import_folders=[str(folder)])
-
-
-def test_project_is_that_of_the_script_or_of_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_package, "_git", lambda *_: None)
-    folder = tmp_path / "project"
-    (folder / "jobs").mkdir(parents=True)
-    file = folder / "jobs" / "train.py"
-    file.write_text("")
-    script = SimpleNamespace(script="jobs/train.py", module=None)
-    assert code_package.project_of(resolved(folder, script=script)) == Project(folder, file)
-    assert code_package.project_of(resolved(folder, script=script, ship=False)) is None
-    missing = SimpleNamespace(script="jobs/other.py", module=None)
-    assert code_package.project_of(resolved(folder, script=missing)) is None
-    module = SimpleNamespace(script=None, module="jobs.train")
-    assert code_package.project_of(resolved(folder, script=module)) == Project(folder, file)
-    assert code_package.project_of(resolved(folder, workload="jobs.train:main")) == Project(folder, file)
-    (tmp_path / "other").mkdir()
-    assert code_package.project_of(resolved(folder, script=script, chosen=str(tmp_path / "other"))) is None
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 30.0), None])
-def test_folder_without_git_has_no_work_tree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    def run(command: list[str], **options: Any) -> Any:
-        assert command == ["git", "-C", str(tmp_path), "status"]
-        assert options == {"capture_output": True, "timeout": 30.0, "check": False}
-        if error is not None:
-            raise error
-        return SimpleNamespace(returncode=128, stdout=b"fatal")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert code_package._git(tmp_path, "status") is None

@@ -228,43 +228,6 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("error", "last"),
-    [
-        (None, {"done": True}),
-        (UsageError("no such thing"), {"failed": {"message": "no such thing", "exit_code": 2}}),
-        (
-            OSError(28, "No space left on device"),
-            {
-                "failed": {
-                    "message": "the run's inputs can't be prepared: [Errno 28] No space left on device",
-                    "exit_code": 4,
-                }
-            },
-        ),
-    ],
-)
-def test_process_sends_the_lines_and_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, descriptors: list[Any], error: Exception | None, last: dict[str, Any]
-) -> None:
-    def prepare(request: Any, tell: Callable[[str], None]) -> None:
-        assert request == {"target": "m:f"}
-        tell("listing")
-        assert json.loads(descriptors[0].got) == {"tell": "listing"}, "the driver is told at once"
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(inputs_process, "prepare", prepare)
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"target": "m:f"}\nmore'))
-    with pytest.raises(Ended) as ended:
-        inputs_process.main()
-    assert ended.value.args == (0,)
-    sent, *calls = descriptors
-    assert [json.loads(line) for line in sent.got.splitlines()] == [{"tell": "listing"}, last]
-    watch = {"target": inputs_process._end_with_stdin, "daemon": True}
-    assert calls == [(71, "w"), (2, 1), watch, "watches stdin"], "what a library prints goes to stderr"
-
-
 def test_bug_of_a_workload_is_sent_with_its_traceback(monkeypatch: pytest.MonkeyPatch, descriptors: list[Any]) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
     with pytest.raises(Ended):
@@ -281,12 +244,3 @@ def test_function_of_a_workload_gets_parameters_folder_and_tell(
     monkeypatch.setitem(sys.modules, "a_workload", cast("Any", module))
     inputs_process.prepare({"target": "a_workload:fills", "params": {"a": 1}, "folder": str(tmp_path)}, print)
     assert given == [({"a": 1}, tmp_path, print)]
-
-
-@pytest.mark.usefixtures("descriptors")
-def test_process_ends_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    stdin = io.StringIO("x" * 10_000)
-    monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(Ended) as ended:
-        inputs_process._end_with_stdin()
-    assert ended.value.args == (1,) and stdin.tell() == 10_000

@@ -136,15 +136,6 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
     assert mirror.refused == 1
 
 
-def test_endless_line_does_not_grow_in_memory(tmp_path: Path) -> None:
-    spool = spool_in(tmp_path)
-    mirror = mirror_of(spool, tmp_path, shared=True)
-    append(spool.events, b"x" * (events.MAX_LINE_BYTES + 1))
-    mirror.advance(*spool.sizes())
-    assert mirror.refused == 1
-    assert mirror._partial_line == b""
-
-
 def test_source_that_is_gone_is_an_error(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=False)

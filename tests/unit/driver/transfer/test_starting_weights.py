@@ -11,7 +11,6 @@ import pytest
 
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.driver.transfer import starting_weights
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
 from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import UsageError
@@ -135,11 +134,3 @@ def test_run_that_has_lost_a_file_gets_its_weights_again(registry: ModelRegistry
     (run / lost).unlink()
     again, fetched = fetch_weights(config(tmp_path, "model:dogs@champion"), run)
     assert again.config.params["weights"] == "model:dogs@1" and fetched is not None
-
-
-@pytest.mark.parametrize("data", [b"{", b"[]", b"{}", b'{"classes": 7}'])
-def test_damaged_list_of_images_has_no_classes(tmp_path: Path, data: bytes) -> None:
-    assert starting_weights._classes(tmp_path) == ()
-    (tmp_path / "inputs").mkdir()
-    (tmp_path / "inputs" / "manifest.json").write_bytes(data)
-    assert starting_weights._classes(tmp_path) == ()

@@ -1,1 +1,0 @@
-"""Clusters of pods, through dask-kubernetes' operator."""

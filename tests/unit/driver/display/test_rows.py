@@ -1,0 +1,172 @@
+"""The rows below the log of a live display: ranks in lockstep have one, every fact fits the terminal."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ddptrain.driver.display import output_api
+from ddptrain.driver.display.live import Row, RunRows
+from ddptrain.driver.display.terminal import RED
+from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.results.run_record import BestRecord
+from ddptrain.text_tables import columns_of
+
+
+def text_of(row: Row) -> str:
+    return "".join(piece.text for piece in row)
+
+
+def drawn(rows: RunRows, columns: int = 120, height: int = 24) -> list[str]:
+    return [text_of(row) for row in rows.block(65.0, columns, height)]
+
+
+def names(rows: RunRows, height: int = 24) -> list[str]:
+    return [row.split("  ")[0] for row in drawn(rows, height=height)[:-1]]
+
+
+def running(ranks: int, *, all_ranks: bool = False, host: str = "node", unit: str = "samples") -> RunRows:
+    """All ranks have done 1,200 of 2,400 in 1 s."""
+    rows = RunRows("petnames-20250101-120000-ab12", is_unicode=False, all_ranks=all_ranks)
+    rows.handle(output_api.WorldSize(ranks))
+    rows.handle(output_api.DriverStatus("training"))
+    for rank in range(ranks):
+        rows.handle(output_api.RankStarted(rank, host.format(rank), 100 + rank))
+        for second in (0, 1):
+            move(rows, rank, second, second * 1200.0, unit)
+        rows.handle(output_api.RankMetrics(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1})))
+    return rows
+
+
+def move(rows: RunRows, rank: int, second: float, done: float, unit: str = "samples") -> None:
+    rows.handle(output_api.RankProgress(rank, Progress(int(second * 1e9), done, 2400.0, unit)))
+
+
+def test_two_ranks_have_a_row_each() -> None:
+    first, second, status = drawn(running(2))
+    bar = f"{'#' * 20}{'-' * 20}"
+    assert first == f"rank 0  {bar}  50%  1,200/2,400  train/loss 2.500  1,200 samples/s  ETA 0:01"
+    assert second == f"rank 1  {bar}  50%  1,200/2,400  train/loss 3.500  1,200 samples/s  ETA 0:01"
+    assert status == "training | 1:05 | petnames-20250101-120000-ab12"
+
+
+@pytest.mark.parametrize(
+    ("unit", "count", "rate"), [("samples", "9,600/19,200", "9,600"), ("steps", "1,200/2,400", "1,200")]
+)
+def test_ranks_in_lockstep_share_a_row_that_sums_samples_but_not_steps(unit: str, count: str, rate: str) -> None:
+    row, _ = drawn(running(8, unit=unit))
+    assert row == f"8 ranks  {'#' * 20}{'-' * 20}  50%  {count}  train/loss 6.000  {rate} {unit}/s  ETA 0:01"
+
+
+def test_rank_that_differs_is_slow_or_has_failed_has_a_row_of_its_own() -> None:
+    rows = running(8)
+    for second in range(2, 30):
+        for rank in range(8):
+            move(rows, rank, second, 1200.0 + (1 if rank == 5 else 100) * (second - 1))
+    rows.handle(output_api.RawEvent({"event": "slow_rank", "rank": 3}))
+    assert names(rows) == ["6 ranks", "rank 3", "rank 5"]
+    assert drawn(rows)[1].endswith(" slow")
+    rows.handle(output_api.RankEnded(0, ok=False))
+    assert names(rows) == ["5 ranks", "rank 0", "rank 3", "rank 5"]
+    assert drawn(rows)[1].endswith("failed")
+    rows.handle(output_api.RankEnded(7, ok=True))
+    assert "1 done" in drawn(rows)[0]
+
+
+def test_only_rank_that_reports_progress_stands_for_all() -> None:
+    rows = running(4)
+    for rank in (1, 2, 3):
+        rows.handle(output_api.RankStarted(rank, "node", 7))
+    assert names(rows) == ["4 ranks"] and "1,200/2,400" in drawn(rows)[0]
+
+
+def test_host_is_shown_where_there_are_several() -> None:
+    assert names(running(2, host="node{}")) == ["rank 0 on node0", "rank 1 on node1"]
+
+
+def test_nothing_is_shown_of_ranks_that_have_reported_nothing() -> None:
+    rows = RunRows("run-1", is_unicode=True)
+    rows.handle(output_api.WorldSize(2))
+    rows.handle(output_api.RankStarted(0, "node", 1))
+    assert len(drawn(rows)) == 1
+    rows.handle(output_api.RankEnded(0, ok=False))
+    assert names(rows) == ["rank 0", "rank 1"]
+
+
+def test_no_row_is_wider_than_the_terminal() -> None:
+    rows = running(3, host="node{}.example.com")
+    rows.handle(output_api.RedrawnLine(1, "日本" * 100))
+    for columns in range(1, 130):
+        assert max(columns_of(row) for row in drawn(rows, columns)) <= columns
+
+
+def test_narrow_terminal_keeps_rank_percent_loss_and_time_left() -> None:
+    assert drawn(running(1), 59)[0] == f"rank 0  {'#' * 9}{'-' * 9}  50%  train/loss 2.500  ETA 0:01"
+    assert drawn(running(1), 16)[0] == "rank 0  50%"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16, 64])
+def test_block_takes_half_of_the_terminal_at_most(ranks: int) -> None:
+    rows = running(ranks, all_ranks=True)
+    rows.handle(output_api.RedrawnLine(0, "10%"))
+    rows.handle(output_api.RankEnded(ranks - 1, ok=False))
+    for height in range(1, 150):
+        assert 1 <= len(drawn(rows, height=height)) <= max(height // 2, 1)
+    if ranks == 64:
+        assert names(rows, 12) == ["rank 0", "rank 1", "rank 2", "rank 3", "60 more ranks | 1 failed"]
+        assert rows.block(0.0, 120, 12)[4][0].colour == RED
+
+
+def test_new_start_of_a_rank_forgets_the_attempt_before() -> None:
+    rows = running(1)
+    rows.handle(output_api.RankStarted(0, "node", 7))
+    assert len(drawn(rows)) == 1
+
+
+def test_columns_do_not_shrink_so_that_bars_stay_in_place() -> None:
+    rows = running(1)
+    before = drawn(rows)[0].index("%")
+    move(rows, 0, 2, 1.0)
+    assert drawn(rows)[0].index("%") == before
+
+
+def test_bar_that_a_rank_draws_itself_stands_below_its_row() -> None:
+    rows = running(2)
+    rows.handle(output_api.RedrawnLine(0, "\x1b[Aloading 10%"))
+    assert drawn(rows)[1] == "  loading 10%"
+    rows.handle(output_api.RedrawnLine(0, ""))
+    assert len(drawn(rows)) == 3
+
+
+def test_control_characters_are_removed() -> None:
+    rows = running(1)
+    rows.handle(output_api.DriverStatus("one\ntwo\x1b[2J"))
+    move(rows, 0, 2, 1300.0, "sam\x1b[2Jples")
+    assert not any("\x1b" in row or "\n" in row for row in drawn(rows))
+
+
+def test_status_row_has_the_facts_that_fit_the_most_important_ones_first() -> None:
+    rows = RunRows("petnames-20250101-120000-ab12", is_unicode=False)
+    rows.handle(output_api.WorldSize(2))
+    rows.handle(output_api.DriverStatus("starting 2 ranks on a local cluster"))
+    assert drawn(rows)[-1].startswith(
+        "starting 2 ranks on a local cluster | waiting for 2 ranks to import torch | 1:05"
+    )
+    assert drawn(rows, 59)[-1] == "waiting for 2 ranks to import torch | 1:05 | ...ab12"
+    for rank in (0, 1):
+        rows.handle(output_api.RankStarted(rank, "node", 1))
+    assert "waiting for the ranks to connect" in drawn(rows)[-1]
+    rows.handle(output_api.DriverStatus("training"))
+    rows.handle(output_api.Epochs(12))
+    for rank, value in ((0, 0.5), (1, 0.52)):
+        rows.handle(output_api.RankMetrics(rank, Metrics(0, {"val/loss": value}, 384, 3)))
+    rows.handle(output_api.Saved(256, time.time(), BestRecord("val/loss", "min", 0.509, 256)))
+    assert drawn(rows)[-1].startswith(
+        "training | 1:05 | epoch 3/12 | val/loss 0.51 (best 0.509, step 256) | saved step 256, 0 s ago"
+    )
+    assert drawn(rows, 59)[-1] == "training | 1:05 | epoch 3/12 | val/loss 0.51 (best 0.509)"
+    rows.handle(output_api.RankStarted(0, "node", 3))
+    assert "| 1 restart |" in drawn(rows)[-1] and "epoch" not in drawn(rows)[-1]
+    rows.handle(output_api.DriverStatus("stopping: saving a checkpoint (again: at once)", announced=True))
+    assert drawn(rows, 59)[-1].startswith("stopping: saving a checkpoint (again: at once) | 1:05")
