@@ -73,10 +73,10 @@ class StoreRuns:
         """The folder in which a driver creates the folder of a new run."""
         return _private(self.work)
 
-    def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
-        """Return every run, newest first, with copies of the files that are needed."""
+    def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
+        """Return every run of that kind, newest first, with copies of the files that are needed."""
         files = self._refresh()
-        views = [view for view in list_runs(self.copies) if view.layout.root.name in files]
+        views = [view for view in list_runs(self.copies, kind) if view.layout.root.name in files]
         if need is not NeededFiles.NOTHING:
 
             def copy(view: RunView) -> None:
@@ -166,7 +166,7 @@ class StoreRuns:
         return self.copies
 
     @contextmanager
-    def keeping(self, run_id: str, *, resumed: bool, max_failures: int = 5) -> Iterator[StoreUpload]:
+    def keeping(self, run_id: str, *, resumed: bool) -> Iterator[StoreUpload]:
         """Hold the run's lock for the block; yield the upload of its working folder, which a resumed run has.
 
         Raises RunLocked; UsageError if the id is taken; StoreError, ResultsError.
@@ -176,7 +176,7 @@ class StoreRuns:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
         lock = StoreLock(run)
         before = lock.take()
-        uploads = StoreUpload(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
+        uploads = StoreUpload(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token)
         try:
             lock.keep(uploads.lose)
             if resumed:
