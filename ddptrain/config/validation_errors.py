@@ -69,7 +69,6 @@ _REMOVED = {
     "tracking.wandb.tables": "leave it out; what ctx.log_table gets is logged",
     "tracking.wandb.table_rows": "leave it out; the first 1,000 rows of a table are logged",
     "tracking.wandb.system_metrics": "leave it out; WANDB_X_DISABLE_STATS=true in env turns them off",
-    "checkpoint.max_failures": "leave it out; the run ends after 5 failures in a row",
     "code.max_mb": "leave it out; 200 MB are sent at most: exclude files in .gitignore, or set code.ship: false",
     "workload.local_rank_arg": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
     "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
