@@ -1,5 +1,3 @@
-"""system.jsonl: what is written, and what is read from a file that others may have written."""
-
 from __future__ import annotations
 
 import json
@@ -10,7 +8,7 @@ import pytest
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.results.system import SystemFile, SystemLine, read_system, system_series, use_lines
+from ddptrain.results.system import SystemFile, SystemLine, SystemSummary, read_system, system_series, use_lines
 
 
 def sample(host: str = "h0", at_s: float = 10.0, rank: int = 0, cpu_percent: float = 50.0) -> SystemSample:
@@ -124,52 +122,40 @@ def test_use_of_many_ranks_is_that_of_the_first_64() -> None:
     assert use_lines([]) == []
 
 
-def test_a_name_of_a_host_has_at_most_255_characters_and_numbers_are_finite(tmp_path: Path) -> None:
-    path = tmp_path / "system.jsonl"
-    values = {"cpu_percent": 1e300, "memory_bytes": 9.9e299, "memory_total_bytes": True, "disk_bytes_s": "1"}
-    path.write_text(json.dumps({"time_s": 3, "host": "h" * 300, "rank": None, **values}) + "\n")
-    (line,) = read_system(path)
-    assert (line.time_s, line.host, line.rank, line.values) == (3.0, "h" * 255, None, {"memory_bytes": 9.9e299})
+def test_nothing_is_shown_before_the_first_sample() -> None:
+    assert SystemSummary().facts() == []
 
 
-def test_samples_are_halved_from_16_mib_on(tmp_path: Path) -> None:
-    def times(size_bytes: int) -> list[float]:
-        path = tmp_path / str(size_bytes)
-        with path.open("wb") as sparse:
-            sparse.truncate(size_bytes - 1)
-            sparse.seek(0, 2)
-            sparse.write(b"\n")
-        file = SystemFile(path)
-        for at_s in range(5):
-            file.append(sample(at_s=at_s), 1)
-        file.close()
-        file.close()
-        with path.open("rb") as written:
-            written.seek(size_bytes)
-            return [json.loads(line)["time_s"] for line in written if b'"rank":0' in line]
-
-    assert times((16 << 20) - 3_000) == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert times(16 << 20) == [0.0, 2.0, 4.0]
-    assert times(32 << 20) == [0.0, 4.0]
+def test_means_of_use_and_the_fullest_and_hottest() -> None:
+    summary = SystemSummary()
+    for host, percent, used in (("a", 20.0, 12e9), ("b", 40.0, 32e9)):
+        gpu = {"gpu_percent": percent * 2, "gpu_memory_bytes": used, "gpu_memory_total_bytes": 80e9}
+        use = {"cpu_percent": percent, "memory_bytes": used, "memory_total_bytes": 64e9}
+        summary.add(SystemSample(1, 0, 1, host, use, {host: {**gpu, "gpu_temperature_c": percent + 30}}))
+    assert summary.facts() == ["GPU 60 % 32/80 GB 70 °C", "CPU 30 %", "memory 32/64 GB"]
 
 
-def test_of_a_file_above_64_mib_the_end_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "system.jsonl"
-    line = b'{"time_s":1,"host":"h","rank":0,"cpu_percent":5}\n'
-    with path.open("wb") as file:
-        file.write(line)
-        file.truncate((64 << 20) - len(line))
-        file.seek(0, 2)
-        file.write(b"\n" + line[:-1])
-    assert len(read_system(path)) == 2
-    with path.open("ab") as file:
-        file.write(b"\n")
-    assert len(read_system(path)) == 1
+def test_newest_sample_of_a_host_counts() -> None:
+    summary = SystemSummary()
+    for percent in (10.0, 90.0):
+        summary.add(SystemSample(1, 0, 1, "a", {"cpu_percent": percent}, {}))
+    assert summary.facts() == ["CPU 90 %"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(100.0, "100"), (99.94, "99.9"), (10.0, "10.0"), (9.994, "9.99"), (1234.5, "1,234")]
-)
-def test_numbers_of_the_use_have_three_digits(value: float, text: str) -> None:
-    line = SystemLine(1.0, "a", None, {"cpu_percent": value})
-    assert use_lines([line]) == [("a", f"CPU {text} %")]
+def test_numbers_that_are_not_known_are_left_out() -> None:
+    summary = SystemSummary()
+    summary.add(
+        SystemSample(1, 0, 1, "a", {"memory_bytes": 5e9, "memory_total_bytes": 0.0}, {"0": {"cpu_percent": 1.0}})
+    )
+    assert summary.facts() == []
+    summary.add(SystemSample(1, 0, 1, "a", {}, {"1": {"gpu_memory_bytes": 1e9}}))
+    assert summary.facts() == ["GPU"]
+
+
+def test_fullest_memory_is_the_one_with_the_largest_part_in_use() -> None:
+    summary = SystemSummary()
+    for host, used, total in (("a", 32e9, 80e9), ("b", 9.94e9, 16e9), ("c", 10e9, 40e9)):
+        summary.add(SystemSample(1, 0, 1, host, {"memory_bytes": used, "memory_total_bytes": total}, {}))
+    assert summary.facts() == ["memory 9.9/16 GB"]
+    summary.add(SystemSample(1, 0, 1, "b", {"memory_bytes": 10e9, "memory_total_bytes": 16e9}, {}))
+    assert summary.facts() == ["memory 10/16 GB"]
