@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     )
     from ddptrain.rank.context import RankContext
     from ddptrain.rank.current_context import context
+    from ddptrain.rank.evaluation import SavedCheckpoint
     from ddptrain.rank.huggingface import HuggingFaceCallback
-    from ddptrain.rank.saved_checkpoint import SavedCheckpoint
 else:
     _MODULES = {  # of the names that are not errors
         **dict.fromkeys(("Run", "launch", "load_model"), "ddptrain.api"),
         "RankContext": "ddptrain.rank.context",
         "context": "ddptrain.rank.current_context",
         "HuggingFaceCallback": "ddptrain.rank.huggingface",
-        "SavedCheckpoint": "ddptrain.rank.saved_checkpoint",
+        "SavedCheckpoint": "ddptrain.rank.evaluation",
     }
 
     def __getattr__(name: str) -> object:

@@ -27,7 +27,7 @@ _TEXTS = ("--log-dir", "--role")
 _SHOWN = ("--redirects", "--tee", "--local-ranks-filter")
 _SHORT = {"-r": "--redirects", "-t": "--tee"}
 _SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}  # what ddptrain handles, too
-# They say that the launch is one of torchrun's, where the number of ranks of a host is 1 if it is not given.
+# With --cluster they say that the launch is one of torchrun's: the number of ranks of a host is 1 if it is not given.
 _RENDEZVOUS = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--node-rank", "--master-addr")
 _IGNORED = (
     *(*_RENDEZVOUS, "--master-port", "--local-addr", "--monitor-interval", "--start-method", "--event-log-handler"),
@@ -91,8 +91,8 @@ class TorchrunOptions:
     def ranks(self, cluster: ClusterConfig) -> tuple[dict[str, str], str]:
         """Return the fields for the number of ranks, as `fields` does, and a notice, or "". Raises UsageError."""
         per_node, nodes = self.given.get(_PER_NODE), self.given.get(_NNODES)
-        if per_node is None and not {"--standalone", _NNODES, *_RENDEZVOUS} & set(self.given):
-            return {}, ""
+        if per_node is None and not (cluster.is_embedded or {"--standalone", _NNODES, *_RENDEZVOUS} & set(self.given)):
+            return {}, ""  # all slots of the cluster
         least, most = _hosts(nodes)
         if nodes and cluster.is_embedded and least > 1:
             raise UsageError(
@@ -107,7 +107,7 @@ class TorchrunOptions:
             raise UsageError(f"{per_node.typed}: expected a number, auto, cpu or gpu")
         number = int(word)
         if cluster.is_embedded or most == 1:
-            return {f"cluster.ranks={number}": typed}, ""
+            return {f"cluster.ranks={number}": typed}, "" if per_node else _unused(cluster)
         notice = "on the free slots of the cluster, so a host may get another number of them"
         if least < most:
             fewest, total = least * number, most * number
@@ -154,7 +154,7 @@ def read(
         if not word.startswith("-") or word in ("-", "--"):
             rest += [word, *waiting]
             break
-        name, equals, value = _split(word)
+        name, equals, value = _split(word, own)
         if name not in _VALUES and name not in _FLAGS:
             rest.append(word)
             if own.get(name) and not equals:
@@ -186,13 +186,19 @@ def program(script: str, args: Sequence[str], options: TorchrunOptions, *, modul
     return {"workload": {"module" if module and not options.on("--run-path") else "script": script, "args": list(args)}}
 
 
-def _split(word: str) -> tuple[str, bool, str]:
-    """Return the name of an option, whether a value comes with it, and this value. `_` is `-` in torchrun's names."""
+def _split(word: str, own: Container[str]) -> tuple[str, bool, str]:
+    """Return the name of an option, whether a value comes with it, and this value.
+
+    In torchrun's names `_` is `-`, and they may be abbreviated.
+    """
     if word[:2] in _SHORT:
         return _SHORT[word[:2]], len(word) > 2, word[2:].removeprefix("=")
     name, equals, value = word.partition("=")
     dashed = name.replace("_", "-")
-    return dashed if dashed in _VALUES or dashed in _FLAGS else name, bool(equals), value
+    matches = [option for option in (*_VALUES, *_FLAGS) if option.startswith(dashed)]
+    if dashed not in matches and (name in own or len(matches) != 1):
+        return name, bool(equals), value
+    return dashed if dashed in matches else matches[0], bool(equals), value
 
 
 def _problem(name: str, *, has_value: bool) -> str:
@@ -208,6 +214,8 @@ def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Given]]:
     flags = (*_FLAGS, "--module")  # on the command line it is an option of ddptrain's own
     for name in (*_VALUES, *flags):
         variable = f"PET_{name[2:].replace('-', '_').upper()}"
+        if name == "--shutdown-timeout" and not environ.get(variable):
+            variable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
         value = environ.get(variable, "")
         if name in flags and value and not re.fullmatch(r"[0-9]+", value):
             raise UsageError(f"{variable}={value}: expected 0 or 1")
@@ -244,6 +252,18 @@ def _counted(word: str, cluster: ClusterConfig, typed: str) -> list[str]:
     if word == "gpu":
         raise UsageError(f"{typed}: this machine has no GPU that this process may use")
     return [f"cluster.ranks={usable_cores()}"]
+
+
+def _unused(cluster: ClusterConfig) -> str:
+    """Return how to use all GPUs of this machine, where one rank starts because no number is given; or ""."""
+    import os
+
+    from ddptrain.gpus import visible_gpus
+
+    count = len(visible_gpus(os.environ)) if cluster.is_embedded and cluster.gpus != 0 else 0
+    if count < 2:
+        return ""
+    return f"one rank, as torchrun starts, on one of {count} GPUs: --nproc-per-node gpu starts one on each"
 
 
 def _streams(name: str, given: Given | None) -> dict[int | None, str]:

@@ -104,9 +104,6 @@ class CheckpointConfig(Strict):
     asynchronous: bool = Field(
         default=True, description="Whether training goes on while a checkpoint is written, once its state is copied."
     )
-    max_failures: int = Field(
-        default=5, ge=1, description="Times in a row that saving a checkpoint may fail before the run ends."
-    )
     keep: int = Field(default=3, ge=1, description="Checkpoints to keep, besides the best one.")
     metric: Annotated[str, Field(min_length=1)] | None = Field(
         default="val/loss", description="The metric that decides which checkpoint is best; null for none."

@@ -66,6 +66,7 @@ _REMOVED = {
     "workload.local_rank_arg": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
     "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
     "models.mirror_timeout_s": "leave it out",
+    "checkpoint.max_failures": "leave it out; a checkpoint that can't be written ends the run",
     "cluster.check": "leave it out; ddptrain doctor --cluster NAME checks the hosts",
     "cluster.exclude_bad": "leave it out; ddptrain doctor --cluster NAME names bad hosts",
     "cluster.saturn": "write cluster.kwargs, with SaturnCluster's own arguments, as {n_workers: 2, worker_size: large}",

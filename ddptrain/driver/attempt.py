@@ -289,9 +289,6 @@ class Attempt:
                 self._outside -= not had_entered
                 if self._outside == 0:
                     self.recorder.training(tuple(each.record() for each in self.ranks))
-            case events.Waiting():
-                if not (self.stopping or self.faults or self._inquiry.begun):
-                    self._begin_inquiry(for_wait=True)
             case events.Noticed():
                 self._preempt(f"rank {rank} on host {watched.place.host} was sent SIGTERM")
             case events.FileSaved() if is_stacks_file(event) and not self.faults:
@@ -533,9 +530,9 @@ class Attempt:
                 self.recorder.status(f"{silent}: asking the ranks where they are")
             self._begin_inquiry(hang)
 
-    def _begin_inquiry(self, hang: Hang | None = None, *, for_wait: bool = False) -> None:
+    def _begin_inquiry(self, hang: Hang | None = None) -> None:
         parts = (self.ranks, self._activities, self.watchdog, self._now)
-        self._inquiry = self._inquiry.begin(hang, *parts, for_wait=for_wait)
+        self._inquiry = self._inquiry.begin(hang, *parts)
         _log.info("asking all ranks for their stacks", signs_of_life=self._inquiry.signs)
         self.workers.tell(self._alive(), Command.STACKS)
 

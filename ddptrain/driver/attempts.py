@@ -165,7 +165,7 @@ class Attempts:
         self.writer.update(world_size=len(places), attempts=attempts, waiting=False)
         workers, inbox, settings = self.workers, self.of.inbox, self.config.failure
         output = RankOutput(ranks, logs, inbox, workers.fetch, workers.has)
-        transfer = TransferQueue(self.writer, self.policy, inbox, output.source, self.config.checkpoint.max_failures)
+        transfer = TransferQueue(self.writer, self.policy, inbox, output.source)
         start_timeout_s = self.config.cluster.start_timeout_s
         limits = new_watchdog(settings.hang_timeout_s, start_timeout_s), start_timeout_s, settings.lost_after_s
         attempt = Attempt(ranks, workers, output, transfer, self.recorder, *limits, now())

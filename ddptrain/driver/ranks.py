@@ -82,8 +82,7 @@ class Rank:
 
     preempted: the rank has saved, and has ended at the agreed step. tracker_fault: matters only if the run would
     succeed otherwise. lost: the rank will send no more messages. submitted_at: monotonic seconds, 0 before the
-    rank is submitted. step: the last step that the rank logged. calls: the counts of ctx methods that all ranks must
-    call, as reported at the rank's end.
+    rank is submitted. step: the last step that the rank logged.
     """
 
     spec: RankSpec
@@ -98,7 +97,6 @@ class Rank:
     lost: bool = False
     submitted_at: float = 0.0
     step: int | None = None
-    calls: Mapping[str, float] | None = None
 
     def on_event(self, event: events.Event) -> None:
         """Note an event of the rank. The attempt handles faults that end it."""
@@ -109,8 +107,8 @@ class Rank:
                 self.started = event
             case events.Entered():
                 self.entered = True
-            case events.Finished(calls=calls):
-                self.finished, self.calls = True, calls
+            case events.Finished():
+                self.finished = True
             case events.Preempted():
                 self.preempted = True
             case events.TrackerFailed(strict=True) if self.tracker_fault is None:

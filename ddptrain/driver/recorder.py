@@ -187,8 +187,6 @@ class Recorder:
 
     def _rare_event(self, rank: int, event: events.Event) -> None:
         match event:
-            case events.CheckpointFailed():
-                self._checkpoint_failed(rank, event)
             case events.Returned():
                 self._returned(rank, event)
             case events.Epochs(total=total) if rank == 0:
@@ -226,12 +224,6 @@ class Recorder:
         tracking = self.writer.record.tracking
         self.writer.update(tracking={**tracking, name: {**tracking.get(name, {}), **found}})
         self._recorded("tracked", {"rank": rank, "tracker": event.tracker, "found": found})
-
-    def _checkpoint_failed(self, rank: int, event: events.CheckpointFailed) -> None:
-        self.event("checkpoint_failed", rank=rank, **_fields(event))
-        then = "not tried again" if event.given_up else "trying again"
-        text = f"rank {rank}: checkpoint step-{event.step} could not be written (failure {event.failures} in a row)"
-        self.warn(f"{text}, {then}: {event.message}")
 
     def _started(self, rank: int, event: events.Started) -> None:
         if rank == 0:

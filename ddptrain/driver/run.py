@@ -141,7 +141,7 @@ def _locked_run(
     """Hold the lock of the run; yield its folder, and the object that uploads the folder to an object store."""
     resumed = choice.folder if choice is not None else None
     run_id = resumed.name if resumed else options.run_id or new_run_id(config.name)
-    with runs.keeping(run_id, resumed=resumed is not None, max_failures=config.checkpoint.max_failures) as keeping:
+    with runs.keeping(run_id, resumed=resumed is not None) as keeping:
         yield (resumed.parent if resumed and isinstance(runs, LocalRuns) else runs.folder) / run_id, keeping
 
 

@@ -141,16 +141,6 @@ class Failure(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointFailed(Event):
-    """A checkpoint could not be written, `failures` times in a row; `given_up`: there will be no further attempt."""
-
-    step: int
-    message: str
-    failures: int
-    given_up: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ThreadFailure(Event):
     """An exception has ended a thread of the user's code. The rank continues, and may wait for the thread for ever."""
 
@@ -166,28 +156,16 @@ class Stacks(Event):
 
     sequence: number of collective operations begun in the default group; None if not known. state: "" if the rank has
     answered itself, else as its worker sees it: "stopped" (SIGSTOP), "uninterruptible" (in the kernel) or "busy" (in
-    compiled code that stops Python). calls: how often it has called each ctx method that all ranks must call. waits,
-    waits_step: the method in which it waits for other ranks, and the step. handles: the exception whose `except` or
-    `finally` block it executes. pending: the oldest collective operation that has begun and not ended, "" if none or
-    not known; the main thread may wait for it outside of torch.distributed, as in `loss.item()`.
+    compiled code that stops Python). handles: the exception whose `except` or `finally` block it executes. pending: the
+    oldest collective operation that has begun and not ended, "" if none or not known; the main thread may wait for it
+    outside of torch.distributed, as in `loss.item()`.
     """
 
     main: tuple[str, ...]
     sequence: int | None = None
     state: str = ""
-    calls: Mapping[str, float] = field(default_factory=dict)
-    waits: str = ""
-    waits_step: int | None = None
     handles: str = ""
     pending: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting(Event):
-    """The rank has waited for other ranks for some seconds in a ctx method that all ranks must call."""
-
-    call: str
-    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +192,7 @@ class Returned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """The user's function returned, or the script ended: this rank has succeeded, even if its clean-up fails.
-
-    calls: how often the rank has called each ctx method that all ranks must call.
-    """
-
-    calls: Mapping[str, float] = field(default_factory=dict)
+    """The user's function returned, or the script ended: this rank has succeeded, even if its clean-up fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +255,10 @@ KINDS: dict[str, type[Event]] = {
     "progress": Progress,
     "epochs": Epochs,
     "checkpoint": CheckpointSaved,
-    "checkpoint_failed": CheckpointFailed,
     "file": FileSaved,
     "failure": Failure,
     "thread_failure": ThreadFailure,
     "stacks": Stacks,
-    "waiting": Waiting,
     "noticed": Noticed,
     "preempted": Preempted,
     "returned": Returned,
@@ -399,6 +370,7 @@ _WAITS = re.compile(r"/torch/(distributed|nn/parallel)/")
 _BACKWARD = "_engine_run_backward"
 _SYNCHRONIZE = re.compile(r"/torch/cuda/.* (synchronize|wait)$")
 _WRAPPERS = frozenset({"wrapper", "wait"})
+_CTX_METHOD = re.compile(r"/ddptrain/rank/context\.py:\d+ (prepare|mean|all_finite|rank_zero_first|checkpoint|resume)$")
 _LIBRARY_FILE = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3|/ddptrain/(rank|worker)/|^<frozen ")
 
 
@@ -414,6 +386,12 @@ def users_frame(frames: Sequence[str]) -> str:
         return ""
     name = chosen["file"].rpartition("/")[2]
     return f"{name}:{chosen['line']} in {chosen['function']}"
+
+
+def ctx_method(frames: Sequence[str]) -> str:
+    """Return the method that all ranks must call if a stack (innermost frame first) is in one, as "ctx.mean"."""
+    matches = [match for frame in frames if (match := _CTX_METHOD.search(frame)) is not None]
+    return f"ctx.{matches[-1][1]}" if matches else ""
 
 
 def waits_in(frames: Sequence[str]) -> str:

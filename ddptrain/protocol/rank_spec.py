@@ -106,7 +106,6 @@ class Checkpointing:
     every_steps: int | None = None
     every_s: float | None = None
     asynchronous: bool = True
-    max_failures: int = 5
     resume_from: str = ""
     resume_step: int = 0
 

@@ -10,32 +10,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.protocol import events
-from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.artifact_files import ArtifactFiles
-from ddptrain.rank.checkpoint import random_state
-from ddptrain.rank.checkpoint.checkpoint_reader import Resumed, load_checkpoint
-from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
-from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
+from ddptrain.protocol.rank_spec import RankSpec, StepProfile
+from ddptrain.rank import profile
+from ddptrain.rank.agreement import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
+from ddptrain.rank.checkpoint import files as checkpoint_files
+from ddptrain.rank.checkpoint.files import Resumed, load_checkpoint
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_bytes
-from ddptrain.rank.collective.calls import CollectiveCalls
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.model.optimizer_calls import OptimizerCalls
-from ddptrain.rank.plain_numbers import number, numbers, optional, optional_whole, whole
-from ddptrain.rank.profiling.profiled_steps import ProfiledSteps
+from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
+from ddptrain.rank.output import ArtifactFiles, Emitter, number, numbers, optional, optional_whole, whole
+from ddptrain.rank.profile import StepProfiler
 from ddptrain.rank.trackers import RankTrackers
+
+_MIN_TIMED_S = 0.01  # shorter activities are not recorded, because ctx.checkpoint may be called after each step
 
 if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
-    from ddptrain.rank.collective.reductions import CollectiveValues
-    from ddptrain.rank.data.dataloader import RankLoader
-    from ddptrain.rank.media.media_log import MediaLog
+    from ddptrain.rank.agreement import CollectiveValues
+    from ddptrain.rank.gradients import GradientSteps
+    from ddptrain.rank.loader import RankLoader
+    from ddptrain.rank.media import MediaLog
 
 __all__ = ["PreemptedExit", "RankContext", "Resumed"]
 
 
-class RankContext(OptimizerCalls, ProfiledSteps):
+class RankContext:
     """A rank's view of its run. The process group is initialized as long as a workload has a context."""
 
     def __init__(
@@ -45,30 +45,73 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         device: torch.device,
         calls: CheckpointCalls | None = None,
         tracked: RankTrackers | None = None,
-        collective_calls: CollectiveCalls | None = None,
     ) -> None:
-        """`calls` counts the calls of checkpoint, `collective_calls` those of all methods that every rank must call.
-
-        `calls` and `tracked` may exist before the context, because a command to end can arrive earlier.
-        """
+        """`calls` and `tracked` may exist before the context, because a command to end can arrive earlier."""
         self._spec = spec
         self._emitter = emitter
         self._files = ArtifactFiles(spec, emitter)
         self._tracked = tracked or RankTrackers(spec, emitter)
         self._calls = calls or CheckpointCalls(spec, WorkerGroupStore(spec))
         self._store = self._calls.store
-        self._collective_calls = collective_calls or CollectiveCalls(spec, emitter)
         self._schedule = SaveSchedule(spec, self._store)
         self._buffers = HostBuffers()
         self._writer = CheckpointWriter(spec, emitter, self._store, self._tracked.checkpoint)
         self._save_count = 0
+        self._save_waits = False  # whether a checkpoint is due, but the optimizer is within its window
         self._loaders: list[RankLoader] = []
         self._loader_states: list[dict[str, int]] = []  # from the loaded checkpoint
         self._first_epoch = 1
         self._has_resumed = False
         self._checks_steps = bool(spec.checkpointing.resume_from)  # until the first step is known to be right or wrong
         self.device = device
+        self._profiler: StepProfiler | None = None  # None while there is no profile, which costs no time
+        self._last_profiled = 0
         self._watch_steps(spec.profile)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name in the runs folder."""
+        return self._spec.run_id
+
+    @property
+    def attempt(self) -> int:
+        """The number of this attempt, from 1."""
+        return self._spec.attempt
+
+    @property
+    def rank(self) -> int:
+        """This process among all processes of the run, from 0 to world_size - 1."""
+        return self._spec.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        return self._spec.placement.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This process among the run's ranks on its host, from 0."""
+        return self._spec.placement.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """The number of the run's ranks on this host."""
+        return self._spec.placement.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """This host among the run's hosts, from 0."""
+        return self._spec.placement.node_rank
+
+    @property
+    def inputs(self) -> Path | None:
+        """The folder with the inputs that the driver has prepared; None if the workload prepares nothing."""
+        return Path(self._spec.code.inputs) if self._spec.code.inputs else None
+
+    @property
+    def resume_folder(self) -> Path | None:
+        """The folder of the checkpoint from which this attempt resumes; None if it starts from scratch."""
+        return Path(self._spec.checkpointing.resume_from) if self._spec.checkpointing.resume_from else None
 
     @property
     def preempted(self) -> bool:
@@ -135,7 +178,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
     @cached_property
     def _media(self) -> MediaLog:
-        from ddptrain.rank.media.media_log import MediaLog
+        from ddptrain.rank.media import MediaLog
 
         return MediaLog(self.rank, self._files, self._tracked)
 
@@ -147,6 +190,21 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._emitter.progress(number("done", done), optional("total", total), unit)
         if self._profiler is not None and unit == "steps":
             self._report_step(int(done))
+
+    @contextmanager
+    def timed(self, activity: str) -> Iterator[None]:
+        """Measure the time of a block: `with ctx.timed("evaluation"):`. The line `time` of the run shows "evaluation".
+
+        Every rank may use it. Times of rank 0 of at least 0.01 s are recorded in events.jsonl.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            if self.rank == 0 and seconds >= _MIN_TIMED_S:
+                with suppress(OSError):  # the disk is full: an exception of the block is more important
+                    self._emitter.emit(events.Timed(time.time_ns(), activity, seconds))
 
     def prepare(
         self,
@@ -170,7 +228,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         `activation_checkpointing` are names of classes of layers. Raises ValueError for another precision, strategy or
         class, or `accumulate` below 1.
         """
-        from ddptrain.rank.model.prepare import prepare_model
+        from ddptrain.rank.prepare import prepare_model
 
         options: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
         options |= {"accumulate": accumulate, "strategy": strategy, "shard": shard}
@@ -179,16 +237,65 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         self._tracked.model(model)
-        self._collective_calls.enter("prepare")
-        with self._collective_calls.waiting("prepare"):
-            prepared = prepare_model(model, self.device, settings, self._use_compile_cache, **ddp)
+        prepared = prepare_model(model, self.device, settings, self._use_compile_cache, **ddp)
         self._gradients.attach(prepared)
         return prepared
 
     def _use_compile_cache(self) -> None:
-        from ddptrain.rank.model.compile_cache import use_compile_cache
+        from ddptrain.rank.prepare import use_compile_cache
 
         use_compile_cache(self._spec, self._note)
+
+    @cached_property
+    def _gradients(self) -> GradientSteps:
+        from ddptrain.rank.gradients import GradientSteps
+
+        def is_last_batch() -> bool:
+            return any(loader.is_at_last_batch for loader in self._loaders)
+
+        steps = GradientSteps(self.device, is_last_batch=is_last_batch)
+        steps.use(self._spec.prepare.get("precision", "fp32"), self._spec.prepare.get("accumulate", 1))
+        return steps
+
+    @property
+    def accumulate(self) -> int:
+        """The number of batches per step of the optimizer, from ctx.prepare or the configuration."""
+        return self._gradients.accumulate
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Call `loss.backward()`, with the loss scale of fp16. `loss` is the mean over this rank's batch.
+
+        Raises:
+            RuntimeError: optimizer.zero_grad() was called before all batches of a step were accumulated.
+        """
+        self._gradients.backward(loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None, last: bool = False) -> bool:
+        """Count a batch, after its `backward`; return whether the optimizer took a step, so that the weights have
+        changed.
+
+        With `accumulate` the optimizer takes a step with every N-th batch and with the last batch of an epoch. Its
+        gradient is the mean over these batches, also if the last step of an epoch has fewer than N; then the gradients
+        are set to zero. ctx.loader detects the last batch; with any other loader pass last=True for it, on all ranks.
+        `clip` is the largest norm of the gradient. With fp16 a step with infinite gradients is skipped, and logged as
+        train/skipped_steps and train/loss_scale.
+
+            ctx.backward(loss)
+            if ctx.step(optimizer, clip=1.0):
+                scheduler.step()
+
+        Raises:
+            FloatingPointError: the gradients were infinite or NaN in 100 steps in a row.
+        """
+        steps = self._gradients
+        skipped = steps.skipped
+        taken = steps.step(optimizer, clip, last=last)
+        if steps.skipped > skipped and self.rank == 0:
+            values = {"train/skipped_steps": float(steps.skipped), "train/loss_scale": steps.scale}
+            event = events.Metrics(time.time_ns(), values, None, None)
+            self._emitter.emit(event)
+            self._tracked.numbers(event)
+        return taken
 
     def loader(
         self,
@@ -209,7 +316,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         position in the epoch, and a resumed run continues there, also with another number of ranks. Several loaders are
         identified by their order of creation. Raises TypeError for data without a length.
         """
-        from ddptrain.rank.data.dataloader import make_loader
+        from ddptrain.rank.loader import make_loader
 
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
         loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
@@ -240,9 +347,9 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
     @cached_property
     def _collective_values(self) -> CollectiveValues:
-        from ddptrain.rank.collective.reductions import CollectiveValues
+        from ddptrain.rank.agreement import CollectiveValues
 
-        return CollectiveValues(self._spec, self._collective_calls)
+        return CollectiveValues(self._spec)
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
@@ -250,12 +357,11 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
         All ranks must call it. An error of rank 0 ends the run, so no rank waits forever.
         """
-        number = self._collective_calls.enter("rank_zero_first")
         if self.rank != 0:
-            self._collective_calls.meet("rank_zero_first", number, self._store)
+            self._store.meet("rank_zero_first")
         yield
         if self.rank == 0:
-            self._collective_calls.meet("rank_zero_first", number, self._store)
+            self._store.meet("rank_zero_first")
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
         """Save a file as artifacts/`path` in the run directory: bytes, text (as UTF-8), or a Path to copy from.
@@ -286,7 +392,8 @@ class RankContext(OptimizerCalls, ProfiledSteps):
 
         It may be called after every step. A checkpoint is due if `last` is True, if `epoch` (from 1) is a whole number
         and a multiple of `checkpoint.every_epochs`, at or after each multiple of `every_steps`, and when `every_s`
-        seconds have passed; without an epoch and without these two settings, every call saves. `more` are objects with
+        seconds have passed; without an epoch and without these two settings, every call saves. A checkpoint that is due
+        between two micro-batches of an accumulated step is saved by the call after the step. `more` are objects with
         state_dict(), or plain data (numbers, text, lists, dictionaries, tensors): those of rank 0 are saved. Of each of
         `metrics` the mean over the ranks that give it is saved.
         `rank_state` is such data that is saved for each rank. The call returns when everything is copied; a thread
@@ -295,28 +402,26 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Raises:
             TypeError: `step` is not an integer, or a value cannot be saved in a form that loads without executing a
                 pickle.
-            CheckpointNotWritten: an earlier checkpoint could not be written, `checkpoint.max_failures` times in a row,
-                or once if its files exceed the limit of their size (ulimit -f).
+            CheckpointNotWritten: an earlier checkpoint could not be written.
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         step = whole("step", step)
-        self._collective_calls.enter("checkpoint")
         self._report_step(step)
         if self._checks_steps:
             self._check_first_step(step)
-        with self._collective_calls.waiting("checkpoint", step, self._waits_for_others):
-            due, ends = self._is_due(step, epoch, last=last)
-            if not due:
-                return False
-            with self.timed("checkpoint"):
-                self._save(model, optimizer, step, epoch, metrics or {}, rank_state, more)
-                if not self._spec.checkpointing.asynchronous or ends:
-                    self._writer.wait()
-            if ends and not last:
-                self.end_profile(complete=False)
-                self._emitter.emit(events.Preempted(time.time_ns(), step))
-                raise PreemptedExit
-            return True
+        due, ends = self._is_due(step, epoch, last=last)
+        self._save_waits = due and not last and not self._gradients.is_whole
+        if not due or self._save_waits:
+            return False
+        with self.timed("checkpoint"):
+            self._save(model, optimizer, step, epoch, metrics or {}, rank_state, more)
+            if not self._spec.checkpointing.asynchronous or ends:
+                self._writer.wait()
+        if ends and not last:
+            self.end_profile(complete=False)
+            self._emitter.emit(events.Preempted(time.time_ns(), step))
+            raise PreemptedExit
+        return True
 
     def _check_first_step(self, step: int) -> None:
         """Warn if the first step is not after that of the checkpoint: work is done again, and steps run backwards.
@@ -336,16 +441,13 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         )
         self._note(text, "warning")
 
-    def _waits_for_others(self) -> bool:
-        return self._writer.waits_for_ranks or (self.rank != 0 and not self._writer.is_writing)
-
     def _is_due(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool]:
         """Return whether this call saves, and whether all ranks end with it."""
         number = self._calls.enter()
         self._calls.complete = last
         if self._writer.error is not None:  # tested before raise_error(), because the thread may set it at any moment
             self._writer.raise_error()
-        due = self._schedule.now(number, step, epoch)
+        due = self._schedule.now(number, step, epoch) or self._save_waits
         ends = self._calls.told_to_end and self._calls.is_last(number)
         return due or last or ends, ends
 
@@ -361,11 +463,11 @@ class RankContext(OptimizerCalls, ProfiledSteps):
     ) -> None:
         epoch = optional("epoch", epoch)
         metrics = numbers(raw_metrics)
-        own = {"random": random_state.capture(self.device), "rank_state": rank_state, "metrics": metrics}
+        own = {"random": checkpoint_files.capture_random(self.device), "rank_state": rank_state, "metrics": metrics}
         rank_data = plain_bytes(own)
         self._save_count += 1
         self._calls.has_saved = True
-        gradients = self._gradients.state({"model": model, **extra})
+        gradients = self._gradients.state()
         if self.rank != 0 and not is_sharded(model):
             self._store.set(state_key(self._save_count, self.rank), rank_data)
             return
@@ -385,8 +487,7 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         Return whether it was complete within `deadline_s` seconds. Raises OSError if it could not be written.
         """
         self.end_profile(complete=not failed)
-        with self._collective_calls.waiting("checkpoint", self._schedule.step, self._waits_for_others):
-            complete = self._writer.wait(deadline_s, hurry=failed)
+        complete = self._writer.wait(deadline_s, hurry=failed)
         if self.rank != 0 and not failed:
             with suppress(RuntimeError):
                 self._store.set(done_key(self.rank), "")
@@ -402,13 +503,13 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         also restored, if the number of ranks is the same as before.
         """
         self._calls.saves = True
-        self._collective_calls.meet("resume", self._collective_calls.enter("resume"), self._store)
+        self._store.meet("resume")
         if not self._spec.checkpointing.resume_from:
             self._report_step(0)
             return None
         resumed, state = load_checkpoint(self._spec, self.device, model, optimizer, more, self._note)
         self._loader_states = state.get("loaders") or []
-        self._gradients.restore(state.get("gradients"), {"model": model, **more})
+        self._gradients.restore(state.get("gradients"))
         self._schedule.step = resumed.step
         self._first_epoch = int(resumed.epoch or 0) + 1
         for loader, state in zip(self._loaders, self._loader_states, strict=False):
@@ -419,9 +520,54 @@ class RankContext(OptimizerCalls, ProfiledSteps):
         self._note(f"continues from step {resumed.step}{epoch}")
         return resumed
 
-    @property
-    def _known_step(self) -> int:
-        return self._schedule.step
+    def profile(self, steps: tuple[int, int], *, ranks: Sequence[int] | None = None) -> None:
+        """Record the steps `steps[0]` to `steps[1]` (counted from 1, both included) with torch.profiler.
+
+        `ranks`: None for every rank that calls this method. Writes a Chrome trace,
+        artifacts/profile/steps-<a>-<b>/rank-<r>.pt.trace.json.gz.
+
+        A step is complete when the workload reports it with ctx.checkpoint(step=), ctx.log(step=) or
+        ctx.progress(unit="steps"). The profile begins at the first report of a step >= steps[0] - 1 (with steps[0] = 1
+        in this call) and ends at the first report of a step >= steps[1]. A profile that fails is a warning.
+
+        Raises:
+            TypeError: a step or a rank is not an integer.
+            ValueError: the steps are reversed, below 1 or more than 100, or another profile is not over.
+        """
+        first, last = (whole("step", step) for step in steps)
+        wanted = StepProfile(first, last, tuple(whole("rank", rank) for rank in ranks or ()))
+        if problem := wanted.problem:
+            raise ValueError("ctx.profile(steps={}): {}; {}".format(tuple(steps), *problem))
+        if self._profiler is not None:
+            raise ValueError(
+                f"ctx.profile: the profile of {self._profiler.wanted} is not over; leave out one of them (the section "
+                "`profile` of the configuration counts, too)"
+            )
+        self._watch_steps(wanted)
+        self._report_step(max(self._schedule.step, self._last_profiled))
+
+    def _watch_steps(self, wanted: StepProfile | None) -> None:
+        if wanted is None:
+            return
+        missing = sorted(rank for rank in set(wanted.ranks) if not 0 <= rank < self.world_size)
+        if missing and self.rank == 0:
+            names = ", ".join(map(str, missing[:10]))
+            profile.note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self.world_size - 1}")
+        if wanted.includes(self.rank):
+            self._profiler = StepProfiler(wanted, self.rank, self.device, self._files, self._emitter)
+
+    def _report_step(self, step: int) -> None:
+        """Tell the profiler, if there is one, that a step is over."""
+        if self._profiler is not None:
+            self._profiler.reported(step)
+            if self._profiler.is_over:
+                self._profiler, self._last_profiled = None, step
+
+    def end_profile(self, *, complete: bool) -> None:
+        """End the current profile with the workload: save it if `complete`, else discard it."""
+        if self._profiler is not None:
+            self._profiler.close(complete=complete)
+            self._profiler = None
 
     def _note(self, text: str, level: str = "info") -> None:
         if self.rank == 0:

@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 from ddptrain.protocol.tensor_slices import is_sharded_checkpoint, saved_model
-from ddptrain.rank.checkpoint.file_format import STATE_FILE
+from ddptrain.rank.checkpoint.files import STATE_FILE
 from ddptrain.workloads.saved_weights import MODEL_FILE, tensor_of
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from ddptrain.protocol import events
 from ddptrain.protocol.commands import CommandReader
 from ddptrain.protocol.exec_env import names_working_directory
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.rank_lifecycle import RankLifecycle
-from ddptrain.rank.server import process_control
+from ddptrain.rank import process_control
+from ddptrain.rank.lifecycle import RankLifecycle
+from ddptrain.rank.output import Emitter
 
 _LASTING = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 

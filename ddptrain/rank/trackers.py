@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
-from ddptrain.rank.artifact_files import ArtifactFiles
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.output import ArtifactFiles, Emitter
 from ddptrain.tracking.items import Checkpoint, Image, Item, Model, Numbers, Table
 
 if TYPE_CHECKING:

@@ -88,6 +88,6 @@ class LocalRuns:
         return self.folder
 
     @contextmanager
-    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[RunUpload]:
+    def keeping(self, run_id: str, *, resumed: bool) -> Iterator[RunUpload]:
         """Yield the upload of the run, which does nothing."""
         yield NoUpload()

@@ -83,7 +83,7 @@ def opened(resolved: ResolvedConfig, sweep_id: str | None, *, resume: bool) -> I
             raise UsageError(f"{place}/{sweep_id} exists already; continue it with --resume")
     try:
         folder = runs.folder.absolute() / (sweep_id or new_run_id(config.name))
-        with runs.keeping(folder.name, resumed=resume, max_failures=_PASSES) as upload:
+        with runs.keeping(folder.name, resumed=resume) as upload:
             if resume:
                 check_same(folder, resolved)
                 writer = RunWriter.reopen(folder, resolved.yaml_text)

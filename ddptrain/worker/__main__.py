@@ -31,7 +31,7 @@ from ddptrain.gpus import default_slots, visible_gpus
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.rank_spec import LOST_AFTER_S
 from ddptrain.worker import rank_environment
-from ddptrain.worker.rank_server_client import OwnRankServerClient
+from ddptrain.worker.rank_server_client import RankServerClient
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -89,12 +89,12 @@ class _RankServers:
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         self.scheduler = ""  # its address, if this worker has to remove the socket folder of a dead scheduler
-        self.all: list[OwnRankServerClient] = []
+        self.all: list[RankServerClient] = []
 
-    def start(self) -> OwnRankServerClient:
+    def start(self) -> RankServerClient:
         """Start a rank server. It imports torch while the caller continues."""
         env = rank_environment.server_environment(os.environ)
-        self.all.append(OwnRankServerClient(env, self.scratch / "rank-server.log"))
+        self.all.append(RankServerClient(env, self.scratch / "rank-server.log"))
         return self.all[-1]
 
     def close(self) -> None:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
-import sys
-import tempfile
-from collections.abc import Mapping
-from functools import partial
+import threading
 from pathlib import Path
 from typing import Any
 
 import dask
 from distributed import Worker, WorkerPlugin
 
-from ddptrain import __version__
-from ddptrain.file_ops import sha256
 from ddptrain.gpus import visible_gpus
 from ddptrain.protocol import deadlines
-from ddptrain.protocol.exec_env import exec_only
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, attached_plugin
 from ddptrain.worker import rank_environment
 from ddptrain.worker.rank_host import RankHost, own_host
-from ddptrain.worker.rank_server_client import RankServerLost, SharedRankServerClient
+from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
 
 # Every nanny exports this variable, although it is not in Dask's configuration (distributed/nanny.py).
 _NANNY_HASH_SEED = {"PYTHONHASHSEED": "6640"}
@@ -37,36 +30,53 @@ class RunPlugin(WorkerPlugin):
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.name = attached_plugin(run_id)
-        self.host: RankHost | None = None
-        self._is_own = False  # whether the host belongs to the worker and outlives the run
+        self.host: RankHost | None = None  # shared by all runs on this worker, and ended with the last of them
         self._removed = False
 
     async def setup(self, worker: Worker) -> None:
-        """Use the worker's own rank host, or create one for this run. Raises RankServerLost, ClusterError."""
-        host = own_host(worker)
-        self._is_own = host is not None
-        if host is None:
-            host = await asyncio.to_thread(_new_host, worker, self.run_id)
-            host.setup(worker)
-        self.host = host
+        """Use the worker's rank host, or create one. Raises RankServerLost, ClusterError."""
+        await asyncio.to_thread(self._join_host, worker)
         if self._removed:  # the driver has ended in the meantime
             await self.teardown(worker)
+
+    def _join_host(self, worker: Worker) -> None:
+        with _lock:
+            self.host = own_host(worker) or next(iter(_foreign_hosts(worker)), None) or _new_host(worker)
 
     async def teardown(self, worker: Worker) -> None:
         """Clean up. Dask calls this when the run is over or its driver has ended."""
         self._removed = True
-        host, self.host = self.host, None
-        if host is not None:
-            remove = partial(host.remove_run, self.run_id) if self._is_own else partial(_remove_host, host)
-            # A worker that closes meanwhile cancels this. The thread continues; Dask would log the cancellation with a
-            # traceback, which then looks like the cause of the worker's end.
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.to_thread(remove)
+        # A worker that closes meanwhile cancels this. The thread continues; Dask would log the cancellation with a
+        # traceback, which then looks like the cause of the worker's end.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.to_thread(self._leave_host, worker)
+
+    def _leave_host(self, worker: Worker) -> None:
+        with _lock:
+            host, self.host = self.host, None
+            is_last = host is not None and host is not own_host(worker) and host not in _foreign_hosts(worker)
+        if host is None:
+            return
+        if not is_last:
+            host.remove_run(self.run_id)
+            return
+        host.server.close()
+        host.server.wait(deadlines.HOST_END_S)
+        shutil.rmtree(host.scratch, ignore_errors=True)
 
     def transition(self, key: Any, start: str, finish: str, **more: Any) -> None:
-        """Pass Dask's call to the host. The own host of a worker is itself a plugin, and Dask calls it directly."""
-        if self.host is not None and not self._is_own:
+        """Pass Dask's call to the host. The own host of a worker is itself a plugin; it ignores the second call."""
+        if self.host is not None:
             self.host.transition(key, start, finish, **more)
+
+
+_lock = threading.Lock()  # runs come and go in threads
+
+
+def _foreign_hosts(worker: Worker) -> list[RankHost]:
+    """Return the rank host of each run on a foreign worker."""
+    plugins = [plugin for plugin in list(worker.plugins.values()) if isinstance(plugin, RunPlugin)]
+    return [plugin.host for plugin in plugins if plugin.host is not None]
 
 
 def rank_host(worker: Worker, run_id: str) -> RankHost:
@@ -112,27 +122,23 @@ def offered_slots(worker: Worker) -> tuple[int, tuple[str, ...]]:
     return slots, visible_gpus(os.environ)[: min(slots, with_gpu)] if with_gpu else ()
 
 
-def _new_host(worker: Worker, run_id: str) -> RankHost:
+def _new_host(worker: Worker) -> RankHost:
     environ = rank_environment.without_nanny(os.environ, _nanny_environ(worker))
     _, gpus = offered_slots(worker)
     env = rank_environment.server_environment(environ)
-    folder = _server_folder(worker.scheduler.address, env)
-    server = SharedRankServerClient(folder, env)
-    scratch = Path(worker.local_directory) / attached_plugin(run_id)
+    scratch = Path(worker.local_directory) / f"ddptrain-{os.urandom(4).hex()}"
+    scratch.mkdir(mode=0o700)
+
+    def new_server() -> RankServerClient:
+        return RankServerClient(env, scratch / "rank-server.log")
+
     try:
-        return RankHost(server, lambda: SharedRankServerClient(folder, env), environ, gpus, scratch)
-    except BaseException:
-        server.listen()
-        server.close()
+        host = RankHost(new_server(), new_server, environ, gpus, scratch)
+    except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
-
-
-def _remove_host(host: RankHost) -> None:
-    """Stop the run's ranks and delete its files. Other runs may still use the rank server."""
-    host.server.close()
-    host.server.wait(deadlines.HOST_END_S)
-    shutil.rmtree(host.scratch, ignore_errors=True)
+        raise RankServerLost(f"the rank server can't be started: {error}") from error
+    host.setup(worker)
+    return host
 
 
 def _nanny_environ(worker: Worker) -> dict[str, object]:
@@ -141,18 +147,3 @@ def _nanny_environ(worker: Worker) -> dict[str, object]:
         return {}
     exported = (dask.config.get(f"distributed.nanny.{part}", {}) for part in ("pre-spawn-environ", "environ"))
     return {name: value for part in exported for name, value in part.items()} | _NANNY_HASH_SEED
-
-
-def _server_folder(scheduler: str, env: Mapping[str, str]) -> Path:
-    """Return the folder of the shared rank server. Workers have the same folder if they can use the same server."""
-    identity = [scheduler, sys.executable, sys.prefix, __version__, exec_only(env), _container_identity()]
-    digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"ddptrain-{os.getuid()}-{digest}"
-
-
-def _container_identity() -> list[str]:
-    """Return namespaces and control group, because different containers and batch jobs may share a temporary folder."""
-    namespaces = Path("/proc/self/ns")
-    if not namespaces.is_dir():
-        return []
-    return [*sorted(os.readlink(path) for path in namespaces.iterdir()), Path("/proc/self/cgroup").read_text()]

@@ -1,4 +1,4 @@
-"""The worker's client of the rank server: starts or joins the server, requests ranks, receives reports."""
+"""The worker's client of its rank server: starts the server, requests ranks, receives reports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import ClusterError
-from ddptrain.protocol import deadlines, socket_dir
+from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import python_command
 from ddptrain.protocol.worker_notices import describe_status
 
 _LAST_REPORTS_S = 1.0  # time to read the last reports after the server has ended
 _MAX_REPORT_BYTES = 64 * 1024
-_SOCKET_CLOSE_S = 0.5  # the kernel closes all sockets of a killed process within this time
 
 
 class RankServerLost(ClusterError):
@@ -31,13 +30,13 @@ class RankServerLost(ClusterError):
 
 
 class RankServerClient:
-    """A connection to a rank server. Its ranks end when the connection is closed or the server dies."""
+    """Starts a rank server for this worker. The server and its ranks end with the worker, or when it is closed."""
 
-    def __init__(self, control: socket.socket, log_file: Path) -> None:
+    def __init__(self, env: Mapping[str, str], log_file: Path) -> None:
+        """Start the server with `env`; it writes to `log_file`, and imports torch while the caller continues."""
         self.ready = threading.Event()  # set when the server has imported torch
         self.closed = False
         self.fault: str | None = None  # why the server cannot start ranks any more
-        self._control = control
         self._log_file = log_file
         self._lock = threading.Lock()
         self._inboxes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
@@ -45,12 +44,28 @@ class RankServerClient:
         self._pids: dict[str, int] = {}
         self._starts: dict[str, tuple[int, str]] = {}  # rank -> its pid and how it was started
         self._stores: dict[str, str] = {}  # store that runs and is not being stopped -> rank that needs it
+        self._control = self._start(env)
         self._reader = threading.Thread(target=self._read_reports, name="ddptrain-rank-server", daemon=True)
+
+    def _start(self, env: Mapping[str, str]) -> socket.socket:
+        """Start the server's process. Return the socket to it."""
+        control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end, self._log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*python_command("ddptrain.rank.server"), str(server_end.fileno())],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(server_end.fileno(),),
+                start_new_session=True,
+            )
+        return control
 
     @property
     def name(self) -> str:
         """The server's name in error messages."""
-        return "the rank server"
+        return f"the rank server (pid {self._process.pid})"
 
     @property
     def ranks(self) -> int:
@@ -92,8 +107,7 @@ class RankServerClient:
                 self._inboxes[rank_id] = queue.SimpleQueue()
                 if woken is not None:
                     self._woken[rank_id] = woken
-            request = {"op": "rank", "id": rank_id, "slot": slot, "cpus": _own_cpus()}
-            self._send(request, [file.fileno(), log_fd, events_fd])
+            self._send({"op": "fork", "id": rank_id, "slot": slot}, [file.fileno(), log_fd, events_fd])
 
     def start_store(self, store_id: str, host: str, listening: socket.socket, rank_id: str = "") -> None:
         """Start a process that hosts a TCPStore; if it dies, stop the rank `rank_id`. Raises RankServerLost."""
@@ -128,15 +142,20 @@ class RankServerClient:
         return report
 
     def close(self) -> None:
-        """Close the connection. The server then stops all its ranks: SIGTERM, and SIGKILL after 2 s."""
+        """End the server. It stops its ranks: SIGTERM, and SIGKILL after 2 s. While it imports torch, it has none."""
         self.closed = True
+        if not self.ready.is_set():
+            self._process.kill()
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)  # exit reports are still received
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` after close(). Return whether all ranks have ended."""
-        self._reader.join(timeout_s)
-        return not self._reader.is_alive()
+        """Wait at most `timeout_s`. Return whether the server's process has ended."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _send(self, message: dict[str, Any], fds: list[int] | None = None) -> None:
         try:
@@ -149,7 +168,7 @@ class RankServerClient:
     def _read_reports(self) -> None:
         while data := self._next_report():
             self._handle(json.loads(data))
-        self._on_end()
+        self._mark_lost(f"{self.name} was closed" if self.closed else f"{self.name} has ended{self._exit_details()}")
         self._control.close()
 
     def _next_report(self) -> bytes:
@@ -161,9 +180,6 @@ class RankServerClient:
                 continue  # raised once if the server died with an unread request; its last reports are still readable
             except OSError:
                 return b""
-
-    def _on_end(self) -> None:
-        self._mark_lost(f"{self.name} was closed" if self.closed else f"{self.name} has ended{self._exit_details()}")
 
     def _handle(self, report: dict[str, Any]) -> None:
         child_id = report.get("id", "")
@@ -209,124 +225,10 @@ class RankServerClient:
             event.set()
 
     def _exit_details(self) -> str:
-        """Return the end of the server's log for the error message, after ": "; "" if the log is empty."""
+        """Return the server's exit status and the end of its log for the error message."""
+        status = f" (status {self._process.returncode})" if self.wait(1.0) else ""
         try:
             tail = self._log_file.read_bytes()[-2000:].decode("utf-8", "replace").strip()
         except OSError:
-            return ""
-        return f": {tail}" if tail else ""
-
-
-class OwnRankServerClient(RankServerClient):
-    """Starts a rank server for one worker. The server ends with the worker."""
-
-    def __init__(self, env: Mapping[str, str], log_file: Path) -> None:
-        """Start the server with `env`; it writes to `log_file`, and imports torch while the caller continues."""
-        control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with server_end, log_file.open("ab") as log:
-            self._process = _start_server(["private", str(server_end.fileno())], env, server_end.fileno(), log.fileno())
-        super().__init__(control, log_file)
-
-    @property
-    def name(self) -> str:
-        """The server's name in error messages."""
-        return f"the rank server (pid {self._process.pid})"
-
-    def close(self) -> None:
-        """End the server and its ranks. A server that is still importing torch has no ranks, and is killed."""
-        if not self.ready.is_set():
-            self._process.kill()
-        super().close()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s`. Return whether the server's process has ended."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def _exit_details(self) -> str:
-        return f" (status {self._process.returncode})" + super()._exit_details() if self.wait(1.0) else ""
-
-
-class SharedRankServerClient(RankServerClient):
-    """Connects to the rank server that the workers of a host share. The server ends with its last connection."""
-
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        """Connect to the server of `folder`, or start it with `env`. Raises ClusterError if both fail."""
-        self._folder = folder
-        try:
-            control = _join(folder, env)
-        except OSError as error:
-            raise RankServerLost(f"the rank server in {folder} can't be started or reached: {error}") from error
-        super().__init__(control, folder / socket_dir.LOG_FILE)
-
-    def _on_end(self) -> None:
-        super()._on_end()
-        if not self.closed:
-            _remove_dead_server(self._folder)
-
-
-def _join(folder: Path, env: Mapping[str, str]) -> socket.socket:
-    with socket_dir.locked(folder) as locked:
-        if (connection := locked.connect()) is not None:
-            return connection
-        try:
-            return _start_shared(locked, env)
-        except BaseException:
-            locked.remove()
-            raise
-
-
-def _start_shared(locked: socket_dir.SocketFolder, env: Mapping[str, str]) -> socket.socket:
-    with locked.listen() as listener, (locked.path / socket_dir.LOG_FILE).open("ab") as log:
-        connection = locked.connect()  # before the server starts, because a server without a connection exits
-        assert connection is not None
-        arguments = ["shared", str(listener.fileno()), str(locked.path)]
-        try:
-            process = _start_server(arguments, env, listener.fileno(), log.fileno())
-        except BaseException:
-            connection.close()
-            raise
-    # If the server ends before this worker, the thread reaps it, so that it does not stay as a zombie.
-    threading.Thread(target=process.wait, name="ddptrain-reaper", daemon=True).start()
-    return connection
-
-
-def _remove_dead_server(folder: Path) -> None:
-    """Remove the folder of a server that died, unless a new server already uses it."""
-    with socket_dir.locked(folder) as locked:
-        while (connection := locked.connect()) is not None:
-            with connection:
-                if _is_served(connection):
-                    return
-        locked.remove()
-
-
-def _is_served(connection: socket.socket) -> bool:
-    """Return whether a live server has the other end, not a killed process whose sockets are still open."""
-    connection.settimeout(_SOCKET_CLOSE_S)
-    try:
-        return bool(connection.recv(_MAX_REPORT_BYTES))
-    except TimeoutError:
-        return True  # it is still importing torch
-    except OSError:
-        return False
-
-
-def _start_server(arguments: list[str], env: Mapping[str, str], link_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*python_command("ddptrain.rank.server.server"), *arguments],
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        stdout=log_fd,
-        stderr=log_fd,
-        pass_fds=(link_fd,),
-        start_new_session=True,
-    )
-
-
-def _own_cpus() -> list[int] | None:
-    """Return the cores of this worker, which its ranks use, even if another worker has started the server."""
-    return sorted(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else None
+            tail = ""
+        return f"{status}: {tail}" if tail else status

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tests.chaos.table import STEPS, Case
 
 KILLED = -9  # the command itself
-NO_FAILURE = ("no_space", "validate", "slow")  # a run survives them: a full disk is tried again
+NO_FAILURE = ("validate", "slow")  # a run survives them
 _STATUS = {0: "succeeded", 75: "preempted", 130: "cancelled", 143: "cancelled"}
 _WORDS = {
     "raise": ("exception", "on purpose"),
@@ -29,6 +29,7 @@ _WORDS = {
     "server": ("infrastructure", "rank server"),
     "worker": ("worker_lost", ""),
     "scheduler": ("infrastructure", "scheduler"),
+    "no_space": ("results", "No space left on device"),
 }
 
 
@@ -64,10 +65,10 @@ def expected(case: Case) -> Expected:
         return Expected((0,))
     kind, words = _WORDS[fault]
     ranks = (1 - int(case.kind.victim),) if fault.startswith("other_") else tuple(case.ranks)
-    code = {"hang": 5, "infrastructure": 4, "worker_lost": 4}.get(kind, 1)
-    if code == 4:
+    code = {"hang": 5, "infrastructure": 4, "worker_lost": 4, "results": 4}.get(kind, 1)
+    if code == 4 and kind != "results":
         ranks = ()
-    if case.kind.restart:
+    if case.kind.restart and kind != "results":  # the disk would be full again
         return Expected((0,), kind, words, ranks, attempts=2)
     return Expected((code,), kind, words, ranks)
 

@@ -95,3 +95,18 @@ def test_doctor_names_gpus_that_can_not_be_listed(project: Project) -> None:
     done = project("doctor", "--json", env={"CUDA_VISIBLE_DEVICES": "0", "LD_LIBRARY_PATH": ""}, rc=4)
     (gpus,) = [check for check in json.loads(done.stdout)["checks"] if check["subject"] == "GPUs"]
     assert gpus["result"] == "bad" and "CUDA_VISIBLE_DEVICES is 0" in gpus["text"]
+
+
+def test_run_without_options_starts_one_rank_as_torchrun_and_says_how_to_use_all_gpus(
+    project: Project, nvml: dict[str, str]
+) -> None:
+    project.write("show.py", SCRIPT)
+
+    def dry_run(*args: str) -> tuple[str, str]:
+        done = project("run", "--dry-run", *args, "show.py", env=nvml, rc=0)
+        return done.stdout, done.stderr
+
+    config, notice = dry_run()
+    assert "ranks: 1" in config and "2 GPUs: --nproc-per-node gpu" in notice
+    config, notice = dry_run("--nproc-per-node", "gpu")
+    assert "2 ranks" in config and not notice

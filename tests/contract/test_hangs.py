@@ -84,6 +84,62 @@ def test_ranks_that_wait_for_a_pending_collective_outside_of_torch_hang(project:
     assert re.search(r"while rank [01] waits for it in all_reduce", message), message
 
 
+ALONE = """
+    import torch
+    from torch import distributed
+
+
+    def train_alone(ctx, model, steps):
+        for _ in range(steps):
+            model(torch.ones(2, 4)).mean().backward()
+
+
+    def train(ctx, call):
+        if call == "resume" and ctx.rank == 0:
+            ctx.resume(model=torch.nn.Linear(4, 1))
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        if call == "checkpoint":
+            for step in range(1, 4):
+                train_alone(ctx, model, 1)
+                if ctx.rank == 0:
+                    ctx.checkpoint(model=model, step=step)
+        if call == "mean" and ctx.rank == 0:
+            ctx.mean(1.0)
+        if call == "mean":
+            train_alone(ctx, model, 2)
+        if call == "returned" and ctx.rank == 0:
+            ctx.mean(1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            "resume",
+            r"it is in ctx\.resume at work\.py:13 in train, which all ranks must call while rank 1 waits for it",
+        ),
+        ("checkpoint", r"it is in ctx\.checkpoint at work\.py:19 in train, which all ranks must call while rank 1"),
+        ("mean", r"it is in ctx\.mean at work\.py:21 in train, which all ranks must call while rank 1 waits for it"),
+    ],
+)
+def test_ctx_method_that_only_one_rank_calls_is_named(
+    project: Project, shared_cluster: str, call: str, text: str
+) -> None:
+    limits = {"hang_timeout_s": 2, "grace_s": 5}
+    config = project.function(ALONE, params={"call": call}, failure=limits, checkpoint={"every_steps": 1})
+    project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=5)
+    found = project.record()["failure"]
+    assert (found["rank"], found["kind"]) == (0, "hang")
+    assert re.search(text, found["message"]), found["message"]
+
+
+def test_rank_that_returns_while_others_are_in_a_ctx_method_is_the_cause(project: Project, shared_cluster: str) -> None:
+    config = project.function(ALONE, params={"call": "returned"}, failure={"hang_timeout_s": 2, "grace_s": 5})
+    project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=1)
+    assert "returned from the workload" in project.record()["failure"]["message"]
+
+
 # Runs a command on a terminal of its own; what it shows is written to stdout.
 ON_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 

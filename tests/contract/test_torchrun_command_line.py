@@ -96,6 +96,15 @@ def test_pet_variables_are_read_and_the_command_line_wins(project: Project) -> N
     assert "PET_MAX_RESTARTS=many" in refused.stderr
 
 
+def test_options_may_be_abbreviated_and_the_time_to_end_be_a_variable_of_torch(project: Project) -> None:
+    project.write("echo.py", ECHO)
+    config, _ = meant(
+        project, "--stand", "--nproc_per", "3", "--max-r=2", "echo.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+    )
+    assert config["cluster"]["ranks"] == 3
+    assert config["failure"] == {"max_restarts": 2, "grace_s": 7.0}
+
+
 def test_torchruns_command_runs_when_its_first_word_is_replaced(project: Project) -> None:
     project.write("echo.py", ECHO)
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]

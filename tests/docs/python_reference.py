@@ -11,8 +11,8 @@ from typing import Any
 import ddptrain
 from ddptrain import errors
 from ddptrain.rank.context import RankContext
+from ddptrain.rank.evaluation import SavedCheckpoint
 from ddptrain.rank.huggingface import HuggingFaceCallback
-from ddptrain.rank.saved_checkpoint import SavedCheckpoint
 
 TARGET = Path(__file__).parents[2] / "docs" / "reference" / "python.md"
 _HEAD = """# Python

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -75,7 +74,7 @@ def states_again(driver: Driver, before: dict[str, dict[str, Any]]) -> dict[str,
     return now
 
 
-def test_workers_of_a_host_share_one_rank_server_and_are_left_as_they_were_found(dask: DaskBench) -> None:
+def test_each_worker_has_its_own_rank_server_and_is_left_as_it_was_found(dask: DaskBench) -> None:
     for name in ("one", "two"):
         dask.foreign(name=name, OPENBLAS_NUM_THREADS="3")
     with dask.driver(workers=2) as driver:
@@ -86,11 +85,12 @@ def test_workers_of_a_host_share_one_rank_server_and_are_left_as_they_were_found
         futures = [driver.start(name, code, rank) for rank, name in enumerate(("one", "two"))]
         assert [ended(future).status for future in futures] == [0, 0]
         servers = {driver.said(name, rank).split()[0] for rank, name in enumerate(("one", "two"))}
-        assert len(servers) == 1
+        assert len(servers) == 2
         assert driver.said("one").split()[1] == "3", "the user's own, which the nanny has only passed on"
         for name in ("one", "two"):
             driver.remove(name)
-        until_gone(int(servers.pop()))
+        for server in servers:
+            until_gone(int(server))
         assert states_again(driver, before) == before
     assert list((dask.folder / "tmp").glob("ddptrain*")) == []
     assert "failed" not in dask.log("one").read_text()
@@ -134,23 +134,6 @@ def test_worker_is_attached_once_however_often_it_is_asked(dask: DaskBench) -> N
         driver.remove("foreign")
 
 
-def test_rank_server_survives_the_worker_that_started_it(dask: DaskBench) -> None:
-    for name in ("one", "two"):
-        dask.foreign(name=name)
-    with dask.driver(workers=2) as driver:
-        dying = int(driver.attach("one")["pid"])
-        driver.attach("two")
-        driver.start("one", STUBBORN, rank=0)
-        stays = driver.start("two", "import time; say('up'); [say(i) or time.sleep(0.1) for i in range(40)]", rank=1)
-        driver.wait_for("one", "\n")
-        driver.wait_for("two", "up", rank=1)
-        goes = int(driver.said("one"))
-        os.kill(dying, signal.SIGKILL)
-        until_gone(goes)
-        assert ended(stays).status == 0
-        driver.remove("two")
-
-
 def test_slot_of_a_dead_driver_is_used_again_only_when_its_rank_has_ended(dask: DaskBench) -> None:
     dask.foreign()
     with dask.driver("second", workers=1) as second:
@@ -189,7 +172,7 @@ def test_killed_rank_server_is_replaced_for_the_next_attempt(dask: DaskBench) ->
     with dask.driver(workers=1) as driver:
         driver.attach("foreign")
         rank = driver.start("foreign", "import os, time; os.kill(os.getppid(), 9); time.sleep(60)")
-        with pytest.raises(RankServerLost, match="the rank server has ended"):
+        with pytest.raises(RankServerLost, match=r"the rank server \(pid \d+\) has ended"):
             ended(rank)
         driver.attach("foreign")
         assert ended(driver.start("foreign", "say('again')", rank=1)).status == 0

@@ -206,7 +206,6 @@ EVENTS: list[dict[str, Any]] = [
     {"event": "file", "time_ns": 1, "path": "a/b.txt", "staging": "file-1", "size_bytes": 3, "sha256": "ab"},
     {"event": "failure", "time_ns": 1, "type": "ValueError", "message": "m", "traceback": "t", "exit_code": 3},
     {"event": "stacks", "time_ns": 1, "main": ["a.py:1 f"], "sequence": 3, "state": ""},
-    {"event": "checkpoint_failed", "time_ns": 1, "step": 1, "message": "m", "failures": 1, "given_up": False},
     {"event": "note", "time_ns": 1, "message": "m", "level": "info"},
 ]
 

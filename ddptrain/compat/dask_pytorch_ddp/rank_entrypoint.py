@@ -13,9 +13,7 @@ import cloudpickle
 
 from ddptrain.compat.dask_pytorch_ddp import failures
 from ddptrain.file_ops import write_atomic
-from ddptrain.rank.failure import exceptions
-from ddptrain.rank.failure.lost_peer_errors import lost_peer
-from ddptrain.rank.failure.tracebacks import user_traceback
+from ddptrain.rank.failure import exit_code, lost_peer, user_traceback
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
@@ -30,7 +28,7 @@ def main(ctx: RankContext, *, job: str, answer: str) -> None:
         value = function(*args, **kwargs)
         data = cloudpickle.dumps(value)
     except BaseException as error:  # the client gets whatever the function raised
-        if not isinstance(error, SystemExit) or exceptions.exit_code(error):
+        if not isinstance(error, SystemExit) or exit_code(error):
             where, trace = f"rank {ctx.rank} on {socket.gethostname()}", user_traceback(error)
             sealed = failures.sealed(error, where, trace, time.time_ns(), victim=lost_peer(error))
             _write_answer(answer, ERROR, sealed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks, returned_early
 from ddptrain.protocol import events
-from ddptrain.protocol.events import FRAME, users_frame, waits_in
+from ddptrain.protocol.events import FRAME, ctx_method, users_frame, waits_in
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
 # What a process that exits waits for, by the frame of Python that joins them; atexit functions have neither frame.
@@ -21,13 +21,16 @@ _STATES = {
 }
 
 
+_WAITING_METHODS = ("ctx.mean", "ctx.all_finite", "ctx.resume")
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """The driver's knowledge of one rank of a worker group that makes no progress.
 
     stacks: None if neither the rank nor its worker has answered. timed_out: the rank has ended its wait by itself.
-    works: its CPU or GPU use still counts as progress. ended_calls: the calls of ctx methods that all ranks must call,
-    as reported at the rank's end. silent_s: since its last event or line. uses: "CPU" or "GPU" if it was in use lately.
+    works: its CPU or GPU use still counts as progress. silent_s: since its last event or line. uses: "CPU" or "GPU" if
+    it was in use lately.
     """
 
     rank: int
@@ -40,7 +43,6 @@ class RankReport:
     timed_out: bool = False
     thread: events.ThreadFailure | None = None
     works: bool = False
-    ended_calls: Mapping[str, float] | None = None
     silent_s: float = 0.0
     uses: str = ""
 
@@ -49,14 +51,10 @@ class RankReport:
         """The collective operation that the rank waits in; "" if it waits in none."""
         if self.timed_out:
             return "a collective operation"
-        return waits_in(self.stacks.main) or self.stacks.pending if self.stacks is not None else ""
-
-    @property
-    def calls(self) -> Mapping[str, float] | None:
-        """How often the rank has called each ctx method that all ranks must call; None if that is not known."""
-        if self.finished:
-            return self.ended_calls
-        return self.stacks.calls if self.stacks is not None and not self.stacks.state else None
+        if self.stacks is None:
+            return ""
+        method = ctx_method(self.stacks.main)  # in the others a rank may also wait for a disk
+        return method if method in _WAITING_METHODS else waits_in(self.stacks.main) or self.stacks.pending
 
     @property
     def place(self) -> str:
@@ -68,6 +66,8 @@ class RankReport:
         if self.finished and (exits := _exit_wait(self.stacks.main)):
             return f"it waits for {exits} to end"
         where = users_frame(self.stacks.main)
+        if method := ctx_method(self.stacks.main):
+            return f"it is in {method} at {where}, which all ranks must call"
         busy = ", in compiled code that does not let Python run" if self.stacks.state == "busy" else ""
         return f"it is in {where}{busy}" if where else busy.lstrip(", ")
 

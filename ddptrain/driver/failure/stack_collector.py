@@ -1,4 +1,4 @@
-"""Collects the stacks of all ranks if the group may hang, or a rank may wait forever, and finds the missing rank."""
+"""Collects the stacks of all ranks if the group may hang, and finds the missing rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.hang_diagnosis import RankReport, judge
-from ddptrain.driver.failure.missing_calls import find_uncalled
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file, silent_s
 from ddptrain.driver.ranks import Rank
 from ddptrain.protocol import events
@@ -23,21 +22,18 @@ class StackCollector:
     """The state of an inquiry: a request for the stacks of all ranks, and their answers.
 
     until: its deadline (monotonic seconds), None before it has begun. limit_s: the limit of the suspected hang; None if
-    a rank has ended its wait by itself. for_wait: it began because a rank waits in a ctx method. not_before: when the
-    next inquiry may begin. signs: what was known about each rank when the inquiry began. before, waited: the stacks of
-    the last inquiry for a hang, and for a wait.
+    a rank has ended its wait by itself. not_before: when the next inquiry may begin. signs: what was known about each
+    rank when the inquiry began. before: the stacks of the last inquiry.
     """
 
     until: float | None = None
     closed: bool = False
     limit_s: float | None = None
-    for_wait: bool = False
     not_before: float = 0.0
     signs: Mapping[int, RankReport] = field(default_factory=dict)
     stacks: Mapping[int, events.Stacks] = field(default_factory=dict)
     answered: frozenset[int] = frozenset()
     before: Mapping[int, events.Stacks] = field(default_factory=dict)
-    waited: Mapping[int, events.Stacks] = field(default_factory=dict)
     threads: Mapping[int, events.ThreadFailure] = field(default_factory=dict)
 
     @property
@@ -61,10 +57,8 @@ class StackCollector:
         activities: Sequence[Activity],
         watchdog: Watchdog,
         now: float,
-        *,
-        for_wait: bool = False,
     ) -> StackCollector:
-        """Return the inquiry after its start; `hang` is None if a rank has ended its wait by itself, or waits."""
+        """Return the inquiry after its start; `hang` is None if a rank has ended its wait by itself."""
         signs = {
             rank.spec.rank: RankReport(
                 rank.spec.rank,
@@ -77,7 +71,7 @@ class StackCollector:
             for rank, activity in zip(ranks, activities, strict=True)
         }
         limit_s = hang.limit_s if hang is not None else None
-        return dataclasses.replace(self, until=now + ANSWERS_S, limit_s=limit_s, signs=signs, for_wait=for_wait)
+        return dataclasses.replace(self, until=now + ANSWERS_S, limit_s=limit_s, signs=signs)
 
     def after(self, rank: int, event: events.Event) -> StackCollector:
         """Return the inquiry after an event of a rank. A late answer of the rank replaces the answer of its worker."""
@@ -100,9 +94,8 @@ class StackCollector:
         if now < self.until and any(not rank.over and rank.spec.rank not in self.answered for rank in ranks):
             return self, None
         reports = [self._report(rank) for rank in ranks]
-        fault = find_uncalled(reports, self.waited, time_ns)
-        timed_out = any(report.timed_out for report in reports)
-        if fault is None and (timed_out or not (self.for_wait or self._has_moved_on(ranks))):
+        fault = None
+        if any(report.timed_out for report in reports) or not self._has_moved_on(ranks):
             fault = judge(reports, self.limit_s, self.before, time_ns)
         if fault is not None:
             return dataclasses.replace(self, closed=True), fault
@@ -114,10 +107,8 @@ class StackCollector:
 
     def _reset(self, now: float) -> StackCollector:
         """Return the state before the next inquiry, with the stacks of this one."""
-        kept = StackCollector(threads=self.threads, not_before=self.not_before, before=self.before, waited=self.waited)
-        if self.for_wait:
-            return dataclasses.replace(kept, waited=self.stacks)
-        return dataclasses.replace(kept, not_before=now + _AGAIN * (self.limit_s or 0.0), before=self.stacks)
+        not_before = now + _AGAIN * (self.limit_s or 0.0)
+        return StackCollector(threads=self.threads, not_before=not_before, before=self.stacks)
 
     def explained(self, fault: Fault) -> Fault:
         """Return the fault with the exception that ended a thread of its rank earlier, if there is one."""
@@ -135,5 +126,4 @@ class StackCollector:
             over=rank.over and not timed_out,
             timed_out=timed_out,
             thread=self.threads.get(number),
-            ended_calls=rank.calls,
         )

@@ -36,7 +36,6 @@ _QUIET = 1 / 3  # of the limit: from then on, the live display shows for how lon
 _NO_ACTIVITY = (
     events.Started,
     events.Stacks,
-    events.Waiting,
     events.Noticed,
     events.ThreadFailure,
     events.Tracked,

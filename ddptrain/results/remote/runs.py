@@ -166,7 +166,7 @@ class StoreRuns:
         return self.copies
 
     @contextmanager
-    def keeping(self, run_id: str, *, resumed: bool, max_failures: int) -> Iterator[StoreUpload]:
+    def keeping(self, run_id: str, *, resumed: bool) -> Iterator[StoreUpload]:
         """Hold the run's lock for the block; yield the upload of its working folder, which a resumed run has.
 
         Raises RunLocked; UsageError if the id is taken; StoreError, ResultsError.
@@ -176,7 +176,7 @@ class StoreRuns:
             raise UsageError(f"run {run_id} exists already in {self.store.url}; choose another --run-id")
         lock = StoreLock(run)
         before = lock.take()
-        uploads = StoreUpload(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token, max_failures)
+        uploads = StoreUpload(replace(run, guard=lock.assure), self.work / run_id, lock.claim.token)
         try:
             lock.keep(uploads.lose)
             if resumed:

@@ -22,7 +22,7 @@ from ddptrain.workloads.images.validation import evaluate as evaluate_model
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
-    from ddptrain.rank.saved_checkpoint import SavedCheckpoint
+    from ddptrain.rank.evaluation import SavedCheckpoint
 
 _MOST_NAMED = 5
 

@@ -14,7 +14,7 @@ from ddptrain.workloads.saved_model import load_checkpoint
 
 if TYPE_CHECKING:
     from ddptrain.rank.context import RankContext
-    from ddptrain.rank.saved_checkpoint import SavedCheckpoint
+    from ddptrain.rank.evaluation import SavedCheckpoint
 
 
 def evaluate(ctx: RankContext, checkpoint: SavedCheckpoint) -> dict[str, float]:

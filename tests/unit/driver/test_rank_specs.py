@@ -79,11 +79,11 @@ def test_instances_of_one_gpu_use_gloo() -> None:
 
 def test_checkpoint_settings_and_failure_policy_are_those_of_the_configuration() -> None:
     config = load(
-        checkpoint={"every_steps": 7, "asynchronous": False, "max_failures": 2},
+        checkpoint={"every_steps": 7, "asynchronous": False},
         failure={"grace_s": 4, "max_restarts": 3, "hang_timeout_s": 8, "lost_after_s": 40},
     ).config
     assert rank_specs.checkpointing(config) == Checkpointing(
-        config.checkpoint.every_epochs, 7, None, asynchronous=False, max_failures=2
+        config.checkpoint.every_epochs, 7, None, asynchronous=False
     )
     assert rank_specs.supervision(config) == Supervision(4.0, 2.0, 3, system_every_s=5.0)
 

@@ -20,10 +20,8 @@ EXAMPLES: list[events.Event] = [
     events.CheckpointSaved(
         1, 5, "c", (), parts=(events.CheckpointPart(1, "c", (events.StagedFile("model.rank-1.safetensors", 3, "ab"),)),)
     ),
-    events.Waiting(1, "checkpoint", 40),
     events.FileSaved(1, "a/b.txt", "file-1", 3, "ab"),
     events.Failure(1, "ValueError", "boom", "Traceback", exit_code=None, lost_peer=True),
-    events.CheckpointFailed(1, 5, "disk full", failures=2, given_up=True),
     events.ThreadFailure(1, "reader", "ValueError", "boom", "Traceback"),
     events.Stacks(1, ("train.py:3 main", "run.py:1 <module>"), sequence=7, state="stopped"),
     events.Noticed(1),

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.protocol import events
-from ddptrain.rank.artifact_files import ArtifactFiles, stays_below
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.output import ArtifactFiles, Emitter, stays_below
 from tests.unit.specs import make_spec
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from ddptrain.protocol import events
-from ddptrain.rank import emitter as rank_emitter
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank import output as rank_emitter
+from ddptrain.rank.output import Emitter
 
 
 class Bench:

@@ -12,10 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ddptrain.rank.checkpoint.file_format import write
+from ddptrain.rank.checkpoint.files import write
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
-from ddptrain.rank.evaluation import checked_metrics, evaluate, saved_checkpoints
-from ddptrain.rank.saved_checkpoint import SavedCheckpoint
+from ddptrain.rank.evaluation import SavedCheckpoint, checked_metrics, evaluate, saved_checkpoints
 
 NAN = float("nan")
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers.trainer_utils import IntervalStrategy
 
 from ddptrain.protocol.tensor_slices import MODEL, shard_file
-from ddptrain.rank.checkpoint.file_format import STATE_FILE, write_shards
+from ddptrain.rank.checkpoint.files import STATE_FILE, write_shards
 from ddptrain.rank.checkpoint.snapshot import Shards
 from ddptrain.rank.huggingface import HuggingFaceCallback
 from ddptrain.workloads.saved_weights import MODEL_FILE

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddptrain.rank.plain_numbers import number, numbers, optional, optional_whole, whole
+from ddptrain.rank.output import number, numbers, optional, optional_whole, whole
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ddptrain.rank import failure as failures
 from ddptrain.rank import rank_process
 from ddptrain.rank.entrypoint import load_function
-from ddptrain.rank.failure import exceptions, lost_peer_errors
-from ddptrain.rank.failure.tracebacks import user_traceback
+from ddptrain.rank.failure import user_traceback
 from tests.unit.specs import make_spec
 
 
@@ -53,7 +53,7 @@ def test_missing_import_inside_the_users_module_is_the_users_error(
 
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (42, 42), (256 + 7, 7), (-1, 255), ("a message", 1)])
 def test_exit_code_is_that_of_python(code: object, status: int) -> None:
-    assert exceptions.exit_code(SystemExit(code)) == status
+    assert failures.exit_code(SystemExit(code)) == status
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_exit_code_is_that_of_python(code: object, status: int) -> None:
     ],
 )
 def test_error_of_a_rank_that_lost_its_peer_is_recognized(error: BaseException, lost: bool) -> None:
-    assert lost_peer_errors.lost_peer(error) is lost
+    assert failures.lost_peer(error) is lost
 
 
 def test_traceback_begins_with_the_users_frame() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,29 +60,3 @@ def test_operator_of_torchvision_is_tried(machine: pytest.MonkeyPatch) -> None:
     torch_probe.probe()
     boxes, scores, overlap = given
     assert (boxes.shape, scores.shape, overlap) == ((1, 4), (1,), 0.5)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_group_of_one_process_reduces_with_gloo_and_is_destroyed(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    done: list[Any] = []
-
-    def reduce(tensor: torch.Tensor) -> None:
-        done.append(tensor.tolist())
-        if fails:
-            raise RuntimeError("no route")
-
-    def begin(backend: str, **options: Any) -> None:
-        done.append((backend, type(options.pop("store")).__name__, options))
-
-    monkeypatch.setattr(distributed, "init_process_group", begin)
-    monkeypatch.setattr(distributed, "all_reduce", reduce)
-    monkeypatch.setattr(distributed, "destroy_process_group", lambda: done.append("destroyed"))
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        torch_probe._reduce_with_gloo()
-    assert done == [("gloo", "HashStore", {"rank": 0, "world_size": 1}), [1.0], "destroyed"]
-
-
-def test_program_prints_one_line_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch_probe, "probe", lambda: {"gpus": 0})
-    torch_probe.main()
-    assert json.loads(capsys.readouterr().out) == {"gpus": 0}

@@ -16,7 +16,7 @@ import pytest
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank import trackers
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.items import Checkpoint, Image, Model, Numbers
 from tests.unit.specs import make_spec
@@ -90,30 +90,6 @@ def test_error_of_a_strict_rank_is_returned(rank: Rank) -> None:
     assert rank.tracked.finish("finished") == "hanging: has not ended in time (finishing)"
 
 
-def test_trackers_that_cannot_be_started_cost_a_warning(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("ddptrain.tracking.factory.start_trackers", fail)
-    rank.tracked.begin()
-    (note,) = rank.events
-    assert isinstance(note, events.Note)
-    assert (note.level, note.message.partition(";")[0]) == (
-        "warning",
-        'trackers could not be started: RuntimeError("can\'t start new thread")',
-    )
-
-
-def test_finish_has_the_grace_period_less_a_second_and_at_least_half_a_second(rank: Rank) -> None:
-    assert rank.tracked._left_s() == 3_600.0
-    rank.tracked.hurry(5.0)
-    assert 3.5 < rank.tracked._left_s() <= 4.0
-    rank.tracked.hurry(60.0)
-    assert rank.tracked._left_s() <= 4.0, "a later, longer time does not count"
-    rank.tracked.hurry(0.0)
-    assert rank.tracked._left_s() == 0.5
-
-
 def test_rank_that_is_told_to_end_while_it_finishes_ends_sooner(rank: Rank) -> None:
     rank.begin(Hanging("finish"), timeout_s=60.0)
     rank.tracked.end("finished")
@@ -123,14 +99,6 @@ def test_rank_that_is_told_to_end_while_it_finishes_ends_sooner(rank: Rank) -> N
     assert time.monotonic() - began < 30
     (finishing,) = [event for event in rank.events if isinstance(event, events.Finishing)]
     assert finishing.timeout_s == pytest.approx(1.5, abs=0.11), "half a second, and a second for the rank itself"
-
-
-def test_long_wait_is_announced_once(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_NOTE_AFTER_S", 0.1)
-    rank.begin(Hanging("finish"), timeout_s=1.5)
-    rank.tracked.finish("finished")
-    (note,) = [event.message for event in rank.events if isinstance(event, events.Note)]
-    assert note == "the workload is over; trackers still have up to 1 s to finish"
 
 
 def test_files_are_sent_to_the_driver_once_if_the_run_directory_is_not_in_sight(rank: Rank, tmp_path: Path) -> None:
@@ -174,13 +142,6 @@ def test_exit_handler_that_hangs_does_not_hold_the_process_up() -> None:
     command = [sys.executable, "-c", _HANGS_AT_EXIT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), check=False)
     assert (done.returncode, done.stdout) == (75, "flushed\n"), done.stderr
-
-
-def test_timer_does_not_keep_the_process_from_ending() -> None:
-    timer = trackers._call_later(600.0, lambda: None)
-    timer.cancel()
-    timer.join()
-    assert timer.daemon and timer.interval == 600.0
 
 
 @pytest.fixture
@@ -229,52 +190,3 @@ def test_bug_of_a_tracker_is_printed_and_fails_no_rank(
     assert rank.tracked.finish("finished") == ""
     assert "KeyError: 'bug'" in capsys.readouterr().err and later[0][2].cancelled == 1
     rank.tracked.manager = None
-
-
-@pytest.mark.parametrize(("longest_s", "notes"), [(3.9, []), (4.0, ["up to 1 s"]), (13.0, ["up to 10 s"])])
-def test_wait_of_a_second_or_more_is_told(rank: Rank, longest_s: float, notes: list[str]) -> None:
-    rank.tracked._note_waiting(longest_s)
-    told = [event.message for event in rank.events if isinstance(event, events.Note)]
-    assert told == [f"the workload is over; trackers still have {text} to finish" for text in notes]
-
-
-def test_trackers_that_finish_already_are_hurried(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Any] = []
-    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    rank.tracked.manager = manager(end=lambda *given: ended.append(given))
-    rank.tracked.hurry(5.0)
-    assert ended == []
-    rank.tracked.manager.ended = True
-    rank.tracked.hurry(3.0)
-    rank.tracked.end("failed")
-    assert ended == [("crashed", 2.0), ("failed", 2.0)]
-    rank.tracked.manager = None
-
-
-@pytest.mark.parametrize(("unfinished", "bound"), [([], []), (["wandb"], [5.0])])
-def test_exit_is_bounded_if_a_tracker_has_not_ended(
-    rank: Rank, later: list[Any], monkeypatch: pytest.MonkeyPatch, unfinished: list[str], bound: list[float]
-) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(trackers, "_exit", codes.append)
-    rank.tracked.manager = manager(unfinished=unfinished)
-    rank.tracked.bound_exit(75)
-    for _, call, _ in later:
-        call()
-    assert [seconds for seconds, _, _ in later] == bound and codes == [75] * len(bound)
-    rank.tracked.manager = None
-
-
-def test_process_ends_although_a_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-
-    def flush() -> None:
-        done.append("flushed")
-        raise ValueError("closed")
-
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, SimpleNamespace(flush=flush))
-    monkeypatch.setattr(os, "_exit", done.append)
-    trackers._exit(75)
-    monkeypatch.undo()
-    assert done == ["flushed", "flushed", 75]

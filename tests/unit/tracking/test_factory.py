@@ -20,7 +20,7 @@ from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.factory import load, start_trackers
 from ddptrain.tracking.items import Checkpoint, Model, Numbers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddptrain.rank.media.images import png
+from ddptrain.rank.media import png
 from ddptrain.tracking.items import Checkpoint, Image, Numbers, Table
 from ddptrain.tracking.tensorboard import TensorBoardTracker
 from tests.unit.tracking.trackers import facts

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from ddptrain.worker.rank_server_client import OwnRankServerClient, RankServerClient, SharedRankServerClient
+from ddptrain.worker.rank_server_client import RankServerClient
 from tests.unit.specs import make_spec
 
 _SITE = """
 import sys, types
-warmup = types.ModuleType("ddptrain.rank.server.warmup")
+warmup = types.ModuleType("ddptrain.rank.warmup")
 warmup.import_everything = lambda: exec({at_import!r})
 process = types.ModuleType("ddptrain.rank.rank_process")
 def read_spec(fd):
@@ -33,7 +33,7 @@ def run_rank(spec, log_fd, events_fd, orders_fd):
     sys.stdout.flush()
     return 0
 process.read_spec, process.run_rank = read_spec, run_rank
-sys.modules["ddptrain.rank.server.warmup"], sys.modules["ddptrain.rank.rank_process"] = warmup, process
+sys.modules["ddptrain.rank.warmup"], sys.modules["ddptrain.rank.rank_process"] = warmup, process
 """
 
 
@@ -47,19 +47,17 @@ class Bench:
         site.mkdir(exist_ok=True)
         (site / "sitecustomize.py").write_text(_SITE.format(at_import=at_import))
         self.env = {**os.environ, "PYTHONPATH": str(site)}
-        self.shared_folder = folder / "shared"
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[RankServerClient]:
-        """A private server. It and its ranks have ended afterwards."""
-        with listening(OwnRankServerClient(self.env, self.folder / "own.log")) as server:
+    def server(self) -> Iterator[RankServerClient]:
+        """A rank server. It and its ranks have ended afterwards."""
+        server = RankServerClient(self.env, self.folder / "server.log")
+        server.listen()
+        try:
             yield server
-
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[RankServerClient]:
-        """A connection to the shared server. Its ranks have ended afterwards."""
-        with listening(SharedRankServerClient(self.shared_folder, self.env)) as server:
-            yield server
+        finally:
+            server.close()
+            assert server.wait(60)
 
     def order(self, server: RankServerClient, rank_id: str, code: str, slot: str | None = None) -> None:
         """Start a rank that runs `code`."""
@@ -81,17 +79,6 @@ class Bench:
     def wait_for(self, rank_id: str, words: str) -> None:
         """Wait until the rank has printed `words`."""
         until(lambda: words in self.said(rank_id), f"{rank_id} prints {words!r}")
-
-
-@contextlib.contextmanager
-def listening(server: RankServerClient) -> Iterator[RankServerClient]:
-    """The client, listening, and closed at the end."""
-    server.listen()
-    try:
-        yield server
-    finally:
-        server.close()
-        assert server.wait(60)
 
 
 def status(server: RankServerClient, rank_id: str, timeout_s: float = 60.0) -> int:

@@ -1,4 +1,4 @@
-"""What foreign workers offer, and which of them share a rank server."""
+"""What foreign workers offer."""
 
 from __future__ import annotations
 
@@ -47,12 +47,3 @@ def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert foreign_worker.offered_slots(worker(**known)) == offered
-
-
-def test_workers_share_a_server_only_if_it_is_equivalent_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
-    assert here == foreign_worker._server_folder("tcp://a:1", {"HOME": "/y", "LD_PRELOAD": "a.so"})
-    assert here != foreign_worker._server_folder("tcp://b:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})
-    assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "b.so"})
-    monkeypatch.setattr(foreign_worker, "_container_identity", lambda: ["net:[4026531999]"])
-    assert here != foreign_worker._server_folder("tcp://a:1", {"HOME": "/x", "LD_PRELOAD": "a.so"})

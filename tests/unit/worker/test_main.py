@@ -121,7 +121,7 @@ STARTING = """
 import os, signal, sys, time
 from ddptrain.worker import __main__ as worker
 
-class Client(worker.OwnRankServerClient):
+class Client(worker.RankServerClient):
     def __init__(self, *given):
         super().__init__(*given)
         print(self._process.pid, flush=True)
@@ -135,7 +135,7 @@ def import_dask():
         pass
     time.sleep(30)
 
-worker.OwnRankServerClient, worker._import_dask = Client, import_dask
+worker.RankServerClient, worker._import_dask = Client, import_dask
 worker.main(["--scheduler-file", "none", "--gpus", "none", "--scratch", sys.argv[2]])
 """
 

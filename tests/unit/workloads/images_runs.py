@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.rank.checkpoint.file_format import write
+from ddptrain.rank.checkpoint.files import write
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints

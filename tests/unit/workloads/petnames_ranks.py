@@ -24,8 +24,8 @@ import torch.distributed as dist
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.rank.context import PreemptedExit, RankContext
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.server.warmup import import_everything
+from ddptrain.rank.output import Emitter
+from ddptrain.rank.warmup import import_everything
 from ddptrain.workloads.data_shards import RankShare
 from ddptrain.workloads.petnames import train as workload
 from tests.unit.specs import make_spec

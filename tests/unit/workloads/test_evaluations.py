@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.errors import UsageError
-from ddptrain.rank.saved_checkpoint import SavedCheckpoint
+from ddptrain.rank.evaluation import SavedCheckpoint
 from ddptrain.workloads.images import evaluate_checkpoint
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader.bad_images import TooManyBadImages

@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from ddptrain.errors import UsageError
-from ddptrain.rank.checkpoint.checkpoint_reader import Resumed
+from ddptrain.rank.checkpoint.files import Resumed
 from ddptrain.rank.context import PreemptedExit
 from ddptrain.workloads.data_shards import EpochProgress
 from ddptrain.workloads.images import train as workload

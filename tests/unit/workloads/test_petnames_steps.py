@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint.checkpoint_reader import Resumed
+from ddptrain.rank.checkpoint.files import Resumed
 from ddptrain.workloads.data_shards import EpochProgress
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig

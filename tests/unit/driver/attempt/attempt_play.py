@@ -102,7 +102,7 @@ class Play:
     def rank_ended(self, record: RankRecord, *, ok: bool, stopped: bool) -> None:
         self._note("ended", record.rank, ok, stopped)
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, **more: object) -> None:
         self._note("text", text)
 
     notice = status = silence = warn

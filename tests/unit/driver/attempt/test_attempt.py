@@ -691,21 +691,6 @@ def test_rank_that_finishes_while_the_ranks_are_asked_has_not_left_those_that_wa
     assert (play.cause.rank, play.cause.message.split(" while")[0]) == (0, "returned from the workload")
 
 
-def test_rank_that_waits_in_a_ctx_method_for_one_that_has_returned_ends_the_attempt() -> None:
-    play = Play().start()
-    play.event(1, events.Finished(1, calls={"checkpoint": 1.0}))
-    play.exit(1)
-    play.event(0, events.Waiting(1, "checkpoint", 5))
-    assert play.commands() == [(0.0, "stacks", (0, 2))]
-    for rank in (0, 2):
-        waits = events.Stacks(1, BUSY, 7, "", {"checkpoint": 2.0}, "checkpoint", 5)
-        play.event(rank, waits)
-        play.event(rank, events.FileSaved(1, f"stacks/rank-{rank}.txt", "s", 1, ""))
-    assert (
-        play.cause.line == "rank 0 is in ctx.checkpoint at step 5, which rank 1 has not called; all ranks must call it"
-    )
-
-
 def test_time_out_in_a_collective_asks_for_stacks_before_the_group_is_stopped() -> None:
     play = Play().start()
     play.fail(0, timed_out=True)

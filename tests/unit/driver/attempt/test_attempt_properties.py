@@ -41,7 +41,6 @@ EVENTS = st.one_of(
     st.builds(events.CheckpointSaved, TIMES, st.just(5), st.just("s"), st.just(())),
     st.builds(events.FileSaved, TIMES, st.just("stacks/rank-0.txt"), st.just("s"), st.just(1), st.just("")),
     st.builds(events.Stacks, TIMES, st.just(("/u/train.py:1 load",)), st.integers(0, 2)),
-    st.builds(events.Waiting, TIMES, st.just("checkpoint")),
     st.builds(events.Noticed, TIMES),
     st.builds(events.Preempted, TIMES, st.just(5)),
     st.builds(events.Finished, TIMES),

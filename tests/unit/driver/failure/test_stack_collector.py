@@ -50,7 +50,7 @@ def test_an_inquiry_is_under_way_from_its_beginning_until_it_is_closed() -> None
     assert [waiting.may_begin(now) for now in (89.9, 90.0)] == [False, True]
     collector = begun()
     assert (collector.begun, collector.under_way, collector.may_begin(200.0)) == (True, True, False)
-    assert (collector.until, collector.limit_s, collector.for_wait) == (100.0 + ANSWERS_S, 40.0, False)
+    assert (collector.until, collector.limit_s) == (100.0 + ANSWERS_S, 40.0)
     _, fault = collector.result(RANKS, 104.9, 8)
     assert fault is None
     closed, fault = begun(hang=None).result(RANKS, 105.0, 8)
@@ -99,28 +99,13 @@ def test_the_fault_says_what_was_known_of_the_rank_when_the_ranks_were_asked() -
     )
 
 
-@pytest.mark.parametrize("for_wait", [False, True])
-def test_an_inquiry_that_finds_the_ranks_at_work_keeps_their_stacks_for_the_next(for_wait: bool) -> None:
+def test_an_inquiry_that_finds_the_ranks_at_work_keeps_their_stacks_for_the_next() -> None:
     earlier = {1: events.Stacks(1, ("earlier",))}
-    waited = {1: events.Stacks(1, ("waited",))}
-    first = StackCollector(not_before=7.0, before=earlier, waited=waited, threads={1: THREAD})
-    collector = answered(answered(begun(first, None if for_wait else HANG, for_wait=for_wait), 0), 1)
+    first = StackCollector(not_before=7.0, before=earlier, threads={1: THREAD})
+    collector = answered(answered(begun(first, HANG), 0), 1)
     after, fault = collector.result(RANKS, 101.0, 8)
     assert fault is None
-    if for_wait:
-        assert after == StackCollector(not_before=7.0, before=earlier, waited=collector.stacks, threads={1: THREAD})
-    else:
-        assert after == StackCollector(
-            not_before=101.0 + 20.0, before=collector.stacks, waited=waited, threads={1: THREAD}
-        )
-
-
-def test_a_rank_that_waits_in_a_method_for_one_that_will_not_call_it_is_a_fault() -> None:
-    collector = answered(begun(hang=None, for_wait=True), 0, calls={"save": 2}, waits="save", waits_step=4)
-    ended = [RANKS[0], dataclasses.replace(RANKS[1], finished=True, calls={"save": 1})]
-    _, fault = answered(collector, 1).result(ended, 101.0, 8)
-    assert fault is not None and (fault.rank, fault.kind) == (0, FaultKind.EXCEPTION)
-    assert fault.message.startswith("rank 0 is in ctx.save at step 4, which rank 1 has not called")
+    assert after == StackCollector(not_before=101.0 + 20.0, before=collector.stacks, threads={1: THREAD})
 
 
 def test_a_rank_that_finishes_during_the_inquiry_ends_it_without_a_fault_unless_a_wait_has_timed_out() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ddptrain.rank.model.sharding import shard_model
+from ddptrain.rank.prepare import shard_model
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint import checkpoint_writer, file_format
-from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
+from ddptrain.rank.agreement import WorkerGroupStore
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.context import PreemptedExit
 from tests.support.pace import is_cheap
 from tests.unit.rank.stores import Gang
@@ -109,7 +109,7 @@ def test_safetensors_reads_every_type_and_large_state_lies_in_a_file_of_its_own(
     assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
     assert {file.name for file in event.files} == {"model.safetensors", "tensors.safetensors", "state.pt"}
     assert (folder / "state.pt").stat().st_size < 100_000
-    extra = file_format.read_state(folder)["extra"]
+    extra = files.read_state(folder)["extra"]
     assert torch.equal(extra["moments"][0], moments[0]) and extra["moments"][1] == 3
     rank.file.close()
 
@@ -117,8 +117,8 @@ def test_safetensors_reads_every_type_and_large_state_lies_in_a_file_of_its_own(
 def test_what_is_saved_is_what_was_there_at_the_call(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on while the checkpoint is being written."""
     go = threading.Event()
-    write = file_format.write
-    monkeypatch.setattr(file_format, "write", lambda *args: (go.wait(60), write(*args))[1])
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda *args: (go.wait(60), write(*args))[1])
     model = torch.nn.Linear(2, 2)
     before = model.weight.detach().clone()
     history = [1]
@@ -130,7 +130,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(rank: Rank, monkeypatch: py
     rank.context.close()
     folder = rank.folder / "staging/checkpoint-0"
     assert torch.equal(load_file(folder / "model.safetensors")["weight"], before)
-    assert file_format.read_state(folder)["extra"] == {"history": [1]}
+    assert files.read_state(folder)["extra"] == {"history": [1]}
 
 
 def test_scheduler_and_sampler_come_back_and_random_numbers_go_on(rank: Rank, tmp_path: Path) -> None:
@@ -176,7 +176,6 @@ class FullDisk:
         self.left, self._code = times, code
         self._write = os.write
         monkeypatch.setattr(os, "write", self.write)
-        monkeypatch.setattr(checkpoint_writer, "_MAX_PAUSE_S", 0.05)
 
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
         if isinstance(data, memoryview) and self.left > 0:  # a checkpoint's; events are bytes
@@ -185,43 +184,26 @@ class FullDisk:
         return self._write(descriptor, data)
 
 
-def test_a_full_disk_is_told_and_tried_again(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    FullDisk(monkeypatch, 2)
-    rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=7)
-    first, second, saved = rank.events()
-    assert isinstance(first, events.CheckpointFailed) and isinstance(second, events.CheckpointFailed)
-    assert (first.step, first.failures, second.failures, second.given_up) == (7, 1, 2, False)
-    assert first.message == "No space left on device"
-    assert isinstance(saved, events.CheckpointSaved)
-    assert (rank.folder / "staging" / saved.staging / "state.pt").exists()
-
-
 @pytest.mark.parametrize(
-    ("code", "reason", "given_up"),
+    ("code", "reason"),
     [
-        (errno.ENOSPC, "No space left on device$", [False, False, True]),
-        (errno.EFBIG, "File too large; raise the limit on the size of files: ulimit -f$", [True]),
+        (errno.ENOSPC, "No space left on device$"),
+        (errno.EFBIG, "File too large; raise the limit on the size of files: ulimit -f$"),
     ],
 )
-def test_a_disk_that_stays_full_ends_in_an_error_after_so_many_tries_and_a_limit_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, given_up: list[bool]
+def test_a_full_disk_is_an_error_of_the_next_call_and_leaves_no_file(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
 ) -> None:
-    rank = Rank(tmp_path, max_failures=3)
-    FullDisk(monkeypatch, 1000, code)
+    FullDisk(monkeypatch, 1, code)
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1)
-    expected = rf"a checkpoint could not be written into /.*: {reason}"
-    with pytest.raises(CheckpointNotWritten, match=expected) as full:
+    with pytest.raises(CheckpointNotWritten, match=rf"a checkpoint could not be written into /.*: {reason}") as full:
         rank.context.close()
     assert full.value.errno == code
-    told = [event for event in rank.events() if isinstance(event, events.CheckpointFailed)]
-    assert [event.given_up for event in told] == given_up
-    assert list((tmp_path / "staging").iterdir()) == []  # half a checkpoint would keep the disk full
+    assert list((rank.folder / "staging").iterdir()) == []  # half a checkpoint would keep the disk full
     rank.context.checkpoint(model=model, step=2)
-    until(lambda: rank.context._writer.error is not None)
-    with pytest.raises(OSError, match=reason):
-        rank.context.checkpoint(model=model, step=3, epoch=0.5)
-    rank.file.close()
+    (saved,) = rank.events()
+    assert isinstance(saved, events.CheckpointSaved) and saved.step == 2
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -282,7 +264,7 @@ def test_call_that_is_not_due_reads_no_state_and_asks_no_store(tmp_path: Path, m
     optimizer = torch.optim.Adam(model.parameters())
     for kind in (torch.nn.Module, torch.optim.Optimizer):
         monkeypatch.setattr(kind, "state_dict", lambda *_, **__: pytest.fail("the state was read"))
-    for method in ("get", "set", "has", "wait"):
+    for method in ("get", "set", "has", "meet"):
         monkeypatch.setattr(WorkerGroupStore, method, lambda *_: pytest.fail("the store was asked"))
     for step in range(1000):
         state = {"loss_sum": 1.0, "n": 3}

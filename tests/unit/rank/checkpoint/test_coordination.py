@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank.checkpoint.coordination import CheckpointCalls, SaveSchedule, WorkerGroupStore
+from ddptrain.rank.agreement import CheckpointCalls, SaveSchedule, WorkerGroupStore
 from tests.support.pace import is_cheap
 from tests.unit.rank.stores import Gang
 from tests.unit.specs import make_spec
@@ -75,25 +75,6 @@ def test_seconds_are_counted_by_rank_0_and_all_ranks_save_in_the_same_calls(work
 def test_calls_that_are_not_due_cost_next_to_nothing() -> None:
     rule = due(every_s=3600.0, every_steps=10**9)
     assert is_cheap(lambda call: rule.now(call + 1, call + 1, 0.5), 10e-6)
-
-
-def test_other_ranks_ask_the_store_in_few_of_their_calls(worker_group: Gang, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    get = WorkerGroupStore.get
-
-    def noted(store: WorkerGroupStore, key: str) -> bytes:
-        asked.append(key)
-        return get(store, key)
-
-    monkeypatch.setattr(WorkerGroupStore, "get", noted)
-    leader, other = (
-        SaveSchedule(spec, WorkerGroupStore(spec))
-        for spec in (worker_group.spec(rank, 2, every_epochs=None, every_s=3600.0) for rank in (0, 1))
-    )
-    for call in range(1, 10_001):
-        assert leader.now(call, call, None) is other.now(call, call, None) is False
-    # The next call that asks is at most twice as far: 1, 2, 4, 8, ... up to 8192.
-    assert asked == [f"pace/{2**n}" for n in range(14)]
 
 
 def test_ranks_end_with_the_same_call_wherever_they_were_when_they_were_told(worker_group: Gang) -> None:

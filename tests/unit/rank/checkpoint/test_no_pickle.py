@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddptrain.rank.checkpoint.file_format import read_state
+from ddptrain.rank.checkpoint.files import read_state
 from ddptrain.rank.checkpoint.snapshot import from_bytes
 from ddptrain.workloads.images.evaluate_checkpoint import _known_classes
 from ddptrain.workloads.saved_model import load_checkpoint

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddptrain.rank.checkpoint import random_state
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.snapshot import from_bytes, plain_bytes
 
 CPU = torch.device("cpu")
@@ -18,9 +18,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def leave_no_trace() -> Iterator[None]:
-    before = random_state.capture(CPU)
+    before = files.capture_random(CPU)
     yield
-    random_state.restore(before, CPU)
+    files.restore_random(before, CPU)
 
 
 def draws() -> list[float]:
@@ -29,17 +29,17 @@ def draws() -> list[float]:
 
 def test_states_go_on_where_they_were_captured_and_load_without_pickles() -> None:
     draws()
-    state = from_bytes(plain_bytes(random_state.capture(CPU)))
+    state = from_bytes(plain_bytes(files.capture_random(CPU)))
     first = [draws(), draws()]
-    random_state.restore(state, CPU)
+    files.restore_random(state, CPU)
     assert [draws(), draws()] == first
 
 
 def test_new_ranks_draw_differently_but_the_same_each_time() -> None:
-    state = random_state.capture(CPU)
+    state = files.capture_random(CPU)
 
     def first_draws(rank: int) -> list[float]:
-        random_state.reseed(state, rank)
+        files.reseed_random(state, rank)
         return draws()
 
     assert first_draws(0) == first_draws(0)
@@ -47,7 +47,7 @@ def test_new_ranks_draw_differently_but_the_same_each_time() -> None:
 
 
 def test_new_rank_draws_known_numbers() -> None:
-    random_state.reseed({"torch": torch.arange(4, dtype=torch.uint8)}, 3)
+    files.reseed_random({"torch": torch.arange(4, dtype=torch.uint8)}, 3)
     assert draws() == pytest.approx([1.113082, 0.076317, -0.65621], abs=1e-5)
 
 
@@ -58,24 +58,11 @@ def test_states_are_plain_and_those_of_numpy_and_python_are_restored_exactly() -
     np.random.normal()
     python = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
-    state = random_state.capture(CPU)
+    state = files.capture_random(CPU)
     assert (state["python"][0], state["python"][2]) == (3, python[2]) and state["cuda"] is None
     assert state["python"][1].tolist() == list(python[1])
     name, keys, *rest = state["numpy"]
     assert (name, keys.dtype, keys.tolist(), rest) == ("MT19937", torch.int64, list(numpy[1]), list(numpy[2:]))
     draws()
-    random_state.restore(state, CPU)
+    files.restore_random(state, CPU)
     assert random.getstate() == python and all(map(np.array_equal, np.random.get_state(), numpy))
-
-
-def test_state_of_a_gpu_is_kept_and_restored_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, done = torch.device("cuda", 1), list[object]()
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: ("state of", device))
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: done.append(given))
-    state = random_state.capture(gpu)
-    assert state["cuda"] == ("state of", gpu)
-    random_state.restore({**state, "cuda": None}, gpu)
-    random_state.restore(state, CPU)
-    assert done == []
-    random_state.restore(state, gpu)
-    assert done == [(("state of", gpu), gpu)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ddptrain.rank.checkpoint import coordination
-from ddptrain.rank.checkpoint.coordination import CheckpointCalls, PreemptedExit, SaveInterval, SaveSchedule
+from ddptrain.rank import agreement
+from ddptrain.rank.agreement import CheckpointCalls, PreemptedExit, SaveInterval, SaveSchedule
 from tests.support.fake_time import Clock
 from tests.unit.specs import make_spec
 
@@ -42,7 +39,7 @@ class Store:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(coordination, "time", made)
+    monkeypatch.setattr(agreement, "time", made)
     return made
 
 
@@ -86,11 +83,6 @@ def test_single_rank_tells_nobody(clock: Clock) -> None:
     assert pace.due(2) and store.values == {}
 
 
-def test_calls_without_a_duration_are_looked_at_again(clock: Clock) -> None:
-    pace = interval(Store())
-    assert not pace.due(1) and pace._next_check == 2  # no more than twice the calls before
-
-
 @pytest.mark.parametrize(
     ("settings", "calls", "expected"),
     [
@@ -111,16 +103,6 @@ def test_call_saves_by_epoch_or_step(settings: dict[str, Any], calls: list[Any],
     assert [schedule.now(number, *call) for number, call in enumerate(calls, 1)] == expected
     schedule.saved()
     assert schedule.step == calls[-1][0]
-
-
-def test_clock_begins_again_after_a_checkpoint(clock: Clock) -> None:
-    schedule = SaveSchedule(make_spec(every_s=60.0, every_epochs=None), Store())  # type: ignore[arg-type]
-    assert not schedule.now(1, 1, None)
-    clock.now += 60
-    assert schedule.now(2, 2, None)
-    schedule.saved()
-    clock.now += 59
-    assert not schedule.now(schedule._interval._next_check, 3, None)  # type: ignore[union-attr]
 
 
 # --- the last call ---
@@ -158,63 +140,5 @@ def test_single_rank_ends_with_its_next_call() -> None:
     assert [calls.is_last(number) for number in (1, 2, 3)] == [False, True, True] and store.values == {}
 
 
-def test_all_ranks_end_after_the_call_that_the_first_of_them_has_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", threading.Thread.run)
-    store = Store(end_0="7")
-    calls = calls_of(store, rank=1)
-    calls.enter()
-    calls.tell_to_end()
-    calls.enter()
-    calls.tell_to_end()  # a second notice changes nothing
-    assert store.values == {"end/0": b"7", "end/1": b"1"}
-    assert [calls.is_last(number) for number in (7, 8, 9)] == [False, True, True]
-
-
-def test_rank_that_publishes_nothing_is_waited_for_during_the_grace(clock: Clock) -> None:
-    calls = calls_of(Store(end_0="7"))
-    calls.told_to_end = True
-    assert calls._agree() == math.inf and clock.now == pytest.approx(102.0, abs=0.02)
-    assert not calls.is_last(10**9)
-
-
-def test_store_that_has_ended_ends_no_call() -> None:
-    store = Store()
-    store.broken = RuntimeError("gone")
-    calls = calls_of(store)
-    calls._publish(3)
-    calls.told_to_end = True
-    assert not calls.is_last(10**9)
-
-
 def test_exit_code_of_a_preemption() -> None:
     assert PreemptedExit().code == 75
-
-
-def test_connection_of_a_thread_is_opened_once_with_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-
-    def check(keys: list[str]) -> bool:
-        opened.append(keys)
-        return False
-
-    def open_store(*place: Any, timeout: Any, wait_for_workers: bool) -> Any:
-        opened.append((*place, timeout.total_seconds(), wait_for_workers))
-        return SimpleNamespace(
-            set=lambda *given: opened.append(given),
-            check=check,
-            get=lambda key: key.encode(),
-            wait=opened.append,
-            delete_key=opened.append,
-        )
-
-    monkeypatch.setattr("torch.distributed.TCPStore", open_store)
-    store = coordination.WorkerGroupStore(make_spec(attempt=3, timeout_s=9.0))
-    store.set("a", "1")
-    assert store.has("b") is False and store.get("c") == b"ddptrain/3/c"
-    store.wait(["d", "e"])
-    store.delete("f")
-    prefix = "ddptrain/3/"
-    assert opened == [
-        ("10.0.0.1", 1234, None, False, 9.0, False),
-        *[(f"{prefix}a", "1"), [f"{prefix}b"], [f"{prefix}d", f"{prefix}e"], f"{prefix}f"],
-    ]

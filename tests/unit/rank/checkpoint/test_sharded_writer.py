@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +10,11 @@ import pytest
 import torch
 
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint import checkpoint_writer, file_format
-from ddptrain.rank.checkpoint.checkpoint_writer import CheckpointWriter, PendingCheckpoint, done_key
-from ddptrain.rank.checkpoint.coordination import WorkerGroupStore
+from ddptrain.rank.agreement import WorkerGroupStore
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.snapshot import Shards, Snapshot, plain_bytes
-from ddptrain.rank.emitter import Emitter
+from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key
+from ddptrain.rank.output import Emitter
 from ddptrain.workloads.saved_weights import read_weights
 from tests.unit.rank.stores import Gang
 
@@ -50,7 +47,7 @@ class ShardedRank:
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[tuple[ShardedRank, ShardedRank]]:
     gang = Gang()
-    made = ShardedRank(gang, tmp_path, 0), ShardedRank(gang, tmp_path, 1, max_failures=2)
+    made = ShardedRank(gang, tmp_path, 0), ShardedRank(gang, tmp_path, 1)
     yield made
     for rank in made:
         rank.file.close()
@@ -81,7 +78,7 @@ def test_rank_zero_tells_the_driver_when_the_files_of_all_ranks_are_there(
         for path in rank.staging().iterdir():
             path.rename(together / path.name)
     assert torch.equal(read_weights(together)["w"], torch.tensor([[0.0] * 3, [1.0] * 3]))
-    assert file_format.read_state(together)["ranks"] == [{"rank": 0}, {"rank": 1}]
+    assert files.read_state(together)["ranks"] == [{"rank": 0}, {"rank": 1}]
 
 
 def test_nothing_is_saved_without_the_slices_of_a_rank(ranks: tuple[ShardedRank, ShardedRank]) -> None:
@@ -105,65 +102,3 @@ def test_rank_that_dies_while_it_writes_leaves_no_checkpoint(ranks: tuple[Sharde
     assert first.writer.wait(20, hurry=True)  # as when the worker group is stopped
     assert first.events() == []
     assert not first.staging().exists()
-
-
-def test_failed_write_of_a_rank_is_repeated_and_then_the_checkpoint_is_complete(
-    ranks: tuple[ShardedRank, ShardedRank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = ranks
-    write, failures = file_format.write_shards, [1]
-
-    def full_once(folder: Path, shards: Shards, rank: int) -> Any:
-        if rank == 1 and failures:
-            failures.pop()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(folder, shards, rank)
-
-    monkeypatch.setattr(file_format, "write_shards", full_once)
-    for rank in ranks:
-        rank.start()
-    assert second.writer.wait(20) and first.writer.wait(20)
-    assert [type(event) for event in second.events()] == [events.CheckpointFailed]
-    assert [type(event) for event in first.events()] == [events.CheckpointSaved]
-
-
-def test_failed_write_of_the_state_writes_the_slices_of_rank_zero_again(
-    ranks: tuple[ShardedRank, ShardedRank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = ranks
-    write, failures = file_format.write_state, [1]
-
-    def full_once(*args: Any) -> Any:
-        if failures:
-            failures.pop()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(*args)
-
-    monkeypatch.setattr(file_format, "write_state", full_once)
-    for rank in ranks:
-        rank.start()
-    assert second.writer.wait(20) and first.writer.wait(20)
-    failed, saved = first.events()
-    assert isinstance(failed, events.CheckpointFailed) and isinstance(saved, events.CheckpointSaved)
-    assert sorted(path.name for path in first.staging().iterdir()) == [file.name for file in saved.files]
-
-
-def test_group_that_is_stopped_waits_for_ranks_as_long_as_rank_zero_has_written(
-    ranks: tuple[ShardedRank, ShardedRank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = ranks
-    write = file_format.write_shards
-
-    def slow(folder: Path, shards: Shards, rank: int) -> Any:
-        time.sleep(1.0)
-        return write(folder, shards, rank)
-
-    monkeypatch.setattr(file_format, "write_shards", slow)
-    monkeypatch.setattr(checkpoint_writer, "_LATE_S", 5.0)
-    for rank in ranks:
-        rank.start()
-    stopping = threading.Thread(target=first.writer.wait, args=(20,), kwargs={"hurry": True})
-    stopping.start()
-    stopping.join()
-    assert [type(event) for event in first.events()] == [events.CheckpointSaved]
-    assert second.writer.wait(20)

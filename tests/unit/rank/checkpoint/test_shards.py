@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddptrain.protocol.tensor_slices import SlicesError
-from ddptrain.rank.checkpoint import file_format
+from ddptrain.rank.checkpoint import files
 from ddptrain.rank.checkpoint.shards import place_of
 from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded
 from ddptrain.workloads.saved_weights import read_weights
@@ -35,11 +35,11 @@ def save(folder: Path, ranks: int, **settings: Any) -> None:
             net = sharded(Net(), **settings)
             copied = HostBuffers().take(net, trained(net), {"step": 1} if rank == 0 else {})
             assert copied.shards is not None
-            written = file_format.write_shards(folder / str(rank), copied.shards, rank)
+            written = files.write_shards(folder / str(rank), copied.shards, rank)
             for file in written:
                 (folder / str(rank) / file.name).rename(folder / file.name)
             if rank == 0:
-                file_format.write_state(folder, copied)
+                files.write_state(folder, copied)
 
 
 def same_part(value: Any, whole: Tensor) -> bool:
@@ -72,7 +72,7 @@ def test_checkpoint_is_loaded_exactly_with_any_number_of_ranks(tmp_path: Path, b
         with fake_rank(rank, now):
             net = sharded(Net())
             optimizer = torch.optim.Adam(net.parameters(), lr=0.5)
-            state = file_format.read(tmp_path, net, optimizer, CPU)
+            state = files.read(tmp_path, net, optimizer, CPU)
             assert state["step"] == 1
             assert_equal(net, optimizer)
             assert net.tail.weight is net.head.weight
@@ -87,7 +87,7 @@ def test_ranks_of_a_hybrid_mesh_with_the_same_slices_save_them_once(tmp_path: Pa
     with fake_rank(2, 3):
         net = sharded(Net())
         optimizer = torch.optim.Adam(net.parameters())
-        file_format.read(tmp_path, net, optimizer, CPU)
+        files.read(tmp_path, net, optimizer, CPU)
         assert_equal(net, optimizer)
 
 
@@ -95,7 +95,7 @@ def test_model_that_is_not_sharded_loads_the_slices_of_all_ranks(tmp_path: Path)
     save(tmp_path, 3)
     net = Net()
     optimizer = torch.optim.Adam(net.parameters())
-    file_format.read(tmp_path, net, optimizer, CPU)
+    files.read(tmp_path, net, optimizer, CPU)
     assert not is_sharded(net)
     assert_equal(net, optimizer)
     weights = read_weights(tmp_path)
@@ -103,11 +103,11 @@ def test_model_that_is_not_sharded_loads_the_slices_of_all_ranks(tmp_path: Path)
 
 
 def test_sharded_model_loads_the_checkpoint_of_one_that_is_not(tmp_path: Path) -> None:
-    file_format.write(tmp_path / "whole", HostBuffers().take(*reference(), {"step": 1}))
+    files.write(tmp_path / "whole", HostBuffers().take(*reference(), {"step": 1}))
     with fake_rank(1, 2):
         net = sharded(Net())
         optimizer = torch.optim.Adam(net.parameters())
-        file_format.read(tmp_path / "whole", net, optimizer, CPU)
+        files.read(tmp_path / "whole", net, optimizer, CPU)
         assert_equal(net, optimizer)
 
 
@@ -132,13 +132,13 @@ def test_model_is_saved_and_loaded_as_sharded_after_an_evaluation(tmp_path: Path
             net(torch.ones(1, 5))
         copied = HostBuffers().take(net, optimizer, {"step": 1})
         assert copied.shards is not None and len(copied.shards.model) == len(net.state_dict()) - 1
-        file_format.write_shards(tmp_path / "saved", copied.shards, 0)
-        file_format.write_state(tmp_path / "saved", copied)
+        files.write_shards(tmp_path / "saved", copied.shards, 0)
+        files.write_state(tmp_path / "saved", copied)
         with torch.no_grad():
             net(torch.ones(1, 5))
             for parameter in net.parameters():
                 parameter.zero_()
-        file_format.read(tmp_path / "saved", net, optimizer, CPU)
+        files.read(tmp_path / "saved", net, optimizer, CPU)
         assert_equal(net, optimizer)
 
 
@@ -148,7 +148,7 @@ def test_weights_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
         net = Net(6)
         net.extra = nn.Linear(1, 1)
         with pytest.raises(RuntimeError, match=r"missing: extra\.bias.*has the shape \[7, 5\] in the checkpoint"):
-            file_format.read(tmp_path, sharded(net), None, CPU)
+            files.read(tmp_path, sharded(net), None, CPU)
 
 
 def test_missing_file_of_a_rank_is_an_error_and_no_part_of_a_model(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_missing_file_of_a_rank_is_an_error_and_no_part_of_a_model(tmp_path: Pat
     with fake_rank(0, 2):
         net = sharded(Net())
         with pytest.raises(SlicesError, match=r"values of .* are in the files of the ranks"):
-            file_format.read(tmp_path, net, torch.optim.Adam(net.parameters()), CPU)
+            files.read(tmp_path, net, torch.optim.Adam(net.parameters()), CPU)
 
 
 def test_other_parameter_groups_are_refused(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ def test_other_parameter_groups_are_refused(tmp_path: Path) -> None:
         net = sharded(Net())
         few = torch.optim.Adam(net.head.parameters())
         with pytest.raises(RuntimeError, match="has other parameters"):
-            file_format.read(tmp_path, net, few, CPU)
+            files.read(tmp_path, net, few, CPU)
         groups = [{"params": [each]} for each in net.parameters()]
         with pytest.raises(RuntimeError, match=r"has other parameters|1 parameter groups, this one 10"):
-            file_format.read(tmp_path, net, torch.optim.Adam(groups), CPU)
+            files.read(tmp_path, net, torch.optim.Adam(groups), CPU)
 
 
 def test_optimizer_from_before_the_model_was_sharded_is_refused() -> None:
@@ -194,5 +194,5 @@ def test_no_file_is_written_for_a_rank_without_slices(tmp_path: Path) -> None:
         shards = HostBuffers().take(sharded(Net()), None, {}).shards
     assert shards is not None
     empty = dataclasses.replace(shards, model={}, model_places={})
-    assert file_format.write_shards(tmp_path / "1", empty, 1) == ()
-    assert [file.name for file in file_format.write_shards(tmp_path / "0", empty, 0)] == ["model.rank-0.safetensors"]
+    assert files.write_shards(tmp_path / "1", empty, 1) == ()
+    assert [file.name for file in files.write_shards(tmp_path / "0", empty, 0)] == ["model.rank-0.safetensors"]

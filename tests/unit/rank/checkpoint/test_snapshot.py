@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from typing import Any
 
@@ -94,14 +93,6 @@ def test_copies_do_not_follow_the_training_and_memory_is_used_again() -> None:
     assert third.weights["weight"].shape == (2, 3) and third.weights["weight"].dtype == torch.float64
 
 
-def test_memory_of_another_type_or_shape_is_not_used_again() -> None:
-    buffers = HostBuffers()
-    for like in (torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)):
-        buffers._used = 0
-        copy = buffers.plain(like)
-        assert (copy.dtype, copy.shape) == (like.dtype, like.shape) and len(buffers._buffers) == 1
-
-
 def test_shared_weight_is_saved_once() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
@@ -151,38 +142,6 @@ def test_weight_that_no_file_can_hold_is_refused(tensor: torch.Tensor, told: str
     require_savable("the weight", torch.zeros(1))
 
 
-@pytest.mark.parametrize(("count", "shared"), [(1 << 20, True), ((1 << 20) - 1, False)])
-def test_large_copies_are_in_memory_that_forks_share(monkeypatch: pytest.MonkeyPatch, count: int, shared: bool) -> None:
-    made: list[int] = []
-    real = mmap.mmap
-
-    def mapped(file: int, size: int) -> mmap.mmap:
-        made.append(size)
-        return real(file, size)
-
-    monkeypatch.setattr("ddptrain.rank.checkpoint.snapshot.mmap.mmap", mapped)
-    copy = HostBuffers().take(torch.nn.Identity(), None, {"extra": torch.arange(float(count))}).state["extra"]
-    assert copy[-1] == count - 1 and made == ([4 * count] if shared else [])
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_large_tensors_are_complete_copies_with_any_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    """With one thread they are copied by several at the end, otherwise at once."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    wide, layer = torch.arange(float(1 << 21)).view(1 << 10, 1 << 11), torch.nn.Linear(1 << 10, 1 << 10)
-    buffers = HostBuffers()
-    for _ in range(2):
-        found = buffers.take(layer, None, {"view": wide.t(), "again": wide})
-        assert torch.equal(found.weights["weight"], layer.weight) and torch.equal(found.state["view"], wide.t())
-        assert torch.equal(found.state["again"], wide) and found.state["again"].data_ptr() != wide.data_ptr()
-        with torch.no_grad():
-            layer.weight.add_(1)
-            wide.neg_()
-    assert torch.equal(from_bytes(plain_bytes({"wide": wide}))["wide"], wide)
-
-
 def test_state_of_a_rank_comes_back_from_its_bytes() -> None:
     assert from_bytes(plain_bytes({"a": (1, torch.tensor([2.0]))}))["a"][1].tolist() == [2.0]
 
@@ -198,44 +157,8 @@ def test_model_of_one_process_is_not_sharded() -> None:
     assert not is_sharded(model) and unwrapped(model) is model
 
 
-@pytest.mark.parametrize(
-    ("count", "threads", "later"), [(1 << 20, 1, 1), ((1 << 20) - 1, 1, 0), (1 << 20, 2, 0)]
-)  # 4 MiB
-def test_large_tensors_are_copied_at_the_end_by_several_threads_unless_torch_has_them(
-    monkeypatch: pytest.MonkeyPatch, count: int, threads: int, later: int
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    buffers = HostBuffers()
-    copy = buffers.plain(torch.ones(count))
-    assert len(buffers._to_copy) == later
-    buffers.complete()
-    assert buffers._to_copy == [] and copy[-1] == 1.0
-
-
-def test_snapshot_that_failed_leaves_nothing_to_the_next_one() -> None:
-    buffers = HostBuffers()
-    left = torch.zeros(2)
-    buffers._to_copy.append((left, torch.ones(2)))
-    buffers.take(torch.nn.Identity(), None, {})
-    assert left.tolist() == [0.0, 0.0]
-
-
 def test_weight_that_no_file_can_hold_is_refused_with_its_name() -> None:
     model = torch.nn.Identity()
     model.register_buffer("wave", torch.zeros(1, dtype=torch.complex128))
     with pytest.raises(TypeError, match=r"the weight 'wave' can't be saved: torch\.complex128"):
         HostBuffers().take(model, None, {})
-
-
-def test_state_is_loaded_on_the_cpu_and_without_executing_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: list[dict[str, Any]] = []
-    load = torch.load
-
-    def loaded(file: Any, **given: Any) -> Any:
-        options.append(given)
-        return load(file, **given)
-
-    monkeypatch.setattr(torch, "load", loaded)
-    assert HostBuffers().plain(bytearray(b"x")) == b"x"
-    assert from_bytes(plain_bytes({"a": 1})) == {"a": 1}
-    assert options == [{"map_location": "cpu", "weights_only": True}] * 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddptrain.rank.data.dataloader import RankLoader, make_loader
+from ddptrain.rank.loader import RankLoader, make_loader
 from tests.unit.rank.test_context import Rank
 
 CPU = torch.device("cpu")

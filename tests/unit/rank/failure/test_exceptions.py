@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.protocol import events
-from ddptrain.rank.failure import exceptions
+from ddptrain.rank import failure as failures
 
 
 class Awkward(Exception):
@@ -36,7 +36,7 @@ def failure(error: BaseException) -> events.Failure:
     try:
         passed_on.reraise()
     except BaseException as raised:
-        return exceptions.failure(raised, "train")
+        return failures.failure(raised, "train")
     raise AssertionError("nothing was raised")
 
 
@@ -62,22 +62,22 @@ def test_exception_in_a_dataloader_worker_is_reported_as_itself(error: Exception
 
 def test_a_checkpoint_that_cannot_be_written_is_marked() -> None:
     full = CheckpointNotWritten(28, "a checkpoint could not be written: No space left on device")
-    assert exceptions.failure(full, "train").unwritable
-    assert not exceptions.failure(OSError(28, "No space left on device"), "train").unwritable  # of the user's own files
+    assert failures.failure(full, "train").unwritable
+    assert not failures.failure(OSError(28, "No space left on device"), "train").unwritable  # of the user's own files
 
 
 def test_import_error_names_the_interpreter_and_the_folders_once(monkeypatch: pytest.MonkeyPatch) -> None:
     library = os.path.dirname(os.__file__)
     monkeypatch.setattr("sys.path", ["/project", "/project", library, f"{library}/lib-dynload", "/site-packages", ""])
     error = ModuleNotFoundError("No module named 'x'", name="x")
-    exceptions.add_search_path(error)
+    failures.add_search_path(error)
     assert error.__notes__ == [f"not found by {sys.executable} in /project, /site-packages, ."]
 
 
 def _handled() -> events.Failure | None:
     """What another thread, which handles commands, finds."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(exceptions.handled, "train").result()
+        return pool.submit(failures.handled, "train").result()
 
 
 def test_an_exception_is_found_while_a_finally_block_runs() -> None:
@@ -106,18 +106,18 @@ def test_an_end_and_a_lost_peer_are_no_failures_that_explain_others(error: BaseE
 
 @pytest.mark.parametrize(("length", "kept"), [(4_000, 4_000), (4_001, 4_000)])
 def test_message_of_a_failure_has_at_most_4000_characters(length: int, kept: int) -> None:
-    message = exceptions.failure(ValueError("x" * length), "train").message
+    message = failures.failure(ValueError("x" * length), "train").message
     assert message.count("x") <= kept and len(message) <= length + 100
     assert (message == "x" * length) is (length == kept)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), (256, 0), (-1, 255), ("text", 1), (1.5, 1)])
 def test_exit_code_is_that_of_python(code: object, expected: int) -> None:
-    assert exceptions.exit_code(SystemExit(code)) == expected
+    assert failures.exit_code(SystemExit(code)) == expected
 
 
 def test_failure_has_type_phase_and_a_traceback_of_at_most_100_000_characters() -> None:
-    failed = exceptions.failure(ValueError("x" * 100_001), "rendezvous")
+    failed = failures.failure(ValueError("x" * 100_001), "rendezvous")
     assert (failed.type, failed.phase, failed.exit_code, failed.handled) == ("ValueError", "rendezvous", None, False)
     assert 100_000 < len(failed.traceback) < 100_050 and " characters] ..." in failed.traceback
     assert failed.time_ns > 0 and not (failed.lost_peer or failed.timed_out or failed.unwritable)
@@ -127,7 +127,7 @@ def test_failure_has_type_phase_and_a_traceback_of_at_most_100_000_characters() 
     ("code", "expected", "message"), [(3, 3, "sys.exit(3)"), ("no data", 1, "sys.exit('no data')")]
 )
 def test_exit_with_a_code_is_a_failure_with_this_code(code: object, expected: int, message: str) -> None:
-    failed = exceptions.bad_exit(SystemExit(code), "train")
+    failed = failures.bad_exit(SystemExit(code), "train")
     assert (failed.type, failed.message, failed.exit_code, failed.phase) == ("SystemExit", message, expected, "train")
     assert failed.traceback.startswith("SystemExit: ")
 
@@ -149,7 +149,7 @@ def exit_of(code: Callable[[], object]) -> SystemExit:
 def test_exit_of_argparse_names_the_wrong_argument(arguments: list[str], message: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lr", type=float, required=True)
-    assert exceptions.bad_exit(exit_of(lambda: parser.parse_args(arguments)), "train").message == message
+    assert failures.bad_exit(exit_of(lambda: parser.parse_args(arguments)), "train").message == message
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_exit_that_follows_from_an_exception_names_it(
         except Exception:
             sys.exit(code)  # type: ignore[arg-type]
 
-    failed = exceptions.bad_exit(exit_of(leave), "train")
+    failed = failures.bad_exit(exit_of(leave), "train")
     assert (failed.message, failed.lost_peer, failed.timed_out) == (message, lost, False)
     handled.args = ("Timed out waiting 9ms",)
-    assert exceptions.bad_exit(exit_of(leave), "train").timed_out is lost
+    assert failures.bad_exit(exit_of(leave), "train").timed_out is lost
 
 
 @pytest.mark.parametrize("error", [AssertionError(), AssertionError(" "), MemoryError(), KeyboardInterrupt()])
@@ -185,12 +185,12 @@ def test_exception_without_a_message_names_its_line(error: BaseException) -> Non
     with pytest.raises(type(error)):
         raise error  # the line
     line = error.__traceback__.tb_lineno if error.__traceback__ else 0
-    assert exceptions.failure(error, "train").message == f"raise error  # the line (test_exceptions.py:{line})"
+    assert failures.failure(error, "train").message == f"raise error  # the line (test_exceptions.py:{line})"
 
 
 def test_import_error_that_names_the_interpreter_gets_no_note() -> None:
     for error in (ModuleNotFoundError(f"no module 'x' for {sys.executable}"), ImportError("no name")):
-        exceptions.add_search_path(error)
+        failures.add_search_path(error)
         assert not hasattr(error, "__notes__")
 
 
@@ -202,7 +202,7 @@ class Unreadable(Exception):
 
 
 def test_exception_whose_text_cannot_be_read_is_reported_as_itself() -> None:
-    told = exceptions.failure(Unreadable(), "train")
+    told = failures.failure(Unreadable(), "train")
     assert (told.type, told.message) == ("Unreadable", "<exception str() failed>")
 
 
@@ -248,7 +248,7 @@ def test_end_of_a_dataloader_worker_is_named(error: Exception, statuses: tuple[i
     try:
         iterator._try_get_data(error)
     except Exception as raised:
-        told = exceptions.failure(raised, "train")
+        told = failures.failure(raised, "train")
     iterator.close()
     assert (told.type, told.message) == (type(error).__qualname__, message)
 
@@ -278,7 +278,7 @@ def chained(first: BaseException, second: BaseException, *, explicit: bool = Fal
 def test_error_that_follows_from_a_lost_peer_is_a_victims(
     first: BaseException, lost: bool, timed_out: bool, explicit: bool
 ) -> None:
-    told = exceptions.failure(chained(first, KeyError("step 3 failed"), explicit=explicit), "train")
+    told = failures.failure(chained(first, KeyError("step 3 failed"), explicit=explicit), "train")
     assert (told.type, told.lost_peer, told.timed_out) == ("KeyError", lost, timed_out)
 
 
@@ -299,18 +299,18 @@ def test_error_that_follows_from_a_lost_peer_is_a_victims(
 def test_error_that_was_handled_is_named_unless_the_message_has_it(
     first: BaseException, second: BaseException, message: str | None
 ) -> None:
-    told = exceptions.failure(chained(first, second), "train").message
+    told = failures.failure(chained(first, second), "train").message
     assert told == message if message is not None else len(told) < 400
-    assert "after" not in exceptions.failure(chained(first, second), "setup").message
+    assert "after" not in failures.failure(chained(first, second), "setup").message
 
 
 def test_error_whose_context_is_hidden_and_one_that_is_its_own_cause_stand_alone() -> None:
     error = chained(RuntimeError("connection closed by peer"), ValueError("bad label"))
     error.__suppress_context__ = True
-    told = exceptions.failure(error, "train")
+    told = failures.failure(error, "train")
     assert (told.message, told.lost_peer) == ("bad label", False)
     error.__cause__ = error
-    assert exceptions.failure(error, "train").message == "bad label"
+    assert failures.failure(error, "train").message == "bad label"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_error_whose_context_is_hidden_and_one_that_is_its_own_cause_stand_alone
 def test_exception_in_a_spawned_process_is_reported_as_itself(end: str, kind: str, message: str) -> None:
     trace = f'Traceback (most recent call last):\n  File "a.py", line 6, in main\n    fail()\n    ^^^^^^\n{end}\n'
     text = f"\n\n-- Process 1 terminated with the following error:\n{trace}"
-    told = exceptions.failure(ProcessRaisedException(text, 1, 77), "train")
+    told = failures.failure(ProcessRaisedException(text, 1, 77), "train")
     assert (told.type, told.message) == (kind, message)
     assert "Process 1 terminated" in told.traceback and "a.py" in told.traceback
 
@@ -332,7 +332,7 @@ def test_exception_in_a_spawned_process_is_reported_as_itself(end: str, kind: st
 def test_traceback_of_another_process_is_no_earlier_error() -> None:
     error = ValueError("bad label")
     error.__cause__ = RemoteTraceback("Traceback of the pool's process")
-    assert exceptions.failure(error, "train").message == "bad label"
+    assert failures.failure(error, "train").message == "bad label"
 
 
 @pytest.mark.parametrize(
@@ -343,6 +343,6 @@ def test_traceback_of_another_process_is_no_earlier_error() -> None:
     ],
 )
 def test_group_is_named_with_its_first_exception(group: BaseException, message: str) -> None:
-    told = exceptions.failure(group, "train")
+    told = failures.failure(group, "train")
     assert told.type == type(group).__name__
     assert told.message == f"two (2 sub-exceptions) (the first is {message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistBackendError
 
-from ddptrain.rank.failure import exceptions, lost_peer_errors
+from ddptrain.rank import failure as failures
 
 
 @pytest.mark.parametrize(
@@ -18,17 +18,17 @@ from ddptrain.rank.failure import exceptions, lost_peer_errors
     ],
 )
 def test_time_out_of_a_collective_operation_is_known(words: str) -> None:
-    told = exceptions.failure(RuntimeError(words), "train")
+    told = failures.failure(RuntimeError(words), "train")
     assert (told.timed_out, told.lost_peer) == (True, False)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 5 seconds"), TimeoutError("timed out")])
 def test_time_out_of_the_users_code_is_not_one_of_a_collective(error: Exception) -> None:
-    assert not exceptions.failure(error, "train").timed_out
+    assert not failures.failure(error, "train").timed_out
 
 
 def test_broken_connection_of_the_users_code_is_a_root_cause() -> None:
-    assert not lost_peer_errors.lost_peer(ConnectionResetError(104, "Connection reset by peer"))
+    assert not failures.lost_peer(ConnectionResetError(104, "Connection reset by peer"))
 
 
 @pytest.mark.parametrize(("folder", "lost"), [("/venv/torch/distributed/", True), ("/home/me/", False)])
@@ -36,8 +36,8 @@ def test_broken_connection_inside_of_torch_is_a_lost_peer(folder: str, lost: boo
     code = "raise ConnectionResetError(104, 'Connection reset by peer')\n"
     with pytest.raises(ConnectionResetError) as raised:
         exec(compile(code, f"{folder}store.py", "exec"), {})
-    assert lost_peer_errors.lost_peer(raised.value) is lost
-    assert exceptions.failure(raised.value, "train").lost_peer is lost
+    assert failures.lost_peer(raised.value) is lost
+    assert failures.failure(raised.value, "train").lost_peer is lost
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_broken_connection_inside_of_torch_is_a_lost_peer(folder: str, lost: boo
 def test_error_of_a_collective_is_known_by_its_type_or_its_message(
     error: RuntimeError, expected: tuple[bool, bool]
 ) -> None:
-    found = exceptions.failure(error, "train")
+    found = failures.failure(error, "train")
     assert (found.lost_peer, found.timed_out) == expected

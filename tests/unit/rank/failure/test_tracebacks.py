@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import ddptrain
-from ddptrain.rank.failure import tracebacks
-from ddptrain.rank.failure.tracebacks import clipped, shortened, user_traceback
+from ddptrain.rank import failure as failures
+from ddptrain.rank.failure import clipped, shortened, user_traceback
 
 TORCH = (
     '  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 7, in _call_impl\n    return f()\n'
@@ -51,7 +51,7 @@ def test_text_without_frames_is_unchanged() -> None:
 
 
 def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> None:
-    launcher = Path(ddptrain.__file__).parent / "rank" / "rank_lifecycle.py"
+    launcher = Path(ddptrain.__file__).parent / "rank" / "lifecycle.py"
     scope: dict[str, Any] = {}
     exec(compile("def launch(function):\n    function()\n", str(launcher), "exec"), scope)  # our own code
 
@@ -62,11 +62,11 @@ def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> N
         scope["launch"](user)
     text = user_traceback(raised.value)
     assert "in user" in text and text.endswith("ValueError: boom\n")
-    assert "rank_lifecycle.py" not in text
+    assert "lifecycle.py" not in text
 
 
 def test_files_of_the_launcher_exist() -> None:
-    assert all((Path(ddptrain.__file__).parent / "rank" / name).is_file() for name in tracebacks._LAUNCHER_FILES)
+    assert all((Path(ddptrain.__file__).parent / "rank" / name).is_file() for name in failures._LAUNCHER_FILES)
 
 
 def test_traceback_of_the_launcher_alone_keeps_its_frames() -> None:

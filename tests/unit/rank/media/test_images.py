@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddptrain.rank.media.images import png
+from ddptrain.rank.media import png
 
 GREY = [[0, 128], [255, 1]]
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from ddptrain.protocol import events
-from ddptrain.rank.media.images import png
+from ddptrain.rank.media import png
 from ddptrain.tracking import items
 from tests.unit.rank.test_context import Rank
 from tests.unit.tracking.trackers import House, Recorder

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank.model.compile_cache import require_private, use_compile_cache
+from ddptrain.rank.prepare import require_private, use_compile_cache
 from tests.unit.specs import make_spec
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddptrain.protocol import events
-from ddptrain.rank.model import gradient_steps
-from ddptrain.rank.model.gradient_steps import GradientSteps
+from ddptrain.rank import gradients
+from ddptrain.rank.gradients import GradientSteps
 from tests.unit.rank.test_context import Rank
 
 ROWS = torch.linspace(-1, 1, 40).reshape(20, 2)
@@ -27,10 +27,10 @@ def make_rank(tmp_path: Path) -> Iterator[MakeRank]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     ranks: list[Rank] = []
 
-    def make(resume_from: str = "", **prepare: Any) -> Rank:
+    def make(resume_from: str = "", every_steps: int | None = None, **prepare: Any) -> Rank:
         folder = tmp_path / f"rank-{len(ranks)}"
         folder.mkdir()
-        ranks.append(Rank(folder, prepare=prepare, resume_from=resume_from, every_epochs=None))
+        ranks.append(Rank(folder, prepare=prepare, resume_from=resume_from, every_epochs=None, every_steps=every_steps))
         return ranks[-1]
 
     yield make
@@ -109,33 +109,27 @@ def test_loader_that_was_left_early_does_not_end_a_window(make_rank: MakeRank) -
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("step", [5, 6, 7])
-def test_run_that_is_resumed_within_a_window_ends_with_equal_weights(
-    make_rank: MakeRank, precision: str, step: int
+@pytest.mark.parametrize("batch", [4, 5, 6])
+def test_save_that_is_due_within_a_window_waits_for_its_end_and_the_resumed_run_ends_with_equal_weights(
+    make_rank: MakeRank, precision: str, batch: int
 ) -> None:
-    rank = make_rank(accumulate=3, precision=precision)
+    rank = make_rank(accumulate=3, precision=precision, every_steps=batch)
     straight = Training(rank)
+    saved = []
     for number in range(1, 10):
         straight.batch(ROWS + number)
-        if number == step:
-            straight.ctx.checkpoint(model=straight.model, optimizer=straight.optimizer, step=number)
-    (event,) = [event for event in rank.events() if isinstance(event, events.CheckpointSaved)]
+        if straight.ctx.checkpoint(model=straight.model, optimizer=straight.optimizer, step=number):
+            saved.append(number)
+    assert saved[0] == 6
+    first = next(event for event in rank.events() if isinstance(event, events.CheckpointSaved))
 
-    again = Training(
-        make_rank(accumulate=3, precision=precision, resume_from=str(rank.folder / "staging" / event.staging))
-    )
+    folder = str(rank.folder / "staging" / first.staging)
+    again = Training(make_rank(accumulate=3, precision=precision, resume_from=folder))
     resumed = again.ctx.resume(model=again.model, optimizer=again.optimizer)
-    assert resumed is not None
-    for number in range(resumed.step + 1, 10):
+    assert resumed is not None and resumed.step == 6
+    for number in range(7, 10):
         again.batch(ROWS + number)
-    assert again.taken == straight.taken[step:] and any(again.taken)
     assert all(torch.equal(value, straight.weights()[name]) for name, value in again.weights().items())
-
-
-def test_checkpoint_without_accumulation_has_no_gradients(make_rank: MakeRank) -> None:
-    training = Training(make_rank())
-    training.batch(ROWS)
-    assert training.ctx._gradients.state({"model": training.model}) is None
 
 
 def test_fp16_skips_a_step_with_infinite_gradients_lowers_the_scale_and_logs_it(make_rank: MakeRank) -> None:
@@ -177,7 +171,7 @@ def test_scale_changes_only_when_no_optimizer_has_gradients_of_the_old_one() -> 
 def test_steps_that_are_skipped_again_and_again_end_the_run(
     make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_steps, "_MAX_SKIPPED", 3)
+    monkeypatch.setattr(gradients, "_MAX_SKIPPED", 3)
     training = Training(make_rank(precision="fp16"))
     for _ in range(2):
         training.batch(ROWS * float("nan"))
@@ -224,7 +218,7 @@ def test_gradients_are_averaged_also_where_only_another_rank_has_used_a_paramete
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.add_(next(of_other_rank)))
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     model.process_group = None  # type: ignore[assignment]  # as DDP has it
-    gradient_steps.average_gradients(model)  # type: ignore[arg-type]
+    gradients.average_gradients(model)  # type: ignore[arg-type]
     assert [parameter.grad for parameter in model.parameters()] == [1.0, 5.0, 4.0, None]
     assert next(of_other_rank, None) is None
 
@@ -271,23 +265,6 @@ def test_each_optimizer_has_a_window_of_its_own() -> None:
         taken.append(steps.step(optimizer))
     assert taken == [False, False, True, True] and (one.item(), other.item()) == (0.5, 0.5)
     assert one.grad is None
-
-
-def test_windows_and_gradients_of_a_checkpoint_go_on_with_the_present_scale() -> None:
-    module, (parameter, optimizer) = nn.Module(), weight()
-    module.weight = parameter
-    steps = GradientSteps(CPU)
-    steps.use("fp16", 3)
-    scaler = {**torch.amp.GradScaler("cpu").state_dict(), "scale": 4.0}
-    saved = {"scaler": scaler, "skipped": 7, "windows": [2], "gradients": {"model": {"weight": torch.tensor([2.0])}}}
-    steps.restore(saved, {"model": module, "note": "text"})
-    assert parameter.grad is not None and parameter.grad.item() == 2.0 and (steps.skipped, steps.scale) == (7, 4.0)
-    assert steps._done(module) == 2
-    steps.backward(parameter * 1.0)
-    assert steps.step(optimizer) and parameter.item() == pytest.approx(1.0 - 1.5 / 3)
-    plain = GradientSteps(CPU)
-    plain.restore(saved, {"model": module})
-    assert parameter.grad.item() == 0.5, "without the scale of the checkpoint"
 
 
 def test_gradient_is_clipped_to_its_largest_norm() -> None:

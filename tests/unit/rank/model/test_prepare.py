@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from ddptrain.rank.model.prepare import prepare_model
+from ddptrain.rank.prepare import prepare_model
 from tests.unit.rank.test_context import Rank
 
 CPU = torch.device("cpu")

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddptrain.rank.model.gradient_steps import GradientSteps
-from ddptrain.rank.model.prepare import prepare_model
-from ddptrain.rank.model.sharding import checkpoint_activations, layers_of, repeated_blocks
+from ddptrain.rank.prepare import checkpoint_activations, layers_of, prepare_model, repeated_blocks
 from tests.unit.rank.checkpoint.fake_ranks import CPU, Net, fake_rank
 
 
@@ -95,29 +93,6 @@ def test_unknown_strategy_and_unknown_argument_are_refused() -> None:
 def test_fp16_is_refused() -> None:
     with pytest.raises(ValueError, match="precision fp16 needs strategy ddp"):
         prepare_model(Net(), CPU, {"strategy": "fsdp", "precision": "fp16"})
-
-
-def test_gradients_of_half_a_window_are_saved_whole_and_restored_as_slices() -> None:
-    x = torch.ones(1, 5)
-    with fake_rank(0, 1):
-        ready: Any = prepare_model(Net(), CPU, {"strategy": "fsdp"})
-        steps = GradientSteps(CPU)
-        steps.use("fp32", 2)
-        optimizer = torch.optim.SGD(ready.parameters())
-        steps.backward(ready(x).sum())
-        assert not steps.step(optimizer)
-        state = steps.state({"model": ready})
-        assert state is not None
-        before = {name: each.grad.to_local().clone() for name, each in ready.named_parameters()}
-        assert {type(each) for each in state["gradients"]["model"].values()} == {torch.Tensor}
-        optimizer.zero_grad()
-        again = GradientSteps(CPU)
-        again.use("fp32", 2)
-        again.restore(state, {"model": ready})
-        for name, each in ready.named_parameters():
-            assert torch.equal(each.grad.to_local(), before[name])
-        again.backward(ready(x).sum())
-        assert again.step(optimizer)
 
 
 def test_hybrid_divides_the_model_among_the_ranks_of_a_host() -> None:

@@ -18,8 +18,8 @@ import torch
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import StepProfile
 from ddptrain.rank.context import RankContext
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.profiling.profiled_steps import note_unused
+from ddptrain.rank.output import Emitter
+from ddptrain.rank.profile import note_unused
 from tests.unit.specs import make_spec
 
 
@@ -88,17 +88,6 @@ def test_configured_steps_are_recorded_and_no_others(make: Make) -> None:
     assert sorted(path.name for path in (rank.folder / "staging").iterdir()) == sorted(
         path.name for path in rank.files().values()
     )
-
-
-def test_first_step_is_recorded_from_the_call_of_profile_or_resume(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = make(profile=StepProfile(1, 1))
-    monkeypatch.setattr(rank.context._collective_calls, "meet", lambda *_: None)  # there is no other rank
-    assert rank.context.resume(model=torch.nn.Linear(1, 1)) is None
-    rank.step(1)
-    rank.context.profile(steps=(2, 2))  # the next one may follow
-    rank.step(2)
-    assert (rank.recorded(TRACE.format(1, 1)), rank.recorded(TRACE.format(2, 2))) == ([1], [2])
-    assert rank.notes()[0][1].startswith("profile: step 1 recorded")
 
 
 def test_profile_of_the_first_steps_begins_with_the_call(make: Make) -> None:

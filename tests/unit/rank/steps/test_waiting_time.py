@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, dataloader
 
 from ddptrain.protocol import events
-from ddptrain.rank.emitter import Emitter
-from ddptrain.rank.steps import waiting_time
-from ddptrain.rank.steps.waiting_time import WaitingTime, measure_data
+from ddptrain.rank.output import Emitter
+from ddptrain.rank.steps import WaitingTime, measure_data
 from tests.support import fake_time
 
 
@@ -62,14 +61,6 @@ def test_waits_are_reported_together_and_short_ones_never(waiting: WaitingTime, 
     waiting.add(0.001)
     waiting.flush()
     assert len(emitted.found) == 1
-
-
-def test_waits_are_reported_now_and_then(
-    waiting: WaitingTime, emitted: Emitted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting_time, "_EVERY_S", 0.0)
-    waiting.add(0.5)
-    assert emitted.found == [("data", 0.5)]
 
 
 @pytest.mark.usefixtures("restored_loader")

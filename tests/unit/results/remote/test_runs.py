@@ -138,7 +138,7 @@ def test_run_id_that_is_taken_is_refused(runs: StoreRuns) -> None:
     put_run(runs, "a-1")
     with (
         pytest.raises(UsageError, match="run a-1 exists already in memory://"),
-        runs.keeping("a-1", resumed=False, max_failures=1),
+        runs.keeping("a-1", resumed=False),
     ):
         pass
 
@@ -147,29 +147,29 @@ def test_store_that_takes_nothing_is_told_before_anything_is_made(runs: StoreRun
     fs_of(runs).fails = lambda path: PermissionDeniedError("Forbidden")
     with (
         pytest.raises(StoreForbidden, match=r"Forbidden\): check the credentials"),
-        runs.keeping("a-1", resumed=False, max_failures=1),
+        runs.keeping("a-1", resumed=False),
     ):
         pass
     fs_of(runs).fails = lambda path: OSError("away")
-    with pytest.raises(StoreError, match="away"), runs.keeping("a-1", resumed=False, max_failures=1):
+    with pytest.raises(StoreError, match="away"), runs.keeping("a-1", resumed=False):
         pass
     assert not (runs.work / "a-1").exists()
 
 
 def test_run_that_another_driver_is_at_is_refused(runs: StoreRuns) -> None:
     hold(put_run(runs, "a-1", status="running"))
-    with pytest.raises(RunLocked), runs.keeping("a-1", resumed=True, max_failures=1):
+    with pytest.raises(RunLocked), runs.keeping("a-1", resumed=True):
         pass
 
 
 def test_run_that_was_never_begun_leaves_nothing(runs: StoreRuns) -> None:
-    with runs.keeping("a-1", resumed=False, max_failures=1):
+    with runs.keeping("a-1", resumed=False):
         assert list(runs.store.files()) == [f"a-1/{LOCK}"]
     assert not runs.store.files()
 
 
 def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(runs: StoreRuns) -> None:
-    with runs.keeping("a-1", resumed=False, max_failures=1) as keeping:
+    with runs.keeping("a-1", resumed=False) as keeping:
         with RunWriter.create(runs.folder, "a-1", "n", "name: n\n", "w") as writer:
             keeping.begin()
             assert keeping.flush(60) == ""
@@ -181,7 +181,7 @@ def test_working_folder_is_private_and_newer_than_the_store_it_was_uploaded_to(r
         keeping.close(0.1)
     fs_of(runs).fails = lambda path: None
     hold(runs.store.below("a-1"), token=token, released=True)
-    with runs.keeping("a-1", resumed=True, max_failures=1) as keeping:
+    with runs.keeping("a-1", resumed=True) as keeping:
         assert (keeping.root / "logs/rank-0.log").read_text() == "not uploaded\n"
 
 
@@ -191,7 +191,7 @@ def test_working_folder_that_is_behind_the_store_is_kept_aside(runs: StoreRuns) 
     stale.mkdir()
     (stale / "mine").write_text("not lost")
     said: list[str] = []
-    with runs.keeping("a-1", resumed=True, max_failures=1) as keeping:
+    with runs.keeping("a-1", resumed=True) as keeping:
         keeping.listen(said.append, lambda error: None)
         assert (keeping.root / "logs/rank-0.log").read_text() == "one\ntwo\n"
     (aside,) = runs.work.glob("a-1.before-*")
@@ -348,6 +348,6 @@ def test_listed_runs_have_copies_of_what_is_needed(runs: StoreRuns) -> None:
 
 def test_lock_of_a_resumed_run_that_does_not_begin_is_released(runs: StoreRuns) -> None:
     put_run(runs, "a-1", status="failed")
-    with runs.keeping("a-1", resumed=True, max_failures=1):
+    with runs.keeping("a-1", resumed=True):
         pass
     assert runs.store.read(f"a-1/{LOCK}") is not None, "a lock of a resumed run is released, not deleted"

@@ -1,1 +1,0 @@
-"""ctx methods that all ranks must call."""

@@ -1,1 +1,0 @@
-"""ctx.loader, and the worker processes of DataLoaders."""

@@ -1,0 +1,304 @@
+"""Failure events from exceptions: type, message, traceback, and whether the rank is only a victim of another rank."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from pathlib import Path
+from types import TracebackType
+
+from ddptrain.config.wording import counted
+from ddptrain.errors import CheckpointNotWritten, one_line
+from ddptrain.protocol import events
+from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
+from ddptrain.protocol.worker_notices import describe_status
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Return whether the error only says that another rank has ended, or follows from such an error.
+
+    An error of a backend or the store of torch.distributed counts whatever its message: this rank was in a collective.
+    """
+    known = [each for each in chain(error) if _is_from_torch(each)]
+    return any(is_lost_peer(message_of(each)) or _is_of_backend(each) for each in known) and not timed_out(error)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Return whether the error says that another rank did not join in time, or follows from such an error."""
+    return any(_is_from_torch(each) and is_time_out(message_of(each)) for each in chain(error))
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, then the earlier errors that its traceback shows: causes, and errors that were being handled."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+def message_of(error: BaseException) -> str:
+    """Return str() of a user's exception; str() itself may raise an exception."""
+    try:
+        return str(error)
+    except Exception:  # any user's code
+        return "<exception str() failed>"  # as in Python's tracebacks
+
+
+def _is_from_torch(error: BaseException) -> bool:
+    """Return whether the error can be from torch.distributed, and not from a connection of the user's code."""
+    if isinstance(error, OSError):
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        return any("/torch/distributed/" in file for file in files)
+    return isinstance(error, RuntimeError)  # the base class of torch's DistError
+
+
+def _is_of_backend(error: BaseException) -> bool:
+    """Return whether an error is torch's DistError, for example DistBackendError of NCCL."""
+    return any(cls.__name__ == "DistError" for cls in type(error).__mro__)
+
+
+_PACKAGE = Path(__file__).parents[1]
+_LAUNCHER_FILES = ("rank_process.py", "lifecycle.py", "script.py", "entrypoint.py")
+_LAUNCHER = {str(_PACKAGE / "rank" / name) for name in _LAUNCHER_FILES}
+_FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
+_FILE = re.compile(r'  File "([^"\n]*)"')
+_FRAMES = re.compile(f"(?:{_FRAME})+")
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/(torch|dask_pytorch_ddp)/")
+_ONE_FRAME = re.compile(_FRAME)
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback without the frames of the launcher, which say nothing about the fault."""
+    lines = traceback.TracebackException.from_exception(error)
+    dispatch = str(getattr(sys.modules.get("dask_pytorch_ddp.dispatch"), "__file__", ""))
+    kept = [frame for frame in lines.stack if frame.filename not in {*_LAUNCHER, dispatch}]
+    lines.stack[:] = kept or list(lines.stack)
+    return "".join(lines.format())
+
+
+def users_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame that is not of the launcher."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHER:
+        trace = trace.tb_next
+    return trace
+
+
+def users_hook() -> Callable[..., object] | None:
+    """Return the sys.excepthook that the user's code has set, below those of init_process_group; None for Python's."""
+    hook: Callable[..., object] = sys.excepthook
+    while hook.__module__ == "torch.distributed.distributed_c10d":  # it prints "[rank0]: " before each line
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook", sys.__excepthook__)
+    return None if hook is sys.__excepthook__ else hook
+
+
+def shortened(trace: str) -> str:
+    """Return the traceback with one line for each sequence of frames of torch, ddptrain or Python's import system."""
+    return _FRAMES.sub(lambda match: _shorten(match[0]), trace)
+
+
+def _shorten(frames: str) -> str:
+    runs: list[tuple[str, list[str]]] = []
+    for frame in _ONE_FRAME.findall(frames):
+        library = _library(frame)
+        if runs and runs[-1][0] == library:
+            runs[-1][1].append(frame)
+        else:
+            runs.append((library, [frame]))
+    return "".join(
+        f"  ... {counted(len(run), 'frame')} of {library} ...\n" if library else "".join(run) for library, run in runs
+    )
+
+
+def _library(frame: str) -> str:
+    """Return the library of a frame; "" for the user's code and the built-in workloads."""
+    match = _FILE.match(frame)
+    file = match[1] if match else ""
+    if file.startswith("<frozen "):
+        return "Python"
+    if installed := _LIBRARY.search(file):
+        return installed[1]
+    path = Path(file)
+    internal = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "workloads")
+    return "ddptrain" if internal else ""
+
+
+def clipped(text: str, limit: int) -> str:
+    """Return the text without its middle if it has more than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n... [{len(text) - limit} characters] ...\n{text[-limit // 2 :]}"
+
+
+_FROM_LOADER = re.compile(
+    r"Caught (?P<type>\w+) in (?P<where>[^\n]+)\.\nOriginal (?P<trace>Traceback \(most recent call last\):\n.*)",
+    re.DOTALL,
+)
+_FROM_SPAWN = re.compile(r"\s*-- (?P<where>Process \d+) terminated with the following error:\n(?P<trace>.*)", re.DOTALL)
+_END_OF_FRAMES = re.compile(r"^  [^\n]*\n(?=\S)", re.MULTILINE)
+_WRAPPER = re.compile(r"^[\w.]+: [\"']?Caught \w+ in ", re.MULTILINE)
+_LOADER_FRAMES = re.compile(r'  File ".*/torch/utils/data/_utils/(worker|fetch|pin_memory)\.py", line .*\n(    .*\n)*')
+
+
+def failure(error: BaseException, phase: str) -> events.Failure:
+    """Return the event for an exception that ends the rank, with the current time."""
+    text, trace = _text(error), user_traceback(error)
+    if (wrapped := _FROM_LOADER.match(text)) is not None:
+        return _event(wrapped["type"], *_unwrapped(wrapped, trace), phase)
+    if (spawned := _FROM_SPAWN.match(text)) is not None:
+        return _event(*_from_spawn(spawned), trace, phase)
+    note = _first_member(error) or _ended_loader_workers(error) or _earlier(error, phase)
+    message = message_of(error) if note or message_of(error).strip() else _raising_line(error)
+    failed = _event(type(error).__qualname__, _with_note(message, note), trace, phase)
+    return dataclasses.replace(
+        failed,
+        lost_peer=lost_peer(error),
+        timed_out=timed_out(error),
+        unwritable=isinstance(error, CheckpointNotWritten),
+    )
+
+
+def handled(phase: str) -> events.Failure | None:
+    """Return the event for the exception that the main thread is handling in an `except` or `finally` block.
+
+    Return None if there is none, or if it only says that another rank has ended.
+    """
+    if (error := handled_error()) is None:
+        return None
+    event = failure(error, phase)
+    return None if event.lost_peer or event.timed_out else dataclasses.replace(event, handled=True)
+
+
+def handled_error() -> Exception | None:
+    """Return the exception that the main thread is handling; None if there is none, or only a SystemExit or similar."""
+    # Python 3.11 has a tuple in place of the exception. There is no public API.
+    current: object = sys._current_exceptions().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    error = current[1] if isinstance(current, tuple) else current
+    return error if isinstance(error, Exception) else None
+
+
+def _text(error: BaseException) -> str:
+    """Return the exception's only argument if it is text (str() of a KeyError would add quotes), else its str()."""
+    return error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else message_of(error)
+
+
+def _raising_line(error: BaseException) -> str:
+    """Return the line that raised an exception without a message, such as a failed assertion."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def _first_member(error: BaseException) -> str:
+    """Return the first exception of a group as a note; Python's message of the group has only their number."""
+    first = error
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    if first is error:
+        return ""
+    text = one_line(message_of(first))
+    return clipped(f"the first is {type(first).__qualname__}" + (f": {text}" if text else ""), 300)
+
+
+def _earlier(error: BaseException, phase: str) -> str:
+    """Return the exception that caused this one, as a note; "" if there is none, or if the message contains it."""
+    *_, first = [each for each in chain(error) if "RemoteTraceback" not in type(each).__name__]  # text of `error`
+    text = one_line(message_of(first))
+    message = message_of(error)
+    of_signal = message.startswith("DataLoader worker (pid ")  # torch raises it at any place, also in a handler
+    if first is error or phase != "train" or of_signal or (text and text in message):
+        return ""
+    return clipped(f"after {type(first).__qualname__}" + (f": {text}" if text else ""), 300)
+
+
+def _with_note(message: str, note: str) -> str:
+    """Return the message with a note in parentheses at the end of its first line, often the only line shown."""
+    first, line_end, rest = message.partition("\n")
+    return f"{first} ({note}){line_end}{rest}" if note else message
+
+
+def _ended_loader_workers(error: BaseException) -> str:
+    """Return how DataLoader workers ended whose batch the rank was waiting for; "" if the error has another reason.
+
+    If a worker ends while its batch is on the way, the rank gets only a broken connection or a missing socket.
+    """
+    if not (isinstance(error, OSError | EOFError) or "(pid(s)" in message_of(error)):
+        return ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "_try_get_data"]
+    workers = {w.sentinel: w for frame in frames for w in getattr(frame.f_locals.get("self"), "_workers", ())}
+    for sentinel in connection.wait(workers, timeout=1.0):  # it may be about to end
+        workers[sentinel].join(0.2)
+    ended = [(number, worker.exitcode) for number, worker in enumerate(workers.values()) if worker.exitcode is not None]
+    return ", ".join(f"DataLoader worker process {number}: {describe_status(status)}" for number, status in ended)
+
+
+def _unwrapped(wrapped: re.Match[str], outer: str) -> tuple[str, str]:
+    """Return message and traceback of the exception in a DataLoader worker, with the frames of the rank that waited."""
+    trace = wrapped["trace"].rstrip("\n") + "\n"
+    last = list(re.finditer(rf"^(?:[\w.]+\.)?{wrapped['type']}(?::\ |$)", trace, re.MULTILINE))
+    message = trace[last[-1].end() :].strip() if last else ""
+    frames = _WRAPPER.split(outer, maxsplit=1)[0]
+    waiting = f"\nIn {wrapped['where']}, which this rank was waiting for:\n\n{frames}"
+    return _with_note(message, f"in {wrapped['where']}"), _LOADER_FRAMES.sub("", trace) + waiting
+
+
+def _from_spawn(spawned: re.Match[str]) -> tuple[str, str]:
+    """Type and message of the exception in a process of torch.multiprocessing.spawn, from its traceback."""
+    *_, end = [0, *(match.end() for match in _END_OF_FRAMES.finditer(spawned["trace"]))]
+    last, line_end, rest = spawned["trace"][end:].strip().partition("\n")
+    kind, _, first = last.partition(": ")
+    return kind.rpartition(".")[2], _with_note(f"{first}{line_end}{rest}", f"in {spawned['where']} of mp.spawn")
+
+
+def bad_exit(stop: SystemExit, phase: str) -> events.Failure:
+    """Return the event for a sys.exit() that is not a success, with the current time."""
+    message = _with_note(f"sys.exit({stop.code!r})", _wrong_argument(stop) or _earlier(stop, phase))
+    failed = _event("SystemExit", message, user_traceback(stop), phase, exit_code=exit_code(stop))
+    return dataclasses.replace(failed, lost_peer=lost_peer(stop), timed_out=timed_out(stop))
+
+
+def _wrong_argument(stop: SystemExit) -> str:
+    """Return the message that argparse has printed before it called sys.exit(2); "" for other exits."""
+    frames = [frame for frame, _ in traceback.walk_tb(stop.__traceback__)]
+    errors = [frame for frame in frames if frame.f_code is argparse.ArgumentParser.error.__code__]
+    return clipped(one_line(str(errors[-1].f_locals["message"])), 300) if errors else ""
+
+
+def _event(kind: str, message: str, trace: str, phase: str, *, exit_code: int | None = None) -> events.Failure:
+    return events.Failure(
+        time.time_ns(),
+        type=kind,
+        message=clipped(message, 4_000),
+        traceback=clipped(trace, 100_000),
+        phase=phase,
+        exit_code=exit_code,
+    )
+
+
+def exit_code(stop: SystemExit) -> int:
+    """Return the exit code that Python would use: the low byte of an integer, 0 for None, 1 for anything else."""
+    if stop.code is None:
+        return 0
+    return stop.code & 0xFF if isinstance(stop.code, int) else 1
+
+
+def add_search_path(error: BaseException) -> None:
+    """Add the interpreter and sys.path to an import error, because the worker's differ from those of the command.
+
+    The folders of the standard library are left out, and so are repetitions.
+    """
+    if isinstance(error, ModuleNotFoundError) and sys.executable not in str(error):
+        library = os.path.dirname(os.__file__)
+        zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info.major}{sys.version_info.minor}.zip")
+        standard = {library, os.path.join(library, "lib-dynload"), zipped}
+        folders = [folder or "." for folder in dict.fromkeys(sys.path) if folder not in standard]
+        error.add_note(f"not found by {sys.executable} in {', '.join(folders)}")

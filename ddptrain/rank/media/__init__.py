@@ -1,1 +1,0 @@
-"""ctx.log_image and ctx.log_table."""

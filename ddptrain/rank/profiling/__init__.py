@@ -1,1 +1,0 @@
-"""Records steps with torch.profiler."""

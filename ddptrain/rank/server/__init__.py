@@ -1,1 +1,0 @@
-"""The rank server, which forks ranks."""

@@ -1,0 +1,99 @@
+"""Runs in a real S3 server: they are tagged, selected, compared, exported and pruned, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from obstore.store import S3Store
+
+from tests.contract.conftest import Project
+from tests.servers.seaweed import bucket_of, seaweed
+from tests.support.command import PATIENCE_S
+
+RUNS = "s3://bucket/runs"
+FILES = 300
+HOLD = """
+import time
+
+def train(ctx):
+    print("holding", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def bucket(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
+    (project.folder / "seaweed").mkdir()
+    with seaweed(project.folder / "seaweed", "bucket") as environment:
+        for name, value in {**environment, "XDG_CACHE_HOME": str(project.folder / "cache")}.items():
+            monkeypatch.setenv(name, value)
+        yield bucket_of(environment, "bucket")
+
+
+def put(bucket: S3Store, run_id: str, day: int, **record: object) -> None:
+    started = {"started_at": f"2025-01-{day:02}T00:00:00.000Z", "status": "succeeded", "name": "pets"}
+    bucket.put(f"runs/{run_id}/run.json", json.dumps({"run_id": run_id, **started, **record}).encode())
+
+
+def files(bucket: S3Store, run_id: str = "") -> list[str]:
+    return [item["path"] for page in bucket.list(f"runs/{run_id}") for item in page]
+
+
+def test_runs_are_tagged_at_once_selected_compared_and_exported(project: Project, bucket: S3Store) -> None:
+    for run_id, layers, loss in (("one", 1, 4.0), ("two", 2, 2.0)):
+        lines = [json.dumps({"time_s": step, "step": step, "rank": 0, "val/loss": loss / step}) for step in (1, 2)]
+        bucket.put(f"runs/{run_id}/metrics.jsonl", "".join(f"{line}\n" for line in lines).encode())
+        bucket.put(f"runs/{run_id}/config.yaml", f"params: {{layers: {layers}}}\n".encode())
+        bucket.put(f"runs/{run_id}/inputs/manifest.json", b'{"n": %d}' % layers)
+        put(bucket, run_id, 1, params={"layers": layers}, last_metrics={"val/loss": loss / 2})
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda tag: project("results", "edit", f"{RUNS}/one", f"+{tag}", rc=0), "abcd"))
+    notes = json.loads(bytes(bucket.get("runs/one/annotations.json").bytes()))
+    assert sorted(notes["tags"]) == ["a", "b", "c", "d"]
+
+    where = ["--where", "'a' in tags and best(val/loss) == 2", "--columns", "run,params.layers,tags"]
+    listed = project("results", "list", "--runs-dir", RUNS, *where, rc=0)
+    assert [line.split()[:2] for line in listed.stdout.splitlines()[1:]] == [["one", "1"]]
+
+    compared = json.loads(project("results", "compare", "one", "two", "--runs-dir", RUNS, "--json", rc=0).stdout)
+    differences = compared["differences"]
+    assert differences["params"] == {"layers": [1, 2]} and list(differences["data"]) == ["manifest.json"]
+    metrics = [(each["name"], each["winner"], each["best"]) for each in compared["metrics"]]
+    assert metrics == [("val/loss", "two", [2, 1])]
+
+    project("results", "export", "one", "two", "--runs-dir", RUNS, "-o", "out", rc=0)
+    assert len((project.folder / "out/metrics.csv").read_text().splitlines()) == 5
+
+
+def test_run_is_deleted_though_the_first_prune_is_killed_and_a_running_one_is_kept(
+    project: Project, shared_cluster: str, bucket: S3Store
+) -> None:
+    name = project.function(HOLD, results={"dir": RUNS})
+    held = project.start("train", name, "--cluster", shared_cluster, "--ranks", "1", "--run-id", "live")
+    held.wait_for("holding")
+    arguments = ("results", "prune", "--keep", "1", "--runs-dir", RUNS)
+    for _ in range(10):  # it may be faster than the kill
+        put(bucket, "old", 1)
+        put(bucket, "new", 3)
+        for number in range(FILES):
+            bucket.put(f"runs/old/logs/rank-{number}.log", b"x" * 1000)
+        killed = project.start(*arguments)
+        deadline = time.monotonic() + PATIENCE_S
+        while "runs/old/run.json" in files(bucket, "old/"):
+            assert time.monotonic() < deadline
+        killed.kill_group()
+        if left := files(bucket, "old/"):
+            break
+    assert left
+
+    listed = project("results", "list", "--runs-dir", RUNS, rc=0)
+    assert "new" in listed.stdout and "live" in listed.stdout and "old" not in listed.stdout
+    second = project(*arguments, rc=0)
+    assert "left by an interrupted prune" in second.stdout
+    assert {path.split("/")[1] for path in files(bucket)} == {"live", "new"}
+    held.popen.terminate()
+    held.finish()
