@@ -16,8 +16,8 @@ FROM python:${PYTHON}-slim
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends git tini \
     && rm -rf /var/lib/apt/lists/*
-# EXTRAS, as [s3,kubernetes,tensorboard]; torch comes with its CUDA libraries.
-ARG EXTRAS="[kubernetes]"
+# EXTRAS, as [s3,tensorboard]; torch comes with its CUDA libraries.
+ARG EXTRAS=""
 COPY --from=build /dist /dist
 RUN pip install --no-cache-dir "$(echo /dist/*.whl)${EXTRAS}" \
     && rm -r /dist

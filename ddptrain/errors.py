@@ -39,7 +39,6 @@ class ExitCode(IntEnum):
     LOCKED = 6
     REJECTED = 7  # retrain: the new version did not pass the gate
     DEADLINE = 8  # retrain: out of time; it has saved, and the next start continues
-    LATE = 9  # schedule check: a model has no successful retraining for longer than its schedule allows
     PREEMPTED = 75
     HUNG_UP = 129  # SIGHUP
     INTERRUPTED = 130

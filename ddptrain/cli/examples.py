@@ -57,10 +57,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "models rm": ("models rm petnames 2",),
     "models export": ("models export petnames@champion exported",),
     "notify test": ("notify test nightly.yaml",),
-    "schedule add": ('schedule add nightly.yaml --at "Mon 03:00" --as systemd',),
+    "schedule add": ('schedule add nightly.yaml --at "0 3 * * 1" --as systemd',),
     "schedule list": ("schedule list",),
     "schedule remove": ("schedule remove petnames",),
-    "schedule check": ("schedule check nightly.yaml",),
+    "schedule check": ("schedule check",),
 }
 
 

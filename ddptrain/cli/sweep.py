@@ -42,7 +42,7 @@ def sweep(
         options[f"sweep.ranks={ranks}"] = f"--ranks {ranks}"
     if config is None and not resume:
         raise UsageError("name the configuration: ddptrain sweep CONFIG, or continue a sweep: ddptrain sweep --resume")
-    from ddptrain.sweep.folder import last_source
+    from ddptrain.sweep.home import last_source
     from ddptrain.sweep.sweep import SweepOptions, run_sweep
 
     if config is None:

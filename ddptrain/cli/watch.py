@@ -8,7 +8,6 @@ import typer
 
 from ddptrain.cli import options as opt
 from ddptrain.cli.runs.choice import Run, place_of
-from ddptrain.errors import RunNotFound
 
 
 def watch(
@@ -24,18 +23,12 @@ def watch(
     """
     from ddptrain.driver.watch import WatchOptions
     from ddptrain.driver.watch import watch as show
+    from ddptrain.results.sweep_record import find_sweep
 
     mode = output.value
-    runs, name = place_of(run)
-    try:
-        view = runs.find(name)
-    except RunNotFound:
-        from ddptrain.sweep.stop import find_target
+    if (sweep := find_sweep(opt.PLACES.runs, run)) is not None:
         from ddptrain.sweep.watch import watch_sweep
 
-        folder = opt.PLACES.runs
-        if (sweep := find_target(folder, run)) is None:
-            raise
-        where = run.rstrip("/") if "/" in run else f"{folder.rstrip('/')}/{run}"
-        raise typer.Exit(watch_sweep(sweep, where, mode)) from None
-    raise typer.Exit(show(runs, view, WatchOptions(mode, lines, all_ranks)))
+        raise typer.Exit(watch_sweep(sweep, mode))
+    runs, name = place_of(run)
+    raise typer.Exit(show(runs, runs.find(name), WatchOptions(mode, lines, all_ranks)))

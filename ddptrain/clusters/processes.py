@@ -83,7 +83,8 @@ class DaemonId:
 def start(order: DaemonOrder) -> DaemonId:
     """Start a process in a session of its own. Raises ClusterError where the folder or the program can't be used.
 
-    Its working directory is the folder, by which `end` finds it even if the caller was killed before it knew the id.
+    `end` finds it even if the caller was killed before it knew the id: its working directory is the folder, which its
+    `argv` names, too.
     """
     folder = _located(order.folder)
     values = {FOLDER: str(folder), PYTHON: sys.executable}
@@ -150,12 +151,14 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
 
 def end(folder: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
     """Stop the processes that were started in that folder on this host, `known` or not. Raises ClusterError."""
-    where, here = os.path.realpath(_located(folder)), this_host()
+    named, here = str(_located(folder)), this_host()
+    where = os.path.realpath(named)
     ending = {daemon.pid: daemon for daemon in known}
     leaders = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            if process.cwd() == where and os.getsid(process.pid) == process.pid:
+            is_there = process.cwd() == where and os.getsid(process.pid) == process.pid
+            if is_there and named in " ".join(process.cmdline()):  # not a shell of the user that is in the folder
                 leaders[process.pid] = process.ppid()
     for pid, parent in leaders.items():
         if pid not in ending and parent not in leaders:  # children end with their parent

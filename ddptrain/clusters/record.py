@@ -41,7 +41,7 @@ class Part(BaseModel):
     name of its log, `process` the process if it is one that ddptrain has started.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
 
     role: str
     host: str = ""
@@ -68,11 +68,12 @@ class ClusterRecord(BaseModel):
     not in `folder`. `problem` says why the record can't be read, or is "".
     """
 
+    model_config = ConfigDict(defer_build=True)  # 15 ms, and a run with an embedded cluster reads no record
+
     name: str
     config: ClusterConfig = Field(default_factory=ClusterConfig, repr=False)
     started_at: str = ""
     address: str = ""
-    dashboard: str = ""
     workers: int = 0
     version: str = __version__
     host: HostId = UNKNOWN_HOST
@@ -141,9 +142,9 @@ class ClusterRecord(BaseModel):
         write_private_json(self.folder / _RECORD, {**content, "version": self.version}, indent=1)
 
     def read_address(self) -> Self:
-        """Take address and dashboard from the file of a scheduler that listens meanwhile; return the record."""
+        """Take the address from the file of a scheduler that listens meanwhile; return the record."""
         if not self.address and (written := self._written("scheduler.json")):
-            self.address, self.dashboard = str(written.get("address", "")), str(written.get("dashboard", ""))
+            self.address = str(written.get("address", ""))
         return self
 
     def remove(self) -> None:

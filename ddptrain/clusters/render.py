@@ -7,7 +7,6 @@ from datetime import datetime
 from ddptrain.clusters.record import Part
 from ddptrain.clusters.status import ClusterRun, State, View, WorkerView
 from ddptrain.config.wording import counted
-from ddptrain.optional_packages import install_command
 from ddptrain.text_tables import Section, clean, clean_line
 
 HEADER = ("NAME", "STATE", "BACKEND", "SLOTS", "FREE", "STARTED (UTC)", "ADDRESS", "RUNS")
@@ -38,7 +37,6 @@ def sections(view: View) -> list[Section]:
         ("state", f"{view.state}: {view.reason}" if view.reason else str(view.state)),
         ("backend", record.backend),
         ("address", record.address),
-        ("dashboard", record.dashboard or _no_dashboard() if view.state == State.UP else ""),
         ("access", _ACCESS.get(record.address.partition("://")[0], "")),
         ("started", f"{_time(record.started_at)} UTC{f' on {record.host.name}' if record.host.name else ''}"),
         ("ends", f"after {idle_s:g} s without a run" if idle_s else ""),
@@ -92,7 +90,3 @@ def _time(text: str) -> str:
         return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S}"
     except ValueError:
         return "-"
-
-
-def _no_dashboard() -> str:
-    return f"none; for one its scheduler needs bokeh: {install_command('dashboard')}"

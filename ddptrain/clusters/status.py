@@ -106,7 +106,6 @@ class View:
             "state": str(self.state),
             "reason": self.reason,
             "address": record.address,
-            "dashboard": record.dashboard,
             "tls": record.address.startswith("tls://"),
             "started_at": record.started_at,
             "host": record.host.name,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.plugin_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
@@ -17,9 +17,9 @@ from ddptrain.driver.failure.watchdog import alive_s
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.transfer.code_package import CodePackage, pack, project_of
-from ddptrain.driver.transfer.code_upload import check_imports, upload_code
+from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError
-from ddptrain.protocol.code_digest import move_path
+from ddptrain.protocol.code_digest import inode_digest, move_path
 from ddptrain.protocol.exec_env import variables_of_shell
 from ddptrain.protocol.rank_spec import (
     DIST_TIMEOUTS_S,
@@ -33,6 +33,8 @@ from ddptrain.protocol.rank_spec import (
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
 from ddptrain.results.layout import MANIFEST
 from ddptrain.results.run_record import CodeRecord
+from ddptrain.worker import driver_calls
+from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 if TYPE_CHECKING:
     from ddptrain.driver.run import Run
@@ -136,12 +138,10 @@ class RankSpecs:
             )
         size = len(package.names), package.size_bytes
         self.of.writer.update(code=CodeRecord(shipped.code, str(package.folder), *size))
-        moved_specs = [
+        return [
             dataclasses.replace(spec, code=move_code(spec.code, package.folder, root, shipped.code)) if root else spec
             for spec, root in zip(specs, shipped.roots, strict=True)
         ]
-        check_imports(self.workers, places, project.file, [spec.code.sys_path for spec in moved_specs])
-        return moved_specs
 
 
 def all_placements(places: Sequence[RankPlace], *, use_gpu: bool) -> list[Placement]:
@@ -243,3 +243,78 @@ def move_code(code: Code, project: Path, root: str, content_hash: str) -> Code:
         script=move_path(code.script, project, root) if os.path.isabs(code.script) else code.script,
         sys_path=tuple(move_path(entry, project, root) for entry in code.sys_path),
     )
+
+
+# --- the code of the project on workers that do not see its folder: once for each host, and only if it is missing ---
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedCode:
+    """`code` is the hash of the uploaded code, "" if none was needed.
+
+    `roots` has, for each place, the folder of the code on its worker; "" if the worker sees the project folder.
+    """
+
+    code: str
+    roots: list[str]
+
+
+def upload_code(
+    worker_group: Workers,
+    places: Sequence[RankPlace],
+    package: CodePackage,
+    needed: Path,
+    max_mb: float,
+    tell: Callable[[str], None],
+) -> UploadedCode:
+    """Make the project's code available to the worker of each place: in its own folder, or in a cache of the host.
+
+    Raises ClusterError if the upload fails; UsageError if the code exceeds `max_mb`, or lacks the file `needed`.
+    """
+    host_of = {place.slot.worker: place.hostname for place in places}
+    arguments = (str(package.folder), package.sample, inode_digest(package.folder, package.sample))
+    # An empty sample cannot identify the folder.
+    seen = _run_on(worker_group, [*host_of], driver_calls.sees_code, *arguments) if package.sample else {}
+    without = [worker for worker in host_of if not seen.get(worker)]
+    folders = dict.fromkeys(host_of, "")
+    code = ""
+    if without:
+        package.check(needed, max_mb)
+        code = package.hash
+        folders |= _run_on(worker_group, without, driver_calls.use_code, code)
+    if not all(folders[worker] for worker in without):
+        archive, code = package.archive
+        for worker in without:
+            # It may be in the cache by now: another worker of this host may just have got it.
+            folders |= _run_on(worker_group, [worker], driver_calls.use_code, code)
+            if not folders[worker]:
+                tell(f"uploading {len(package.names)} files of {package.folder} to host {host_of[worker]}")
+                folders[worker] = _send(worker_group, worker, package.names, code, archive)
+    return UploadedCode(code, [folders[place.slot.worker] for place in places])
+
+
+def _send(worker_group: Workers, worker: str, names: list[str], code: str, archive: bytes) -> str:
+    """Send the archive in chunks, and return the folder in which the worker has unpacked it."""
+    name = f"code-{code}.tar.gz"
+    for offset in range(0, len(archive), READ_LIMIT_BYTES):
+        chunk = archive[offset : offset + READ_LIMIT_BYTES]
+        _run_on(worker_group, [worker], driver_calls.write_spool, worker_group.run_id, name, offset, chunk)
+    return str(
+        _run_on(worker_group, [worker], driver_calls.unpack_code, worker_group.run_id, code, name, names)[worker]
+    )
+
+
+def _run_on(
+    worker_group: Workers, workers: list[str], function: Callable[..., Any], *arguments: object
+) -> dict[str, Any]:
+    """Run a function on these workers; return the results by worker. Raises ClusterError, which names the worker."""
+    try:
+        answers = dict(worker_group.client.run(function, *arguments, workers=workers, on_error="return"))
+    except ClusterError:
+        raise
+    except Exception as error:  # Dask raises any type if the scheduler has ended
+        answers = {", ".join(workers): error}
+    for worker, answer in answers.items():
+        if isinstance(answer, Exception):
+            raise ClusterError(f"could not upload the code to {worker}: {answer}") from answer
+    return answers

@@ -15,23 +15,40 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.log import Log
-from ddptrain.notify.messages import Message
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.sanitize import sanitized
+from ddptrain.text_tables import clean_line
 
 _log = Log(__name__)
 
 _START_S = 30.0  # for the start of the process and for loading Apprise, about 1 s on an idle machine
 _SHORTEST_SECRET = 4
 _PROBLEM_CHARS = 300
+
+
+Kind = Literal["info", "success", "warning", "failure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A title, and a body in Markdown: only bold, code and lists. Apprise converts it to what each service shows."""
+
+    title: str
+    body: str
+    kind: Kind = "info"
+
+
+def code(text: str) -> str:
+    """Return the text as inline code, so that underscores and stars stay as they are."""
+    return "`" + clean_line(text).replace("`", "'") + "`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +146,8 @@ def secret_parts(url: str) -> list[str]:
 
 def _without(message: Message, secrets: Iterable[str]) -> Message:
     known = sorted(secrets, key=len, reverse=True)
-    texts = (message.title, message.text, message.markdown, message.html)
-    title, text, markdown, html = (hide_credentials(hide_known(each, known)) for each in texts)
-    return Message(title, text, markdown, html, message.kind)
+    title, body = (hide_credentials(hide_known(each, known)) for each in (message.title, message.body))
+    return Message(title, body, message.kind)
 
 
 def _send_named(message: Message, named: list[tuple[str, str]], timeout_s: float, retries: int) -> list[list[Delivery]]:

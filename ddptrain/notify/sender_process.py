@@ -79,11 +79,10 @@ def _send(service: Any, request: dict[str, Any], index: int, answer: Any) -> Non
         half = request["timeout_s"] / 2
         service.socket_read_timeout = max(service.socket_read_timeout, half)
         service.socket_connect_timeout = max(service.socket_connect_timeout, half)
-        form = service.resolve_format(apprise.NotifyFormat.MARKDOWN)  # "text", "markdown" or "html"
         result = apprise.Apprise(service, asset=service.asset).notify(
             title=request["title"],
-            body=request[form.value],
-            body_format=form,
+            body=request["body"],
+            body_format=apprise.NotifyFormat.MARKDOWN,
             notify_type=request["kind"],
             timeout=request["timeout_s"],
             log_level=logging.DEBUG,

@@ -9,11 +9,12 @@ from urllib.parse import quote
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import DdptrainError
+from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.charts import charts, sparkline
 from ddptrain.reports.facts import Facts
 from ddptrain.reports.markdown_text import cell, code, details, fenced, link, table
-from ddptrain.reports.report import CANDIDATE, CHAMPION, RunReport, StageReport
+from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.reports.source_line import SourceLine
 from ddptrain.results.lookup import RunView
 from ddptrain.results.show.curves import Plot, whole_plot
@@ -132,26 +133,28 @@ def _job_url(environ: Mapping[str, str]) -> str:
 
 
 def _model(report: RunReport) -> Iterator[str]:
-    if report.scores:
+    if (record := report.retraining) is None:
+        return
+    if record.scores:
         yield "### Comparison"
-        yield _scores(report)
-    if report.gate:
-        yield table(("", "gate"), [["✅" if each.passed else "❌", cell(each.reason)] for each in report.gate])
-    if report.difference:
-        yield "Training data: " + ", ".join(code(text) for text in report.difference)
+        yield _scores(record)
+    if record.gate:
+        yield table(("", "gate"), [["✅" if each.passed else "❌", cell(each.reason)] for each in record.gate])
+    if record.difference:
+        yield "Training data: " + ", ".join(code(text) for text in record.difference)
 
 
-def _scores(report: RunReport) -> str:
-    candidate, champion = (report.scores.get(side, {}) for side in (CANDIDATE, CHAMPION))
+def _scores(record: RetrainRecord) -> str:
+    candidate, champion = (record.scores.get(side, {}) for side in ("candidate", "champion"))
     names = list(dict.fromkeys((*candidate, *champion)))[:_MOST_METRICS]
-    header = ["metric", _version(CANDIDATE, report.version)]
+    header = ["metric", _version("candidate", record.version)]
     if not champion:
         return table(header, [[cell(name), _number(candidate.get(name))] for name in names])
     rows = [
         [cell(name), _number(candidate.get(name)), _number(champion.get(name)), _change(candidate, champion, name)]
         for name in names
     ]
-    return table([*header, _version(CHAMPION, report.champion), "change"], rows)
+    return table([*header, _version("champion", record.champion), "change"], rows)
 
 
 def _version(side: str, number: int | None) -> str:

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Self
 
 from ddptrain.errors import SIGNALLED, ConfigError, DdptrainError, ExitCode, Problem, one_line
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.results.lookup import RunView
 
-CANDIDATE, CHAMPION = "candidate", "champion"
 _NOT_WRONG = SIGNALLED | {ExitCode.REJECTED, ExitCode.DEADLINE, ExitCode.PREEMPTED}
-
-
-class Condition(Protocol):
-    """One condition of a gate, with its outcome (as GateOutcome of ddptrain.retrain.records)."""
-
-    @property
-    def metric(self) -> str:
-        """The name of the metric."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the candidate fulfils it."""
-
-    @property
-    def reason(self) -> str:
-        """Why, in words, as "val/loss 2.2 is worse than the champion's 2.0"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +31,7 @@ class RunReport:
     status: succeeded, failed, promoted, rejected, ... reason: why it ended so, in one line; "" for the reasons of the
     gate, or the run's failure.
     view: the run; None if none was started. problems: of the configuration.
-    version, champion: the new version of the model, and its champion before. scores: candidate and champion ->
-    metrics of the evaluation. difference: how the training data differ from those of the champion, in words.
+    retraining: its record, with the new version, the scores and the gate; stages: what was done.
     secrets: texts that are left out of the ranks' last lines.
     """
 
@@ -58,22 +41,16 @@ class RunReport:
     reason: str = ""
     view: RunView | None = None
     problems: tuple[Problem, ...] = ()
-    model: str = ""
-    version: int | None = None
-    champion: int | None = None
-    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    gate: Sequence[Condition] = ()
+    retraining: RetrainRecord | None = None
     stages: Sequence[StageReport] = ()
-    difference: Sequence[str] = ()
     secrets: Sequence[str] = field(default=(), repr=False)
 
     @classmethod
-    def of_run(cls, view: RunView, **retraining: Any) -> Self:
-        """Return the report of a run that has ended; `retraining` are the other fields, which win."""
+    def of_run(cls, view: RunView, secrets: Sequence[str] = ()) -> Self:
+        """Return the report of a run that has ended."""
         record = view.record
         exit_code = ExitCode.INTERNAL if record.exit_code is None else record.exit_code
-        fields = {"name": record.name or view.run_id, "status": str(view.status), "exit_code": exit_code}
-        return cls(**{**fields, "view": view, **retraining})
+        return cls(record.name or view.run_id, str(view.status), exit_code, view=view, secrets=secrets)
 
     @classmethod
     def of_error(cls, name: str, error: DdptrainError) -> Self:
@@ -81,6 +58,21 @@ class RunReport:
         problems = error.problems if isinstance(error, ConfigError) else ()
         what = f"the configuration has {len(problems)} problems" if len(problems) > 1 else one_line(error)
         return cls(name, "failed", error.exit_code, what, problems=problems)
+
+    @property
+    def model(self) -> str:
+        """The model that was retrained, or ""."""
+        return self.retraining.model if self.retraining else ""
+
+    @property
+    def version(self) -> int | None:
+        """The version that a retraining has made."""
+        return self.retraining.version if self.retraining else None
+
+    @property
+    def gate(self) -> Sequence[GateOutcome]:
+        """The conditions of the gate."""
+        return self.retraining.gate if self.retraining else ()
 
     @property
     def level(self) -> str:

@@ -107,15 +107,16 @@ def time_text(text: str | None) -> str:
     return f"{parsed:%Y-%m-%d %H:%M:%S}" if parsed else ""
 
 
-def list_runs(runs_dir: Path) -> list[RunView]:
-    """Return every run of the folder, newest first; no runs if the folder does not exist. Raises UsageError."""
+def list_runs(runs_dir: Path, kind: str = "") -> list[RunView]:
+    """Return every run of that kind in the folder, newest first; no runs if it does not exist. Raises UsageError."""
     try:
         folders = [path for path in runs_dir.iterdir() if _is_run(path)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UsageError(f"cannot list runs in {runs_dir}: {error.strerror}; choose another with --runs-dir") from error
-    return sorted((load_run(folder) for folder in folders), key=_age, reverse=True)
+    views = [view for view in map(load_run, folders) if view.record.kind == kind]
+    return sorted(views, key=_age, reverse=True)
 
 
 def find_run(runs_dir: Path, run: str) -> Path:
@@ -196,7 +197,7 @@ def _about_sweep(runs_dir: Path, run: str) -> str | None:
     numbered = _NUMBERED.fullmatch(run)
     for name in filter(None, (run, numbered and numbered[1])):
         for folder in (runs_dir / name, Path(name)):
-            if not os.path.isfile(folder / "sweep.json"):
+            if not is_sweep(folder):
                 continue
             trials = sorted(_names(folder))
             what = f'sweep "{shorten(name)}" has no trial {numbered[2]}' if numbered else f'"{shorten(run)}" is a sweep'
@@ -217,9 +218,18 @@ def _names(runs_dir: Path) -> list[str]:
         return []
 
 
+def is_sweep(folder: Path) -> bool:
+    """Return whether the folder is that of a sweep, whose trials are the runs below it."""
+    try:
+        return (folder / "sweep.json").is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _is_run(folder: Path) -> bool:
     try:
-        return not folder.name.startswith(PRUNED) and RunLayout(folder).run_json.is_file()
+        is_run = not folder.name.startswith(PRUNED) and RunLayout(folder).run_json.is_file()
+        return is_run and not is_sweep(folder)
     except OSError:  # no permission, or a name that is too long
         return False
 

@@ -23,6 +23,7 @@ from ddptrain.errors import one_line
 from ddptrain.host_identity import boot_id
 
 SCHEMA = 1
+SWEEP = "sweep"  # the kind of a run whose trials are runs below it
 
 
 ENDED_BY_STOP = "ended by ddptrain stop"
@@ -266,6 +267,7 @@ class RunRecord(_Part):
     schema: int = SCHEMA
     run_id: str = ""
     name: str = ""
+    kind: str = ""  # SWEEP, or "" for a training
     workload: str = ""
     status: str = RunStatus.RUNNING
     waiting: bool = False

@@ -61,9 +61,9 @@ class LocalRuns:
 
     folder: Path
 
-    def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
-        """Return every run, newest first."""
-        return list_runs(self.folder)
+    def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
+        """Return every run of that kind, newest first."""
+        return list_runs(self.folder, kind)
 
     def find(
         self, run: str, need: NeededFiles = NeededFiles.NOTHING, rank: int | None = None, checkpoint: str = BEST

@@ -75,7 +75,15 @@ class RunWriter:
 
     @classmethod
     def create(
-        cls, runs_dir: Path, run_id: str | None, name: str, config_text: str, workload: str, *, world_size: int = 0
+        cls,
+        runs_dir: Path,
+        run_id: str | None,
+        name: str,
+        config_text: str,
+        workload: str,
+        *,
+        world_size: int = 0,
+        kind: str = "",
     ) -> Self:
         """Create the directory of a new run, take its lock, and write config.yaml and run.json.
 
@@ -85,8 +93,9 @@ class RunWriter:
         record = RunRecord(
             run_id=layout.root.name,
             name=name,
+            kind=kind,
             workload=workload,
-            waiting=True,
+            waiting=not kind,
             started_at=utc_now(),
             world_size=world_size,
             params=_params_in(config_text),

@@ -1,7 +1,6 @@
 """Lists the training data of a configuration, and compares the listing with an earlier one.
 
-A file is the same if its content hash is the same. Files of 64 MiB and more, and objects in a store, are compared by
-size and by modification time, or by the version that the store gives (ETag).
+A file is the same if its size and its modification time are the same, or the version that the store gives (ETag).
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from ddptrain.config.plugin_names import BUILT_IN, DataSource
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import counted, shorten
 from ddptrain.driver.transfer.code_package import pack, project_of
-from ddptrain.errors import ClusterError, UsageError
-from ddptrain.file_ops import hash_file, sha256
+from ddptrain.errors import UsageError
+from ddptrain.file_ops import sha256
 from ddptrain.protocol.code_digest import content_hash
 from ddptrain.redact import hide_credentials
-from ddptrain.storage.store import Limits, Listed, Location, StoreError, fetch_chunks, open_store
+from ddptrain.storage.store import Limits, Location, StoreError, fetch_chunks, open_store
 
-HASHED_BELOW_BYTES = 64 << 20
 _LIMITS = Limits(timeout_s=20.0, retries=4, patience_s=40.0)
 _MOST_NAMED = 5
 _MOST_LISTING_BYTES = 1 << 30
@@ -34,14 +32,10 @@ _CODE = (".py", ".pyi", ".ipynb")
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of the training data. content: a text that changes if the file changes.
-
-    state: size, modification time and inode of a local file; while they stay the same, it is not hashed again.
-    """
+    """A file of the training data. version: a text that changes if the file changes."""
 
     size_bytes: int
-    content: str
-    state: str = ""
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +47,11 @@ class DataListing:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over paths and contents."""
+        """SHA-256 over paths, sizes and versions."""
         whole = sha256()
         for path in sorted(self.files):
-            whole.update(f"{self.files[path].content} {path}\n".encode("utf-8", "surrogateescape"))
+            file = self.files[path]
+            whole.update(f"{file.size_bytes} {file.version} {path}\n".encode("utf-8", "surrogateescape"))
         return whole.hexdigest()
 
     @property
@@ -71,7 +66,7 @@ class DataListing:
 
     def to_bytes(self) -> bytes:
         """Encode the listing, compressed."""
-        rows = {path: [file.size_bytes, file.content, file.state] for path, file in self.files.items()}
+        rows = {path: [file.size_bytes, file.version] for path, file in self.files.items()}
         return zlib.compress(json.dumps({"noun": self.noun, "files": rows}).encode(), 1)
 
     @classmethod
@@ -81,23 +76,22 @@ class DataListing:
             inflater = zlib.decompressobj()
             text = inflater.decompress(data or b"", _MOST_LISTING_BYTES)
             raw = json.loads(text) if inflater.eof else {}
-            files = {str(path): DataFile(int(row[0]), str(row[1]), str(row[2])) for path, row in raw["files"].items()}
+            files = {str(path): DataFile(int(row[0]), str(row[1])) for path, row in raw["files"].items()}
             return cls(files, str(raw["noun"]))
         except (zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
 
-def list_data(resolved: ResolvedConfig, before: DataListing | None = None) -> DataListing:
-    """List the training data of a configuration; hashes of files that have not changed are taken from `before`.
+def list_data(resolved: ResolvedConfig) -> DataListing:
+    """List the training data of a configuration.
 
     Raises:
         UsageError: a source does not exist.
         StoreError: a source cannot be listed.
     """
-    known = before.files if before else {}
     files: dict[str, DataFile] = {}
     for source in _sources(resolved):
-        files |= {f"{source.field}/{path}": file for path, file in _list_source(source, known).items()}
+        files |= {f"{source.field}/{path}": file for path, file in _list_source(source).items()}
     return DataListing(files, "image" if resolved.config.workload == "images" else "file")
 
 
@@ -128,7 +122,7 @@ def _sources(resolved: ResolvedConfig) -> list[_Source]:
     return [*sources, *(_Source(f"data.sources.{n}", place, {}) for n, place in enumerate(config.data.sources))]
 
 
-def _list_source(source: _Source, known: Mapping[str, DataFile]) -> dict[str, DataFile]:
+def _list_source(source: _Source) -> dict[str, DataFile]:
     """List a source; a path or URL may also be one file."""
     location = Location.of(source.place, source.options, source.field)
     is_local = location.protocol == "file"
@@ -137,22 +131,24 @@ def _list_source(source: _Source, known: Mapping[str, DataFile]) -> dict[str, Da
         raise UsageError(f"{source.field} is {hide_credentials(source.place)}, which does not exist{path}")
     if is_local and Path(location.url).is_file():
         status = Path(location.url).stat()
-        file = Listed(Path(location.url).name, status.st_size, f"{status.st_mtime_ns:x}-{status.st_ino:x}")
-        return _hashed(Path(location.url).parent, [file], source, known)
-    refused = None
-    listed: list[Listed] = []
+        return {Path(location.url).name: DataFile(status.st_size, f"{status.st_mtime_ns:x}")}
     try:
-        listed = [item for item in open_store(location, _LIMITS).listing() if "/." not in f"/{item.key}"]  # hidden
+        files = {
+            item.key: DataFile(item.size_bytes, item.version.partition("-")[0] if is_local else item.version)
+            for item in open_store(location, _LIMITS).listing()
+            if "/." not in f"/{item.key}"  # hidden
+        }
+        refused = None
     except StoreError as error:
-        refused = error  # a URL of one file, or a store that fails
-    if is_local and refused is None:
-        return _hashed(Path(location.url), listed, source, known)
-    if listed:
-        return {item.key: DataFile(item.size_bytes, f"{item.size_bytes} {item.version}") for item in listed}
-    return _hash_object(source, location, refused)
+        files, refused = {}, error  # a URL of one file, or a store that fails
+    if files or is_local:
+        if refused is not None:
+            raise refused
+        return files
+    return _of_one_object(source, location, refused)
 
 
-def _hash_object(source: _Source, location: Location, refused: StoreError | None) -> dict[str, DataFile]:
+def _of_one_object(source: _Source, location: Location, refused: StoreError | None) -> dict[str, DataFile]:
     """Hash a URL of one file. A folder that is empty yields no files; one that cannot be listed raises `refused`."""
     digest, size_bytes = sha256(), 0
     try:
@@ -166,33 +162,12 @@ def _hash_object(source: _Source, location: Location, refused: StoreError | None
     return {PurePosixPath(location.url).name: DataFile(size_bytes, digest.hexdigest())}
 
 
-def _hashed(
-    folder: Path, listed: Sequence[Listed], source: _Source, known: Mapping[str, DataFile]
-) -> dict[str, DataFile]:
-    """Add the content hashes to a listing of local files."""
-    files = {}
-    for item in listed:
-        before = known.get(f"{source.field}/{item.key}")
-        state = f"{item.size_bytes} {item.version}"
-        if before is not None and before.state == state:
-            files[item.key] = before
-        elif item.size_bytes >= HASHED_BELOW_BYTES:
-            files[item.key] = DataFile(item.size_bytes, f"{item.size_bytes} {item.version.partition('-')[0]}", state)
-        else:
-            try:
-                size_bytes, digest = hash_file(folder / item.key)
-            except OSError as error:
-                raise ClusterError(f"{folder / item.key} cannot be read: {error.strerror}") from error
-            files[item.key] = DataFile(size_bytes, digest, state)
-    return files
-
-
 def difference(old: DataListing, new: DataListing) -> list[str]:
     """Describe in words how the data have changed, as "+312 images", "class pug is missing"; empty if they have not."""
     added = new.files.keys() - old.files.keys()
     removed = old.files.keys() - new.files.keys()
     both = new.files.keys() & old.files.keys()
-    changed = {path for path in both if new.files[path].content != old.files[path].content}
+    changed = {path for path in both if new.files[path] != old.files[path]}
     words = [
         f"+{counted(len(added), new.noun)}" if added else "",
         f"-{counted(len(removed), new.noun)}" if removed else "",

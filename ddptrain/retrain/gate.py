@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ddptrain.config.sections.retraining import GateRule
-from ddptrain.retrain.records import GateOutcome
+from ddptrain.model_registry.retrainings import GateOutcome
 
 _ROUNDING = 1e-9  # relative: 0.3 - 0.1 is not 0.2 in floating-point numbers
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ExitCode
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
 from ddptrain.retrain.fingerprint import DataListing, missing_classes
-from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
 
 # After these exit codes of the training, the next start continues it: the cause may have passed by then.
 _CONTINUED_AFTER = frozenset({ExitCode.CLUSTER, ExitCode.HANG, ExitCode.LOCKED})
@@ -31,23 +31,19 @@ class Choice:
     abandoned: RetrainRecord | None = None
 
 
-def choose(
-    newest: Sequence[RetrainRecord], config: str, slot: str, now: str, *, force: bool, live: Collection[int] = ()
-) -> Choice:
+def choose(newest: Sequence[RetrainRecord], config: str, slot: str, *, force: bool) -> Choice:
     """Choose between skipping, continuing and beginning.
 
     newest: earlier retrainings, newest first. config: the digest of the configuration. slot: the scheduled time, or "".
-    now: the time as in a slot; later slots of `newest` are of a clock that was wrong, and do not count.
     force begins a new retraining, unless one with the same configuration was interrupted.
-    live: the numbers of those that other processes work on (`overlap: allow`).
     """
     newest = [record for record in newest if _had_model(record)]
-    last = to_continue(record for record in newest if record.number not in live)
+    last = to_continue(newest)
     if last is not None:
         if last.config == config:
             return Choice(continued=last)
         return Choice(abandoned=last)
-    last_slot = max((record.slot for record in newest if record.slot and record.slot <= max(now, slot)), default="")
+    last_slot = max((record.slot for record in newest if record.slot), default="")
     if slot and last_slot >= slot and not force:
         record = next(record for record in newest if record.slot == last_slot)
         return Choice(
@@ -98,7 +94,7 @@ def unchanged(
     if settings.if_unchanged == "train" or not trained:
         return ""
     ended = datetime.fromisoformat(trained[0].ended_at or trained[0].started_at)
-    age_s = abs((now - ended).total_seconds())  # in the future: the clock was wrong
+    age_s = (now - ended).total_seconds()
     if settings.max_age is not None and age_s >= settings.max_age:
         return ""
     for record in trained:

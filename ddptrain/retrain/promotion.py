@@ -12,13 +12,13 @@ from ddptrain.errors import ExitCode, UsageError, one_line
 from ddptrain.model_registry.add_run import Retrained, add_output, add_run
 from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.layout import BEST
 from ddptrain.results.lookup import RunView, find_checkpoint
 from ddptrain.retrain.gate import judge, passed
-from ddptrain.retrain.records import RetrainStatus, Stage
 from ddptrain.retrain.script_output import output_state, read_metrics
-from ddptrain.retrain.start import End, Start
+from ddptrain.retrain.start import Start
 
 if TYPE_CHECKING:
     from ddptrain.retrain.evaluation import Evaluation
@@ -129,20 +129,18 @@ def decide(start: Start) -> None:
             start.update(stage=Stage.TRAIN)
 
 
-def outcome(start: Start) -> End:
+def outcome(start: Start) -> RetrainRecord:
     """Return the end of a retraining whose stage "promote" is complete."""
     record = start.began
     reasons = "; ".join(rule.reason for rule in record.gate if rule.passed or not passed(record.gate))
     if passed(record.gate) or record.promoted_anyway:
         anyway = "" if passed(record.gate) else "promoted anyway; "
-        return End(
-            RetrainStatus.PROMOTED, ExitCode.SUCCEEDED, f"version {record.version} is the champion ({anyway}{reasons})"
-        )
+        reason = f"version {record.version} is the champion ({anyway}{reasons})"
+        return start.ended(RetrainStatus.PROMOTED, ExitCode.SUCCEEDED, reason)
     failed = "; ".join(rule.reason for rule in record.gate if not rule.passed)
     champion = f"version {record.champion} stays the champion" if record.champion else "there is no champion"
-    return End(
-        RetrainStatus.REJECTED, ExitCode.REJECTED, f"version {record.version} was rejected, {champion}: {failed}"
-    )
+    reason = f"version {record.version} was rejected, {champion}: {failed}"
+    return start.ended(RetrainStatus.REJECTED, ExitCode.REJECTED, reason)
 
 
 def _evaluate(start: Start, candidate: Candidate) -> None:

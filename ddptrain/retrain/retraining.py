@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +22,7 @@ from ddptrain.config.plugin_names import is_built_in
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import counted
 from ddptrain.driver.control.signals import signals_to
+from ddptrain.driver.control.stop import find_target, stop_run
 from ddptrain.errors import (
     SIGNALLED,
     DdptrainError,
@@ -33,20 +35,18 @@ from ddptrain.errors import (
     one_line,
 )
 from ddptrain.log import Log
+from ddptrain.model_registry.registry import user_name
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
 from ddptrain.notify.sender import missing_variables
 from ddptrain.results.layout import new_run_id
-from ddptrain.results.lookup import load_run
+from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain import plan
-from ddptrain.retrain.cleanup.clean_up import policy_of
-from ddptrain.retrain.cleanup.disk_space import check_space
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
 from ddptrain.retrain.finish import conclude, report_end
-from ddptrain.retrain.ownership import is_being_retrained
 from ddptrain.retrain.promotion import decide, outcome
-from ddptrain.retrain.records import RetrainRecord, RetrainStatus, Stage
-from ddptrain.retrain.start import End, RetrainOptions, Start
+from ddptrain.retrain.start import RetrainOptions, Start
 
 _log = Log(__name__)
 _LOOKED_AT = 50  # earlier retrainings
@@ -94,15 +94,16 @@ class Retraining:
             report_end(self.start, end)
         if bug is not None:
             raise bug
-        return int(end.exit_code)
+        return int(end.exit_code or 0)
 
-    def _locked(self, stack: ExitStack) -> End:
+    def _locked(self, stack: ExitStack) -> RetrainRecord:
         """Take the lock of the model for the rest of the start, and go through the stages."""
         start, settings = self.start, self.start.settings
+        wait_s = 0.0 if settings.overlap == "skip" else settings.wait
         if not start.options.dry_run:
             try:
                 with start.signals.interrupting():
-                    stack.enter_context(start.owner.owned(settings.overlap, settings.wait, start.out.notice))
+                    stack.enter_context(start.owner.owned(wait_s, start.out.notice, self._stop_the_other))
             except RunLocked as error:
                 if settings.overlap != "skip":
                     raise
@@ -110,16 +111,16 @@ class Retraining:
         stack.enter_context(self.deadline)
         return self._stages()
 
-    def _skip(self, reason: str) -> End:
+    def _skip(self, reason: str) -> RetrainRecord:
         if not self.start.options.dry_run:
             self.start.records.add_skip(reason, self.start.options.slot)
-        return End(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, reason)
+        return self.start.ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, reason)
 
-    def _stages(self) -> End:
+    def _stages(self) -> RetrainRecord:
         start, options = self.start, self.start.options
         start.digest = config_digest(start.resolved)
         start.earlier = start.records.newest(_LOOKED_AT)
-        choice = self._choose()
+        choice = plan.choose(start.earlier, start.digest, options.slot, force=options.force)
         if choice.skip:
             return self._skip(choice.skip)
         if choice.abandoned is not None:
@@ -131,28 +132,34 @@ class Retraining:
         start.out.stage(Stage.LOCK, self._lock_text(choice.continued), continued=choice.continued is not None)
         if choice.continued is not None:
             if options.dry_run:
-                return would(f"continue retraining {choice.continued.number} with run {choice.continued.run_id}")
+                return would(start, f"continue retraining {choice.continued.number} with run {choice.continued.run_id}")
             start.resume(choice.continued.number)
         if not start.is_done(Stage.CHECK_DATA) and (end := check_data(start)):
             return end
         train_and_decide(start)
         return outcome(start)
 
-    def _choose(self) -> plan.Choice:
-        """Choose what to do. With `overlap: allow`, take the lock of the retraining that is continued or given up."""
-        start, options = self.start, self.start.options
-        live: set[int] = set()  # retrainings of other processes
-        while True:
-            choice = plan.choose(start.earlier, start.digest, options.slot, utc_now(), force=options.force, live=live)
-            record = choice.continued or choice.abandoned
-            if record is None or start.settings.overlap != "allow" or self._may_change(record.number):
-                return choice
-            live.add(record.number)
+    def _stop_the_other(self) -> None:
+        """With `overlap: replace`, stop the run of the process that holds the model, as `ddptrain stop` does."""
+        start = self.start
+        if start.settings.overlap != "replace":
+            return
+        other = next(iter(start.records.newest(1)), None)
+        if other is None or not other.is_running or not other.run_id:
+            return
+        try:
+            target = find_target(start.resolved.config.results.dir, other.run_id)
+            driver = target.look().record.driver
 
-    def _may_change(self, number: int) -> bool:
-        if self.start.options.dry_run:
-            return not is_being_retrained(self.start.registry.folder, self.start.settings.model, number)
-        return self.start.owner.take_record(number)
+            def look() -> RunView:
+                if (view := target.look()).record.driver != driver:
+                    raise RunNotFound(f"run {view.run_id} was continued by {view.record.driver.description}")
+                return view
+
+            asked_by = f"{user_name()}@{socket.gethostname()}"
+            stop_run(replace(target, look=look), now=False, by=asked_by, tell=start.out.notice)
+        except DdptrainError as error:  # it has not begun, or this host does not see its folder
+            _log.info("run not stopped", run=other.run_id, reason=error)
 
     def _lock_text(self, continued: RetrainRecord | None) -> str:
         model = f"model {self.start.settings.model} in {self.start.registry.where}"
@@ -170,33 +177,28 @@ class Retraining:
             ended = replace(adopted, status=RetrainStatus.ABANDONED, ended_at=utc_now(), reason=text)
             self.start.records.update(ended)
 
-    def _failed(self, error: BaseException) -> End:
+    def _failed(self, error: BaseException) -> RetrainRecord:
         """Return the end after an error of any stage."""
         _log.info("stage failed", error=error)
         owner, exit_code = self.start.owner, int(getattr(error, "exit_code", ExitCode.INTERNAL))
         if isinstance(error, Interrupted | RunPreempted | KeyboardInterrupt):
             if self.deadline.is_reached:
                 text = f"the deadline of {self.deadline.seconds:g} s was reached; the next start continues"
-                return End(RetrainStatus.DEADLINE, ExitCode.DEADLINE, text)
+                return self.start.ended(RetrainStatus.DEADLINE, ExitCode.DEADLINE, text)
             if owner.lost is not None:
-                return End(RetrainStatus.INTERRUPTED, ExitCode.LOCKED, one_line(owner.lost))
-            if owner.replaced_by:
-                text = f"handed over to {owner.replaced_by}, which has overlap: replace"
-                return End(RetrainStatus.INTERRUPTED, exit_code, text)
+                return self.start.ended(RetrainStatus.INTERRUPTED, ExitCode.LOCKED, one_line(owner.lost))
             code = ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code
-            return End(RetrainStatus.INTERRUPTED, code, f"{one_line(error)}; the next start continues")
+            return self.start.ended(RetrainStatus.INTERRUPTED, code, f"{one_line(error)}; the next start continues")
         if isinstance(error, DdptrainError):
-            return End(RetrainStatus.FAILED, exit_code, str(error))
-        return End(RetrainStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}")
+            return self.start.ended(RetrainStatus.FAILED, exit_code, str(error))
+        return self.start.ended(RetrainStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}")
 
-    def _last_event(self, end: End, duration_s: float) -> dict[str, Any]:
+    def _last_event(self, end: RetrainRecord, duration_s: float) -> dict[str, Any]:
         """Return the last object of `--output json`, without its stages."""
-        about: dict[str, Any] = {"model": self.start.settings.model, "status": str(end.status)}
-        about |= {"exit_code": int(end.exit_code), "reason": end.reason, "duration_s": round(duration_s, 3)}
-        if (record := self.start.record) is not None:
-            names = ("number", "run_id", "slot", "champion", "version", "scores", "gate", "difference", "starts")
-            about |= {name: getattr(record, name) for name in names}
-        return about
+        names = ["model", "status", "exit_code", "reason"]
+        if end.number:
+            names += ["number", "run_id", "slot", "champion", "version", "scores", "gate", "difference", "starts"]
+        return {**{name: getattr(end, name) for name in names}, "duration_s": round(duration_s, 3)}
 
 
 class Deadline:
@@ -229,7 +231,7 @@ class Deadline:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def check_data(start: Start) -> End | None:
+def check_data(start: Start) -> RetrainRecord | None:
     """List the data, and begin the retraining. Returns an end if there is nothing to train.
 
     Raises:
@@ -239,7 +241,7 @@ def check_data(start: Start) -> End | None:
     champion = start.champion()
     before = _listing_before(start, champion)
     with start.signals.interrupting():
-        listing = list_data(start.resolved, before)
+        listing = list_data(start.resolved)
     changes = difference(before, listing) if before is not None else []
     has_sources = names_data(start.resolved)
     is_seen = has_sources or is_built_in(start.resolved.config.workload)
@@ -256,16 +258,16 @@ def check_data(start: Start) -> End | None:
         if same := plan.unchanged(start.earlier, champion, start.digest, data, start.settings, moment):
             return _unchanged(start, data, listing, same)
     if start.options.dry_run:
-        return would("train")
+        return would(start, "train")
     start.begin(data, listing, champion)
     start.records.write_listing(start.began.number, listing.to_bytes())
     start.update(stage=Stage.CHECK_DATA, difference=tuple(changes))
     return None
 
 
-def would(what: str) -> End:
-    """Return what `End` this start would have; for --dry-run."""
-    return End(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, f"dry run: it would {what}")
+def would(start: Start, what: str) -> RetrainRecord:
+    """Return the end of a dry run."""
+    return start.ended(RetrainStatus.SKIPPED, ExitCode.SUCCEEDED, f"dry run: it would {what}")
 
 
 def _listing_before(start: Start, champion: int | None) -> DataListing | None:
@@ -287,10 +289,10 @@ def _describe(start: Start, listing: DataListing, changes: Sequence[str], *, kno
     return f"{size}; {', '.join(changes) or 'unchanged'}"
 
 
-def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> End:
+def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> RetrainRecord:
     """Record that there was nothing to do; consecutive records of this kind are merged into one."""
     if start.options.dry_run:
-        return would(f"train nothing: {reason}")
+        return would(start, f"train nothing: {reason}")
     last = start.earlier[0]
     if (
         start.record is None
@@ -300,7 +302,7 @@ def _unchanged(start: Start, data: str, listing: DataListing, reason: str) -> En
         start.resume(last.number)
     else:
         start.begin(data, listing, start.champion(), with_run=False)
-    return End(RetrainStatus.UNCHANGED, ExitCode.SUCCEEDED, reason)
+    return start.ended(RetrainStatus.UNCHANGED, ExitCode.SUCCEEDED, reason)
 
 
 def train_and_decide(start: Start) -> None:
@@ -326,15 +328,11 @@ def train_run(start: Start) -> None:
     """Train, or resume the run of this retraining; a run that has succeeded is not trained again.
 
     Raises:
-        ClusterError: there is not enough disk space.
         RunPreempted: a signal has ended the run; it has saved if it had begun to train.
         DdptrainError: the run has failed; with the exit code of the run.
     """
     from ddptrain.driver.run import LaunchOptions, train
 
-    config, settings = start.resolved.config, start.settings
-    kept = policy_of(settings.keep, config.name)
-    check_space(config.results.dir, config.name, config.models.dir, settings.model, kept, start.began.run_id)
     options = LaunchOptions(
         run_id=start.began.run_id,
         output=start.options.output,

@@ -19,6 +19,7 @@ from ddptrain.errors import Interrupted
 from ddptrain.log import Log
 from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry, user_name
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.notify.heartbeat import Heartbeat
 from ddptrain.reports.destinations import Reporting
 from ddptrain.results.layout import new_run_id
@@ -28,13 +29,10 @@ from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.retrain.fingerprint import DataListing
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.retrain.script_output import output_states
 from ddptrain.sanitize import sanitized
-from ddptrain.storage.store import WriteConflict
 
 _log = Log(__name__)
-_PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -90,7 +88,7 @@ class StageOutput:
 class RetrainOptions:
     """The options of the command line besides the configuration.
 
-    slot: the scheduled time as resolve_slot (schedule/due_times.py) returns it, or "". promote_anyway: the reason to
+    slot: the scheduled time as resolve_slot (schedule/times.py) returns it, or "". promote_anyway: the reason to
     promote a version that the gate rejects, or "".
     """
 
@@ -102,15 +100,6 @@ class RetrainOptions:
     full_traceback: bool = False
     all_ranks: bool = False
     reporting: Reporting | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The end of one start: status, exit code and reason."""
-
-    status: RetrainStatus
-    exit_code: int
-    reason: str
 
 
 @dataclass(slots=True)
@@ -172,15 +161,8 @@ class Start:
         if self.record is not None:  # it has no run if it ended before its data were checked
             self.update(run_id=self.record.run_id or run_id, champion=champion, **about)
             return
-        record = replace(self.new_record(), champion=champion, run_id=run_id, **about)
-        while self.record is None:
-            self.raise_if_signalled()
-            number = self.records.next_number()
-            if self.settings.overlap == "allow" and not self.owner.take_record(number):
-                time.sleep(_PAUSE_S)  # another process is about to create it
-                continue
-            with suppress(WriteConflict):
-                self.record = self.records.create(replace(record, number=number))
+        self.record = self.records.create(replace(self.new_record(), champion=champion, run_id=run_id, **about))
+        self.raise_if_signalled()
 
     def new_record(self) -> RetrainRecord:
         """Return a record of this start, without a number."""
@@ -194,6 +176,19 @@ class Start:
             user=user_name(),
             host=socket.gethostname(),
         )
+
+    def ended(self, status: RetrainStatus, exit_code: int, reason: str) -> RetrainRecord:
+        """Return the record with this end; it is not written."""
+        return replace(self.record or self.new_record(), status=status, exit_code=int(exit_code), reason=reason)
+
+    def write(self, record: RetrainRecord) -> RetrainRecord:
+        """Write the record at the end, under a new number if it has none."""
+        if record.number:
+            self.records.update(record)
+        else:
+            record = self.records.create(record)
+        self.record = record
+        return record
 
     def resume(self, number: int) -> None:
         """Continue an earlier retraining. Its record is now of this start; the time of the earlier one is a skip."""

@@ -1,1 +1,1 @@
-"""`ddptrain schedule`: entries for cron, systemd, Kubernetes and CI, and the check for missed runs."""
+"""`ddptrain schedule`: entries for cron and systemd, and the check for late models."""

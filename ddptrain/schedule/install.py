@@ -1,114 +1,256 @@
-"""Adds schedules to systemd or cron, and removes them."""
+"""Adds schedules to systemd or cron, and removes them. What they read is in templates/."""
 
 from __future__ import annotations
 
+import getpass
 import os
-from collections.abc import Sequence
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
+from zoneinfo import ZoneInfo
 
-from ddptrain.config.wording import shorten
-from ddptrain.errors import ClusterError, UsageError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from platformdirs import user_config_path
+
+from ddptrain.errors import ClusterError, ExitCode, UsageError, one_line
 from ddptrain.file_ops import make_private, write_atomic
 from ddptrain.log import Log
-from ddptrain.results.run_record import utc_now
 from ddptrain.schedule.entries import Entries, Entry
-from ddptrain.schedule.job import MODELS_DIR, Job, read_env_file
-from ddptrain.schedule.targets.cron import Cron
-from ddptrain.schedule.targets.systemd import Systemd
-from ddptrain.schedule.targets.target import Part, Target
+from ddptrain.schedule.times import host_zone
 
 _log = Log(__name__)
+_TOOL_TIMEOUT_S = 60.0
+_NO_CRONTAB = re.compile("no crontab for|No such file")  # Debian and cronie, busybox
 
 
-TargetName = Literal["systemd", "cron"]
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A text for a scheduler. path: the file that it becomes; None for lines of the crontab."""
+
+    text: str
+    path: Path | None = None
+    mode: int = 0o644
 
 
-def default_target() -> TargetName:
+def default_target() -> Literal["systemd", "cron"]:
     """Return systemd where it runs, otherwise cron."""
     return "systemd" if Path("/run/systemd/system").is_dir() else "cron"
 
 
-def make_target(name: str, *, system: bool = False) -> Target:
-    """Return the scheduler; `system`: with units of the system. Raises UsageError for what it does not have."""
-    if name == "systemd":
-        return Systemd(system=system)
-    if name != "cron":
-        raise UsageError(f"a schedule is installed with systemd or cron, not with {shorten(name)}")
-    if system:
-        raise UsageError("--system is for --as systemd, not for cron: leave it out")
-    return Cron()
+def parts_of(entry: Entry) -> list[Part]:
+    """Return the texts for the scheduler: service and timer, or script and lines of the crontab.
+
+    The second line of the crontab catches up a missed time once, at the start of the machine, as does Persistent=true.
+    Raises UsageError if cron cannot use the time zone.
+    """
+    if entry.target == "systemd":
+        user_folder = user_config_path("systemd", appauthor=False) / "user"
+        folder = Path("/etc/systemd/system") if entry.system else user_folder
+        unit = _unit(entry.name)
+        return [
+            Part(_rendered("service.j2", entry), folder / f"{unit}.service"),
+            Part(_rendered("timer.j2", entry), folder / f"{unit}.timer"),
+        ]
+    zone = entry.schedule.zone
+    if not _same_zone(zone, host_zone()):
+        raise UsageError(
+            f"cron runs in the time zone of the host, {host_zone()}, not in {zone}: give the time in the zone of the "
+            "host, or use --as systemd"
+        )
+    path = user_config_path("ddptrain", appauthor=False) / "schedules" / f"{entry.name}.sh"
+    command = shlex.quote(str(path)).replace("%", r"\%")
+    lines = [f"{when} {command} {_mark(entry.name)}\n" for when in (entry.schedule.cron, "@reboot")]
+    return [Part(_rendered("cron.sh.j2", entry), path, 0o700), Part("".join(lines))]
 
 
-def install(
-    job: Job, name: TargetName, target: Target, parts: Sequence[Part], entries: Entries, *, system: bool
-) -> list[str]:
+def install(entry: Entry, entries: Entries) -> list[str]:
     """Install a schedule and record it; a schedule of the same name, configuration and scheduler is replaced.
 
-    Returns what was done, in lines. Raises UsageError, ClusterError.
+    Returns what was done, in lines. Raises UsageError, ClusterError: then everything is as before.
     """
-    with entries.locked("install"):
-        before = next((entry for entry in entries.all() if entry.name == job.name), None)
-        if before and (before.config, before.target) != (str(job.config), str(name)):
+    parts = parts_of(entry)
+    with entries.locked():
+        before = entries.get(entry.name)
+        if before and (before.config, before.target) != (entry.config, entry.target):
             raise UsageError(
-                f"there is a schedule {job.name} already, of {before.config} with {before.target}: choose another "
-                f"--name, or ddptrain schedule remove {job.name}"
+                f"there is a schedule {entry.name} already, of {before.config} with {before.target}: choose another "
+                f"--name, or ddptrain schedule remove {entry.name}"
             )
-        done = _prepare_env_file(job)
-        entries.save(
-            _entry(job, name, parts, system=system)
-        )  # first: what is installed is known, wherever this is killed
+        done = _prepare_env_file(entry)
+        entries.save(entry)  # first: what is installed is known, wherever this is killed
         try:
-            done += target.install(job, parts)
+            with _files_written(parts):
+                done += _activate(entry, parts)
         except (UsageError, ClusterError):
             if before:
                 entries.save(before)
             else:
-                entries.delete(job.name)
+                entries.delete(entry.name)
             raise
-    _log.info("schedule installed", schedule=job.name, target=name)
+    _log.info("schedule installed", schedule=entry.name, target=entry.target)
     return done
 
 
 def uninstall(name: str, entries: Entries) -> Entry:
     """Remove a schedule from its scheduler, then its record. Raises UsageError, ClusterError: the record stays."""
-    with entries.locked("install"):
+    with entries.locked():
         entry = entries.find(name)
-        target = make_target(entry.target, system=entry.system)
-        target.remove(name, [Path(file) for file in entry.files])
+        if entry.target == "systemd":
+            with suppress(ClusterError):  # the unit is not loaded any more; its files are deleted below
+                _run([*_systemctl(entry), "disable", "--now", f"{_unit(name)}.timer"])
+        elif "".join(after := _other_lines(name)) != (crontab := _crontab()):
+            assert crontab
+            _run(["crontab", "-"], "".join(after))
+        for path in [part.path for part in parts_of(entry) if part.path]:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise UsageError(f"cannot delete {path}: {error.strerror}") from error
+        if entry.target == "systemd":
+            with suppress(ClusterError):
+                _run([*_systemctl(entry), "daemon-reload"])
         entries.delete(name)
     _log.info("schedule removed", schedule=name, target=entry.target)
     return entry
 
 
-def _entry(job: Job, name: TargetName, parts: Sequence[Part], *, system: bool) -> Entry:
-    return Entry(
-        name=job.name,
-        model=job.model,
-        config=str(job.config),
-        workdir=str(job.workdir),
-        at=job.schedule.text,
-        zone=job.schedule.zone,
-        target=name,
-        added_at=utc_now(),
-        jitter_s=job.jitter_s,
-        files=tuple(str(part.path) for part in parts if part.path),
-        system=system,
-        models_dir=job.environment.get(MODELS_DIR, ""),
-    )
+def _activate(entry: Entry, parts: Sequence[Part]) -> list[str]:
+    if entry.target == "cron":
+        # Before the user's own lines: a variable there holds for all lines below it.
+        _run(["crontab", "-"], parts[1].text + "".join(_other_lines(entry.name)))
+        return ["added to the crontab; crontab -l shows it", f"log: {entry.log_file}"]
+    unit, systemctl = _unit(entry.name), _systemctl(entry)
+    _run([*systemctl, "daemon-reload"])
+    _run([*systemctl, "enable", "--now", f"{unit}.timer"])
+    done = [
+        f"enabled {unit}.timer; {' '.join(systemctl)} list-timers shows it",
+        f"log: journalctl {'' if entry.system else '--user '}-u {unit}",
+    ]
+    if not entry.system and not Path("/var/lib/systemd/linger", getpass.getuser()).exists():
+        done.append("timers of a user run only while the user is logged in, until: loginctl enable-linger")
+    return done
 
 
-def _prepare_env_file(job: Job) -> list[str]:
+def _prepare_env_file(entry: Entry) -> list[str]:
     """Create the file for the secret variables, with mode 600 and without values. Raises UsageError."""
-    given = read_env_file(job.env_file)
-    missing = [name for name in job.secrets if not given.get(name)]
+    given, path = entry.secret_values(), entry.env_file
+    missing = [name for name in entry.secrets if not given.get(name)]
     if not missing:
         return []
-    if not os.path.lexists(job.env_file):
-        lines = [f"# Secret variables of {job.title}", *(f"# {name}=" for name in missing), ""]
+    if not os.path.lexists(path):
+        lines = [f"# Secret variables of {entry.title}", *(f"# {name}=" for name in missing), ""]
         try:
-            make_private(job.env_file.parent)
-            write_atomic(job.env_file, "\n".join(lines).encode(), mode=0o600)
+            make_private(path.parent)
+            write_atomic(path, "\n".join(lines).encode(), mode=0o600)
         except OSError as error:
-            raise UsageError(f"cannot write {job.env_file}: {error.strerror}") from error
-    return [f"write the values of {', '.join(missing)} into {job.env_file}"]
+            raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return [f"write the values of {', '.join(missing)} into {path}"]
+
+
+@contextmanager
+def _files_written(parts: Sequence[Part]) -> Iterator[None]:
+    """Write the files for the block; if it raises, the files are again as they were. Raises UsageError."""
+    files = {part.path: part for part in parts if part.path}
+    before = {path: path.read_bytes() if path.is_file() else None for path in files}
+    try:
+        for path, part in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, part.text.encode(), mode=part.mode)
+        yield
+    except BaseException as error:
+        for path, old in before.items():
+            if old is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_atomic(path, old, mode=files[path].mode)
+        if isinstance(error, OSError):
+            raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
+        raise
+
+
+def _rendered(template: str, entry: Entry) -> str:
+    # No HTML: each value passes the filter for its place instead.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"sh": lambda value: shlex.quote(str(value)), "percent": _percent, "unit": _unit_word}
+    codes = {"deadline": int(ExitCode.DEADLINE), "preempted": int(ExitCode.PREEMPTED)}
+    return environment.get_template(template).render(entry=entry, user=getpass.getuser(), **codes)
+
+
+def _percent(value: object) -> str:
+    return str(value).replace("%", "%%")
+
+
+def _unit_word(value: object) -> str:
+    """Return a word of a command or an assignment, as systemd reads it."""
+    escaped = _percent(value).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"' if any(char in escaped for char in " '\"\\;") else escaped
+
+
+def _unit(name: str) -> str:
+    return f"ddptrain-{name}"
+
+
+def _systemctl(entry: Entry) -> list[str]:
+    return ["systemctl"] if entry.system else ["systemctl", "--user"]
+
+
+def _mark(name: str) -> str:
+    return f"# ddptrain schedule {name}"
+
+
+def _crontab() -> str:
+    try:
+        return _run(["crontab", "-l"])
+    except ClusterError as error:
+        if _NO_CRONTAB.search(str(error)):
+            return ""
+        raise  # what can't be read must not be replaced
+
+
+def _other_lines(name: str) -> list[str]:
+    """Return the lines of the crontab that are not of this schedule, with their line ends."""
+    return [line for line in _crontab().splitlines(keepends=True) if not line.rstrip().endswith(_mark(name))]
+
+
+def _same_zone(one: str, other: str) -> bool:
+    """Return whether two zones have the same time now and in half a year: UTC has several names."""
+    times = [datetime.now(UTC) + timedelta(days=days) for days in (0, 182)]
+    return all(ZoneInfo(one).utcoffset(time) == ZoneInfo(other).utcoffset(time) for time in times)
+
+
+def _run(command: Sequence[str], text: str = "") -> str:
+    """Run a program with `text` as its input; return what it printed. Raises UsageError, ClusterError."""
+    _log.info("tool started", command=" ".join(command))
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            list(command),
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_TOOL_TIMEOUT_S,
+            env=environment,
+            check=False,
+        )
+    except FileNotFoundError:
+        other = "install the package cron, or use --as systemd" if command[0] == "crontab" else "use --as cron"
+        raise UsageError(f"{command[0]} is not installed here: {other}") from None
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"{' '.join(command)} did not end within {_TOOL_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise ClusterError(f"{command[0]} can't be started: {error.strerror}") from None
+    if done.returncode:
+        reason = one_line(done.stderr) or one_line(done.stdout) or f"exit code {done.returncode}"
+        raise ClusterError(f"{' '.join(command)} failed: {reason}")
+    return done.stdout

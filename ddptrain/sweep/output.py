@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from ddptrain import text_tables
 from ddptrain.config.wording import counted
 from ddptrain.driver.display import output_api, terminal
 from ddptrain.driver.display.live import Piece, Row
+from ddptrain.results.lookup import time_text
+from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState
 from ddptrain.sweep.decisions import remaining_s
-from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
 
 _MOST_ROWS = 20  # of the table at the end
 _MOST_CHARS = 24  # of a value in the table
@@ -78,6 +79,37 @@ def sweep_data(record: SweepRecord, where: str) -> dict[str, Any]:
         "importance": record.importance,
         "best_yaml": f"{where}/best.yaml" if best is not None else None,
     }
+
+
+def listed_data(found: FoundSweep) -> dict[str, Any]:
+    """Return what a list of sweeps has about one as JSON data."""
+    record, best = found.record, found.record.find_best()
+    return {
+        **sweep_data(record, found.where),
+        "name": record.name,
+        "metric": record.metric,
+        "started_at": record.started_at,
+        "trials": len(record.trials),
+        "ended": record.ended,
+        "planned": record.planned,
+        "best": dataclasses.asdict(best) if best is not None else None,
+    }
+
+
+def sweep_table(sweeps: Iterable[FoundSweep]) -> list[tuple[str, ...]]:
+    """Return the list of sweeps for people, with its header."""
+    table: list[tuple[str, ...]] = [("SWEEP", "STATUS", "STARTED (UTC)", "DURATION", "TRIALS", "BEST")]
+    for record in (found.record for found in sweeps):
+        row = (
+            record.sweep_id,
+            record.status,
+            time_text(record.started_at) or "-",
+            text_tables.duration(record.duration_s),
+            f"{record.ended} of {record.planned}" if record.planned else str(record.ended),
+            best_words(record).removeprefix("best: ") or "-",
+        )
+        table.append(tuple(map(text_tables.clean_line, row)))
+    return table
 
 
 def trial_line(record: TrialRecord, sweep: SweepRecord) -> str:

@@ -6,7 +6,7 @@ import queue
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +16,20 @@ from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
 from ddptrain.driver.cluster_session import Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
+from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, open_display
 from ddptrain.driver.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
 from ddptrain.log import Log
 from ddptrain.results.log_file import driver_log
-from ddptrain.results.run_record import RunStatus, utc_now
+from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
-from ddptrain.sweep import folder as folders
+from ddptrain.results.sweep_record import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
 from ddptrain.sweep import output
 from ddptrain.sweep.capacity import Capacity, local_slots
 from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation
-from ddptrain.sweep.folder import LocalSweep
-from ddptrain.sweep.records import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
-from ddptrain.sweep.stored import StoredSweep
+from ddptrain.sweep.home import BEST, SweepHome, opened
 from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
 from ddptrain.sweep.trial_config import best_yaml, ranks_of, trial_config
 
@@ -78,19 +77,14 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         from ddptrain.sweep.study import check_choice
 
         check_choice(sweep)
-    sweeps, name = folders.open_sweeps(resolved.config.results.dir), resolved.config.name
-    held: AbstractContextManager[LocalSweep | StoredSweep]
-    if options.resume:
-        held = sweeps.resume(sweeps.find(name, options.sweep_id))
-    else:
-        held = sweeps.create(name, options.sweep_id)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with held as home, signals_to(inbox) as signals:
-        if options.resume:
-            folders.check_same(home.folder, resolved)
-        write_file(home.folder / folders.CONFIG, resolved.yaml_text.encode())
-        with driver_log(home.folder / folders.LOG, home.sweep_id, resolved.secrets):
-            return Sweep(resolved, resolved.config.sweep, options, home, inbox, signals).run()
+    with (
+        opened(resolved, options.sweep_id, resume=options.resume) as home,
+        signals_to(inbox) as signals,
+        stop_requests(home.writer, signals),
+        driver_log(home.writer.layout.decision_log, home.sweep_id, resolved.secrets),
+    ):
+        return Sweep(resolved, sweep, options, home, inbox, signals).run()
 
 
 class Sweep:
@@ -101,7 +95,7 @@ class Sweep:
         resolved: ResolvedConfig,
         sweep: SweepConfig,
         options: SweepOptions,
-        home: LocalSweep | StoredSweep,
+        home: SweepHome,
         inbox: queue.SimpleQueue[Message],
         signals: Signals,
     ) -> None:
@@ -120,7 +114,13 @@ class Sweep:
         self._saved_s = 0.0
         rows = output.TrialRows(lambda: self.record, self._shown)
         self.display: Display = open_display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
-        home.listen(lambda text: self.display.notice(text, level="warning"), lambda lost: inbox.put(ResultsLost(lost)))
+
+        def lost(error: DdptrainError) -> None:
+            inbox.put(ResultsLost(error))
+
+        home.upload.listen(lambda text: self.display.notice(text, level="warning"), lost)
+        home.upload.begin()
+        home.writer.keep_heartbeat(lost)
 
     def run(self) -> int:
         """Run to the end; write sweep.json and best.yaml, and show the result."""
@@ -131,8 +131,8 @@ class Sweep:
                 session, cluster, capacity = self._open(stack)
                 from ddptrain.sweep.study import Study
 
-                study = self._study = Study(self.home.journal, self.sweep)
-                self._load_trials(study)
+                study = self._study = Study(self.sweep, self.record.trials, self._values_so_far)
+                self._continue_trials()
                 self._loop(self._plan(study, session, cluster), capacity)
         except Interrupted as error:
             self._end_early(error.signum)
@@ -168,7 +168,7 @@ class Sweep:
         """Start or connect to the cluster. Raises ClusterError, Interrupted."""
         config = self.resolved.config
         machine = local_slots(config, self.sweep, self.ranks) if config.cluster.is_embedded else None
-        cluster = cluster_for(config, machine, self.folder / folders.SCRATCH, self.display.notice)
+        cluster = cluster_for(config, machine, self.home.writer.layout.scratch_dir, self.display.notice)
         stack.callback(cluster.close)
         cluster.begin()  # first, so that its processes import torch while this one imports Dask
         what = counted(self.record.planned, "trial") if self.record.planned else "trials"
@@ -185,17 +185,16 @@ class Sweep:
             capacity = Capacity(most, self.ranks, session.client)
         return session, SharedCluster(cluster, session.target), capacity
 
-    def _load_trials(self, study: Study) -> None:
-        """Read the trials of earlier drivers from the journal; trials without a result are continued."""
-        known = {trial.number: trial for trial in self.record.trials}
-        self.record.trials.clear()
-        for trial in study.records():
-            if trial.number in known:
-                trial.run_ids = trial.run_ids or known[trial.number].run_ids
-                trial.duration_s = trial.duration_s or known[trial.number].duration_s
-            self.record.trials.append(trial)
-            if trial.state is TrialState.INTERRUPTED:
-                self.waiting.append(trial)
+    def _values_so_far(self, trial: TrialRecord) -> list[float]:
+        """Return the values of the metric in the first run of a trial, for the pruner."""
+        view = self.home.find_trial(f"{self.home.sweep_id}-{trial.number:04d}")
+        return [] if view is None else list(self.home.values(view, self.sweep.metric).values())
+
+    def _continue_trials(self) -> None:
+        """Put the trials of earlier drivers that have no result in line."""
+        self.waiting = [trial for trial in self.record.trials if not trial.state.is_final]
+        for trial in self.waiting:
+            trial.state = TrialState.INTERRUPTED
         if self.record.trials:
             ended = len(self.record.trials) - len(self.waiting)
             text = f"continuing {self.home.sweep_id}: {counted(ended, 'trial')} ended, {len(self.waiting)} to continue"
@@ -204,7 +203,7 @@ class Sweep:
 
     def _plan(self, study: Study, session: Session, cluster: SharedCluster) -> TrialPlan:
         def config_of(point: Mapping[str, Any], repeat: int) -> ResolvedConfig:
-            return trial_config(self.resolved, point, repeat, self.home.runs_dir, self.home.sweep_id)
+            return trial_config(self.resolved, point, repeat, self.home.where, self.home.sweep_id)
 
         def shared(trial: Trial, display: TrialDisplay) -> SharedRun:
             return SharedRun(cluster, session, display, trial.signals)
@@ -253,10 +252,10 @@ class Sweep:
         self._save()
 
     def _upload_point(self) -> bool:
-        """Wait until the point that was chosen last is in the store; return False if the sweep ends before."""
-        self.home.cut_journal()
+        """Record the point that was chosen last, also in the store; return False if the sweep ends before."""
+        self._save(now=True)
         while not self.ending:
-            if not (why := self.home.upload(_UPLOAD_S)):
+            if not (why := self.home.upload.flush(_UPLOAD_S)):
                 return True
             _log.info("waiting for the upload of a point", reason=why)
             self._take_message(0.0)
@@ -284,10 +283,9 @@ class Sweep:
         record.ended_at = utc_now()
         if record.state.is_final:
             self._study.tell(record)
-            self.home.cut_journal()
         best = self.record.find_best()
         self.record.best = best.number if best is not None else None
-        self._save(now=not self.running)
+        self._save(now=True)
         self.display.event(output.trial_event("trial_ended", record))
         text, level = output.ended_notice(record, self.record)
         self.display.notice(text, level=level)
@@ -351,6 +349,9 @@ class Sweep:
         if study is not None:
             record.importance = study.importance()
         record.save(self.folder)
+        status = RunStatus(record.status)
+        failure = FailureRecord(kind="sweep", message=record.message) if record.message else None
+        self.home.writer.finish(status, self.exit_code, failure)
         lines = output.summary_lines(record, self.home.where)
         self.display.close({}, lines, output.last_event(record, self.home.where))
         return self.exit_code
@@ -359,8 +360,8 @@ class Sweep:
         trials = counted(len(self.record.trials), "trial")
         comment = f"The best of {trials} of the sweep {self.home.sweep_id}: trial {best.number}, "
         comment += f"{self.record.metric} {best.value:.6g}."
-        config = trial_config(self.resolved, best.params, 0, self.home.runs_dir, self.home.sweep_id)
-        write_file(self.folder / folders.BEST, best_yaml(self.resolved, config, comment).encode())
+        config = trial_config(self.resolved, best.params, 0, self.home.where, self.home.sweep_id)
+        write_file(self.folder / BEST, best_yaml(self.resolved, config, comment).encode())
 
     def _elapsed_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._began_s

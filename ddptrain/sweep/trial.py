@@ -23,10 +23,9 @@ from ddptrain.log import Log, own_context
 from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
-from ddptrain.sweep.folder import LocalSweep
+from ddptrain.results.sweep_record import TrialRecord, TrialState
+from ddptrain.sweep.home import SweepHome
 from ddptrain.sweep.metric import LiveMetric, best_value
-from ddptrain.sweep.records import TrialRecord, TrialState
-from ddptrain.sweep.stored import StoredSweep
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})
@@ -51,7 +50,7 @@ class TrialPlan:
     number of a trial, the index of a value of the metric (from 1), and the value; returns whether to end the trial.
     """
 
-    home: LocalSweep | StoredSweep
+    home: SweepHome
     metric: str
     mode: str
     seeds: int
@@ -181,7 +180,7 @@ class Trial:
         return self._judge(view)
 
     def _report_again(self, view: RunView) -> None:
-        """Report what an earlier driver may not have reported before it was killed; it may have decided to prune."""
+        """Report what an earlier driver has not reported; it may have decided to prune."""
         for index, value in enumerate(self.plan.home.values(view, self.plan.metric).values(), 1):
             if self.plan.report(self.record.number, index, value):
                 self.pruned = True

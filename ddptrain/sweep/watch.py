@@ -7,24 +7,21 @@ from pathlib import Path
 
 from ddptrain.driver.display import Display, open_display
 from ddptrain.errors import ExitCode
-from ddptrain.results.remote.runs import open_runs_dir
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.run_store import LocalRuns, NeededFiles
+from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState, find_sweep
 from ddptrain.sweep import output
-from ddptrain.sweep.listing import seen
-from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
-from ddptrain.sweep.stop import SweepTarget
 
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S, _STORE_EVERY_S = 0.5, 2.0
 _BROKEN_PIPE = 128 + 13
 
 
-def watch_sweep(target: SweepTarget, where: str, mode: str) -> int:
+def watch_sweep(sweep: FoundSweep, mode: str) -> int:
     """Show a sweep until it has ended, and then its end; return its exit code. 130: Ctrl-C has ended the watching.
 
-    where: its folder or URL. mode: as `open_display` takes it. Raises UsageError if sweep.json can't be read.
+    mode: as `open_display` takes it. Raises UsageError if sweep.json can't be read.
     """
-    runs, running = open_runs_dir(where), list[output.RunningTrial]()
-    record = seen(target.read(), target)
+    runs, where, running = sweep.trials, sweep.where, list[output.RunningTrial]()
+    record, every_s = sweep.record, _LOOK_EVERY_S if isinstance(sweep.trials, LocalRuns) else _STORE_EVERY_S
 
     def look(trial: TrialRecord) -> output.RunningTrial:
         view = runs.find_exact(trial.run_ids[-1], NeededFiles.NOTHING) if trial.run_ids else None
@@ -33,18 +30,20 @@ def watch_sweep(target: SweepTarget, where: str, mode: str) -> int:
 
     rows = output.TrialRows(lambda: record, lambda: running)
     with open_display(mode, Path(where), "", rows=rows, elapsed_s=record.duration_s or 0.0) as display:
-        display.notice(f"sweep {target.name} in {where}: {output.ended_words(record)} ended")
+        display.notice(f"sweep {record.sweep_id} in {where}: {output.ended_words(record)} ended")
         known: dict[int, TrialState] = {trial.number: trial.state for trial in record.trials}
         try:
             while record.status == "running" and not display.broken:
                 running[:] = [look(trial) for trial in record.trials if trial.state is TrialState.RUNNING]
-                time.sleep(max(_LOOK_EVERY_S, target.look_every_s))
-                record = seen(target.read(), target)
+                time.sleep(every_s)
+                if (found := find_sweep("", f"{where}/")) is None:
+                    break
+                record = found.record
                 for trial in record.trials:
                     _show_change(display, trial, known.get(trial.number), record)
                     known[trial.number] = trial.state
         except KeyboardInterrupt:
-            display.notice(f"sweep {target.name} goes on; ddptrain stop {target.name} would end it")
+            display.notice(f"sweep {record.sweep_id} goes on; ddptrain stop {record.sweep_id} would end it")
             return ExitCode.INTERRUPTED
         if record.status == "running":
             return _BROKEN_PIPE

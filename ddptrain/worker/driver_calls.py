@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import importlib.machinery
-import importlib.util
 import os
 import socket
 import subprocess
@@ -200,18 +197,3 @@ def _output_of(command: list[str], environ: dict[str, str], timeout_s: float) ->
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise ClusterError(f"the facts of the host could not be read: {last[0]}")
     return done.stdout
-
-
-async def missing_modules(modules: list[str], folders: list[str]) -> list[str]:
-    """Return the modules that are neither in the folders nor installed on this host, without importing any module."""
-    importlib.invalidate_caches()
-    return [module for module in modules if not _is_found(module, folders)]
-
-
-def _is_found(module: str, folders: list[str]) -> bool:
-    if importlib.machinery.PathFinder.find_spec(module, folders) is not None:
-        return True
-    try:
-        return importlib.util.find_spec(module) is not None  # asks all finders: an editable install adds one
-    except (ImportError, ValueError):  # the module is loaded and has no spec, like __main__
-        return True

@@ -1,7 +1,7 @@
 """What a worker sees of a rank's processes from outside: CPU time, state, and whether it was out of memory.
 
 A process that the kernel's out-of-memory (OOM) killer has ended cannot report the reason. Control groups (versions 1
-and 2) count such kills. Without a counter, nearly full memory before the kill is the likely reason.
+and 2) and the kernel count such kills.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import psutil
 from ddptrain.file_ops import text_or_empty
 from ddptrain.worker.system_metrics import members
 
-_NEARLY_FULL = 0.95  # fraction of a limit
 _ROOT = Path("/sys/fs/cgroup")
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write a huge number instead of "max"
 
@@ -29,7 +28,6 @@ class ControlGroup:
     folder: Path
     counter: str
     limit: str
-    usage: str
 
     @property
     def kills(self) -> int | None:
@@ -46,11 +44,6 @@ class ControlGroup:
         limit = _number(self.folder / self.limit)
         return None if limit is None or limit >= _NO_LIMIT_BYTES else limit
 
-    @property
-    def usage_bytes(self) -> int:
-        """The memory that the group uses."""
-        return _number(self.folder / self.usage) or 0
-
 
 def groups_of(pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> list[ControlGroup]:
     """Return the memory control groups of a process: its own first, then the enclosing ones."""
@@ -59,10 +52,10 @@ def groups_of(pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> list[
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
-            names = ("memory.events", "memory.max", "memory.current")
+            names = ("memory.events", "memory.max")
             groups += [ControlGroup(folder, *names) for folder in _with_parents(root, path)]
         elif "memory" in controllers.split(","):
-            names = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            names = ("memory.oom_control", "memory.limit_in_bytes")
             groups += [ControlGroup(folder, *names) for folder in _with_parents(root / "memory", path)]
     return [group for group in groups if group.kills is not None]
 
@@ -75,27 +68,13 @@ def _with_parents(root: Path, path: str) -> Iterator[Path]:
 
 
 class MemoryWatch:
-    """Watches the memory while a rank runs. After SIGKILL, finds out whether the rank was out of memory."""
+    """Made when a rank starts; after SIGKILL, finds out whether the rank was out of memory."""
 
     def __init__(self, pid: int, root: Path = _ROOT, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._groups = groups_of(pid, root, proc)
         self._kills = [group.kills for group in self._groups]
         self._host_kills = self._count_host_kills()
-        self._shortage = ""
-
-    def update(self) -> None:
-        """Remember whether memory is nearly full. The call is fast enough for once per second."""
-        self._shortage = ""
-        for group in self._groups:
-            limit = group.limit_bytes
-            if limit is not None and group.usage_bytes >= _NEARLY_FULL * limit:
-                self._shortage = f"{_gib(group.usage_bytes)} of {_gib(limit)} of its control group were used"
-                return
-        numbers = dict(line.split(":") for line in text_or_empty(self._proc / "meminfo").splitlines() if ":" in line)
-        total, available = (_kib(numbers.get(name, "")) for name in ("MemTotal", "MemAvailable"))
-        if total and available < (1 - _NEARLY_FULL) * total:
-            self._shortage = f"{_gib(available)} of the host's {_gib(total)} were left"
 
     def explain_kill(self) -> str:
         """Return the likely reason why SIGKILL ended a rank; "" if there is no sign of a memory shortage."""
@@ -106,7 +85,7 @@ class MemoryWatch:
             return f"out of memory (the memory limit of {_gib(limit)} of its control group)"
         if self._count_host_kills() != self._host_kills:
             return "likely out of memory (the kernel has killed a process of this host for it)"
-        return f"likely out of memory ({self._shortage} shortly before)" if self._shortage else ""
+        return ""
 
     def _count_host_kills(self) -> str:
         lines = text_or_empty(self._proc / "vmstat").splitlines()
@@ -116,11 +95,6 @@ class MemoryWatch:
 def _number(path: Path) -> int | None:
     text = text_or_empty(path).strip()
     return int(text) if text.isdigit() else None
-
-
-def _kib(text: str) -> int:
-    number = text.strip().partition(" ")[0]
-    return int(number) * 1024 if number.isdigit() else 0
 
 
 def _gib(size_bytes: int) -> str:

@@ -180,7 +180,6 @@ def _run_log(worker: Worker, spec: RankSpec) -> log.RunLog:
 
 # The signals of which faulthandler writes the stacks into the log.
 _CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS, -signal.SIGILL}
-_MEMORY_S = 1.0  # between two checks of the memory
 _NUMBERS_S_PER_RANK = 0.001  # times the world size: between two notices of a rank that only logs numbers
 _MAX_NUMBERS_S = 2.0  # the limit of that time
 _OUTPUT_BYTES = 12 * 1024  # the most bytes in a notice: the scheduler keeps the last thousand messages of a topic
@@ -208,7 +207,6 @@ class RankWatch:
         self._notified_at = self._looked_at = time.monotonic()
         self._process: ProcessMonitor | None = None  # these two are set when the process has started
         self._memory: MemoryWatch | None = None
-        self._checked_at = 0.0
         self._numbers_s = min(spec.placement.world_size * _NUMBERS_S_PER_RANK, _MAX_NUMBERS_S)
         self.log = logged
 
@@ -244,7 +242,7 @@ class RankWatch:
             self._end(report)
             return True
         grew = self._send_growth()
-        self._check_process()
+        self._measure()
         if time.monotonic() - self._notified_at > self.spec.supervision.alive_s:
             self._notify(self._alive())
         return grew
@@ -279,21 +277,11 @@ class RankWatch:
         percent = _gpus.percent(gpu) if gpu else None
         return worker_notices.Alive(self.spec.attempt, self.spec.rank, cpu_s, percent)
 
-    def _check_process(self) -> None:
-        """Check the memory once per second, because it can't be measured after a kill; start all measurements."""
-        if time.monotonic() - self._checked_at < _MEMORY_S:
+    def _measure(self) -> None:
+        """Start all measurements when the rank's process has started."""
+        if self._process is not None or (pid := self.server.pid_of(self.spec.key)) is None:
             return
-        if self._memory is not None:
-            self._memory.update()
-        elif (pid := self.server.pid_of(self.spec.key)) is not None:
-            self._process, self._memory = ProcessMonitor(pid), MemoryWatch(pid)
-            self._start_sampling(pid)
-        else:
-            return
-        self._checked_at = time.monotonic()
-
-    def _start_sampling(self, pid: int) -> None:
-        """Add this rank to the host's sampler of system metrics."""
+        self._process, self._memory = ProcessMonitor(pid), MemoryWatch(pid)
         spec, every_s = self.spec, self.spec.supervision.system_every_s
         if every_s:
             gpu = self.host.gpu_of(spec.placement.slot) if spec.placement.use_gpu else None

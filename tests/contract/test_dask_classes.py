@@ -109,6 +109,7 @@ def test_class_is_used_for_a_run_without_its_noise_and_closed_after_it(project: 
     assert processes_of(project) == [] and listed(project) == []
 
 
+@pytest.mark.long
 def test_class_is_scaled_to_the_ranks_if_its_arguments_have_no_number(project: Project) -> None:
     code = "print('rank', ctx.rank, 'of', ctx.world_size)"
     config = configured(project, code, **{"class": "classes.Quiet", "kwargs": {"processes": True}})
@@ -169,6 +170,7 @@ def test_class_of_a_cloud_lives_from_up_to_down(project: Project) -> None:
     assert listed(project) == [] and not list(project.folder.glob("ddptrain-lab.json"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_cluster_of_saturn_lives_from_up_to_down_and_its_token_is_never_stored(
     project: Project, saturn: SaturnServer
@@ -195,6 +197,7 @@ def test_cluster_of_saturn_lives_from_up_to_down_and_its_token_is_never_stored(
     assert (saturn.status, listed(project)) == ("closed", [])
 
 
+@pytest.mark.long
 def test_up_of_saturn_that_is_interrupted_is_closed_there(project: Project, saturn: SaturnServer) -> None:
     running = project.start("cluster", "up", "--backend", "saturn", "--name", "dev", env=saturn.env)
     deadline = time.monotonic() + 60
@@ -207,6 +210,7 @@ def test_up_of_saturn_that_is_interrupted_is_closed_there(project: Project, satu
     assert (saturn.status, listed(project)) == ("closed", [])
 
 
+@pytest.mark.long
 def test_saturn_that_refuses_is_named(project: Project, saturn: SaturnServer) -> None:
     done = project("cluster", "up", "--backend", "saturn", env={**saturn.env, "SATURN_TOKEN": "wrong"}, rc=4)
     assert "Invalid token" in done.stderr

@@ -238,7 +238,7 @@ def test_interrupted_up_takes_everything_back(clusters: Clusters, number: int, r
     waiting = clusters.folder / "waiting" / "torch"
     waiting.mkdir(parents=True)
     (waiting / "__init__.py").write_text("import time\ntime.sleep(1000)")  # so the worker does not become warm
-    env = {"PYTHONPATH": os.pathsep.join([str(waiting.parent), os.environ["PYTHONPATH"]])}
+    env = {"PYTHONPATH": os.pathsep.join([str(waiting.parent), os.environ.get("PYTHONPATH", "")])}
     running = clusters.cli.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0", env=env)
     running.wait_for("scheduler at")
     processes = [clusters.process(part) for part in ("scheduler", "worker")]
@@ -253,7 +253,7 @@ def test_up_whose_worker_can_not_work_says_why_and_leaves_nothing(clusters: Clus
     broken = clusters.folder / "broken" / "torch"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libcudart.so.99 is not there')")
-    env = {"PYTHONPATH": os.pathsep.join([str(broken.parent), os.environ["PYTHONPATH"]])}
+    env = {"PYTHONPATH": os.pathsep.join([str(broken.parent), os.environ.get("PYTHONPATH", "")])}
     done = clusters("up", "--name", "dev", "--gpus", "0", rc=4, env=env)
     assert "(127.0.0.1) can't be used" in done.stderr
     assert "ImportError: libcudart.so.99 is not there" in done.stderr

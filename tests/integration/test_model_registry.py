@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ from ddptrain.model_registry.model_reader import open_version
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.reference import parse_reference
 from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords
 from ddptrain.results.run_record import utc_now
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords
+from ddptrain.schedule.check import State, check
 from ddptrain.schedule.entries import Entry
-from ddptrain.schedule.monitor import State, look
 from tests.servers.s3server import s3_server
 from tests.servers.seaweed import seaweed
 
@@ -112,21 +111,21 @@ def test_schedule_check_sees_retrainings_in_a_store(url: str, tmp_path: Path) ->
         "notify: {urls: ['json://127.0.0.1:9/']}\n"
     )
     config = str(tmp_path / "nightly.yaml")
-    watched = Entry("petnames", "", config, str(tmp_path), "every 1m", "UTC", target="", added_at="")
+    at = "* * * * * UTC"
+    added = "2026-01-01T00:00:00.000Z"
+    watched = Entry("petnames", "petnames", config, str(tmp_path), at, "cron", (), added_at=added)
     registry = ModelRegistry.open(url)
     records = RetrainRecords(registry.folder, "petnames")
 
     def state() -> State:
-        finding = look(watched, timedelta(minutes=1))
-        assert finding.judgement is not None, finding.problem
-        return finding.judgement.state
+        return check(watched).state
 
     assert state() is State.LATE
-    with ModelOwner(registry.folder, "petnames").owned("skip", 0.0, print):
+    with ModelOwner(registry.folder, "petnames").owned(0.0, print, lambda: None):
         assert state() is State.RUNNING
     assert state() is State.LATE
     records.record_late()
     assert records.late_told()
-    assert look(watched, timedelta(minutes=1), notify=True).warnings == ()  # they know it
+    assert check(watched, notify=True).warnings == ()  # they know it
     records.create(RetrainRecord(0, "petnames", utc_now(), "", status="promoted", ended_at=utc_now()))
     assert state() is State.OK

@@ -18,21 +18,15 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.handlers import Message as MessageHandler
 
 from ddptrain.notify.heartbeat import Heartbeat
-from ddptrain.notify.messages import RetrainReport, compose
-from ddptrain.notify.sender import Delivery, send
+from ddptrain.notify.sender import Delivery, Message, send
 from tests.servers.notify_servers import CheckServer, SilentServer, WebServer, serving
 from tests.servers.ports import free_ports
 from tests.support.command import PATIENCE_S, Cli
 
-REPORT = RetrainReport(
-    event="failed",
-    model="petnames",
-    status="failed",
-    reason="rank 1: ValueError: no_names in *data*",
-    scores={"candidate": {"val/loss": 2.5}, "champion": {"val/loss": 2.25}},
-    champion=3,
-    run_id="petnames-1",
-    host="vm",
+MESSAGE = Message(
+    "petnames: retraining failed: rank 1: ValueError: no_names in *data*",
+    "**petnames**: the retraining failed.\n\n- root cause: `rank 1: ValueError: no_names in *data*`\n- host: `vm`",
+    "failure",
 )
 SECRET = "s3cr3t-t0ken-0123456789"
 
@@ -66,7 +60,7 @@ class Mailbox(MessageHandler):
 
 def test_webhook_gets_the_message_and_other_targets_do_not_matter(web: WebServer) -> None:
     urls = [f"json://user:{SECRET}@{web.address}/hooks/{SECRET}?format=text", "env:NO_URL", "json://127.0.0.1:1/x"]
-    found = send(compose(REPORT), urls, timeout_s=PATIENCE_S, retries=0, environ={})
+    found = send(MESSAGE, urls, timeout_s=PATIENCE_S, retries=0, environ={})
     assert found[0] == Delivery(f"notify.urls[0] (json://{web.address})")
     assert found[1].problem == "the environment variable NO_URL is not set; it should contain a URL"
     assert "Connection refused" in found[2].problem
@@ -74,13 +68,13 @@ def test_webhook_gets_the_message_and_other_targets_do_not_matter(web: WebServer
     assert request.path == f"/hooks/{SECRET}"
     body = json.loads(request.body)
     assert body["title"] == "petnames: retraining failed: rank 1: ValueError: no_names in *data*"
-    assert body["message"] == compose(REPORT).text
+    assert body["message"] == MESSAGE.body
     assert body["type"] == "failure"
 
 
 def test_server_that_is_unavailable_for_a_moment_gets_the_message(web: WebServer) -> None:
     web.statuses = [503]
-    assert send(compose(REPORT), [f"json://{web.address}/"], timeout_s=PATIENCE_S, retries=1) == [
+    assert send(MESSAGE, [f"json://{web.address}/"], timeout_s=PATIENCE_S, retries=1) == [
         Delivery(f"notify.urls[0] (json://{web.address})")
     ]
     assert len(web.requests) == 2
@@ -93,7 +87,7 @@ def test_mail_server_gets_the_message_as_html_with_names_as_they_are() -> None:
     controller.start()
     try:
         url = f"mailto://127.0.0.1:{port}/?from=alerts@example.com&to=ops@example.com"
-        (found,) = send(compose(REPORT), [url], timeout_s=PATIENCE_S)
+        (found,) = send(MESSAGE, [url], timeout_s=PATIENCE_S)
     finally:
         controller.stop()
     assert found.delivered, found.problem
@@ -101,11 +95,10 @@ def test_mail_server_gets_the_message_as_html_with_names_as_they_are() -> None:
     assert message["Subject"] == "petnames: retraining failed: rank 1: ValueError: no_names in *data*"
     assert "ops@example.com" in message["To"] and "alerts@example.com" in message["From"]
     html = message.get_body(("html",)).get_content()  # type: ignore[union-attr]
-    assert "<p>The retraining of petnames failed. Version 3 is still the champion.</p>" in html
-    assert "<li>root cause: rank 1: ValueError: no_names in *data*</li>" in html
-    assert "<li>val/loss: 2.5, champion 2.25 (+0.25)</li>" in html
+    assert "<p><strong>petnames</strong>: the retraining failed.</p>" in html
+    assert "<li>root cause: <code>rank 1: ValueError: no_names in *data*</code></li>" in html
     text = message.get_body(("plain",)).get_content()  # type: ignore[union-attr]
-    assert "- root cause: rank 1: ValueError: no_names in *data*" in text.splitlines()
+    assert "rank 1: ValueError: no_names in *data*" in text.splitlines()
 
 
 def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) -> None:
@@ -117,7 +110,7 @@ def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) ->
             f"json://{web.address}/",
         ]
         started = time.monotonic()
-        found = send(compose(REPORT), urls, timeout_s=2)
+        found = send(MESSAGE, urls, timeout_s=2)
         took_s = time.monotonic() - started
         assert (silent.connections, dripping.connections) >= (2, 1)
     assert [each.problem for each in found[:3]] == ["no answer within 2 s"] * 3
@@ -244,7 +237,7 @@ print(*first.warnings, sep="\\n")
 def test_apprise_stays_out_of_the_logs_of_this_process(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:
     web.statuses = [401]
     with caplog.at_level(logging.DEBUG):
-        send(compose(REPORT), [f"json://{web.address}/{SECRET}"], timeout_s=PATIENCE_S, retries=0)
+        send(MESSAGE, [f"json://{web.address}/{SECRET}"], timeout_s=PATIENCE_S, retries=0)
     assert "message not delivered" in caplog.text
     assert SECRET not in caplog.text
     assert not any(record.name.startswith(("apprise", "urllib3", "requests")) for record in caplog.records)

@@ -153,7 +153,16 @@ def test_selection_on_an_axis_of_a_sweep(tmp_path: Path, run_cli: Cli) -> None:
         "params.lr": {"kind": "log", "low": 1e-4, "high": 0.1},
         ATTACKS[1]: {"kind": "choice", "values": [ATTACKS[0]]},
     }
-    sweep = {"sweep_id": "sweep-1", "status": "succeeded", "metric": "loss", "mode": "min", "best": 1, "space": space}
+    about = {"format": 1, "name": "s", "source": "", "started_at": ""}
+    sweep = {
+        **about,
+        "sweep_id": "sweep-1",
+        "status": "succeeded",
+        "metric": "loss",
+        "mode": "min",
+        "best": 1,
+        "space": space,
+    }
     (folder / "sweep.json").write_text(json.dumps({**sweep, "trials": trials}))
     report(run_cli, "sweep-1", "-o", "report.html")
 
@@ -167,23 +176,5 @@ def test_selection_on_an_axis_of_a_sweep(tmp_path: Path, run_cli: Cli) -> None:
         assert await browser.run(SHOWN_TRIALS) == ["1", "2"]
         await browser.drag(x, y + 1, x, y + 1)
         assert await browser.run(SHOWN_TRIALS) == ["1", "2", "3", "4"]
-
-    in_browser(tmp_path, visit)
-
-
-def test_watched_page_reloads_itself_and_keeps_its_zoom(tmp_path: Path, run_cli: Cli) -> None:
-    write_run(tmp_path / "runs", IDS[0], 1.0)
-    report(run_cli, IDS[0], "-o", "report.html")
-    page = tmp_path / "report.html"
-    text = page.read_text()
-    page.write_text(text.replace('"reload_s":null', '"reload_s":1'))
-
-    async def visit(browser: Browser) -> None:
-        await browser.open(page.as_uri())
-        await browser.run("document.querySelector('.chart').focus()")
-        await browser.key("+")
-        page.write_text(text.replace('"watched":false', '"watched":true'))
-        await browser.reloaded()
-        assert await browser.run("document.querySelector('[name=reset]').disabled") is False
 
     in_browser(tmp_path, visit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, Stage
 from ddptrain.results.lookup import list_runs
-from ddptrain.retrain.records import RetrainRecord, RetrainRecords, Stage
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
 from tests.servers.seaweed import seaweed
 
@@ -47,7 +48,7 @@ KILLED = """
 import os, signal, sys
 from ddptrain.__main__ import main
 from ddptrain.retrain.start import StageOutput
-from ddptrain.retrain.records import RetrainRecords
+from ddptrain.model_registry.retrainings import RetrainRecords
 
 stage, moment = sys.argv[1:3]
 
@@ -218,6 +219,17 @@ def test_registry_that_disappears_in_each_stage(project: Path, run_cli: Cli) -> 
     assert run_cli("retrain", config).stdout.startswith("retrain mine unchanged")
 
 
+def test_training_is_repeated_if_its_run_was_deleted(project: Path, run_cli: Cli) -> None:
+    config = write_config(project)
+    killed = run_cli("retrain", config, program=(*run_cli.program(KILLED), Stage.TRAIN, "recorded"))
+    assert killed.rc == -signal.SIGKILL, killed.stderr
+    (run,) = list_runs(project / "runs")
+    shutil.rmtree(run.layout.root)
+    done = run_cli("retrain", config)
+    assert done.rc == 0, done.stderr
+    assert "training again" in done.stderr and promotions(project) == [1]
+
+
 def begun(run_cli: Cli, config: Path) -> Running:
     """A start whose training waits after its second checkpoint, which is in the run directory."""
     running = run_cli.start("retrain", config)
@@ -267,7 +279,7 @@ def test_second_start_is_skipped_and_replace_takes_over(project: Path, run_cli: 
     heir = run_cli.start("retrain", config, "--set", "retrain.overlap=replace")
     ended = first.finish()
     assert ended.rc == 75, ended.stderr
-    assert f"handed over to process {heir.popen.pid} on" in ended.stdout
+    assert "retrain mine interrupted: " in ended.stdout
     (project / "go").touch()
     done = heir.finish()
     assert done.rc == 0, done.stderr

@@ -19,9 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain.schedule.due_times import host_zone, parse_schedule
-from ddptrain.schedule.entries import Entries
-from ddptrain.schedule.targets.systemd import on_calendar
+from ddptrain.schedule.times import parse_schedule
 from tests.conftest import PATIENCE_S, Cli
 
 CONFIG = """
@@ -30,7 +28,7 @@ cluster: {gpus: 2}
 retrain: {model: petnames, deadline: 6h}
 notify: {urls: ["env:SLACK_URL"], heartbeat: "env:CHECK_URL"}
 """
-TIMES = ("03:00", "Mon,Thu 03:00", "1st 04:30", "every 15m", "hourly", "0 3 1 * 1", "*/20 1-5/2 * 2,8 *")
+TIMES = ("0 3 * * *", "0 3 * * Mon,Thu", "30 4 1 * *", "*/15 * * * *", "0 3 1 * 1", "*/20 1-5/2 * 2,8 *")
 # Trains in a moment: one rank that writes a file.
 SCRIPT = """
 import json
@@ -56,13 +54,6 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(run_cli: Cli, target: str, at: str, *options: str) -> Path:
-    """Write the files for a target; return their folder."""
-    done = run_cli("schedule", "add", "nightly.yaml", "--at", at, "--as", target, "--output", "out", *options)
-    assert done.rc == 0, done.stderr
-    return run_cli.folder / "out"
-
-
 # --- systemd ---
 
 
@@ -79,8 +70,15 @@ def test_systemd_accepts_the_units(
     homes: Path, run_cli: Cli, analyze: str, system: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128/a%20b")
-    folder = write(run_cli, "systemd", "0 3 1 * 1", "--jitter", "10m", *(["--system"] if system else []))
-    units = sorted(map(str, folder.iterdir()))
+    options = ["--system"] if system else []
+    added = run_cli("schedule", "add", "nightly.yaml", "--at", "0 3 1 * 1", "--as", "systemd", *options)
+    assert added.rc == 0, added.stderr
+    units = []
+    for part in added.stdout.split("# --- ")[1:]:
+        path, text = part.split("\n", 1)
+        units.append(str(homes / Path(path).name))
+        Path(units[-1]).write_text(text)
+    assert len(units) == 2
     mode = "--system" if system else "--user"
     done = subprocess.run(
         [analyze, mode, "--man=no", "verify", *units],
@@ -96,8 +94,8 @@ def test_systemd_accepts_the_units(
 @pytest.mark.parametrize("at", TIMES)
 def test_systemd_finds_the_same_next_time(analyze: str, at: str) -> None:
     now = datetime(2026, 11, 22, 12, 7, 31, tzinfo=UTC)
-    schedule = parse_schedule(at, "Europe/Berlin")
-    events = on_calendar(schedule.cron, schedule.zone)
+    schedule = parse_schedule(f"{at} Europe/Berlin")
+    events = schedule.on_calendar()
     command = [analyze, "calendar", f"--base-time={now:%Y-%m-%d %H:%M:%S} UTC", *events]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "TZ": "UTC"})
     assert done.returncode == 0, done.stderr
@@ -141,11 +139,11 @@ def processes_below(folder: Path) -> list[psutil.Process]:
 def test_cron_retrains_at_the_next_minute(cron_daemon: None, homes: Path, run_cli: Cli) -> None:
     (homes / "train.py").write_text(SCRIPT)
     (homes / "fast.yaml").write_text(SCRIPT_CONFIG)
-    added = run_cli("schedule", "add", "fast.yaml", "--at", "every 1m", "--as", "cron", "--install")
+    added = run_cli("schedule", "add", "fast.yaml", "--at", "* * * * *", "--as", "cron", "--install")
     assert added.rc == 0, added.stderr
     started = datetime.now(UTC)
     deadline = time.monotonic() + 60 + PATIENCE_S
-    while not (entry := json.loads(run_cli("schedule", "list", "--json").stdout)[0])["last_success"]:
+    while not (entry := json.loads(run_cli("schedule", "list", "--json").stdout)[0])["succeeded"]:
         assert time.monotonic() < deadline, entry
         time.sleep(2)
     assert run_cli("schedule", "remove", "fast").rc == 0
@@ -153,9 +151,9 @@ def test_cron_retrains_at_the_next_minute(cron_daemon: None, homes: Path, run_cl
     psutil.wait_procs(processes_below(homes), PATIENCE_S)
     record = json.loads((homes / "models" / "fast" / "retrainings" / "000001.json").read_text())
     assert record["status"] == "promoted"
-    first = parse_schedule("every 1m", host_zone()).next(started)
+    first = parse_schedule("* * * * *").next(started)
     assert record["slot"] == first.isoformat().replace("+00:00", "Z")
-    assert Entries().all() == []
+    assert run_cli("schedule", "list", "--json").stdout == "[]\n"
 
 
 # --- Alarms ---
@@ -197,13 +195,13 @@ def test_missed_retraining_is_told_once_and_within_seconds(
     (homes / "bin" / "crontab").write_text('#!/bin/sh\n[ "$1" = -l ] || cat > /dev/null\n')
     (homes / "bin" / "crontab").chmod(0o755)
     path = {"PATH": f"{homes}/bin:{os.environ['PATH']}"}
-    added = run_cli("schedule", "add", "nightly.yaml", "--at", "every 1m", "--as", "cron", "--install", env=path)
+    added = run_cli("schedule", "add", "nightly.yaml", "--at", "* * * * *", "--as", "cron", "--install", env=path)
     assert added.rc == 0, added.stderr
     entry = homes / ".state" / "ddptrain" / "schedules" / "petnames.json"
     entry.write_text(json.dumps({**json.loads(entry.read_text()), "added_at": "2026-01-01T00:00:00Z"}))
     start = time.monotonic()
-    codes = [run_cli("schedule", "check", "--grace", "1s", "--quiet").rc for _ in range(2)]
-    assert codes == [9, 9]
+    codes = [run_cli("schedule", "check", "--quiet").rc for _ in range(2)]
+    assert codes == [4, 4]
     assert time.monotonic() - start < 60
     assert len(messages) == 1
     assert "petnames" in messages[0]["title"]

@@ -69,7 +69,7 @@ def test_code_goes_along_once_and_an_edit_is_seen(run_cli: Cli, up_cluster: UpCl
     assert small.rc == 2 and "the largest files: train.py" in small.stderr
     (project / "train.py").write_text("import no_such_package\n" + TRAIN)
     lacking = train("lacking")
-    assert lacking.rc == 4 and "imports what the workers lack: no_such_package on" in lacking.stderr
+    assert lacking.rc == 1 and "failed first: ModuleNotFoundError: No module named 'no_such_package'" in lacking.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")

@@ -14,8 +14,7 @@ import pytest
 
 from ddptrain.results.lookup import load_run
 from ddptrain.results.remote.runs import open_runs_dir
-from ddptrain.sweep.folder import open_sweeps
-from ddptrain.sweep.records import SweepRecord, read_sweep
+from ddptrain.results.sweep_record import SweepRecord, find_sweep, read_sweep
 from tests.conftest import PATIENCE_S, Cli
 from tests.servers.seaweed import seaweed
 
@@ -160,7 +159,9 @@ def test_a_sweep_in_a_store_is_resumed_on_another_machine(
         done = run_cli("sweep", config, "--resume", env=second)
         assert done.rc == 0, done.stderr
         assert f"best: trial 2, loss 0.1667: {place}/s/best.yaml" in done.stdout + done.stderr
-        record = open_sweeps(place).read("s")
+        found = find_sweep(place, "s")
+        assert found is not None
+        record = found.record
         assert [(each.params["params.lr"], str(each.state)) for each in record.trials] == [
             (lr, "complete") for lr in (5, 4, 3)
         ]
@@ -169,6 +170,6 @@ def test_a_sweep_in_a_store_is_resumed_on_another_machine(
         assert {view.run_id: view.status for view in runs.list()} == dict.fromkeys(
             ("s-0000", "s-0001", "s-0002"), "succeeded"
         )
-        assert not list(runs.folder.parent.glob("*/*"))  # everything is in the store: no working folder is left
+        assert not list(runs.folder.parent.glob("*/s-*"))  # everything is in the store: no working folder is left
         again = run_cli("train", f"{place}/s/best.yaml", "--run-id", "again", env=second)
         assert again.rc == 0, again.stderr

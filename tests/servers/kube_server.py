@@ -184,7 +184,9 @@ class KubeServer:
                 known = {"groupVersion": f"{group}/{version}", "version": version}
                 groups.append({"name": group, "versions": [known], "preferredVersion": known})
             return web.json_response({"kind": "APIGroupList", "groups": groups})
-        if path == "/openapi/v3":  # kubectl asks it whether the server validates fields
+        if path == "/openapi/v2":  # kubectl before 1.27 compares with it: an empty document, in protobuf
+            return web.Response(body=b"\x0a\x032.0", content_type="application/octet-stream")
+        if path == "/openapi/v3":  # later ones ask it whether the server validates fields
             places = [f"apis/{group}/{version}" if group else f"api/{version}" for group, version in KINDS]
             return web.json_response(
                 {"paths": {place: {"serverRelativeURL": f"/openapi/v3/{place}"} for place in places}}

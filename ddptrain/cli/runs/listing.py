@@ -64,13 +64,14 @@ def list_runs(
 
 
 def _list_sweeps(*, as_json: bool) -> None:
-    from ddptrain.sweep import listing
+    from ddptrain.results.sweep_record import list_sweeps as find_sweeps
+    from ddptrain.sweep.output import listed_data, sweep_table
 
-    found = listing.list_sweeps(PLACES.runs)
+    found = find_sweeps(PLACES.runs)
     if as_json:
-        print_json([each.as_dict() for each in found])
+        print_json([listed_data(each) for each in found])
     elif found:
-        _print_table(listing.sweep_table(found))
+        _print_table(sweep_table(found))
     else:
         say(f"no sweeps in {PLACES.runs}")
 
@@ -79,10 +80,10 @@ def show_sweep(runs_dir: str, name: str, *, as_json: bool) -> bool:
     """Print the trials of a sweep; return False if there is no sweep of that name, path or URL."""
     import dataclasses
 
-    from ddptrain.sweep import listing
+    from ddptrain.results.sweep_record import find_sweep
     from ddptrain.sweep.output import summary_lines
 
-    if (found := listing.find_listed(runs_dir, name)) is None:
+    if (found := find_sweep(runs_dir, name)) is None:
         return False
     if as_json:
         print_json({**dataclasses.asdict(found.record), "sweep_dir": found.where})
@@ -100,8 +101,8 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
     from ddptrain.results.run_store import NeededFiles
     from ddptrain.results.selection import cells, header
     from ddptrain.results.show.render import run_table
-    from ddptrain.sweep.listing import list_sweeps as list_found
-    from ddptrain.sweep.listing import sweep_table
+    from ddptrain.results.sweep_record import list_sweeps as find_sweeps
+    from ddptrain.sweep.output import sweep_table
 
     need = NeededFiles.METRICS if selection.needs_metrics else NeededFiles.NOTHING
     views = open_runs_dir(runs_dir).list(need)
@@ -116,7 +117,7 @@ def print_runs(runs_dir: str, selection: Selection, limit: int | None = None, *,
         )
         return
     is_plain = not (selection.fields or limit)
-    sweeps = list_found(runs_dir, {view.run_id for view in views}) if is_plain else []
+    sweeps = find_sweeps(runs_dir) if is_plain else []
     if not runs and not sweeps:
         say(f"no runs in {runs_dir}" if not views else f"no run matches, of {counted(len(views), 'run')} in {runs_dir}")
         return

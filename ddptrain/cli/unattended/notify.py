@@ -38,18 +38,18 @@ def send_test(
     from ddptrain.config.load import load_config
     from ddptrain.host_identity import this_host
     from ddptrain.notify.heartbeat import Heartbeat
-    from ddptrain.notify.messages import compose_test
-    from ddptrain.notify.sender import Delivery, send
+    from ddptrain.notify.sender import Delivery, Message, code, send
 
     resolved = checked(partial(load_config, config), overrides or [], {})
     settings = resolved.config.notify
     if not settings.urls and not settings.heartbeat:
         raise UsageError(f"{config} has neither notify.urls nor notify.heartbeat: there is nothing to test")
-    message = compose_test(this_host().name, str(resolved.path.absolute()))
+    body = f"ddptrain can send messages from {code(this_host().name)}. The configuration is {code(str(resolved.path))}."
+    message = Message("Test message of ddptrain", body)
     deliveries = send(message, settings.urls, timeout_s=settings.timeout_s, retries=0, secrets=resolved.secrets)
     if settings.heartbeat:
         heartbeat = Heartbeat(settings.heartbeat, timeout_s=settings.timeout_s, secrets=resolved.secrets)
-        heartbeat.log(message.text)
+        heartbeat.log(message.body)
         deliveries.append(Delivery(heartbeat.target, "; ".join(heartbeat.problems)))
     data = [{"target": each.target, "delivered": each.delivered, "problem": each.problem} for each in deliveries]
     print_result(data, (f"{each.target}: {each.problem or 'delivered'}" for each in deliveries), as_json=json)

@@ -53,7 +53,7 @@ def prune(
     from ddptrain.results.prune import PrunePolicy, size_bytes
     from ddptrain.results.prune import prune as prune_runs
     from ddptrain.results.remote.runs import open_runs_dir
-    from ddptrain.retrain.cleanup.clean_up import protected_runs
+    from ddptrain.retrain.clean_up import protected_runs
 
     policy = PrunePolicy(
         keep=keep,

@@ -30,8 +30,8 @@ def retrain(
         str,
         typer.Option(
             metavar="TIME|SCHEDULE",
-            help="The scheduled time, which is run at most once: 2026-03-01T03:00Z, or a schedule as "
-            '"Mon 03:00 Europe/Berlin", which stands for its latest time.',
+            help="The scheduled time, which is run at most once: 2026-03-01T03:00Z, or a cron expression as "
+            '"0 3 * * 1 Europe/Berlin", which stands for its latest time.',
         ),
     ] = "",
     promote_anyway: Annotated[
@@ -61,7 +61,7 @@ def retrain(
         resolved = opt.checked(partial(load_config, opt.local_config(config)), overrides or [], options)
         from ddptrain.retrain.retraining import retrain as run
         from ddptrain.retrain.start import RetrainOptions
-        from ddptrain.schedule.due_times import resolve_slot
+        from ddptrain.schedule.times import resolve_slot
 
         reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
         slot, anyway = resolve_slot(slot), promote_anyway.strip()

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from zoneinfo import ZoneInfo
 
 import typer
 
 from ddptrain.cli import complete
-from ddptrain.cli.options import JsonOption, parsed
+from ddptrain.cli.options import JsonOption
 from ddptrain.cli.printing import print_json, say, write
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.text_tables import clean_table
 
 if TYPE_CHECKING:
-    from ddptrain.schedule.entries import Entry
-    from ddptrain.schedule.monitor import Finding
+    from ddptrain.schedule.check import Finding
 
 app = typer.Typer(name="schedule", help="Retrain at given times: add, list, check, remove.", no_args_is_help=True)
 
-_GRACE = "10m"
 _NONE = "no schedules are installed; ddptrain schedule add CONFIG --at TIME --install adds one"
 _MINUTE = "%Y-%m-%d %H:%M"
-
-
-At = Annotated[
-    str,
-    typer.Option(
-        metavar="TIME",
-        help='"03:00", "Mon 03:00", "Mon,Thu 03:00", "1st 04:30", "every 15m", hourly, or a cron expression.',
-    ),
-]
-Zone = Annotated[
-    str, typer.Option("--timezone", metavar="ZONE", help="As Europe/Berlin.  [default: that of this host]")
-]
-Grace = Annotated[str, typer.Option(metavar="TIME", help="How late a success may be, as 10m or 2h.")]
 
 
 @app.command(short_help="Make what systemd or cron needs.")
@@ -47,70 +31,62 @@ def add(
             metavar="CONFIG", autocompletion=complete.configurations, help="A YAML file with a section retrain."
         ),
     ],
-    at: At,
+    at: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help='A cron expression, as "0 3 * * 1" (Mondays at 03:00), also with a time zone, as "0 3 * * 1 '
+            'Europe/Berlin".  [default zone: that of this host]',
+        ),
+    ],
     as_: Annotated[
         Literal["systemd", "cron"] | None,
         typer.Option("--as", help="The scheduler.  [default: systemd where it runs, otherwise cron]"),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of the schedule.  [default: the name of the model]")] = "",
-    timezone: Zone = "",
-    jitter: Annotated[str, typer.Option(metavar="TIME", help="Delay each start by a random time up to this.")] = "",
     install: Annotated[bool, typer.Option("--install", help="Install it; otherwise it is only printed.")] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write files into this folder instead of printing them.")
-    ] = None,
     system: Annotated[bool, typer.Option("--system", help="systemd: units of the system, not of the user.")] = False,
 ) -> None:
-    """Write and check what a scheduler needs to retrain a model at given times."""
+    """Write what a scheduler needs to retrain a model at given times."""
     import os
 
     from ddptrain.config.load import load_config
-    from ddptrain.config.sections.retraining import duration_s
     from ddptrain.schedule import install as installing
-    from ddptrain.schedule.due_times import host_zone, parse_schedule
-    from ddptrain.schedule.entries import Entries
-    from ddptrain.schedule.job import make_job
-    from ddptrain.schedule.targets.target import write_parts
+    from ddptrain.schedule.entries import Entries, make_entry
+    from ddptrain.schedule.times import parse_schedule
 
-    if install and output:
-        raise UsageError("--install and --output exclude each other: --install writes the files where they belong")
-    schedule = parse_schedule(at, timezone or host_zone())
-    target_name = as_ or installing.default_target()
-    target = installing.make_target(target_name, system=system)
-    delay_s = parsed("--jitter", jitter, duration_s) if jitter else 0.0
-    resolved = load_config(config)
-    job = make_job(resolved, schedule, name, delay_s, os.environ)
-    parts = target.parts(job, output.absolute() if output else None)
-    if problem := target.problem(parts):
-        raise UsageError(problem)
-    if output:
-        write_parts(parts)
-        done = [f"wrote {part.path}" for part in parts]
+    target = as_ or installing.default_target()
+    if system and target != "systemd":
+        raise UsageError("--system is for --as systemd, not for cron: leave it out")
+    schedule = parse_schedule(at)
+    entry = make_entry(load_config(config), schedule, target, name, os.environ, system=system)
+    parts = installing.parts_of(entry)
+    write(
+        line for part in parts for line in [f"# --- {part.path or 'lines of the crontab'}", *part.text.splitlines(), ""]
+    )
+    if install:
+        for line in installing.install(entry, Entries()):
+            say(line)
+        say(f"installed as {entry.name}; ddptrain schedule list shows it, schedule remove {entry.name} removes it")
+        say("run `ddptrain schedule check --quiet` each hour from cron to be notified if it is late")
     else:
-        write(line for part in parts for line in [f"# --- {part.path or part.name}", *part.text.splitlines(), ""])
-        done = installing.install(job, target_name, target, parts, Entries(), system=system) if install else []
-    next_time = schedule.next(datetime.now(UTC))
-    notify = resolved.config.notify
-    tells = bool(notify.urls) and "late" in notify.on
-    for line in [*done, *target.notes(job), *_after(job.name, target_name, next_time, installed=install, tells=tells)]:
-        say(line)
+        say(f"nothing is installed: add --install to install it with {target}")
+    say(f"next time: {schedule.next(datetime.now(UTC)):{_MINUTE}} UTC")
 
 
-@app.command("list", short_help="Show the schedules: last, next and missed times.")
+@app.command("list", short_help="Show the schedules, with the last and the next time.")
 def list_(json: JsonOption = False) -> int:
-    """Show the installed schedules: the last retraining, the next time, and the missed times."""
-    from ddptrain.config.sections.retraining import duration_s
+    """Show the installed schedules: the last retraining, the next time, and the state of the model."""
+    from ddptrain.schedule.check import check
     from ddptrain.schedule.entries import Entries
-    from ddptrain.schedule.monitor import look
 
     entries, problems = Entries().readable()
-    grace = timedelta(seconds=duration_s(_GRACE))
-    found = [(entry, look(entry, grace, with_missed=True)) for entry in entries]
+    found = [check(entry) for entry in entries]
     if json:
-        print_json([_listed(entry, finding) for entry, finding in found])
+        print_json([_as_dict(finding) for finding in found])
     elif found:
-        header = ("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT", "MISSED", "STATE")
-        write([clean_table([header, *(_row(entry, finding) for entry, finding in found)])])
+        header = ("NAME", "MODEL", "WHEN", "WITH", "LAST", "NEXT", "STATE")
+        write([clean_table([header, *map(_row, found)])])
     elif not problems:
         say(_NONE)
     for problem in problems:
@@ -130,130 +106,53 @@ def remove(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the
 
 @app.command(short_help="Report models whose retraining is late.")
 def check(
-    configs: Annotated[
-        list[str] | None, typer.Argument(metavar="CONFIG", help="YAML files.  [default: all installed schedules]")
-    ] = None,
-    grace: Grace = _GRACE,
-    notify: Annotated[
-        bool, typer.Option(help="Send one message to the targets of notify; the next only after a success.")
-    ] = True,
-    at: At = "",
-    timezone: Zone = "",
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print only problems: for cron, which mails output.")
     ] = False,
     json: JsonOption = False,
 ) -> int:
-    """Report models without a successful retraining for longer than their schedule allows.
+    """Report models without a successful retraining for longer than their schedule allows, and notify users once.
 
-    Exit code 0: none; 9: at least one is late; 4: at least one could not be checked.
+    Exit code 0: none; 4: at least one is late, or could not be checked.
     """
-    from ddptrain.config.sections.retraining import duration_s
+    from ddptrain.schedule import check as checking
     from ddptrain.schedule.entries import Entries
-    from ddptrain.schedule.monitor import look
 
-    allowed = timedelta(seconds=parsed("--grace", grace, duration_s))
-    entries, problems = _to_check(configs or [], at, timezone)
-    with Entries().locked("check", wait=False) as alone:  # two checks at the same time would notify twice
-        found = [look(each, allowed, notify=notify and alone) for each in entries]
-    lines = [] if at else list(problems)
-    for finding in found:
-        lines += [f"{finding.name}: {text}" for text in (finding.problem, *finding.warnings) if text]
+    schedules = Entries()
+    entries, problems = schedules.readable()
+    with schedules.locked():  # two checks at the same time would notify twice
+        found = [checking.check(entry, notify=True) for entry in entries]
+    bad = [each for each in found if each.state in (checking.State.LATE, checking.State.UNKNOWN)]
     if json:
-        print_json([_checked(finding) for finding in found])
-    elif not quiet:
-        write(line for finding in found for line in _lines(finding))
-    for line in lines:
+        print_json([_as_dict(finding) for finding in found])
+    else:
+        write(f"{each.entry.name}: {each.state}: {each.reason}" for each in found if not quiet or each in bad)
+    for line in [*problems, *(f"{each.entry.name}: {warning}" for each in found for warning in each.warnings)]:
         say(f"ddptrain: {line}")
     if not (found or problems or quiet or json):
         say(_NONE)
-    if any(finding.is_late for finding in found):
-        return ExitCode.LATE
-    return ExitCode.CLUSTER if problems or any(finding.problem for finding in found) else ExitCode.SUCCEEDED
+    return ExitCode.CLUSTER if problems or bad else ExitCode.SUCCEEDED
 
 
-def _to_check(configs: list[str], at: str, timezone: str) -> tuple[list[Entry], list[str]]:
-    """Return the schedules to check: all installed ones, those of the configurations, or the configurations at a time.
-
-    Also returns a line for each installed schedule that can't be read.
-    """
-    from ddptrain.config.config_file import find_config
-    from ddptrain.schedule.due_times import host_zone, parse_schedule
-    from ddptrain.schedule.entries import Entries, Entry
-
-    paths = [find_config(config).absolute() for config in configs]
-    if at:
-        if not paths:
-            raise UsageError("--at needs a CONFIG: installed schedules have times of their own")
-        schedule = parse_schedule(at, timezone or host_zone())
-        common = (str(Path.cwd()), schedule.text, schedule.zone, "", "")
-        return [Entry(path.stem, "", str(path), *common) for path in paths], []
-    if timezone:
-        raise UsageError("--timezone is for --at: installed schedules have time zones of their own")
-    entries, problems = Entries().readable()
-    known = {entry.config for entry in entries}
-    if unknown := [path for path in paths if str(path) not in known]:
-        raise UsageError(f"no schedule of {unknown[0]} is installed here: give --at, as in --at 'Mon 03:00'")
-    return [entry for entry in entries if not paths or entry.config in map(str, paths)], problems
+def _row(finding: Finding) -> tuple[str, ...]:
+    entry, last = finding.entry, finding.last
+    zone = ZoneInfo(entry.schedule.zone)
+    following = entry.schedule.next(datetime.now(UTC)).astimezone(zone)
+    shown = f"{datetime.fromisoformat(last.started_at).astimezone(zone):{_MINUTE}} {last.status}" if last else "-"
+    state = str(finding.state) if finding.state != "unknown" else f"unknown: {finding.reason}"
+    return entry.name, entry.model, entry.at, entry.target, shown, f"{following:{_MINUTE}}", state
 
 
-def _after(name: str, target: str, following: datetime, *, installed: bool, tells: bool) -> list[str]:
-    """Return lines about the next steps. tells: whether users are notified if the model is late."""
-    next_time = f"next time: {following:{_MINUTE}} UTC"
-    if installed:
-        shown = f"installed as {name}; ddptrain schedule list shows it, schedule remove {name} removes it"
-        check = "run `ddptrain schedule check --quiet` each minute from cron to be notified if it is late"
-        return [next_time, shown, check if tells else f"{check}; set notify.urls, and add late to notify.on"]
-    return [next_time, f"nothing is installed: add --install to install it with {target}"]
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    import dataclasses
 
+    from ddptrain.schedule.times import slot_text
 
-def _row(entry: Entry, finding: Finding) -> tuple[str, ...]:
-    from zoneinfo import ZoneInfo
-
-    def local(time: datetime) -> str:
-        return f"{time.astimezone(ZoneInfo(entry.zone)):{_MINUTE}}"
-
-    last = finding.last
-    missed = f"{len(finding.missed)}: {local(finding.missed[-1])}" if finding.missed else "-"
-    return (
-        entry.name,
-        entry.model,
-        str(entry.schedule),
-        entry.target,
-        f"{local(datetime.fromisoformat(last.started_at))} {last.status}" if last else "-",
-        local(finding.next) if finding.next else "-",
-        missed,
-        str(finding.judgement.state) if finding.judgement else f"unknown: {finding.problem}",
-    )
-
-
-def _listed(entry: Entry, finding: Finding) -> dict[str, Any]:
-
-    from ddptrain.schedule.due_times import slot_text
-
-    about = {**dataclasses.asdict(entry), "cron": entry.schedule.cron, **_checked(finding)}
-    last = dataclasses.asdict(finding.last) if finding.last else None
-    return {**about, "missed": [slot_text(time) for time in finding.missed], "last": last}
-
-
-def _checked(finding: Finding) -> dict[str, Any]:
-    from ddptrain.schedule.due_times import slot_text
-
-    judgement = finding.judgement
+    about = dataclasses.asdict(finding)
+    del about["entry"], about["warnings"]
     return {
-        "name": finding.name,
-        "model": finding.model,
-        "state": str(judgement.state) if judgement else None,
-        "reason": judgement.reason if judgement else finding.problem,
-        "slot": slot_text(judgement.slot) if judgement else None,
-        "last_success": slot_text(judgement.succeeded) if judgement and judgement.succeeded else None,
-        "next": slot_text(finding.next) if finding.next else None,
-        "notified": list(finding.notified),
+        **dataclasses.asdict(finding.entry),
+        **about,
+        "succeeded": slot_text(finding.succeeded) if finding.succeeded else None,
+        "next": slot_text(finding.entry.schedule.next(datetime.now(UTC))),
     }
-
-
-def _lines(finding: Finding) -> list[str]:
-    if finding.judgement is None:
-        return []
-    notified = f" (notified: {', '.join(finding.notified)})" if finding.notified else ""
-    return [f"{finding.name}: {finding.judgement.state}: {finding.judgement.reason}{notified}"]

@@ -159,8 +159,7 @@ class DaskClassBackend(Backend):
                 shown_at = time.monotonic()
             yield part
             time.sleep(_POLL_S)
-        cluster.address, cluster.dashboard = str(card["address"]), str(card["dashboard"])
-        cluster.workers = int(card["workers"])
+        cluster.address, cluster.workers = str(card["address"]), int(card["workers"])
         yield part
 
     def fault(self, cluster: ClusterRecord) -> str | None:

@@ -138,9 +138,8 @@ def _reached(cluster: Any, order: DaskClusterOrder, folder: Path, deadline: floa
         except TimeoutError as error:
             joined = f"{len(client.nthreads())} of {counted(wanted, 'worker')} joined"
             raise DaskClusterError(f"{joined} within {order.timeout_s:g} s (cluster.start_timeout_s)") from error
-    dashboard = str(getattr(cluster, "dashboard_link", None) or "")
     handle = str(getattr(cluster, order.handle)) if order.handle else ""
-    return {"address": address, "dashboard": dashboard, "workers": wanted, "handle": handle}
+    return {"address": address, "workers": wanted, "handle": handle}
 
 
 def _attached(order: DaskClusterOrder, folder: Path) -> Any:

@@ -164,7 +164,7 @@ async def _new_scheduler() -> Scheduler:
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the driver reports the errors itself
     folder = unix_comm.make_socket_dir()
     # Its worker is a child of the driver, which sees its end: nobody has to drop the silent.
-    with dask.config.set({**SCHEDULER_CONFIG, "distributed.scheduler.http.routes": []}):
+    with dask.config.set(SCHEDULER_CONFIG):
         scheduler: Scheduler = await Scheduler(
             protocol=unix_comm.SCHEME,
             host=unix_comm.scheduler_path(folder),

@@ -23,7 +23,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ddptrain.clusters import processes
-from ddptrain.clusters.processes import DaemonOrder
+from ddptrain.clusters.processes import FOLDER, DaemonOrder
 from ddptrain.clusters.provider import Backend, Tell
 from ddptrain.clusters.record import ClusterRecord, Part
 from ddptrain.clusters.security import CERT_FILE, KEY_FILE
@@ -76,7 +76,7 @@ class KubernetesBackend(Backend):
         cluster.workers = math.ceil(cluster.config.slots / slots) if cluster.config.slots else settings.workers
         objects = Part(role="objects", host=_place(settings), id=secrets.token_hex(8))
         yield objects
-        _kubectl(objects, "create", "-f", "-", text="\n---\n".join(map(json.dumps, manifests(cluster, objects.id))))
+        _kubectl(objects, "create", "-f", "-", text="\n".join(map(json.dumps, manifests(cluster, objects.id))))
         tell(f"created the jobs {cluster.name}-scheduler and {cluster.name}-worker")
         shown, shown_at, deadline = "", 0.0, time.monotonic() + cluster.config.start_timeout_s
         while not _is_ready(pod := _scheduler_pod(objects)):
@@ -132,11 +132,12 @@ class KubernetesBackend(Backend):
         processes.end(str(cluster.folder), [part.process for part in cluster.of_role(_FORWARD) if part.process])
         for objects in cluster.of_role("objects"):
             label = f"{_OWNER}={objects.id}"
-            _kubectl(objects, "delete", "job,service,secret", "--selector", label, "--wait=false")
             deadline = time.monotonic() + _END_S
             while left := _kubectl(objects, "get", "job,service,secret,pod", "--selector", label, "--output=name"):
                 if time.monotonic() > deadline:
                     raise ClusterError(f"Kubernetes has not ended {', '.join(left.split())} within {_END_S:g} s")
+                # Again and again: a kubectl that has outlived its command may still be creating some.
+                _kubectl(objects, "delete", "job,service,secret", "--selector", label, "--wait=false")
                 time.sleep(_POLL_S)
 
     def reopen(self, cluster: ClusterRecord) -> None:
@@ -144,7 +145,14 @@ class KubernetesBackend(Backend):
         for part in cluster.of_role(_FORWARD):
             if part.process and not processes.alive(part.process):
                 (objects,) = cluster.of_role("objects")
-                cluster.keep(_forward(cluster, objects, int(part.id)))
+                again = _forward(cluster, objects, int(part.id))
+                cluster.keep(again)
+                deadline = time.monotonic() + _COMMAND_S
+                while _is_free(int(again.id)):  # kubectl does not listen yet
+                    if time.monotonic() > deadline or (again.process and not processes.alive(again.process)):
+                        words = processes.tail(str(cluster.folder), _FORWARD, 1).strip()
+                        raise ClusterError(f"the port-forward to the scheduler does not start: {words}")
+                    time.sleep(_POLL_S)
 
 
 def _settings(cluster: ClusterRecord) -> KubernetesSettings:
@@ -205,7 +213,7 @@ while active=$({look}); [ $? -ne 0 ] || [ -n "$active" ]; do
   {kubectl} port-forward --address 127.0.0.1 job/{job} {port}:{_PORT} & wait $!
   sleep 1 & wait $!
 done"""
-    daemon = processes.start(DaemonOrder(_FORWARD, str(cluster.folder), ["sh", "-c", script]))
+    daemon = processes.start(DaemonOrder(_FORWARD, str(cluster.folder), ["sh", "-c", script, FOLDER]))
     cluster.host = daemon.host
     cluster.address = f"tls://127.0.0.1:{port}"
     return Part(role=_FORWARD, id=str(port), log=str(cluster.folder / f"{_FORWARD}.log"), process=daemon)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from ddptrain import __version__
 from ddptrain.clusters.processes import FOLDER, PYTHON, DaemonId, DaemonOrder
@@ -143,10 +142,7 @@ def _start_scheduler(cluster: ClusterRecord, host: Host, address: str) -> Iterat
         scheduler = host.call("read", folder=part.id, name="scheduler.json", timeout_s=_START_S)
     except ClusterError as error:
         raise ClusterError(f"{host.name}: the scheduler did not start at {address}: {error}") from error
-    cluster.address, cluster.dashboard = str(scheduler["address"]), str(scheduler["dashboard"])
-    if cluster.dashboard and not is_loopback(address):  # it has no password, so it listens on loopback only
-        at = urlsplit(cluster.dashboard).netloc
-        cluster.dashboard += f" through ssh -N -L {at}:{at} {host.target}"
+    cluster.address = str(scheduler["address"])
 
 
 def _start_workers(cluster: ClusterRecord, orders: list[tuple[Host, str, int | None]], tell: Tell) -> Iterator[Part]:

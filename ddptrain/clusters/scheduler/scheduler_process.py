@@ -41,13 +41,12 @@ SCHEDULER_CONFIG: dict[str, object] = {
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # drop_the_silent replaces it
     "distributed.scheduler.work-stealing": False,
+    "distributed.scheduler.http.routes": [],  # Dask's own let anyone end workers
     "distributed.comm.timeouts.tcp": f"{LOST_AFTER_S:.0f}s",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.admin.tick.interval": "1s",
     "distributed.diagnostics.nvml": False,
 }
-_DASHBOARD_ADDRESS = "127.0.0.1:8787"  # HTTP without a password; Dask uses another port if this one is taken
-_NOWHERE = "127.0.0.1:0"  # Dask's HTTP server always listens, even without routes
 _NEVER_A_RUN = frozenset({"fire-and-forget"})  # Dask's own entry among the clients
 _LOOK_S = 1.0
 
@@ -123,14 +122,11 @@ async def _started(options: argparse.Namespace, scratch: Path) -> Scheduler:
     from distributed import Scheduler
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    shows = _has_bokeh()
-    if not shows:  # the HTTP routes are needed by the dashboard only
-        dask.config.set({"distributed.scheduler.http.routes": []})
     dask.config.set(SCHEDULER_CONFIG)
     scheduler: Scheduler = await Scheduler(
         **_listening(options),
-        dashboard=shows,
-        dashboard_address=_DASHBOARD_ADDRESS if shows else _NOWHERE,
+        dashboard=False,
+        dashboard_address="127.0.0.1:0",  # Dask's HTTP server always listens; it has no routes here
         local_directory=str(scratch),  # Dask imports modules from below it; by default others may write there
     )
     return scheduler
@@ -148,29 +144,13 @@ def _listening(options: argparse.Namespace) -> dict[str, Any]:
     return {"protocol": unix_comm.SCHEME, "host": unix_comm.scheduler_path(unix_comm.make_socket_dir()), "port": 0}
 
 
-def _has_bokeh() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("bokeh") is not None
-
-
 def _card(scheduler: Scheduler) -> dict[str, Any]:
     """Return the content of scheduler.json."""
     return {
         "address": scheduler.address,
-        "dashboard": _dashboard_link(scheduler) if _has_bokeh() else "",
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-
-
-def _dashboard_link(scheduler: Scheduler) -> str:
-    from distributed.utils import format_dashboard_link
-
-    server = scheduler.services["dashboard"]
-    host = scheduler.ip if server.address in {"0.0.0.0", "::"} else server.address
-    link: str = format_dashboard_link(host, server.port)
-    return link
 
 
 async def drop_the_silent(scheduler: Scheduler, limit_s: Callable[[], float]) -> None:

@@ -79,10 +79,10 @@ class RetrainConfig(Strict):
     model: Annotated[str, Field(pattern=NAME_PATTERN)] = Field(
         description="The model whose versions it creates: lower-case letters, digits, dots, dashes and underscores."
     )
-    overlap: Literal["skip", "wait", "replace", "allow"] = Field(
+    overlap: Literal["skip", "wait", "replace"] = Field(
         default="skip",
         description="What to do if this model is being retrained already, on any host: skip this start, wait for the "
-        "end, replace the other one (it saves and ends first), or allow both.",
+        "end, or replace the other one (its run is stopped and saves first).",
     )
     wait: Duration = Field(
         default=3600.0, ge=0, description='The longest time that overlap: wait and replace wait, as "1h".'

@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddptrain.errors import ClusterError, ConfigError
+from ddptrain.errors import ClusterError, ConfigError, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import DriverRecord
+from ddptrain.results.lookup import RunView, is_sweep, load_run
+from ddptrain.results.remote.runs import StoreRuns, open_runs_dir, split_run
+from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _HANDLED_WITHIN_S = 2.0  # a starting cluster may block the first signal until t
 _SIGNALS_FOR_NOW = 3  # these kill the ranks; a fourth signal would end the driver before it writes run.json
 _MARGIN_S = 30.0
 _DEFAULT_GRACE_S = 30.0
+_STORE_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,34 @@ class StopTarget:
     desk: RunLayout
     look: Callable[[], RunView]
     look_every_s: float = _LOOK_EVERY_S
+
+
+def find_target(runs_dir: str, run: str) -> StopTarget:
+    """Return the run to stop, and the folder where its driver looks for requests.
+
+    Raises:
+        RunNotFound: there is no such run.
+        UsageError: run.json can't be read, or the folder exists only on the driver's host.
+    """
+    folders = [folder for folder in (Path(runs_dir, run), Path(run)) if "\0" not in run and is_sweep(folder)]
+    if folders:
+        sweep = RunLayout(folders[0].absolute())
+        require_own_folder(sweep.root)
+        return StopTarget(sweep, lambda: load_run(sweep.root))
+    place, name = split_run(run, runs_dir)
+    runs = open_runs_dir(place)
+    view = runs.find(name)
+    run_id, driver = view.run_id, view.record.driver
+    if view.status == RunStatus.UNREADABLE:
+        raise UsageError(f"run {run_id} can't be stopped: {view.problem}")
+    if view.layout.is_original or not isinstance(runs, StoreRuns):
+        return StopTarget(view.layout, lambda: load_run(view.layout.root))
+    if is_active(view) and driver.host != socket.gethostname():
+        raise UsageError(
+            f"run {run_id} can only be stopped on {driver.host}, where its driver is process {driver.pid}: "
+            "it has no directory that other hosts see"
+        )
+    return StopTarget(RunLayout(runs.work / run_id), lambda: runs.find(run_id), look_every_s=_STORE_EVERY_S)
 
 
 def stop_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 
 from ddptrain.config.wording import counted
 from ddptrain.driver.display import output_api, terminal
@@ -12,6 +13,7 @@ from ddptrain.results.metrics import LatestMetrics
 from ddptrain.text_tables import duration
 
 MOST_METRICS = 4
+_MOST_EARLY = 100
 SMOOTHING_S = 5.0  # in the rate, progress has a weight of 1/e after this time
 _DEFAULT_METRIC = "val/loss"
 
@@ -24,6 +26,7 @@ class RunFacts:
         self._epochs: int | None = None
         self._step: int | None = None
         self._latest = LatestMetrics()
+        self._early: deque[output_api.RankMetrics] = deque()  # of ranks whose step rank 0 has not reached
         self._starts = 0  # of rank 0
         self._saved: output_api.Saved | None = None
         self._forget_pace()
@@ -41,12 +44,14 @@ class RunFacts:
             case output_api.RankStarted(0):
                 self._starts += 1
                 self.epoch = self._step = None
+                self._early.clear()
                 self._latest.begin_attempt()
                 self._forget_pace()
             case output_api.RankMetrics(rank, event):
-                self._latest.logged(rank, event.step, event.values)
                 if rank == 0:
                     self._add(event)
+                self._early.append(message)
+                self._take_metrics()
             case output_api.RankProgress(0, event):
                 self._reported.update(event)
             case output_api.Epochs(total):
@@ -100,6 +105,17 @@ class RunFacts:
     def restarts_text(self) -> str:
         """How often the ranks were started again, as "1 restart"."""
         return counted(self._starts - 1, "restart") if self._starts > 1 else ""
+
+    def _take_metrics(self) -> None:
+        """Take the values up to rank 0's step, so that a line does not have values of its next epoch."""
+        for _ in range(len(self._early)):
+            message = self._early.popleft()
+            step = message.event.step
+            is_early = step is not None and self._step is not None and step > self._step
+            if is_early and len(self._early) < _MOST_EARLY:
+                self._early.append(message)
+            else:
+                self._latest.logged(message.rank, step, message.event.values)
 
     def _add(self, event: Metrics) -> None:
         if event.step is not None:

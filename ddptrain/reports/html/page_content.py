@@ -1,4 +1,4 @@
-"""What a page consists of: runs, a sweep and models, with the data of its script."""
+"""What a page consists of: runs and a sweep, with the data of its script."""
 
 from __future__ import annotations
 
@@ -6,48 +6,30 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from ddptrain import __version__
 from ddptrain.config.wording import counted, shorten
 from ddptrain.reports.html.render import render_page
-from ddptrain.reports.html.run_card import Limits, RunCard, read_card
-from ddptrain.reports.html.subjects import ModelCard, Subjects
-from ddptrain.reports.html.sweep import Sweep
+from ddptrain.reports.html.run_card import RunCard, read_card
+from ddptrain.reports.html.subjects import Subjects
+from ddptrain.reports.html.sweep import SweepTable
 
 _MOST_COLUMNS = 6  # of settings, and of metrics, in the table of runs
 _ID_CHARACTERS = 120
 _MOST_IN_CONTENTS = 10
-_LEAST_VERSIONS = 2  # of a chart
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChart:
-    """A metric of a model by version; `index` is its place in the data of the script."""
-
-    model: str
-    name: str
-    index: int
-    x: Sequence[int]
-    y: Sequence[float]
+_MOST_DETAILED = 20  # runs with logs, configuration, images and tables
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page. differing: settings whose values are not the same in all runs. shared_metrics: those of most runs.
-
-    reload_s: seconds until a page that is written again reloads itself; None: it does not.
-    """
+    """The page. differing: settings whose values are not the same in all runs. shared_metrics: those of most runs."""
 
     title: str
     subtitle: str
     cards: Sequence[RunCard]
-    models: Sequence[ModelCard]
-    sweep: Sweep | None
+    sweep: SweepTable | None
     differing: Sequence[str]
     shared_metrics: Sequence[str]
-    model_charts: Sequence[ModelChart]
-    reload_s: int | None = None
     version: str = __version__
     written_at: str = ""
 
@@ -59,8 +41,7 @@ class Page:
     @property
     def contents(self) -> list[tuple[str, str]]:
         """The entries of the table of contents: anchors and labels."""
-        found = [(f"model-{at}", f"Model {model.name}") for at, model in enumerate(self.models)]
-        found += [("sweep", "Sweep")] if self.sweep else []
+        found = [("sweep", "Sweep")] if self.sweep else []
         found += [("runs", "Runs")] if len(self.cards) > 1 else []
         if len(self.cards) == 1:
             found += self.cards[0].sections
@@ -81,42 +62,30 @@ class Page:
         return [values.get(name) for name in self.shared_metrics]
 
 
-def html_page(subjects: Subjects, *, reload_s: int | None = None, was_watched: bool = False) -> bytes:
-    """Return the page of the subjects as UTF-8, less than about 20 MB.
-
-    reload_s: seconds until the page reloads itself. was_watched: it may be a page that has reloaded itself.
-    """
-    limits = Limits.for_runs(len(subjects.views))
-    cards = [read_card(view, limits) for view in subjects.views]
-    charts = _model_charts(subjects.models)
+def html_page(subjects: Subjects) -> bytes:
+    """Return the page of the subjects as UTF-8."""
+    count = len(subjects.views)
+    cards = [read_card(view, of=count, is_detailed=at < _MOST_DETAILED) for at, view in enumerate(subjects.views)]
     page = Page(
         title=_title(subjects),
         subtitle=_subtitle(subjects),
         cards=cards,
-        models=subjects.models,
         sweep=subjects.sweep,
         differing=_differing(cards),
         shared_metrics=_shared_metrics(cards),
-        model_charts=charts,
-        reload_s=reload_s,
         written_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
     )
     data = {
         "runs": [{"id": label} for label in _labels(cards)],
         "curves": [{"run": at, **curve} for at, card in enumerate(cards) for curve in card.curves],
-        "sweep": _sweep_data(subjects.sweep),
-        "model": [{"name": chart.name, "x": chart.x, "y": chart.y} for chart in charts],
-        "reload_s": reload_s,
-        "watched": was_watched,
+        "sweep": subjects.sweep.for_script() if subjects.sweep else None,
     }
     return render_page(page, data)
 
 
 def _title(subjects: Subjects) -> str:
     if subjects.sweep is not None:
-        return f"Sweep {subjects.sweep.name}"
-    if len(subjects.models) == 1:
-        return f"Model {subjects.models[0].name}"
+        return f"Sweep {shorten(subjects.sweep.record.sweep_id, _ID_CHARACTERS)}"
     if len(subjects.views) == 1:
         return f"Run {shorten(subjects.views[0].run_id, _ID_CHARACTERS)}"
     return counted(len(subjects.views), "run")
@@ -150,38 +119,3 @@ def _shared_metrics(cards: Sequence[RunCard]) -> list[str]:
     counts = Counter(metric.name for card in cards for metric in card.metrics)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], not item[0].startswith("val"), "loss" not in item[0]))
     return [name for name, _ in ordered[:_MOST_COLUMNS]]
-
-
-def _model_charts(models: Sequence[ModelCard]) -> list[ModelChart]:
-    charts: list[ModelChart] = []
-    for model in models:
-        for name in model.metrics:
-            found = [(version.version, model.values(version)) for version in reversed(model.versions)]
-            points = [(number, values[name]) for number, values in found if name in values]
-            if len(points) >= _LEAST_VERSIONS:
-                x, y = zip(*points, strict=True)
-                charts.append(ModelChart(model.name, name, len(charts), x, y))
-    return charts
-
-
-def _sweep_data(sweep: Sweep | None) -> dict[str, Any] | None:
-    if sweep is None:
-        return None
-    return {
-        "metric": sweep.metric or "value",
-        "best": sweep.best,
-        "ranked": [trial.number for trial in sweep.ranked()],
-        "axes": [
-            {"name": axis.name, "scale": axis.scale, "values": list(axis.values), "importance": axis.importance}
-            for axis in sweep.axes
-        ],
-        "trials": [
-            {
-                "number": trial.number,
-                "state": trial.state,
-                "params": [axis.place(value) for axis, value in zip(sweep.axes, trial.params, strict=True)],
-                "value": trial.value,
-            }
-            for trial in sweep.trials
-        ],
-    }

@@ -43,22 +43,22 @@ class Picture:
 
 
 class PictureReader:
-    """Reads images below a folder until the budget of bytes is used."""
+    """Reads images below a folder."""
 
-    def __init__(self, folder: Path, files: Mapping[str, int], budget_bytes: int) -> None:
-        """`files`: the files of the folder with their sizes; no other file is read."""
+    def __init__(self, folder: Path, files: Mapping[str, int], most: int) -> None:
+        """files: the files of the folder with their sizes; no other file is read. most: pictures that are read."""
         self._folder, self._files = folder, files
-        self.left_bytes = budget_bytes
+        self._left = most
 
     def read(self, path: str) -> Picture | None:
-        """Return the picture of a file below the folder; None if it cannot be shown, or the budget is used."""
-        if not is_picture(path) or not 0 < self._files.get(path, 0) <= _LARGEST_FILE_BYTES or self.left_bytes <= 0:
+        """Return the picture of a file below the folder; None if it cannot be shown, or there are too many."""
+        if not is_picture(path) or not 0 < self._files.get(path, 0) <= _LARGEST_FILE_BYTES or self._left <= 0:
             return None
         found = _encoded(self._folder / path)
-        if found is None or len(found[0]) > self.left_bytes:
+        if found is None:
             return None
         data, kind, size = found
-        self.left_bytes -= len(data)
+        self._left -= 1
         return Picture(PurePosixPath(path).name, f"data:image/{kind};base64,{data}", *size)
 
     def groups(self, taken: Iterable[str] = ()) -> list[tuple[str, list[Picture]]]:

@@ -28,7 +28,6 @@ _STATES = frozenset((*RunStatus, "complete", "pruned", "interrupted"))
 _MOST_CHARACTERS = 1000  # of one text; long_text() permits more
 _MOST_OF_LONG = 40_000  # the last lines of a rank, a traceback
 _MOST_ROWS = 100  # of versions and variables
-_PAGE_BYTES = 20_000_000
 _FOR_SCRIPT = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
@@ -66,10 +65,9 @@ def _safe_data(value: object) -> object:
 
 
 def render_page(page: Page, data: Mapping[str, object]) -> bytes:
-    """Return the page as UTF-8, at most about 20 MB; `data` is for its script.
+    """Return the page as UTF-8; `data` is for its script.
 
-    If it is larger, the details of the last runs are left out. Its policy permits the script and the style of this
-    package, by their hashes, and pictures inside the page.
+    Its policy permits the script and the style of this package, by their hashes, and pictures inside the page.
     """
     script = "(() => {\n'use strict';\n" + "\n".join(_static(name) for name in _SCRIPTS) + "})();\n"
     style = _static("report.css")
@@ -79,12 +77,7 @@ def render_page(page: Page, data: Mapping[str, object]) -> bytes:
     )
     template = _environment().get_template("page.html.j2")
     values = {"policy": Markup(policy), "script": Markup(script), "style": Markup(style), "data": page_json(data)}
-    detailed = len(page.cards)
-    while True:
-        text = template.render(page=page, detailed=detailed, **values).encode("utf-8", "replace")
-        if len(text) <= _PAGE_BYTES or detailed == 0:
-            return text
-        detailed //= 2
+    return template.render(page=page, **values).encode("utf-8", "replace")
 
 
 def _static(name: str) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, one_line
@@ -36,9 +36,8 @@ _SYSTEM_SHARE = 4  # of the points of curves, system metrics may have one part i
 _EVALUATED = re.compile(r"(?:val|valid|validation|eval|test)[/_]", re.IGNORECASE)
 MOST_RUNS = 100  # on one page
 _POINTS = 300_000  # of all curves: 32 bytes each in the page
-_IMAGE_BYTES = 4 << 20  # of all runs, as they are in the page
-_TEXT_BYTES = 2 << 20  # of one kind (last lines, tables, configurations) of all runs
-_LOG_BYTES, _CONFIG_BYTES, _DIFF_BYTES = 256 << 10, 128 << 10, 200_000  # at most, of one run
+_PICTURES = 120  # of all runs
+_LOG_BYTES, _DIFF_BYTES = 16 << 10, 200_000  # of one rank, of one run
 _MOST_FRAMES = 20
 _TRACEBACK_CHARACTERS = 20_000
 _MOST_RANKS = 16
@@ -85,30 +84,12 @@ def shown_traceback(failure: FailureRecord | None) -> str:
     return text if len(text) <= _TRACEBACK_CHARACTERS else f"...\n{text[-_TRACEBACK_CHARACTERS:]}"
 
 
-def tails(view: RunView, budget_bytes: int) -> dict[int, list[str]]:
-    """Return the last lines of the first 16 ranks, that of the failure first, each with an equal part of the budget."""
+def tails(view: RunView) -> dict[int, list[str]]:
+    """Return the last lines of the first 16 ranks, that of the failure first."""
     failure = view.record.failure
     first = failure.rank if failure is not None else None
     logs = sorted(view.layout.logs().items(), key=lambda item: (item[0] != first, item[0]))[:_MOST_RANKS]
-    room = budget_bytes // max(1, len(logs))
-    return {rank: lines for rank, path in logs if (lines := last_lines(path, _LINES, room))}
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The share of one run. curve_points: of all its curves together. text_bytes: of each kind of text, unescaped.
-
-    A page has less than 20 MB with any number of runs up to MOST_RUNS.
-    """
-
-    curve_points: int
-    image_bytes: int
-    text_bytes: int
-
-    @classmethod
-    def for_runs(cls, count: int) -> Self:
-        """Return the share of each of `count` runs."""
-        return cls(*(whole // max(1, count) for whole in (_POINTS, _IMAGE_BYTES, _TEXT_BYTES)))
+    return {rank: lines for rank, path in logs if (lines := last_lines(path, _LINES, _LOG_BYTES))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +119,7 @@ class RunCard:
     problems: Sequence[str]
     time_use: TimeUse | None = None
     diff: str = ""
+    is_detailed: bool = True
 
     @property
     def sections(self) -> list[tuple[str, str]]:
@@ -165,8 +147,12 @@ class RunCard:
         return [setting for setting in self.settings if setting.is_changed]
 
 
-def read_card(view: RunView, limits: Limits) -> RunCard:
-    """Read a run. Files that cannot be read are left out, and named in `problems`."""
+def read_card(view: RunView, *, of: int = 1, is_detailed: bool = True) -> RunCard:
+    """Read a run. Files that cannot be read are left out, and named in `problems`.
+
+    of: the number of runs on the page, which share its points and pictures. is_detailed: whether the card has logs,
+    configuration, images and tables.
+    """
     problems = [view.problem] if view.problem else []
     lines: list[Line] = []
     system: list[Line] = []
@@ -175,44 +161,51 @@ def read_card(view: RunView, limits: Limits) -> RunCard:
         system = read_system_lines(view)
     except DdptrainError as error:
         problems.append(one_line(error))
-    media = _media(view, limits)
+    points = _POINTS // max(1, of)
+    media = _media(view, _PICTURES // max(1, of)) if is_detailed else NO_MEDIA
     failure = view.record.failure
     return RunCard(
         view,
         rank_results(view),
         summaries(lines),
-        [*page_data(lines, limits.curve_points), *page_data(system, limits.curve_points // _SYSTEM_SHARE)],
+        [*page_data(lines, points), *page_data(system, points // _SYSTEM_SHARE)],
         read_timeline(view, _evaluations(view, lines)),
         user_frames(failure),
         shown_traceback(failure),
-        tails(view, min(limits.text_bytes, _LOG_BYTES)),
+        tails(view) if is_detailed else {},
         **media,
-        settings=read_settings(view.layout.config_yaml, min(limits.text_bytes, _CONFIG_BYTES)),
+        settings=read_settings(view.layout.config_yaml),
         result="" if view.record.result is None else shorten(json.dumps(hide_secrets(view.record.result)), _TEXT),
         problems=problems,
         time_use=time_use_of(view),
-        diff=_diff(view, min(limits.text_bytes, _DIFF_BYTES)),
+        diff=_diff(view) if is_detailed else "",
+        is_detailed=is_detailed,
     )
 
 
-def _diff(view: RunView, budget_bytes: int) -> str:
+def _diff(view: RunView) -> str:
     """Return the changes of the code that were not committed; "" if there are none, or they cannot be read."""
     if view.record.git is None or not view.record.git.dirty:
         return ""
     try:
         with os.fdopen(open_regular(view.layout.git_diff), "rb") as file:
-            text = file.read(budget_bytes + 1)
+            text = file.read(_DIFF_BYTES + 1)
     except OSError:
         return ""
-    shown = text[:budget_bytes].decode("utf-8", "replace")
-    return f"{shown}\n... (the rest is left out)" if len(text) > budget_bytes else shown
+    shown = text[:_DIFF_BYTES].decode("utf-8", "replace")
+    return f"{shown}\n... (the rest is left out)" if len(text) > _DIFF_BYTES else shown
 
 
-def _media(view: RunView, limits: Limits) -> dict[str, Any]:
+NO_MEDIA: Mapping[str, Any] = dict.fromkeys(("tables", "galleries", "pictures", "names", "files"), ()) | {
+    "confusion": None
+}
+
+
+def _media(view: RunView, most_pictures: int) -> Mapping[str, Any]:
     """Return the tables, pictures and other files among the artifacts, as fields of a card."""
     files = dict(islice(_artifacts(view), _MOST_FILES))
-    csv_files = csv_tables.CsvFiles(view.layout.artifacts_dir, files, limits.text_bytes)
-    pictures = PictureReader(view.layout.artifacts_dir, files, limits.image_bytes)
+    csv_files = csv_tables.CsvFiles(view.layout.artifacts_dir, files)
+    pictures = PictureReader(view.layout.artifacts_dir, files, most_pictures)
     tables = csv_files.tables()
     galleries = [(table.path, items) for table in tables if (items := csv_tables.gallery(table, pictures))]
     in_gallery = {path for table in tables for row in table.rows for path in row if path in files}

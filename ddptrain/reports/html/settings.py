@@ -34,8 +34,8 @@ class Setting:
         return self.value != self.default
 
 
-def read_settings(path: Path, budget: int) -> list[Setting]:
-    """Return the settings of a config.yaml, at most `budget` characters; none if it cannot be read."""
+def read_settings(path: Path) -> list[Setting]:
+    """Return the settings of a config.yaml; none if it cannot be read."""
     try:
         data = load_data(read_bytes(path), path.name)
     except (OSError, DdptrainError):
@@ -47,8 +47,7 @@ def read_settings(path: Path, budget: int) -> list[Setting]:
     for key, value in flat(hide_secrets(data)):
         text = _text(value)
         default = _text(defaults[key]) if key in defaults else None
-        budget -= len(key) + len(text)
-        if budget < 0 or len(found) >= _MOST:
+        if len(found) >= _MOST:
             break
         found.append(Setting(shorten(key, _CHARACTERS), text, default))
     return found

@@ -86,12 +86,11 @@ class Confusion:
 
 
 class CsvFiles:
-    """The CSV files of a run's artifacts; at most `budget` characters of them are returned as tables."""
+    """The CSV files of a run's artifacts."""
 
-    def __init__(self, folder: Path, files: Mapping[str, int], budget: int) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, int]) -> None:
         self._folder = folder
         self._paths = [path for path in files if path.lower().endswith(".csv")]
-        self._left = budget
 
     def tables(self) -> list[TableFile]:
         """Return the newest table of each name and rank."""
@@ -106,13 +105,7 @@ class CsvFiles:
     def _table(self, path: str) -> TableFile | None:
         lines = self.rows(path)
         columns = _cells(next(lines, []))
-        rows: list[list[str]] = []
-        for row in islice(lines, _MOST_ROWS):
-            cells = _cells(row)
-            self._left -= sum(map(len, cells)) + 1
-            if self._left < 0:
-                return TableFile(path, columns, rows, more=True) if rows else None
-            rows.append(cells)
+        rows = [_cells(row) for row in islice(lines, _MOST_ROWS)]
         return TableFile(path, columns, rows, more=next(lines, None) is not None) if columns else None
 
     def rows(self, path: str) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS, parse_stored,
 from ddptrain.results.secure_files import write_file
 from ddptrain.storage.remote_folder import RemoteFolder
 
-_CONTINUED = ("run.json", "config.yaml", "events.jsonl", "metrics.jsonl", "system.jsonl")
+_CONTINUED = ("run.json", "sweep.json", "config.yaml", "events.jsonl", "metrics.jsonl", "system.jsonl")
 
 
 def download_run(run: RemoteFolder, folder: Path, warn: Callable[[str], None]) -> None:

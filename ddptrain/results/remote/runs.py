@@ -73,10 +73,10 @@ class StoreRuns:
         """The folder in which a driver creates the folder of a new run."""
         return _private(self.work)
 
-    def list(self, need: NeededFiles = NeededFiles.NOTHING) -> list[RunView]:
-        """Return every run, newest first, with copies of the files that are needed."""
+    def list(self, need: NeededFiles = NeededFiles.NOTHING, kind: str = "") -> list[RunView]:
+        """Return every run of that kind, newest first, with copies of the files that are needed."""
         files = self._refresh()
-        views = [view for view in list_runs(self.copies) if view.layout.root.name in files]
+        views = [view for view in list_runs(self.copies, kind) if view.layout.root.name in files]
         if need is not NeededFiles.NOTHING:
 
             def copy(view: RunView) -> None:

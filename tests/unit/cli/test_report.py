@@ -1,4 +1,4 @@
-"""`ddptrain results report`: what it writes, and when it stops."""
+"""`ddptrain results report`: what it writes, and about what."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typer.testing import CliRunner
 
 from ddptrain.cli.main import app
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.results import ownership
 from ddptrain.results.run_record import RunRecord
-from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
-from tests.support import fake_time
+from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState
 
 
 @pytest.fixture
@@ -48,7 +46,6 @@ def test_latest_run_and_its_page(runs: Path) -> None:
         "size_bytes": len(page),
         "runs": ["a-1"],
         "sweep": None,
-        "models": [],
     }
     assert page.startswith(b"<!DOCTYPE html>") and b"<title>Run a-1</title>" in page
 
@@ -71,33 +68,3 @@ def test_wrong_names_and_files_write_nothing(runs: Path) -> None:
         with pytest.raises(error):
             report(*arguments)
     assert list(runs.parent.glob("*.html")) == []
-
-
-def test_watched_page_is_written_until_the_run_is_over(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(runs, "b-2", "running", "2026-01-02T00:00:00Z")
-    monkeypatch.setattr(ownership, "is_alive", lambda *_: True)
-    seen: list[str] = []
-
-    def end_the_run(seconds: float) -> None:
-        assert seconds == 10
-        seen.append(Path("page.html").read_text())
-        put(runs, "c-3", "running", "2026-01-03T00:00:00Z")  # a newer one does not take its place
-        put(runs, "b-2", "succeeded", "2026-01-02T00:00:00Z")
-
-    fake_time.replace(monkeypatch, "sleep", end_the_run)
-    assert "report: " in report("--watch", "-o", "page.html")
-    last = Path("page.html").read_text()
-    assert len(seen) == 1 and '"reload_s":10' in seen[0] and '"reload_s":null' in last
-    assert "<title>Run b-2</title>" in last
-
-
-def test_interrupted_watch_leaves_a_page_that_does_not_wait(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(runs, "b-2", "running", "2026-01-02T00:00:00Z")
-    monkeypatch.setattr(ownership, "is_alive", lambda *_: True)
-
-    def interrupted(_: float) -> None:
-        raise KeyboardInterrupt
-
-    fake_time.replace(monkeypatch, "sleep", interrupted)
-    assert CliRunner().invoke(app, ["results", "report", "--watch"]).exit_code == 130
-    assert '"reload_s":null' in Path("b-2.html").read_text()

@@ -17,7 +17,7 @@ from ddptrain.errors import RunNotFound
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
-from ddptrain.sweep.records import SweepRecord, TrialRecord, TrialState
+from ddptrain.results.sweep_record import SweepRecord, TrialRecord, TrialState
 
 # Through the package's own entry point, so that errors become exit codes as they do for a person.
 COMMAND = [sys.executable, "-m", "ddptrain", "results"]

@@ -121,11 +121,14 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_process_whose_start_was_never_answered_is_ended_by_its_folder(start: Start, hosts: Path) -> None:
-    daemon, other = start(folder="dev-1"), start(folder="dev-2")
+    daemon, other = start(SERVE, FOLDER, folder="dev-1"), start(SERVE, FOLDER, folder="dev-2")
     assert daemon.folder == str(hosts / "dev-1")
-    processes.end("dev-1", [])
-    processes.end("dev-1", [daemon])  # what has ended is fine
-    assert not processes.alive(daemon) and processes.alive(other)
+    with subprocess.Popen(["sleep", "600"], cwd=daemon.folder, start_new_session=True) as bystander:
+        processes.end("dev-1", [])
+        processes.end("dev-1", [daemon])  # what has ended is fine
+        assert not processes.alive(daemon) and processes.alive(other)
+        assert bystander.poll() is None
+        bystander.kill()
 
 
 def test_clock_that_is_set_does_not_hide_a_process(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,8 @@ def test_name_that_is_taken_unknown_or_none_is_refused() -> None:
 
 def test_address_that_the_scheduler_writes_is_read_also_from_a_shared_folder(tmp_path: Path) -> None:
     cluster = records.create(ClusterRecord(name="dev", shared=str(tmp_path)))
-    (tmp_path / "scheduler.json").write_text(json.dumps({"address": "tls://h:1", "dashboard": "d"}))
-    assert (records.find("dev").address, cluster.read_address().dashboard) == ("tls://h:1", "d")
+    (tmp_path / "scheduler.json").write_text(json.dumps({"address": "tls://h:1"}))
+    assert records.find("dev").address == cluster.read_address().address == "tls://h:1"
 
 
 def test_second_command_on_a_cluster_is_refused_while_the_first_lasts(state: Path) -> None:

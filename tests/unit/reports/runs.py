@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,6 @@ TRACE = """Traceback (most recent call last):
     raise ValueError("wrong shape")
 ValueError: wrong shape
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """One condition, as the gate gives it."""
-
-    metric: str
-    passed: bool
-    reason: str
 
 
 def run(

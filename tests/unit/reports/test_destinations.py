@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import ClusterError, ConfigError, Problem, UsageError
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports import destinations as module
 from ddptrain.reports.destinations import Destinations, Reporting, write_reports
 from ddptrain.reports.report import RunReport
-from tests.unit.reports.runs import Gate, failed_run, run
+from tests.unit.reports.runs import failed_run, run
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_lines_of_ranks_are_no_commands(tmp_path: Path, capsys: pytest.CaptureFi
     view = failed_run(tmp_path, logs={1: "::error::a\n::endgroup::\nx\r::stop-commands::t\n##[error]b\n\x1b]0;x\x07\n"})
     write_reports(RunReport.of_run(view), chosen(**github(tmp_path)))
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("::")] == [lines[-1]], lines
+    assert [line for line in lines if line.startswith("::")] == [lines[-1]]
 
 
 def test_success_has_no_annotation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,8 +72,9 @@ def test_success_has_no_annotation(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_rejection_is_a_warning_with_the_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gate = [Gate("loss", False, "loss 2 is not < 1"), Gate("accuracy", True, "fine")]
-    write_reports(RunReport("m", "rejected", 7, model="m", gate=gate), chosen(**github(tmp_path)))
+    gate = [GateOutcome("loss", False, "loss 2 is not < 1"), GateOutcome("accuracy", True, "fine")]
+    retraining = RetrainRecord(1, "m", "", gate=tuple(gate))
+    write_reports(RunReport("m", "rejected", 7, retraining=retraining), chosen(**github(tmp_path)))
     assert capsys.readouterr().err == "::warning title=ddptrain%3A m rejected::loss 2 is not < 1\n"
 
 
@@ -86,11 +88,10 @@ def test_problems_are_annotated_at_their_lines(tmp_path: Path, capsys: pytest.Ca
     )
 
 
-def test_gitlab_gets_the_last_lines_and_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gitlab_gets_the_last_lines_and_a_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_reports(RunReport.of_run(failed_run(tmp_path)), chosen(GITLAB_CI="true", CI_PROJECT_DIR=str(tmp_path)))
     lines = capsys.readouterr().err.split("\n")
-    assert lines[0] == "last lines of rank 1:"
-    assert lines[1:3] == ["[rank 1] step 1", "[rank 1] ValueError: wrong shape"]
+    assert lines[:3] == ["last lines of rank 1:", "[rank 1] step 1", "[rank 1] ValueError: wrong shape"]
     assert lines[3] == "ddptrain: error at train.py:4: rank 1 on node-1: ValueError: wrong shape"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["toy-1", "train.py"]
 

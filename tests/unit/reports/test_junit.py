@@ -11,11 +11,12 @@ import pytest
 import xmlschema
 
 from ddptrain.errors import ClusterError, ConfigError, Problem, RunLocked
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports.facts import read_facts
 from ddptrain.reports.junit import junit_xml
 from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.results.run_record import FailureRecord
-from tests.unit.reports.runs import Gate, failed_run, run
+from tests.unit.reports.runs import failed_run, run
 
 
 @cache
@@ -71,7 +72,16 @@ def test_gate_and_stages_are_cases(tmp_path: Path) -> None:
         "m",
         "rejected",
         7,
-        gate=[Gate("loss", False, "2 is not < 1"), Gate("accuracy", True, "fine"), Gate("loss", True, "x")],
+        retraining=RetrainRecord(
+            1,
+            "m",
+            "",
+            gate=(
+                GateOutcome("loss", False, "2 is not < 1"),
+                GateOutcome("accuracy", True, "fine"),
+                GateOutcome("loss", True, "x"),
+            ),
+        ),
         stages=[
             StageReport("train", "done", 1.5),
             StageReport("evaluate", "failed", 2.0, "boom"),

@@ -10,12 +10,13 @@ import pytest
 from markdown_it import MarkdownIt
 
 from ddptrain.errors import ClusterError, ConfigError, Problem
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports import markdown as module
 from ddptrain.reports.facts import read_facts
 from ddptrain.reports.markdown import markdown
 from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.results.run_record import BestRecord, FailureRecord, GitRecord
-from tests.unit.reports.runs import TRACE, Gate, failed_run, run
+from tests.unit.reports.runs import TRACE, failed_run, run
 
 JOB = {
     "GITHUB_SERVER_URL": "https://github.com",
@@ -121,23 +122,28 @@ def test_gitlab_names_its_job_and_commit(tmp_path: Path) -> None:
 
 
 def test_retraining_is_compared_with_the_champion(tmp_path: Path) -> None:
-    report = RunReport.of_run(
-        run(tmp_path),
-        name="petnames",
-        model="petnames",
-        status="rejected",
-        exit_code=7,
-        reason="val/loss 2.2 is not better than 2.0",
+    retraining = RetrainRecord(
+        1,
+        "petnames",
+        "",
         version=4,
         champion=3,
         scores={"candidate": {"val/loss": 2.2, "new": 1.0, "zero": 1.0}, "champion": {"val/loss": 2.0, "zero": 0.0}},
-        gate=[Gate("val/loss", False, "val/loss 2.2 is worse"), Gate("a", True, "a | b")],
+        gate=(GateOutcome("val/loss", False, "val/loss 2.2 is worse"), GateOutcome("a", True, "a | b")),
+        difference=("+312 images", "class pug is missing"),
+    )
+    report = RunReport(
+        "petnames",
+        "rejected",
+        7,
+        "val/loss 2.2 is not better than 2.0",
+        run(tmp_path),
+        retraining=retraining,
         stages=[
             StageReport("train", "done", 61.0),
             StageReport("gate", "failed", 0.0, "rejected"),
             StageReport("promote", "skipped"),
         ],
-        difference=("+312 images", "class pug is missing"),
     )
     text = text_of(report, tmp_path)
     assert text.startswith("## ⚠️ `petnames` version 4: rejected\n\n`val/loss 2.2 is not better than 2.0`\n")
@@ -172,7 +178,8 @@ Training data: `+312 images`, `class pug is missing`
 
 
 def test_first_version_has_no_column_for_a_champion(tmp_path: Path) -> None:
-    text = text_of(RunReport("m", "promoted", 0, scores={"candidate": {"loss": 0.5}}), tmp_path)
+    retraining = RetrainRecord(1, "m", "", scores={"candidate": {"loss": 0.5}})
+    text = text_of(RunReport("m", "promoted", 0, retraining=retraining), tmp_path)
     assert "| metric | candidate |\n| --- | --- |\n| `loss` | 0.5 |\n" in text
 
 

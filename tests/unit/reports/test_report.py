@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports.report import RunReport
 from ddptrain.results.run_record import FailureRecord
-from tests.unit.reports.runs import Gate, run
+from tests.unit.reports.runs import run
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,9 @@ from tests.unit.reports.runs import Gate, run
 def test_cause_is_that_of_the_run(tmp_path: Path, failure: FailureRecord | None, cause: str) -> None:
     view = run(tmp_path, "failed", failure=failure)
     assert RunReport.of_run(view).cause == cause
-    assert RunReport.of_run(view, reason="late").cause == "late"
-    gate = [Gate("a", False, "a 1 > 0"), Gate("b", True, "fine"), Gate("c", False, "c is missing")]
-    assert RunReport.of_run(view, gate=gate).cause == "a 1 > 0; c is missing"
+    gate = (GateOutcome("a", False, "a 1 > 0"), GateOutcome("b", True, "fine"), GateOutcome("c", False, "c is missing"))
+    rejected = RunReport("m", "rejected", 7, view=view, retraining=RetrainRecord(1, "m", "", gate=gate))
+    assert rejected.cause == "a 1 > 0; c is missing"
 
 
 @pytest.mark.parametrize("exit_code", [1, 2, 3, 4, 5, 6])

@@ -86,12 +86,6 @@ def test_values_of_a_repeated_step_are_left_out(tmp_path: Path) -> None:
     assert [row["loss"] for row in read(tmp_path / "m.csv")] == ["11.0", "22.0"]
 
 
-def test_a_run_without_metrics_and_one_of_anyone(tmp_path: Path) -> None:
-    empty = RunView(RunLayout(tmp_path / "none"), RunRecord(run_id="none"))
-    odd = put(tmp_path, "odd", {"step": 1e300, "\ud800=x": 1e308, "=cmd()": 1}, params={"\udfff": "\ud800"})
-    assert len(export_tables([empty, odd], tmp_path / "out")) == 2
-
-
 def test_what_cannot_be_written_is_one_line(views: list[RunView], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot write .*file/metrics.csv: .*; choose another place with -o"):

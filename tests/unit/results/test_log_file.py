@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 from pathlib import Path
 
@@ -86,19 +85,6 @@ def test_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, monkeypatch: pyt
     assert len(words_of(tmp_path / "ddptrain.log")) == 1
 
 
-def test_first_line_has_the_versions_the_host_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["ddptrain", "train", "x.yaml"])
-    with driver_log(tmp_path / "ddptrain.log", "toy-1", []):
-        pass
-    (first,) = words_of(tmp_path / "ddptrain.log")
-    names = [word.partition("=")[0] for word in re.sub('"[^"]*"', "", first).split()[5:]]
-    assert names == ["version", "python", "system", "host", "pid", "command"] and first.endswith(" command=train")
-    monkeypatch.setattr("sys.argv", ["ddptrain"])
-    with driver_log(tmp_path / "other.log", "toy-1", []):
-        pass
-    assert words_of(tmp_path / "other.log")[0].split("command=")[1] in ("", '""')
-
-
 def test_log_of_one_of_several_runs_has_its_own_records_only(tmp_path: Path) -> None:
     def lines(only_own: bool) -> int:
         path = tmp_path / f"{only_own}.log"
@@ -108,19 +94,3 @@ def test_log_of_one_of_several_runs_has_its_own_records_only(tmp_path: Path) -> 
         return len(words_of(path))
 
     assert (lines(True), lines(False)) == (2, 3)
-
-
-def test_file_has_at_most_8_mib_and_appends_to_the_one_of_before(tmp_path: Path) -> None:
-    path = tmp_path / "ddptrain.log"
-    size = len("1970-01-01T00:00:00.000Z INFO driver 0\n")
-    with path.open("wb") as file:
-        file.truncate((8 << 20) - size - 1)
-        file.seek(0, 2)
-        file.write(b"\n")
-    handler = LogFile(path)
-    handler.emit(record("0"))
-    assert path.stat().st_size == 8 << 20 and not (tmp_path / "ddptrain.log.1").exists()
-    handler.emit(record("1"))
-    handler.close()
-    assert (path.stat().st_size, (tmp_path / "ddptrain.log.1").stat().st_size) == (size, 8 << 20)
-    handler.close()

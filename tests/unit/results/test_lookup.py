@@ -5,7 +5,6 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from datetime import UTC
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,15 @@ from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
-from ddptrain.results.lookup import DRIVER_GONE, find_checkpoint, find_run, list_runs, load_run, parse_time
+from ddptrain.results.lookup import (
+    DRIVER_GONE,
+    RunView,
+    find_checkpoint,
+    find_run,
+    list_runs,
+    load_run,
+    newest_trained,
+)
 from ddptrain.results.run_record import DriverRecord, RunRecord
 from ddptrain.results.run_writer import RunWriter
 
@@ -228,18 +235,6 @@ def test_duration_is_that_of_all_parts(tmp_path: Path, fields: dict[str, object]
     assert view.as_dict()["duration_s"] == duration_s
 
 
-def test_json_of_a_run_has_its_place_tags_and_note(tmp_path: Path) -> None:
-    folder = put(tmp_path, "r", duration_s=1.23456)
-    found = load_run(folder).as_dict()
-    assert (found["duration_s"], found["run_dir"], found["tags"], found["note"]) == (1.235, str(folder), [], "")
-    assert (found["problem"], found["tracking"], found["run_id"]) == (None, {}, "r")
-    (folder / "annotations.json").write_text('{"tags": ["a"], "note": "b"}')
-    (folder / "run.json").write_text("{")
-    found = load_run(folder).as_dict()
-    assert (found["tags"], found["note"], found["status"]) == (["a"], "b", "unreadable")
-    assert found["problem"].startswith(f"cannot read {folder}/run.json: not JSON: ")
-
-
 @pytest.mark.parametrize(
     ("run_id", "started_at"),
     [
@@ -261,13 +256,6 @@ def test_waiting_run_is_shown_as_such_only_while_it_is_running(tmp_path: Path, m
     assert load_run(put(tmp_path, "b", status="running")).shown_status == "running"
     ended = load_run(put(tmp_path, "c", status="failed", waiting=True))
     assert (ended.shown_status, ended.is_running) == ("failed", False)
-
-
-@pytest.mark.parametrize(("text", "hour"), [("2025-01-01T05:00:00Z", 5), ("2025-01-01T05:00:00+02:00", 3), ("x", None)])
-def test_moment_is_in_utc_if_it_does_not_say_more(text: str, hour: int | None) -> None:
-    found = parse_time(text)
-    assert (found.astimezone(UTC).hour if found else None) == hour
-    assert parse_time("2025-01-01T05:00:00") == parse_time("2025-01-01T05:00:00Z") and parse_time(None) is None
 
 
 def test_trial_is_found_by_its_number_in_the_sweep(tmp_path: Path) -> None:
@@ -293,3 +281,29 @@ def test_pointer_without_its_checkpoint_gives_the_newest(tmp_path: Path) -> None
         assert find_checkpoint(layout, "best").name == name
     with pytest.raises(RunNotFound, match=r"^run r has no checkpoint step-11; it has step-9, step-10$"):
         find_checkpoint(layout, "step-11")
+
+
+def view(run_id: str, workload: str, *checkpoints: str) -> RunView:
+    return RunView(
+        RunLayout(Path("runs") / run_id), RunRecord(run_id=run_id, workload=workload, checkpoints=checkpoints)
+    )
+
+
+VIEWS = (
+    view("d", "petnames"),
+    view("c", "images", "step-1"),
+    view("b", "petnames", "step-2"),
+    view("a", "petnames", "x"),
+)
+
+
+def test_runs_of_others_and_without_a_checkpoint_are_skipped() -> None:
+    assert newest_trained(VIEWS, "petnames").run_id == "b"
+    assert newest_trained(VIEWS, "images").run_id == "c"
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(RunNotFound, match=r"^no run of petnames in runs has a checkpoint yet"):
+        newest_trained(VIEWS[:2], "petnames")
+    with pytest.raises(RunNotFound, match=r"^there is no run of images in runs: train one first"):
+        newest_trained(VIEWS[:1], "images")

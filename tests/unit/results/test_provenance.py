@@ -149,45 +149,6 @@ def test_secrets_of_the_environment_are_left_out() -> None:
     assert kept["OMP_NUM_THREADS"] == given["OMP_NUM_THREADS"]
 
 
-def test_a_diff_of_200_kb_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diff_of(size_bytes: int) -> str:
-        program = tmp_path / "git"
-        program.write_text(f"#!/bin/sh\nhead -c {size_bytes} {tmp_path}/diff\n")
-        program.chmod(0o755)
-        return git_diff(tmp_path)
-
-    (tmp_path / "diff").write_bytes(b"+2345678\n" * 25_000)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
-    assert diff_of(200_000) == "+2345678\n" * 22_222 + "+2\n"
-    assert diff_of(200_001) == "+2345678\n" * 22_222 + "... (the rest is left out)\n"
-
-
-def test_git_has_a_second() -> None:
-    assert provenance._GIT_TIMEOUT_S == 1.0
-
-
-@pytest.mark.parametrize("length", [5000, 5001])
-def test_lines_of_a_diff_have_at_most_5000_characters(length: int) -> None:
-    line = "+" + "x" * (length - 1)
-    assert without_secrets_in_diff(line) == (line if length == 5000 else "+" + "x" * 4999 + "...") + "\n"
-
-
-def test_git_is_asked_without_taking_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "git"
-    program.write_text(f"#!/bin/sh\necho $GIT_OPTIONAL_LOCKS $* >> {tmp_path}/asked\n")
-    program.chmod(0o755)
-    (tmp_path / ".git").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
-    assert git_state(tmp_path) is None and git_diff(tmp_path) == ""
-    options = "--no-color --ignore-submodules --src-prefix=a/ --dst-prefix=b/"
-    assert (tmp_path / "asked").read_text().splitlines() == [
-        "0 status --porcelain=v2 --branch --untracked-files=no --ignore-submodules",
-        f"0 -c core.quotePath=false diff HEAD --no-ext-diff --no-textconv {options}",
-    ]
-
-
 def test_files_after_a_secret_one_are_shown() -> None:
     text = "diff --git a/.env b/.env\n+A=1\ndiff --git a/a.py b/a.py\n+a = 1\n"
     assert without_secrets_in_diff(text) == (

@@ -97,32 +97,6 @@ def test_run_is_protected_by_the_id_in_its_record_and_by_its_folder() -> None:
     assert gone([moved], ALL, {"other": "champion of pets"}) == "copy"
 
 
-def test_every_decision_has_its_reason() -> None:
-    runs = [
-        run("on", "running"),
-        run("f", "failed", has_checkpoint=True, name="dogs"),
-        run("new", age_d=1),
-        run("best", age_d=2),
-        run("young", age_d=3),
-        run("old", age_d=50),
-        run("bad", "failed", age_d=50),
-        run("theirs", foreign="of another user"),
-        run("torn", problem="cannot read run.json"),
-    ]
-    policy = PrunePolicy(keep=1, failed_keep=0, older_than_s=30 * DAY_S)
-    assert [(each.run.folder, each.goes, each.reason) for each in decide(runs, policy, {"best": "champion of m"})] == [
-        ("on", False, "running"),
-        ("f", False, "can be resumed"),
-        ("new", False, "among the newest 1 successful"),
-        ("best", False, "champion of m"),
-        ("young", False, "not old enough"),
-        ("old", True, "1 newer successful run"),
-        ("bad", True, "a failed run"),
-        ("theirs", False, "of another user"),
-        ("torn", False, "run.json cannot be read"),
-    ]
-
-
 # --- Properties ---
 
 FACTS = st.builds(
@@ -225,14 +199,3 @@ def test_size_is_read(text: str, expected: int) -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match='is not a size: write a number with KB, MB, GB or TB, as in "200GB"'):
         size_bytes(text)
-
-
-def test_twenty_successful_and_five_other_runs_are_kept_by_default() -> None:
-    assert PrunePolicy() == PrunePolicy(keep=20, failed_keep=5, older_than_s=None, max_size_bytes=None, name=None)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("3K", 3000), ("2P", 2 * 10**15), ("1TiB", 1 << 40), ("1PiB", 1 << 50), ("1MiB", 1 << 20)]
-)
-def test_every_unit_of_a_size(text: str, expected: int) -> None:
-    assert size_bytes(text) == expected

@@ -123,50 +123,6 @@ def test_numbers_that_are_not_finite_are_written_as_null() -> None:
     assert '"x": null' in RunRecord(run_id="r", last_metrics={"x": math.nan}).to_json()
 
 
-def test_fields_that_are_missing_have_their_defaults() -> None:
-    text = (
-        '{"run_id": "r", "status": "running", "attempts": [{"ranks": [{}]}], "slow_ranks": [{}], "failure": {}, '
-        '"git": {}, "code": {}, "driver": {}, "rank_environment": {"A": {}}, "best": {}}'
-    )
-    rank = {"rank": 0, "local_rank": 0, "node_rank": 0, "host": "", "pid": None, "gpu": None, "exit": None}
-    attempt = {"attempt": 1, "started_at": "", "ended_at": None, "world_size": 0, "outcome": None, "ranks": [rank]}
-    slow = {"attempt": 1, "rank": 0, "host": "", "gpu": None, "own_s": 0.0, "median_s": 0.0, "computes": False}
-    failure = {"rank": None, "host": "", "kind": "", "type": "", "message": "", "traceback": "", "log": ""}
-    assert RunRecord.from_json(text).as_dict() == {
-        "schema": 1,
-        "run_id": "r",
-        "name": "",
-        "workload": "",
-        "status": "running",
-        "waiting": False,
-        "exit_code": None,
-        "started_at": "",
-        "ended_at": None,
-        "duration_s": None,
-        "earlier_s": 0.0,
-        "resumed_at": None,
-        "world_size": 0,
-        "params": None,
-        "attempts": [{**attempt, "resumed_from": None, "resumed_epoch": None, "failure": None}],
-        "failure": failure,
-        "slow_ranks": [{**slow, "found_at": ""}],
-        "not_finite": None,
-        "git": {"commit": "", "dirty": False},
-        "code": {"hash": "", "folder": "", "files": 0, "size_bytes": 0},
-        "versions": {},
-        "rank_environment": {"A": {"value": "", "source": ""}},
-        "driver": {"pid": 0, "host": "", "boot_id": ""},
-        "last_metrics": {},
-        "progress": None,
-        "time_use_s": {},
-        "goodput": None,
-        "best": {"metric": "", "mode": "min", "value": None, "step": 0},
-        "checkpoints": [],
-        "tracking": {},
-        "result": None,
-    }
-
-
 def test_wrong_items_of_collections_are_left_out() -> None:
     raw = {"run_id": "r", "status": "failed", "checkpoints": ["step-1", 2, None], "versions": {"a": "1", "b": 2}}
     record = RunRecord.from_json(json.dumps({**raw, "last_metrics": {"a": 1, "b": None, "c": "x", "d": True}}))

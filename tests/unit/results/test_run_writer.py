@@ -4,13 +4,11 @@ import dataclasses
 import json
 import math
 import os
-import socket
 import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,7 @@ import pytest
 
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
 from ddptrain.protocol.events import Metrics
-from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results import ownership
-from ddptrain.results import run_writer as writer_module
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified
 from ddptrain.results.errors import ResultsError
@@ -31,8 +27,6 @@ from ddptrain.results.run_record import (
     DriverRecord,
     EnvironmentValue,
     FailureRecord,
-    GitRecord,
-    RunRecord,
     RunStatus,
 )
 from ddptrain.results.run_writer import RunWriter
@@ -356,15 +350,6 @@ def test_run_json_follows_the_metrics_at_most_once_a_second(writer: RunWriter, m
     assert read(writer)["last_metrics"] == {"a": 2.0}
 
 
-def test_finish_writes_how_it_ended_and_what_failed(writer: RunWriter) -> None:
-    failure = FailureRecord(1, "host", "exception", "ValueError", "no", "Traceback", "logs/rank-1.log")
-    writer.finish(RunStatus.FAILED, 1, failure)
-    record = RunRecord.from_json(writer.layout.run_json.read_bytes())
-    assert (record.status, record.exit_code, record.failure) == ("failed", 1, failure)
-    assert record.ended_at is not None and record.ended_at >= record.started_at
-    assert record.duration_s is not None and 0 <= record.duration_s < 60
-
-
 @pytest.mark.parametrize(
     ("error", "status", "exit_code", "message"),
     [
@@ -391,30 +376,6 @@ def test_a_driver_that_forgets_to_finish_has_not_succeeded(tmp_path: Path) -> No
     assert (read(writer)["status"], read(writer)["exit_code"]) == ("failed", 3)
 
 
-def test_changes_that_are_not_committed_are_kept_until_they_are_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = GitRecord(commit="c" * 40, dirty=True)
-    given: list[Sequence[str]] = []
-
-    def diff(_: Path, secrets: Sequence[str]) -> str:
-        given.append(secrets)
-        return "+rate = 2\n"
-
-    monkeypatch.setattr(writer_module, "git_state", lambda _: state)
-    monkeypatch.setattr(writer_module, "git_diff", diff)
-    with make(tmp_path, "r-1") as writer:
-        writer.secrets = ["geheim"]
-        writer.save_git_diff()
-        assert given == [["geheim"]] and writer.layout.git_diff.read_text() == "+rate = 2\n"
-        writer.finish(RunStatus.FAILED, 1)
-    state = GitRecord(commit="d" * 40)
-    with RunWriter.reopen(tmp_path / "r-1", "name: petnames\n") as writer:
-        writer.save_git_diff()
-        assert not writer.layout.git_diff.exists()
-        writer.finish(RunStatus.SUCCEEDED, 0)
-
-
 def test_metrics_that_wait_are_written_with_flush_and_before_run_json(writer: RunWriter) -> None:
     path = writer.layout.metrics_jsonl
     log(writer, Metrics(0, {"loss": 1.0}, 1), 0)
@@ -425,12 +386,6 @@ def test_metrics_that_wait_are_written_with_flush_and_before_run_json(writer: Ru
     writer.add_metrics([Metrics(0, {"loss": 3.0}, 3)], 0)
     writer.update(waiting=False)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("text", ["params: [1]\n", "{", "name: n\n"])
-def test_configuration_without_parameters_gives_none(tmp_path: Path, text: str) -> None:
-    with RunWriter.create(tmp_path, "r", "n", text, "w") as writer:
-        assert read(writer)["params"] == {}
 
 
 def test_continued_run_forgets_its_end_and_keeps_its_start(tmp_path: Path) -> None:
@@ -449,37 +404,8 @@ def test_continued_run_forgets_its_end_and_keeps_its_start(tmp_path: Path) -> No
     assert found["earlier_s"] == before["duration_s"] and "torch" in found["versions"]
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (None, "", "the driver ended without recording why"),
-        (KeyboardInterrupt(), "KeyboardInterrupt", "interrupted"),
-        (ValueError(), "ValueError", "interrupted"),
-        (ClusterError("no"), "ClusterError", "no"),
-    ],
-)
-def test_failure_of_a_driver_has_its_host_and_type(
-    tmp_path: Path, error: BaseException | None, kind: str, message: str
-) -> None:
-    with suppress(*((type(error),) if error else ())), make(tmp_path, "r") as writer:
-        if error is not None:
-            raise error
-    failure = read(writer)["failure"]
-    assert (failure["host"], failure["kind"]) == (socket.gethostname(), "driver")
-    assert (failure["type"], failure["message"], failure["rank"]) == (kind, message, None)
-
-
 def test_checkpoint_that_was_added_is_recorded_and_its_staging_folder_deleted(writer: RunWriter, stage: Stage) -> None:
     event, source = stage(4, {"val/loss": 1.0})
     assert writer.adopt_checkpoint(3, event, source, CheckpointPolicy()) == writer.layout.checkpoints_dir / "step-4"
     assert not source.exists() and read(writer)["checkpoints"] == ["step-4"]
     assert read(writer)["best"] == {"metric": "val/loss", "mode": "min", "value": 1.0, "step": 4}
-
-
-def test_system_metrics_have_the_number_of_the_attempt(writer: RunWriter) -> None:
-    sample = SystemSample(1, 0, 10**9, "h", {"cpu_percent": 1.0}, {})
-    writer.system(sample)
-    writer.update(attempts=(AttemptRecord(4),))
-    writer.system(sample)
-    lines = [json.loads(line)["attempt"] for line in writer.layout.system_jsonl.read_text().splitlines()]
-    assert lines == [1, 4]

@@ -209,22 +209,6 @@ def test_as_text() -> None:
     assert TimeUse().line() == "" and TimeUse().shown() == []
 
 
-def test_parts_below_50_milliseconds_are_not_shown() -> None:
-    use = TimeUse(queue=0.05, start=0.049, first_step=1.0, data=2.0, ranks=1.0, training=4.0)
-    assert (
-        use.line() == "queue 0.1 s, first step 1.0 s, training 4.0 s, waiting for data 2.0 s, waiting for ranks 1.0 s"
-    )
-    assert use.shown() == [
-        ("queue", "0.1 s (1%)"),
-        ("first step", "1.0 s (12%)"),
-        ("training", "4.0 s (49%)"),
-        ("waiting for data", "2.0 s (25%)"),
-        ("waiting for ranks", "1.0 s (12%)"),
-    ]
-    assert TimeUse(training=3.0, other=1.0).goodput == 0.75 and TimeUse().goodput is None
-    assert TimeUse(queue=1.23456).as_dict()["queue"] == 1.235
-
-
 def test_activities_that_overlap_count_once_and_only_within_the_training() -> None:
     record = RunRecord(started_at=iso(0), ended_at=iso(20), attempts=(attempt(1, 0, 20, "succeeded"),))
     events = [

@@ -11,8 +11,6 @@ import pytest
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import UsageError
-from ddptrain.file_ops import hash_file
-from ddptrain.retrain import fingerprint
 from ddptrain.retrain.fingerprint import (
     DataFile,
     DataListing,
@@ -43,60 +41,32 @@ def of_images(folder: Path, **params: Any) -> ResolvedConfig:
     return resolved(folder, workload="images", params={"source": str(folder), **params})
 
 
-def test_files_of_a_folder_are_hashed_without_hidden_ones(images: Path) -> None:
+def test_files_of_a_folder_are_listed_without_hidden_ones(images: Path) -> None:
     found = list_data(of_images(images))
     assert sorted(found.files) == [
         "params.source/cat/1.png",
         "params.source/cat/2.png",
         "params.source/pug/1.png",
     ]
-    assert found.files["params.source/cat/1.png"].content == (
-        "6a3b843cf66c4612f3382ad8101c9addf014a25775ee5336c877a8498de7fd50"
-    )
     assert found.noun == "image" and found.size_bytes == 27
 
 
-def test_touched_file_is_no_change_and_rewritten_one_is(images: Path) -> None:
+def test_file_with_another_size_or_time_is_changed(images: Path) -> None:
     before = list_data(of_images(images))
+    assert list_data(of_images(images)).digest == before.digest
     os.utime(images / "cat" / "1.png", (1, 1))
-    touched = list_data(of_images(images), before)
-    assert touched.digest == before.digest and difference(before, touched) == []
-    (images / "cat" / "1.png").write_bytes(b"CAT/1.png")
-    changed = list_data(of_images(images), touched)
-    assert changed.digest != before.digest
-    assert difference(before, changed) == ["1 image changed (1.png: 9 to 9 bytes)"]
-
-
-def test_file_that_has_not_changed_is_not_hashed_again(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = list_data(of_images(images))
-    hashed: list[Path] = []
-
-    def counting(path: Path) -> tuple[int, str]:
-        hashed.append(path)
-        return hash_file(path)
-
-    monkeypatch.setattr(fingerprint, "hash_file", counting)
-    (images / "pug" / "2.png").write_bytes(b"new")
-    list_data(of_images(images), before)
-    assert hashed == [images / "pug" / "2.png"]
-
-
-def test_large_file_is_compared_by_size_and_time(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "HASHED_BELOW_BYTES", 5)
-    before = list_data(of_images(images))
-    os.utime(images / "cat" / "1.png", (1, 1))
-    assert list_data(of_images(images), before).digest != before.digest
+    touched = list_data(of_images(images))
+    assert touched.digest != before.digest
+    assert difference(before, touched) == ["1 image changed (1.png: 9 to 9 bytes)"]
 
 
 def test_one_file_is_a_source(tmp_path: Path) -> None:
     names = tmp_path / "names.txt"
     names.write_text("rex\n")
     before = list_data(resolved(tmp_path, params={"names": str(names)}))
-    assert [(path, file.content) for path, file in before.files.items()] == [
-        ("params.names/names.txt", "aa9d86848a76905eecdbad91b19cd392cc2f358dd74df1513ec03be27eb34cba")
-    ]
+    assert list(before.files) == ["params.names/names.txt"]
     names.write_text("rex\nbella\n")
-    after = list_data(resolved(tmp_path, params={"names": str(names)}), before)
+    after = list_data(resolved(tmp_path, params={"names": str(names)}))
     assert difference(before, after) == ["1 file changed (names.txt: 4 to 10 bytes)"]
 
 
@@ -161,12 +131,6 @@ def test_digest_depends_on_params_and_not_on_the_number_of_ranks(tmp_path: Path)
     first = config_digest(resolved(tmp_path, params={"epochs": 3}))
     assert first == config_digest(resolved(tmp_path, params={"epochs": 3}, cluster={"ranks": 7}))
     assert first != config_digest(resolved(tmp_path, params={"epochs": 4}))
-
-
-def test_digest_depends_on_the_versions_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = config_digest(resolved(tmp_path))
-    monkeypatch.setattr(fingerprint, "version", lambda name: "9.9")
-    assert config_digest(resolved(tmp_path)) != first
 
 
 def test_code_digest_is_that_of_the_python_files(tmp_path: Path) -> None:

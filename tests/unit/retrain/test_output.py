@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ddptrain.retrain.records import GateOutcome, Stage
+from ddptrain.model_registry.retrainings import GateOutcome, Stage
 from ddptrain.retrain.start import StageOutput
 
 

@@ -102,31 +102,6 @@ def test_file_is_fetched_once_however_many_want_it(web: Web, tmp_path: Path) -> 
     assert sorted(file.name for file in path.parent.iterdir()) == [".w.pth.lock", "w.pth"]
 
 
-def test_link_of_another_user_in_a_shared_folder_is_not_followed(web: Web, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("precious")
-    (tmp_path / ".w.pth.lock").symlink_to(mine)
-    with pytest.raises(DownloadFailed):
-        fetched(f"{web.url}/w.pth", tmp_path / "w.pth")
-    assert mine.read_text() == "precious"
-
-
-def test_file_of_another_user_in_a_shared_folder_does_not_become_the_download(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ddptrain.storage.download.secrets.token_hex", lambda n: "1a2b3c4d")
-    monkeypatch.setattr(download, "_PAUSE_S", 0.0)
-    with (tmp_path / ".w.pth.1a2b3c4d.tmp").open("wb") as planted:
-        path = fetched(f"{web.url}/w.pth", tmp_path / "w.pth")
-        planted.write(b"evil")
-    assert path.read_bytes() == CONTENT
-
-
-def test_nobody_else_can_hold_the_lock(web: Web, tmp_path: Path) -> None:
-    fetched(f"{web.url}/w.pth", tmp_path / "w.pth")
-    assert (tmp_path / ".w.pth.lock").stat().st_mode & 0o077 == 0
-
-
 def test_progress_and_a_line_are_told(web: Web, tmp_path: Path) -> None:
     done: list[tuple[float, float | None]] = []
     said: list[str] = []

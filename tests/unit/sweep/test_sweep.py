@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 from ddptrain.config.load import load_config, load_mapping
 from ddptrain.errors import ExitCode, RunLocked, RunNotFound, UsageError
 from ddptrain.results.lookup import load_run
-from ddptrain.sweep import study
-from ddptrain.sweep.folder import LocalSweep, LocalSweeps, check_same
+from ddptrain.results.run_store import NoUpload
+from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.sweep_record import TrialState, read_sweep
+from ddptrain.sweep.home import check_same
 from ddptrain.sweep.output import summary_lines, trial_line
-from ddptrain.sweep.records import TrialState, read_sweep
 from ddptrain.sweep.trial import Trial
 from tests.unit.sweep.conftest import StubRun, Sweeper
 
@@ -67,7 +69,7 @@ def test_repeats_have_other_seeds_and_their_mean_counts(sweeper: Sweeper) -> Non
 @pytest.fixture
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grid with a pruner, too, tries its points in their order."""
-    monkeypatch.setattr(study, "_grid_order", lambda sweep: range(sweep.grid_size))
+    monkeypatch.setattr(random.Random, "sample", lambda chance, points, count: points)
 
 
 @pytest.mark.usefixtures("in_order")
@@ -263,23 +265,8 @@ def test_a_sweep_has_one_driver_and_a_name_of_its_own(sweeper: Sweeper) -> None:
     sweeper.run(config)
     with pytest.raises(UsageError, match="exists already; continue it with --resume"):
         sweeper.run(config)
-    with LocalSweeps(sweeper.folder).resume("s"), pytest.raises(RunLocked):
+    with RunWriter.reopen(sweeper.folder / "s", config.yaml_text), pytest.raises(RunLocked, match="sweep s is"):
         sweeper.run(config, resume=True)
-
-
-def test_the_memory_of_the_driver_does_not_grow_with_trials(sweeper: Sweeper) -> None:
-    """What stays of a trial is its record and its lines of the journal: some kB."""
-    psutil = pytest.importorskip("psutil")
-    sizes: list[int] = []
-
-    def measured(params: dict[str, Any], run: StubRun) -> str:
-        if len(sweeper.begun) in (20, 70):
-            sizes.append(psutil.Process().memory_info().rss)
-        return follows_lr(params, run)
-
-    sweeper.workload = measured
-    assert sweeper.run(sweeper.config(trials=70)) == 0
-    assert len(sizes) == 2 and sizes[1] - sizes[0] < 50 * 50_000
 
 
 def test_sweep_json_has_only_finite_numbers(sweeper: Sweeper) -> None:
@@ -292,7 +279,7 @@ def test_sweep_json_has_only_finite_numbers(sweeper: Sweeper) -> None:
 
 def test_a_sweep_that_loses_its_store_saves_and_ends(sweeper: Sweeper, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[Any] = []
-    monkeypatch.setattr(LocalSweep, "listen", lambda home, warn, loss: lost.append(loss))
+    monkeypatch.setattr(NoUpload, "listen", lambda upload, warn, loss: lost.append(loss))
 
     def taken(params: dict[str, Any], run: StubRun) -> str:
         if len(sweeper.begun) == 2:
@@ -310,11 +297,11 @@ def test_no_trial_begins_before_its_point_is_in_the_store(sweeper: Sweeper, monk
     answers = ["it took too long", "it took too long", ""]
     begun_at: list[int] = []
 
-    def upload(home: LocalSweep, within_s: float) -> str:
+    def upload(upload: NoUpload, within_s: float) -> str:
         begun_at.append(len(sweeper.begun))
         return answers.pop(0) if answers else ""
 
-    monkeypatch.setattr(LocalSweep, "upload", upload)
+    monkeypatch.setattr(NoUpload, "flush", upload)
     sweeper.workload = follows_lr
     assert sweeper.run(sweeper.config(trials=1)) == 0
     assert begun_at == [0, 0, 0] and len(sweeper.begun) == 1

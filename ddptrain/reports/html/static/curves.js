@@ -18,7 +18,7 @@ function inOrder(x, y) {
 const isOfSystem = (name) => name.startsWith("system/");
 
 class Curves {
-  constructor(section, data, saved) {
+  constructor(section, data) {
     this.section = section;
     this.runs = data.runs;
     this.curves = data.curves;
@@ -26,7 +26,7 @@ class Curves {
     this.panels = new Map();
     this.form = section.querySelector("form");
     this.grid = section.querySelector(".panels");
-    this.state = { x: this.axes()[0], rank: "mean", log: false, weight: 0, zoom: null, off: [], metrics: null, ...saved };
+    this.state = { x: this.axes()[0], rank: "mean", log: false, weight: 0, zoom: null, off: [], metrics: null };
     if (!this.axes().includes(this.state.x)) this.state.x = this.axes()[0];
     this.fill();
     this.form.addEventListener("input", () => this.read());

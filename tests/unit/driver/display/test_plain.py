@@ -70,3 +70,14 @@ def test_epoch_that_a_rank_has_printed_is_not_shown_again(
     renderer.handle(output_api.RankEnded(0, ok=True))
     renderer.refresh(9.0)
     assert shown() == []
+
+
+def test_line_of_an_epoch_has_no_values_of_the_next(plain: tuple[PlainRenderer, Callable[[], list[str]]]) -> None:
+    renderer, shown = plain
+    for rank, epoch, loss in ((0, 1, 0.5), (1, 1, 0.7), (1, 2, 9.0), (0, 2, 0.3), (0, 3, 0.2)):
+        event = Metrics(epoch * 10**9, {"loss": loss}, epoch, epoch)
+        renderer.handle(output_api.RankMetrics(rank, event))
+        renderer.refresh(float(epoch))
+    first, second = shown()
+    assert "epoch 1, step 1, loss 0.6" in first
+    assert "epoch 2, step 2, loss 4.65" in second

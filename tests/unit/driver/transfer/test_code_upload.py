@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
+from ddptrain.driver.rank_specs import upload_code
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.transfer.code_package import CodePackage, pack
-from ddptrain.driver.transfer.code_upload import check_imports, upload_code
 from ddptrain.errors import ClusterError, UsageError
 
 CACHE = "/cache/code"
@@ -21,13 +21,11 @@ CACHE = "/cache/code"
 class Cluster:
     """Stands for a worker group: answers what workers on these hosts would answer, and notes the calls."""
 
-    def __init__(
-        self, hosts: dict[str, str], *, sees: Sequence[str] = (), lacks: dict[str, list[str]] | None = None
-    ) -> None:
+    def __init__(self, hosts: dict[str, str], *, sees: Sequence[str] = ()) -> None:
         self.run_id = "run-1"
         self.client = SimpleNamespace(run=self._run)
         self.calls: list[tuple[str, list[str]]] = []
-        self._hosts, self._sees, self._lacks = hosts, sees, lacks or {}
+        self._hosts, self._sees = hosts, sees
         self._cached: set[str] = set()
         self.archive = b""
 
@@ -50,8 +48,6 @@ class Cluster:
             case "unpack_code":
                 self._cached.add(self._hosts[worker])
                 return CACHE
-            case "missing_modules":
-                return [module for module in arguments[0] if module in self._lacks.get(worker, [])]
         return None
 
 
@@ -120,26 +116,6 @@ def test_of_many_workers_the_one_that_fails_is_named(package: CodePackage) -> No
     cluster.client.run = lambda function, *_, **__: {"w1": False, "w2": error}
     with pytest.raises(ClusterError, match=r"could not upload the code to w2: cannot unpack .*: Read-only file system"):
         upload(cluster, {"w1": "a", "w2": "b"}, package)
-
-
-def test_missing_modules_are_named_with_their_hosts_and_conditional_imports_are_not_checked(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(
-        "import torch.nn, timm\nfrom lightning.pytorch import Trainer\nfrom . import mine\n"
-        "try:\n    import apex\nexcept ImportError:\n    pass\ndef f():\n    import wandb\n"
-    )
-    hosts = {"w1": "a", "w2": "b", "w3": "b"}
-    lacks = {worker: ["timm", "apex", "wandb", "mine"] for worker in ("w2", "w3")} | {"w1": ["lightning"]}
-    with pytest.raises(ClusterError) as caught:
-        check_imports(cast(Any, Cluster(hosts, lacks=lacks)), places(hosts), file, [[], [], []])
-    assert "imports what the workers lack: lightning on a; timm on b. Install it there" in str(caught.value)
-
-
-def test_file_with_a_syntax_error_is_left_to_the_rank(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import timm\nthis is no Python")
-    cluster = Cluster({"w1": "a"}, lacks={"w1": ["timm"]})
-    check_imports(cast(Any, cluster), places({"w1": "a"}), tmp_path / "train.py", [[]])
-    assert cluster.calls == [("missing_modules", ["w1"])]
 
 
 def test_lost_cluster_is_reported_as_it_is(package: CodePackage) -> None:

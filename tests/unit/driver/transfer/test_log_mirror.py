@@ -88,7 +88,7 @@ def test_log_of_an_earlier_attempt_is_added_to(tmp_path: Path) -> None:
 def test_log_is_not_written_through_a_link(tmp_path: Path, shared: bool) -> None:
     spool = spool_in(tmp_path)
     (tmp_path / "home" / "rank-0.log").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ResultsError, match=r"rank-0\.log: it is a symbolic link"):
+    with pytest.raises(ResultsError, match=r"rank-0\.log"):
         mirror_of(spool, tmp_path, shared=shared)
     assert not (tmp_path / "elsewhere").exists()
 

@@ -26,7 +26,7 @@ def test_frames_of_installed_packages_are_left_out() -> None:
 
 
 def test_root_cause_comes_first(tmp_path: Path) -> None:
-    found = tails(failed_run(tmp_path), 10_000)
+    found = tails(failed_run(tmp_path))
     assert list(found.items()) == [
         (1, ["step 1", "ValueError: wrong shape"]),
         (0, ["fine"]),
@@ -36,15 +36,13 @@ def test_root_cause_comes_first(tmp_path: Path) -> None:
 
 def test_lines_are_bounded(tmp_path: Path) -> None:
     view = run(tmp_path, logs={0: "a" * 20_000_000 + "\n" + "last\n", 1: "".join(f"{at}\n" for at in range(1000))})
-    long, many = tails(view, 100_000).values()
+    long, many = tails(view).values()
     assert [len(line) for line in long] == [503, 4]
     assert many == [str(at) for at in range(960, 1000)]
-    (short, _) = tails(view, 12).values()
-    assert short == ["last"]
 
 
 def test_credentials_are_hidden_and_links_are_not_followed(tmp_path: Path) -> None:
     view = run(tmp_path, logs={0: "opening s3://user:hunter22@host/x\n"})
     view.layout.log(1).symlink_to("/etc/hostname")
-    (tail,) = tails(view, 1000).values()
+    (tail,) = tails(view).values()
     assert "hunter22" not in tail[0]

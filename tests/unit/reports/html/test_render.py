@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 
-from ddptrain.reports.html import render
 from ddptrain.reports.html.page_content import html_page
 from ddptrain.reports.html.render import long_text, page_json, safe_text
 from ddptrain.reports.html.subjects import Subjects
-from ddptrain.reports.html.sweep import read_sweep
+from ddptrain.reports.html.sweep import SweepTable
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import GitRecord
+from ddptrain.results.sweep_record import parse_sweep
 from tests.support.hostile_run import ATTACKS, MARK, write_hostile_run
 from tests.unit.reports.runs import failed_run, run
 
@@ -72,25 +72,26 @@ def test_failed_run_shows_its_failure(tmp_path: Path) -> None:
     assert f"<code>{tmp_path}/train.py:4</code> in step" in page
 
 
+def table_of(content: dict[str, object]) -> SweepTable:
+    about = {"format": 1, "sweep_id": "s", "name": "s", "source": "", "started_at": "", "metric": "loss"}
+    return SweepTable.of(parse_sweep(json.dumps({**about, **content}).encode(), "s"))
+
+
 @pytest.mark.parametrize(("spread", "error", "columns"), [(None, "", []), (0.5, "boom", ["Spread", "Error"])])
-def test_table_of_trials_has_no_empty_columns(
-    tmp_path: Path, spread: float | None, error: str, columns: list[str]
-) -> None:
-    trial = {"number": 0, "state": "complete", "value": 1.0, "spread": spread, "error": error}
-    (tmp_path / "sweep.json").write_text(json.dumps({"metric": "loss", "trials": [trial]}))
-    page = html_page(Subjects([], read_sweep(tmp_path))).decode()
+def test_table_of_trials_has_no_empty_columns(spread: float | None, error: str, columns: list[str]) -> None:
+    trial = {"number": 0, "params": {}, "state": "complete", "value": 1.0, "spread": spread, "error": error}
+    page = html_page(Subjects([], table_of({"trials": [trial]}))).decode()
     (table,) = re.findall(r'aria-label="Trials"><table.*?</table>', page, re.DOTALL)
     titles = re.findall(r"<th scope=.col.[^>]*>([^<]*)</th>", table)
     assert [title for title in titles if title in ("Spread", "Error")] == columns
     assert len(titles) == len(re.findall(r"<td|<th scope=.row", table))
 
 
-def test_values_of_lists_are_places_on_their_axis(tmp_path: Path) -> None:
+def test_values_of_lists_are_places_on_their_axis() -> None:
     values = [1e-05, 0.00010000001, 100_000_001, None, [1, 2]]
     trials = [{"number": at, "state": "complete", "params": {"params.a": value}} for at, value in enumerate(values)]
     space = {"params.a": {"kind": "choice", "values": values}, "params.b": {"kind": "log_int", "low": 1, "high": 9}}
-    (tmp_path / "sweep.json").write_text(json.dumps({"metric": "loss", "trials": trials, "space": space}))
-    page = html_page(Subjects([], read_sweep(tmp_path))).decode()
+    page = html_page(Subjects([], table_of({"trials": trials, "space": space}))).decode()
     (data,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
     sweep = json.loads(data)["sweep"]
     assert sweep["axes"][0]["values"] == ["1e-05", "0.00010000001", "100000001", "null", "[1, 2]"]
@@ -151,23 +152,6 @@ _TAGS = frozenset(
         "col thead tbody tr th td svg rect pre code footer script img",
     )
 )
-
-
-def test_page_that_is_too_large_loses_details(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    views = [failed_run(tmp_path / name) for name in ("a", "b")]
-    whole = html_page(Subjects(views))
-    monkeypatch.setattr(render, "_PAGE_BYTES", len(whole) - 100)
-    smaller = html_page(Subjects(views)).decode()
-    assert smaller.count("the page would be too large") == 1
-    assert smaller.count("In your code") == 1
-
-
-def test_page_reloads_itself_only_while_it_is_written(tmp_path: Path) -> None:
-    subjects = Subjects([run(tmp_path)])
-    assert b'"reload_s":7' in html_page(subjects, reload_s=7)
-    assert b'"reload_s":null' in html_page(subjects)
 
 
 def test_run_shows_its_changes_and_generated_names(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from ddptrain.reports.html.settings import Setting, read_settings
 
 
-def settings(path: Path, text: str, budget: int = 100_000) -> list[Setting]:
+def settings(path: Path, text: str) -> list[Setting]:
     path.write_text(text)
-    return read_settings(path, budget)
+    return read_settings(path)
 
 
 def test_differences_from_the_defaults_of_a_built_in_workload(tmp_path: Path) -> None:
@@ -32,7 +32,6 @@ def test_secret_is_left_out_and_text_is_bounded(tmp_path: Path) -> None:
     found = settings(tmp_path / "config.yaml", f"params: {{api_key: abcdefgh, long: {'x' * 5000}}}\n")
     assert "abcdefgh" not in str(found)
     assert len(found[1].value) == 300
-    assert settings(tmp_path / "config.yaml", "a: 1\nb: 2\n", budget=3) == [Setting("a", "1", None)]
 
 
 def test_file_that_is_no_configuration_has_no_settings(tmp_path: Path) -> None:
@@ -40,4 +39,4 @@ def test_file_that_is_no_configuration_has_no_settings(tmp_path: Path) -> None:
     for text in ("", "- 1", "{", "a: &a [*a]", "a: !!python/object:os.system x"):
         assert settings(path, text) == []
     path.unlink()
-    assert read_settings(path, 1000) == []
+    assert read_settings(path) == []

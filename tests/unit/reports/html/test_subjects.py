@@ -1,9 +1,8 @@
-"""Which runs, sweep and models the names on the command line stand for."""
+"""Which runs and sweep the names on the command line stand for."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.reports.html.subjects import find_subjects
-from ddptrain.reports.html.sweep import Axis, read_sweep
-from ddptrain.results import ownership
+from ddptrain.reports.html.sweep import SweepTable
 from ddptrain.results.run_record import RunRecord
+from ddptrain.results.sweep_record import read_sweep
 from tests.unit.results.stores import serve_folder
 
 
@@ -34,13 +33,24 @@ def write_sweep(runs: Path, trials: list[Any], **given: Any) -> Path:
         "params.lr": {"kind": "log", "low": 1e-4, "high": 0.1},
         "params.kind": {"kind": "choice", "values": ["a", 2]},
     }
-    content = {"sweep_id": "sweep", "status": "succeeded", "metric": "loss", "mode": "min", "space": space, "best": 1}
+    content = {
+        "format": 1,
+        "sweep_id": "sweep",
+        "name": "s",
+        "source": "",
+        "started_at": "",
+        "status": "succeeded",
+        "metric": "loss",
+        "mode": "min",
+        "space": space,
+        "best": 1,
+    }
     (folder / "sweep.json").write_text(json.dumps({**content, "trials": trials, **given}))
     return folder
 
 
 def find(names: list[str], folder: Path) -> list[str]:
-    return [view.run_id for view in find_subjects(names, str(folder), str(folder / "models")).views]
+    return [view.run_id for view in find_subjects(names, str(folder)).views]
 
 
 def test_runs_are_found_once(tmp_path: Path) -> None:
@@ -70,8 +80,8 @@ def test_sweep_in_a_store_is_found_with_its_runs(
     (folder / "sweep-0001" / "metrics.jsonl").write_text("{}\n")
     url = serve_folder(store, monkeypatch) + "/runs"
     name, runs_dir = (f"{url}/{folder.name}/", "runs") if is_named_by_url else ("sweep", url)
-    found = find_subjects([name], runs_dir, str(tmp_path / "models"))
-    assert found.sweep is not None and found.sweep.name == "sweep"
+    found = find_subjects([name], runs_dir)
+    assert found.sweep is not None and found.sweep.record.sweep_id == "sweep"
     assert [view.run_id for view in found.views] == ["sweep-0001", "sweep-0000"]
     assert found.views[0].layout.metrics_jsonl.read_text() == "{}\n"
 
@@ -79,38 +89,32 @@ def test_sweep_in_a_store_is_found_with_its_runs(
 def test_run_in_a_store_is_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     add_run(tmp_path / "store", "a-1")
-    found = find_subjects([f"{serve_folder(tmp_path, monkeypatch)}/store/a-1"], "runs", str(tmp_path / "models"))
+    found = find_subjects([f"{serve_folder(tmp_path, monkeypatch)}/store/a-1"], "runs")
     assert (found.sweep, [view.run_id for view in found.views]) == (None, ["a-1"])
 
 
 def test_larger_is_better_with_mode_max(tmp_path: Path) -> None:
-    sweep = read_sweep(write_sweep(tmp_path, [trial(0, 3.0), trial(1, 1.0)], mode="max"))
+    sweep = SweepTable.of(read_sweep(write_sweep(tmp_path, [trial(0, 3.0), trial(1, 1.0)], mode="max")))
     assert [one.number for one in sweep.ranked()] == [0, 1]
 
 
-def test_damaged_fields_of_a_sweep_are_left_out(tmp_path: Path) -> None:
-    trials = ["x", trial(1, "much", run_ids=["../../etc", 3, "ok-1"], step=True), {"params": []}, trial(2, 1e999)]
-    sweep = read_sweep(write_sweep(tmp_path, trials, importance={"params.lr": "big"}, best="x", duration_s=[], name=3))
-    assert [one.value for one in sweep.trials] == [None, None, None]
-    assert sweep.trials[0].run_ids == ["ok-1"]
-    assert sweep.axes == [Axis("params.lr", "log"), Axis("params.kind", "choice", ["a", "2"])]
-    assert (sweep.best, sweep.duration_s, sweep.trials[1].params) == (None, None, [None, None])
+def test_run_ids_that_are_paths_are_left_out(tmp_path: Path) -> None:
+    add_run(tmp_path, "outside")
+    write_sweep(tmp_path / "runs", [trial(0, 1.0, run_ids=["../../outside", "nope"])])
+    assert find(["sweep"], tmp_path / "runs") == []
 
 
 def test_sweep_whose_driver_was_killed_is_not_running(tmp_path: Path) -> None:
-    folder = write_sweep(tmp_path, [trial(0, 1.0, "running")], status="running")
-    assert read_sweep(folder).is_running  # a copy without the lock
-    held = ownership.take(folder / "sweep.lock")
-    assert read_sweep(folder).is_running
-    os.close(held)
-    killed = read_sweep(folder)
-    assert (killed.status, killed.trials[0].state) == ("interrupted", "interrupted")
+    write_sweep(tmp_path, [trial(0, 1.0, "running")], status="running")
+    found = find_subjects(["sweep"], str(tmp_path)).sweep
+    assert found is not None
+    assert (found.record.status, found.trials[0].state) == ("interrupted", "interrupted")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "[" * 100_000])
 def test_sweep_that_is_not_json_is_one_clear_line(tmp_path: Path, content: str) -> None:
     (write_sweep(tmp_path, []) / "sweep.json").write_text(content)
-    with pytest.raises(UsageError, match=r"cannot read .*sweep\.json: it is no"):
+    with pytest.raises(UsageError, match=r"cannot read .*sweep\.json: it is not"):
         find(["sweep"], tmp_path)
 
 

@@ -20,7 +20,6 @@ from ddptrain.results.checkpoints.verification import (
 )
 from ddptrain.results.errors import CheckpointDamaged, ResultsError
 from ddptrain.results.layout import checkpoint_folders
-from ddptrain.results.remote.checkpoint_upload import parse_stored
 from ddptrain.results.run_writer import RunWriter
 from tests.support import fake_time
 from tests.unit.results.conftest import Stage
@@ -120,20 +119,6 @@ def test_newest_is_the_highest_step_not_the_last_name(writer: RunWriter, saved: 
     found = newest_verified(writer.layout, pytest.fail)
     assert found is not None and found.step == 10
     assert [folder.name for folder in checkpoint_folders(writer.layout)] == ["step-10", "step-9", "step-8"]
-
-
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "a/b", "", ".", "..", "a\\b", "a\0b", "a\x1b", "checkpoint.json", None, 7]
-)
-def test_manifest_with_a_file_name_that_is_not_plain_is_none(name: object) -> None:
-    entry = {"name": "a.bin", "size_bytes": 1, "sha256": "0" * 64}
-    manifest: dict[str, object] = {"step": 1, "epoch": None, "world_size": 1, "metrics": {}, "files": [entry]}
-    assert parse_manifest(json.dumps(manifest).encode()) == manifest
-    assert parse_manifest(json.dumps({**manifest, "files": [{**entry, "name": name}]}).encode()) is None
-    stored = {**manifest, "stored_as": {"a.bin": name}}
-    assert parse_stored(json.dumps(stored).encode()) is None
-    stored["stored_as"] = {"a.bin": "a.bin.0123abcd"}
-    assert parse_stored(json.dumps(stored).encode()) == stored
 
 
 @pytest.mark.parametrize(

@@ -187,20 +187,6 @@ def test_failure_is_a_warning_and_the_last_one_that_is_allowed_ends_the_run(kept
     assert kept.writer.layout.run_json.exists()
 
 
-def test_flush_and_the_end_do_not_wait_for_the_pause_after_a_failure(
-    kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_upload, "_PAUSES_S", (3600.0,))
-    kept.uploads.begin()
-    kept.uploads.flush(60)
-    kept.fs.errors = [OSError("the store is away")] * 20
-    kept.save(1)
-    wait_until(lambda: kept.warnings)
-    kept.fs.errors = []
-    assert kept.uploads.flush(60) == ""
-    assert "checkpoints/step-1/checkpoint.json" in kept.there()
-
-
 def test_error_that_passes_is_not_told(kept: Kept) -> None:
     kept.uploads.begin()
     kept.fs.errors = [TimeoutError(), TimeoutError()]
@@ -377,36 +363,6 @@ def test_checkpoints_that_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"x" * 1000)
     restore.download_checkpoints(kept.store, tmp_path / "whole")
     assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step-2"]
-
-
-def test_older_checkpoint_whose_manifest_is_missing_is_not_downloaded(kept: Kept, tmp_path: Path) -> None:
-    kept.save(1, 1.0)
-    kept.save(2, 2.0)
-    upload(kept)
-    for path in (
-        "logs/rank-0.log",
-        "logs/deep/x.log",
-        "inputs/a.json",
-        "inputs/deep/b.json",
-        "artifacts/x",
-        "system.jsonl",
-    ):
-        kept.store.write(path, b"1")
-    restore.download_run(kept.store, tmp_path / "other", pytest.fail)
-    found = {
-        path.relative_to(tmp_path / "other").as_posix() for path in (tmp_path / "other").rglob("*") if path.is_file()
-    }
-    step_2 = {f"checkpoints/step-2/{name}" for name in ("checkpoint.json", "model.safetensors", "state.pt")}
-    files = {
-        "run.json",
-        "config.yaml",
-        "events.jsonl",
-        "metrics.jsonl",
-        "system.jsonl",
-        "logs/rank-0.log",
-        "inputs/a.json",
-    }
-    assert found == {*files, *step_2, "checkpoints/step-1/checkpoint.json"}
 
 
 @pytest.mark.parametrize(

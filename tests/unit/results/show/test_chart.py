@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import math
-import sys
-import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.results.show import plot as chart
 from ddptrain.results.show.plot import ChartLine, Style, draw_chart
 
 
@@ -92,85 +89,3 @@ def test_unicode_chart_is_drawn_dot_by_dot() -> None:
         "⠤⠤ down",
         "⠤⠤ flat",
     ]
-
-
-def test_single_point_is_in_the_middle_and_a_long_name_is_cut() -> None:
-    point = ChartLine("p", [123456], [-2.5])
-    text = draw_chart("t", "a long name of the axis that is cut", [point], Style(40, 5, colour=True))
-    assert text.split("\n") == [
-        "t",
-        "-2.25 |",
-        "      |",
-        " -2.5 |                \x1b[36m*\x1b[0m",
-        "      |",
-        "-2.75 |",
-        "      +---------------------------------",
-        "       123456a long name of the ax123456",
-        "\x1b[36m**\x1b[0m p",
-    ]
-
-
-def test_marks_and_colours_begin_again_after_the_sixth_line() -> None:
-    canvas = chart._Canvas(40, 5, Style(colour=True))
-    marks = [
-        f"\x1b[{colour}m{mark * 2}\x1b[0m" for colour, mark in zip((36, 33, 35, 32, 34, 31), "*o+x#@", strict=True)
-    ]
-    assert [canvas.sample(index) for index in range(7)] == [*marks, marks[0]]
-    for index in (0, 6):
-        canvas.line(index, [(0, index)])
-    assert [row for row in canvas.rows() if row] == ["\x1b[36m*\x1b[0m"]
-    assert Style() == Style(80, 16, unicode=False, colour=False)
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "dots"),
-    [
-        ((0, 0), (4, 2), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2)]),
-        ((3, 1), (3, 1), [(3, 1)]),
-        ((2, 5), (1, 2), [(2, 5), (2, 4), (1, 3), (1, 2)]),
-    ],
-)
-def test_dots_lie_between_two_points(start: tuple[int, int], end: tuple[int, int], dots: list[tuple[int, int]]) -> None:
-    assert list(chart._between(start, end)) == dots
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (3.0, "3"),
-        (-7.0, "-7"),
-        (9999999.0, "9999999"),
-        (1e7, "1e+07"),
-        (12345.678, "1.235e+04"),
-        (2.5, "2.5"),
-    ],
-)
-def test_numbers_of_the_axes_are_short(value: float, text: str) -> None:
-    assert chart._number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("values", "padded", "expected"),
-    [
-        ([1, 3], True, (1, 3)),
-        ([4, 4], True, (3.6, 4.4)),
-        ([0, 0], True, (-1.0, 1.0)),
-        ([-5], True, (-5.5, -4.5)),
-        ([4, 4], False, (4, 4)),
-        ([1.7e308], True, (1.53e308, sys.float_info.max)),
-        ([-1.7e308], True, (-sys.float_info.max, -1.53e308)),
-    ],
-)
-def test_range_of_equal_values_has_a_margin(values: list[float], padded: bool, expected: tuple[float, float]) -> None:
-    assert chart._range(values, padded=padded) == pytest.approx(expected, rel=1e-12)
-
-
-def test_lines_end_at_values_that_are_not_finite() -> None:
-    line = ChartLine("a", [0, 1, math.inf, 3, 4, 5], [math.nan, 1, 2, 3, 4, math.inf])
-    assert chart._finite(line) == [[(1, 1)], [(3, 3), (4, 4)]]
-
-
-def test_dots_have_their_places_in_a_braille_character() -> None:
-    names = [[unicodedata.name(chr(chart._BRAILLE | bit)) for bit in row] for row in chart._DOTS]
-    assert names == [[f"BRAILLE PATTERN DOTS-{dot}" for dot in row] for row in ((1, 4), (2, 5), (3, 6), (7, 8))]

@@ -12,7 +12,7 @@ from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.show.curves import mean_of, plot_data, plot_of, thinned, whole_plot
+from ddptrain.results.show.curves import plot_data, plot_of, whole_plot
 
 
 def view_of(root: Path, *lines: Mapping[str, object], status: str = "succeeded") -> RunView:
@@ -105,30 +105,6 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     assert all(0 < value < 1 for value in curve.main[1])
 
 
-def test_curves_are_thinned_above_2000_points_only() -> None:
-    def points(count: int) -> tuple[list[float], list[float]]:
-        return [float(x) for x in range(count)], [2.0 * x for x in range(count)]
-
-    assert thinned(points(2000)) == points(2000)
-    x, y = thinned(points(2001))
-    assert (len(x), x[:2], x[-1], y[:2], y[-1]) == (1001, [0.5, 2.5], 2000.0, [1.0, 5.0], 4000.0)
-
-
-def test_mean_is_that_of_the_finite_values() -> None:
-    assert mean_of([1.0, math.nan, 4.0, math.inf, 4.0]) == 3.0
-    assert math.isnan(mean_of([])) and math.isnan(mean_of([math.nan]))
-
-
-def test_ranks_that_agree_also_where_they_have_no_number_are_one(tmp_path: Path) -> None:
-    lines = [{"rank": rank, "step": step, "loss": None if step == 2 else 1} for step in (1, 2) for rank in (3, 5)]
-    (curve,) = plot_of(view_of(tmp_path, *lines)).panels[0].curves
-    assert (list(curve.ranks), curve.is_mean, curve.label) == ([3], False, "loss")
-    other = view_of(tmp_path, {"rank": 3, "step": 1, "loss": 1}, {"rank": 5, "step": 1, "loss": None})
-    assert list(plot_of(other).panels[0].curves[0].ranks) == [3, 5]
-    later = view_of(tmp_path, {"rank": 3, "step": 1, "loss": 1}, {"rank": 5, "step": 2, "loss": 1})
-    assert list(plot_of(later).panels[0].curves[0].ranks) == [3, 5]
-
-
 def test_time_of_all_ranks_begins_with_the_first_line(tmp_path: Path) -> None:
     view = view_of(tmp_path, {"time_s": 12, "loss": 1}, {"time_s": 10, "rank": 1, "loss": 2}, {"time_s": 15, "loss": 3})
     (curve,) = plot_of(view).panels[0].curves
@@ -156,17 +132,3 @@ def test_system_metrics_are_drawn_if_they_are_asked_for(tmp_path: Path) -> None:
     assert (drawn.x_name, drawn.panels[0].curves[0].main) == ("time_s", ([0.0, 2.0], [5.0, 7.0]))
     with pytest.raises(UsageError, match='no metric "system/gpu"'):
         plot_of(view, ["system/gpu"])
-
-
-def test_data_of_the_curves_have_the_points_of_each_rank_and_of_the_mean(tmp_path: Path) -> None:
-    lines = [{"rank": rank, "step": 1, "loss": 2 * rank} for rank in (0, 1)]
-    assert plot_data(plot_of(view_of(tmp_path, *lines))) == [
-        {"name": "loss", "rank": 0, "x": [1.0], "y": [0.0]},
-        {"name": "loss", "rank": 1, "x": [1.0], "y": [2.0]},
-        {"name": "loss", "rank": "mean", "x": [1.0], "y": [1.0]},
-    ]
-
-
-def test_ended_run_without_metrics_is_not_told_to_wait(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^run r has logged no metrics$"):
-        plot_of(view_of(tmp_path))

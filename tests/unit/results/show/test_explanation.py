@@ -54,20 +54,6 @@ def test_run_that_is_unknown_or_unreadable_is_no_failure_of_the_command(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("record", "end"),
-    [
-        ({"status": "succeeded", "exit_code": 0}, "succeeded (exit code 0)"),
-        ({"status": "failed", "exit_code": 99}, "failed (exit code 99)"),
-        ({"status": "failed", "exit_code": 5}, "failed (exit code 5)"),
-        ({"status": "failed"}, "is failed; its driver recorded no exit code"),
-        ({"status": "running", "waiting": True, "exit_code": 1}, "is waiting in process 7 on vm"),
-    ],
-)
-def test_end_of_a_run_in_words(tmp_path: Path, record: dict[str, object], end: str) -> None:
-    assert explain_run(view(tmp_path, driver=DriverRecord(7, "vm"), **record), "").end == end
-
-
-@pytest.mark.parametrize(
     ("failure", "cause"),
     [
         (None, ""),
@@ -81,37 +67,3 @@ def test_root_cause_has_place_kind_and_message(tmp_path: Path, failure: FailureR
     assert found.root_cause == cause
     shown = ["root cause:", f"  {cause}"] if cause else ["where to look:", "  ddptrain results show r-1"]
     assert found.as_text()[1:4] == ["", *shown]
-
-
-def test_places_to_look_at_are_those_that_exist(tmp_path: Path) -> None:
-    root = tmp_path / "r-1"
-    decisions = f"{root}/logs/ddptrain.log (what ddptrain decided, and why)"
-    causes = "ddptrain explain 5 (likely causes, and what to do)"
-    failure = FailureRecord(host="vm")
-    record = {"status": "failed", "exit_code": 5, "failure": failure}
-    stacks = f"{root}/artifacts/stacks/ (the stacks of all ranks)"
-    assert explain_run(view(tmp_path, **record), "").look == ("ddptrain results show r-1", stacks, causes, decisions)
-    (root / "logs").mkdir(parents=True)
-    (root / "logs/rank-0.log").touch()
-    show, logs = "ddptrain results show r-1 -x", "ddptrain results logs r-1 -x"
-    assert explain_run(view(tmp_path, **record), " -x").look == (show, logs, stacks, causes, decisions)
-    assert explain_run(view(tmp_path, status="running"), " -x").look == (show, logs)
-
-
-@pytest.mark.parametrize(
-    ("record", "step"),
-    [
-        ({"status": "succeeded", "exit_code": 0}, "ddptrain results compare r-1"),
-        (
-            {"status": "cancelled", "exit_code": 130, "checkpoints": ("step-3",)},
-            "the same command again, with --resume r-1 (continues from step-3)",
-        ),
-        ({"status": "unknown"}, "look at the host of its driver, and at this command again later"),
-        (
-            {"status": "unknown", "driver": DriverRecord(7, "vm")},
-            "look at the host vm, and at this command again later",
-        ),
-    ],
-)
-def test_next_step_of_a_run(tmp_path: Path, record: dict[str, object], step: str) -> None:
-    assert explain_run(view(tmp_path, **record), "").next == (step,)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ from ddptrain.results.errors import ResultsError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunRecord
-from ddptrain.results.show import log_follower
 from ddptrain.results.show.log_follower import LogCursor, final_text, follow_logs, show_logs
 
 
@@ -144,25 +141,6 @@ def test_a_log_that_is_written_anew_is_followed_from_its_start(tmp_path: Path) -
     assert list(cursor.read()) == ["new"]
 
 
-def test_state_of_a_run_is_read_every_few_seconds_and_kept_in_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, answers = [100.0], iter([True, True, False])
-    view = SimpleNamespace(is_running=None)
-
-    def load(root: Path) -> Any:
-        view.is_running = next(answers)
-        return view
-
-    monkeypatch.setattr(log_follower, "load_run", load)
-    monkeypatch.setattr(log_follower, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watch = log_follower._StatusWatch(RunLayout(tmp_path))
-    seen = []
-    for now[0] in (100.0, 100.4, 100.5, 100.9, 101.0, 101.4):
-        seen.append(watch())
-    assert seen == [True, True, True, True, False, False]
-
-
 @pytest.mark.parametrize("lines", [None, 3])
 def test_a_log_that_is_a_link_is_refused_by_its_name(tmp_path: Path, lines: int | None) -> None:
     log = tmp_path / "rank-0.log"
@@ -171,31 +149,8 @@ def test_a_log_that_is_a_link_is_refused_by_its_name(tmp_path: Path, lines: int 
         list(LogCursor(log, lines).read())
 
 
-def test_a_line_that_has_not_ended_is_shown_in_pieces_only_if_it_is_very_long(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    longest = 1 << 20
-    cursor = LogCursor(path)
-    assert list(cursor.read()) == []
-    path.write_bytes(b"a" * longest)
-    assert list(cursor.read()) == []
-    with path.open("ab") as file:
-        file.write(b"bc")
-    assert list(cursor.read()) == ["a" * longest + "bc"]
-    with path.open("ab") as file:
-        file.write(b"d\ne")
-    assert list(cursor.read()) == ["d"] and list(cursor.rest()) == ["e"]
-
-
 def test_carriage_return_leaves_what_a_shorter_text_does_not_cover() -> None:
     assert final_text("abcdef\rxy\r1") == "1ycdef"
-
-
-def test_following_asks_ten_times_a_second_and_ends_with_the_run(tmp_path: Path) -> None:
-    view = view_of(tmp_path, rank0=b"a\n")
-    waited: list[float] = []
-    answers = iter([True, True, False])
-    assert list(follow_logs(view, is_running=lambda: next(answers), wait=waited.append)) == ["a"]
-    assert waited == [0.1, 0.1]
 
 
 def test_run_without_logs_says_so(tmp_path: Path) -> None:
@@ -211,11 +166,3 @@ def test_logs_of_a_run_with_fewer_known_ranks_than_logs_have_a_prefix(tmp_path: 
     assert list(show_logs(view, lines=0)) == []
     one = view_of(tmp_path / "one", 2, rank0=b"a\n")
     assert list(show_logs(one)) == ["[rank 0] a"] and list(show_logs(one, rank=0)) == ["a"]
-
-
-@pytest.mark.parametrize("lines", [1, 2, 3])
-def test_last_lines_are_found_where_a_line_ends_at_the_border_of_a_block(tmp_path: Path, lines: int) -> None:
-    block = 1 << 16
-    data = b"a" * 10 + b"\n" + b"b" * (block - 2) + b"\n" + b"c" * (block - 1) + b"\n"
-    shown = ["a" * 10, "b" * (block - 2), "c" * (block - 1)]
-    assert list(show_logs(view_of(tmp_path, rank0=data), lines=lines)) == shown[-lines:]

@@ -1,0 +1,134 @@
+"""The clean-up after a retraining: old versions of its model, then old runs of its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ddptrain.config.sections.retraining import KeepConfig
+from ddptrain.config.wording import counted
+from ddptrain.errors import UsageError
+from ddptrain.model_registry.model_reader import ModelReader, ModelState
+from ddptrain.model_registry.records import VersionRecord
+from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.model_registry.retrainings import RetrainRecords
+from ddptrain.results.prune import PrunePolicy, PruneReport, prune
+from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.results.show.render import size
+from ddptrain.retrain.plan import to_continue
+
+_LOOKED_AT = 50  # retrainings of each model
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsReport:
+    """Which versions were deleted, or would be in a dry run; which stay, each with the reason; bytes that are freed."""
+
+    removed: tuple[int, ...]
+    kept: dict[int, str]
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CleanUpReport:
+    """What a clean-up has deleted."""
+
+    versions: VersionsReport
+    runs: PruneReport
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that were freed."""
+        return self.versions.freed_bytes + self.runs.freed_bytes
+
+    @property
+    def summary(self) -> str:
+        """One line, as "1 version and 2 runs deleted, 41.2 MiB freed"."""
+        versions, runs = counted(len(self.versions.removed), "version"), counted(len(self.runs.removed), "run")
+        problems = f"; {counted(len(self.runs.problems), 'problem')}" if self.runs.problems else ""
+        return f"{versions} and {runs} deleted, {size(self.freed_bytes)} freed{problems}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        return {
+            "versions": list(self.versions.removed),
+            "runs": [decision.run.folder for decision in self.runs.removed],
+            "freed_bytes": self.freed_bytes,
+            "problems": list(self.runs.problems),
+        }
+
+
+def policy_of(keep: KeepConfig, name: str) -> PrunePolicy:
+    """Return which runs of that name `retrain.keep` keeps."""
+    return PrunePolicy(keep=keep.runs, failed_keep=keep.failed_runs, name=name)
+
+
+def clean_up(registry: ModelRegistry, model: str, keep: KeepConfig, runs_dir: str, name: str) -> CleanUpReport:
+    """Delete the versions of a model, and the runs of a name, that `keep` does not keep.
+
+    Runs that other models use stay. A run that cannot be deleted is one of the problems of the report.
+
+    Raises StoreError, RegistryDamaged or UsageError if registry or runs cannot be read or written.
+    """
+    versions = prune_versions(registry, model, keep.versions)
+    runs = prune(open_runs_dir(runs_dir), policy_of(keep, name), protected_runs(registry))
+    return CleanUpReport(versions, runs)
+
+
+def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsReport:
+    """Delete all but the newest `keep` versions of a model.
+
+    Versions with an alias (champion, previous, or a user's) and pinned versions stay as well, also if they get it at
+    this moment. What a killed process had begun to delete, or to write a day ago, is deleted too.
+
+    Raises StoreError if the registry cannot be read or written; RegistryDamaged.
+    """
+    state = registry.state(model)
+    versions = [record for record in registry.versions(model) if record.version not in state.removed]
+    kept = _reasons_to_stay(versions, state, keep)
+    removed = []
+    for record in [record for record in versions if record.version not in kept]:
+        try:
+            registry.remove(model, record.version, reason=f"{keep} newer versions")
+            removed.append(record)
+        except UsageError:  # another process has just pinned or promoted it, or given it an alias
+            kept[record.version] = "in use"
+    registry.delete_leftovers(model)
+    numbers = tuple(record.version for record in removed)
+    return VersionsReport(numbers, kept, sum(record.size_bytes for record in removed))
+
+
+def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int) -> dict[int, str]:
+    """Return version -> reason of all versions that stay. `versions`: oldest first."""
+    newest = {record.version for record in versions[max(0, len(versions) - keep) :]}
+    kept = {}
+    for record in versions:
+        if aliases := state.aliases_of(record.version):
+            kept[record.version] = ", ".join(aliases)
+        elif record.version in state.pinned:
+            kept[record.version] = "pinned"
+        elif record.version in newest:
+            kept[record.version] = f"one of the {keep} newest"
+    return kept
+
+
+def protected_runs(registry: ModelReader) -> dict[str, str]:
+    """Return the runs that must stay: run id -> the reason, as "champion of petnames".
+
+    These are the runs of versions with an alias or a pin, and the runs that an unfinished retraining continues.
+
+    Raises StoreError or RegistryDamaged if that cannot be read: then nothing may be deleted.
+    """
+    reasons: dict[str, str] = {}
+    for model in registry.models():
+        state = registry.state(model)
+        for record in registry.versions(model):
+            roles = state.aliases_of(record.version) + (["pinned"] if record.version in state.pinned else [])
+            if roles:
+                reasons[record.run_id] = f"{', '.join(roles)} of {model}"
+        newest = RetrainRecords(registry.folder, model).newest(_LOOKED_AT)
+        continued = to_continue(newest)
+        for each in newest:
+            if each.run_id and (each.is_running or each is continued):
+                reasons.setdefault(each.run_id, f"retraining {each.number} of {model} is not finished")
+    return reasons

@@ -1,1 +1,0 @@
-"""What may be deleted after a retraining, and whether there is space for the next one."""

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.results.annotations import (
+    FILE,
+    Annotations,
+    checked_note,
+    edit_folder,
+    edit_stored,
+    read_annotations,
+    tag_changes,
+)
+from ddptrain.results.errors import ResultsError
+from ddptrain.results.remote.local_copy import Origin
+from ddptrain.storage.remote_folder import RemoteFolder
+from ddptrain.storage.store import Versioned, WriteConflict
+from tests.unit.results.stores import watched_store
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, Annotations()),
+        (b'{"tags": ["good", "v2"], "note": "a\\nb"}', Annotations(("good", "v2"), "a\nb")),
+        (b'{"tags": ["good", "good", "bad tag", 3, "\\u001b[31m", ""], "note": 5}', Annotations(("good",))),
+        (b"[1]", Annotations()),
+        (b"{", Annotations()),
+        (b"[" * 100_000, Annotations()),
+        (b'{"tags": "good"}', Annotations()),
+    ],
+)
+def test_what_is_not_valid_is_left_out(data: bytes | None, expected: Annotations) -> None:
+    assert Annotations.parse(data) == expected
+
+
+def test_a_file_is_read_as_it_was_written() -> None:
+    annotations = Annotations(("größe", "a/b:c"), "two\nlines")
+    assert Annotations.parse(annotations.to_json()) == annotations
+
+
+def test_tags_are_added_once_and_removed() -> None:
+    annotations = Annotations(("a", "b"), "note").with_tags(["c", "a"], ["b", "x"])
+    assert annotations == Annotations(("a", "c"), "note")
+    with pytest.raises(UsageError, match="50 tags, not 51"):
+        annotations.with_tags(f"t{number}" for number in range(49))
+
+
+def test_words_are_changes() -> None:
+    assert tag_changes(["+good", "plain", "-old"]) == (["good", "plain"], ["old"])
+    with pytest.raises(UsageError, match="good is both added and removed"):
+        tag_changes(["+good", "-good"])
+
+
+@pytest.mark.parametrize("word", ["", "+", "-", "++a", "a b", "+_a", "x" * 65, "a\n", "+a\u202eb", "a,b"])
+def test_invalid_tags_are_refused(word: str) -> None:
+    with pytest.raises(UsageError, match="is not a tag"):
+        tag_changes([word])
+
+
+def test_notes_are_checked() -> None:
+    assert checked_note(" two\nlines\t. \n") == "two\nlines\t."
+    with pytest.raises(UsageError, match=r"U\+001B"):
+        checked_note("a\x1b[31m")
+    with pytest.raises(UsageError, match="4,001 characters"):
+        checked_note("x" * 4001)
+
+
+def test_fifty_tags_and_4000_characters_are_read_and_taken() -> None:
+    tags = [f"t{number}" for number in range(51)]
+    parsed = Annotations.parse(json.dumps({"tags": tags, "note": "x" * 4001}).encode())
+    assert parsed == Annotations(tuple(tags[:50]), "x" * 4000)
+    assert Annotations().with_tags(tags[:50]).tags == tuple(tags[:50])
+    assert checked_note("x" * 4000) == "x" * 4000
+    assert tag_changes(["x" * 64, "+" + "y" * 64]) == (["x" * 64, "y" * 64], [])
+    with pytest.raises(UsageError, match=r"^a run can have 50 tags, not 51; remove some, as -t0$"):
+        Annotations().with_tags(tags)
+
+
+def test_file_of_annotations_is_indented_json() -> None:
+    assert Annotations(("a",), "ä").to_json() == b'{\n  "tags": [\n    "a"\n  ],\n  "note": "\\u00e4"\n}\n'
+
+
+def test_changes_at_once_all_count(tmp_path: Path) -> None:
+    def add(number: int) -> Annotations:
+        return edit_folder(tmp_path, lambda before: before.with_tags([f"t{number}"]))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(24)))
+    assert sorted(read_annotations(tmp_path).tags) == sorted(f"t{number}" for number in range(24))
+    assert {path.name for path in tmp_path.iterdir()} == {FILE, f".{FILE}.lock"}
+
+
+def test_a_change_that_is_refused_leaves_the_file(tmp_path: Path) -> None:
+    edit_folder(tmp_path, lambda before: Annotations(("a",), "n"))
+    with pytest.raises(UsageError, match="51"):
+        edit_folder(tmp_path, lambda before: before.with_tags(f"t{number}" for number in range(50)))
+    assert read_annotations(tmp_path) == Annotations(("a",), "n")
+
+
+def test_a_run_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.geteuid()
+    monkeypatch.setattr("ddptrain.file_ops.state_of_new_file", lambda folder: None)
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+    with pytest.raises(ResultsError, match="belongs to another user"):
+        edit_folder(tmp_path, lambda before: before.with_tags(["a"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text('{"tags": ["secret"]}')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / FILE).symlink_to(tmp_path / "other")
+    assert read_annotations(run) == Annotations()
+    edit_folder(run, lambda before: before.with_tags(["a"]))
+    assert not (run / FILE).is_symlink() and (tmp_path / "other").read_text() == '{"tags": ["secret"]}'
+
+
+def test_a_copy_of_a_stored_run_names_its_address(tmp_path: Path) -> None:
+    Origin("s3://bucket/runs/a").mark(tmp_path)
+    with pytest.raises(UsageError, match="give the run's address, s3://bucket/runs/a"):
+        edit_folder(tmp_path, lambda before: before)
+
+
+def test_run_in_a_store_is_annotated() -> None:
+    run = watched_store()[0].below("a-1")
+    edit_stored(run, lambda before: before.with_tags(["a"]))
+    assert edit_stored(run, lambda before: before.with_tags(["b"])).tags == ("a", "b")
+    assert Annotations.parse(run.read(FILE)).tags == ("a", "b")
+
+
+def test_a_conflict_in_a_store_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"now": Annotations(("a",)).to_json()}
+    conflicts = [Annotations(("a", "other")).to_json()]
+
+    def write(folder: RemoteFolder, path: str, new: bytes, before: Versioned | None) -> Versioned:
+        if conflicts:
+            data["now"] = conflicts.pop()
+        if before is None or before.data != data["now"]:
+            raise WriteConflict("written by another process")
+        data["now"] = new
+        return Versioned(new)
+
+    monkeypatch.setattr(RemoteFolder, "read_versioned", lambda folder, path: Versioned(data["now"]))
+    monkeypatch.setattr(RemoteFolder, "write_versioned", write)
+    run = watched_store()[0].below("a-1")
+    assert edit_stored(run, lambda before: before.with_tags(["mine"])).tags == ("a", "other", "mine")
+
+    def always(folder: RemoteFolder, path: str, new: bytes, before: Versioned | None) -> Versioned:
+        raise WriteConflict("written by another process")
+
+    monkeypatch.setattr(RemoteFolder, "write_versioned", always)
+    with pytest.raises(ClusterError, match="try again"):
+        edit_stored(run, lambda before: before)
