@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import INSTALLED, Project, events
-from tests.servers.s3server import s3_server
+from tests.servers.seaweed import seaweed
 from tests.support.command import Running
 
 # Goes on until the file `go` exists, so that nothing depends on the speed of the machine.
@@ -154,9 +154,9 @@ def test_display_of_train_and_watch_has_epoch_best_metric_and_what_ctrl_c_does(
 
 def test_watch_shows_a_run_in_a_store(project: Project) -> None:
     config = project.function(WORK, params={"folder": str(project.folder), "fails": False})
-    with s3_server(project.folder) as server:
-        (server.buckets / "results").mkdir()
-        env, place = server.environment, "s3://results/runs"
+    (project.folder / "seaweed").mkdir()
+    with seaweed(project.folder / "seaweed", "bucket") as env:
+        place = "s3://bucket/runs"
         run = project.start("train", config, "--ranks", "1", "--runs-dir", place, "--run-id", "there", env=env)
         run.wait_for("an early line")
         watching = project.start("watch", f"{place}/there", env=env)

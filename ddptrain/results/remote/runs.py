@@ -30,7 +30,7 @@ from ddptrain.results.run_store import LocalRuns, NeededFiles
 from ddptrain.results.secure_files import read_bytes, write_file
 from ddptrain.results.tracker_records import RECORDED
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain, is_url
-from ddptrain.storage.store import Listed, StoreError
+from ddptrain.storage.store import Listed
 from ddptrain.tracking.wandb.wandb_folders import LINKS
 
 AUTO = "auto"
@@ -275,13 +275,7 @@ class StoreRuns:
             if file.size_bytes < local_size:  # another driver has started it again
                 run.fetch(path, target)
             elif file.size_bytes > local_size:
-                try:
-                    data = run.read_from(path, local_size)
-                except StoreError:  # some servers answer with the whole file while it is replaced
-                    whole = target.with_name(f"{target.name}.whole")
-                    run.fetch(path, whole)
-                    data = whole.read_bytes()[local_size:]
-                    whole.unlink()
+                data = run.read_from(path, local_size)
                 target.parent.mkdir(exist_ok=True)
                 with target.open("ab") as log:
                     log.write(data)
