@@ -123,7 +123,7 @@ class Taken:
 def test_run_that_is_killed_within_an_accumulation_window_ends_with_equal_weights(
     run_cli: Cli, warm_cluster: str
 ) -> None:
-    """Four batches an epoch in windows of three: the rank is killed in the second of a window that began after step 4."""
+    """Four batches an epoch in windows of three: the rank dies in the second batch of the window after step 4."""
     result = {"steps": 12, "taken": 6}
     assert_equal_after_a_fault(run_cli, warm_cluster, ACCUMULATING, {"accumulate": 3}, result, 4)
 
