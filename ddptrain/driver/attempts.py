@@ -151,7 +151,8 @@ class Attempts:
     def _attempt(self, places: Sequence[RankPlace]) -> AttemptEnd:
         number = len(self.writer.record.attempts) + 1
         set_context(attempt=number)
-        self.tracking.go_on_from(self.checkpoint, self.writer.go_on_from(self.checkpoint, self.policy))
+        self.writer.go_on_from(self.checkpoint, self.policy)
+        self.tracking.go_on_from(self.checkpoint)
         with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
             built = self.specs.build(number, places, self.checkpoint)
         built = self.workers.sealed(built, places)
