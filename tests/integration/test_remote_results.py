@@ -89,8 +89,9 @@ def test_run_of_a_killed_driver_is_resumed_elsewhere_with_the_same_weights(
     running = run_cli.start(
         "train", first.config(die_in=3, how="wait", wait_for=go), "--run-id", "night", env=first.env
     )
-    running.wait_for("waiting")
     wait_until(lambda: bool(first.read("night/checkpoints/step-2/checkpoint.json")), "checkpoint in the store")
+    (run_cli.folder / "home").touch()
+    running.wait_for("waiting")
     # Uploaded every ten seconds.
     wait_until(lambda: b"attempt 1 begins" in first.read("night/logs/rank-0.log"), "log in the store")
     locked = second("train", second.config(die_in=3, how="wait", wait_for=go), "--resume", "night")
@@ -122,7 +123,7 @@ def looks_right_from_anywhere(reader: Machine) -> None:
     assert f"{RUNS}/night" in shown.stdout and "step-4, step-3, step-2" in shown.stdout
     logs = reader("results", "logs", "night", "--rank", "1", "--runs-dir", RUNS)
     assert "attempt 2 begins with epoch 3" in logs.stdout
-    plotted = reader("results", "compare", "night", "--runs-dir", RUNS, "--no-terminal", "--metric", "train/loss")
+    plotted = reader("results", "compare", "night", "--runs-dir", RUNS, "--plot", "night.png", "--metric", "train/loss")
     assert plotted.rc == 0 and (reader.cli.folder / "night.png").stat().st_size > 0, plotted.stderr
     assert not list(reader.home.rglob("*.safetensors"))
 
