@@ -138,26 +138,6 @@ def test_auto_names_who_has_the_lock_also_before_run_json_does(tmp_path: Path) -
         os.close(held)
 
 
-def test_auto_does_not_go_on_with_a_run_that_may_be_running_on_another_host(tmp_path: Path) -> None:
-    far_away(tmp_path, "far")
-    with pytest.raises(RunLocked, match=r"run far may be running: process 1 on another-host.*--resume far"):
-        auto(tmp_path)
-    choice = choose(tmp_path, "far", config(), allow_changes=False)  # the user knows
-    assert choice.folder == tmp_path / "far"
-
-
-def far_away(runs: Path, run_id: str) -> None:
-    """A run of an older version, whose driver on another host has shown no sign of life for an hour."""
-    ended(runs, run_id, RunStatus.FAILED)
-    layout = RunLayout(runs / run_id)
-    driver = DriverRecord(1, "another-host")
-    record = dataclasses.replace(load_run(layout.root).record, status=RunStatus.RUNNING, driver=driver)
-    layout.run_json.write_text(record.to_json())
-    then = time.time() - 3600
-    for path in layout.root.iterdir():
-        os.utime(path, (then, then))
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a run to another user")
 def test_runs_of_other_users_are_not_taken_up_and_do_not_keep_us_waiting(tmp_path: Path) -> None:
     ended(tmp_path, "ours", RunStatus.FAILED)

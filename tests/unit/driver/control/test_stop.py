@@ -215,7 +215,7 @@ def test_request_that_was_taken_leaves_a_run_that_may_still_copy_results(writer:
 
 @pytest.mark.parametrize(
     ("status", "active"),
-    [("running", True), ("unknown", True), ("succeeded", False), ("failed", False), ("preempted", False)],
+    [("running", True), ("succeeded", False), ("failed", False), ("preempted", False)],
 )
 def test_run_is_active_as_long_as_its_driver_may_be_running(status: str, active: bool) -> None:
     view: Any = SimpleNamespace(status=status)
