@@ -47,8 +47,8 @@ schema: $(INSTALLED) ## write the schema of the configuration, its page and the 
 	$(BIN)/python -m tests.docs.python_reference
 	$(BIN)/python -m tests.docs.man_page
 
-test: $(INSTALLED) ## run the tests for every change: unit and end-to-end; options go into ARGS
-	$(PYTEST) $(UNIT) tests/unit tests/end_to_end $(ARGS)
+test: $(INSTALLED) ## run the tests for every change: unit, commands and end-to-end; options go into ARGS
+	$(PYTEST) $(UNIT) tests/unit tests/commands tests/end_to_end $(ARGS)
 
 test-integration: $(INSTALLED) ## run the contract tests, and those with real servers, clusters and faults; options go into ARGS
 	$(PYTEST) $(INTEGRATION) tests/contract tests/integration $(ARGS)

@@ -79,7 +79,7 @@ def _as_text(page: str) -> Iterator[str]:
     for line in page.splitlines():
         if line.startswith(("<!--", "```", "|---", "| cause")):
             continue
-        plain = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", line).replace("`", "")
+        plain = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", line).replace("`", "").lstrip("# ")
         if plain.startswith("| "):
             cause, action = plain.strip("| ").split(" | ", 1)
             yield f"- {cause}"

@@ -50,12 +50,13 @@ _REMOVED = {
     "results tag": "ddptrain results edit RUN +TAG -TAG",
     "results note": "ddptrain results edit RUN --note TEXT",
     "results consolidate": "ddptrain results export RUN --format safetensors",
-    "models history": "ddptrain models show MODEL",
+    "models history": "ddptrain models show MODEL --history",
     "models pin": "ddptrain models alias MODEL@NAME VERSION",
-    "--junit": "--report FILE.xml",
-    "--local-rank": "LOCAL_RANK of the environment into the script",
-    "--verbose": "--verbose",
-    "--start-timeout": "--set cluster.start_timeout_s=SECONDS",
+    "--junit": "write --report FILE.xml",
+    "--full-traceback": "write --verbose",
+    "--local-rank": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
+    "--start-timeout": "write --set cluster.start_timeout_s=SECONDS",
+    "--every": "leave it out; the page is written every 10 s",
 }
 _COMMON = {"--runs-dir": True, "--models-dir": True, "--verbose": False}  # of every command: whether it has a value
 
@@ -155,7 +156,7 @@ def _what(error: Any, ctx: Any) -> str:
 def _option_hint(name: str, ctx: Any) -> str:
     known = [option for each in ctx.command.params for option in each.opts] if ctx is not None else []
     if removed := _REMOVED.get(name):
-        return f" (write {removed})"
+        return f" ({removed})"
     known += _COMMON
     word = name.lstrip("-").replace("_", "-")
     if word in _CONFIG_OPTIONS and ctx is not None and any(each.metavar == "CONFIG" for each in ctx.command.params):

@@ -193,7 +193,6 @@ class CodeConfig(Strict):
     folder: FilledText | None = Field(
         default=None, description="The project's folder; by default the git work tree, or the folder of this file."
     )
-    max_mb: Annotated[float, Field(gt=0)] = Field(default=200.0, description="The largest size of the code in MB.")
 
 
 def _interval(seconds: float) -> float:

@@ -63,6 +63,13 @@ _PATTERNS = {
 MAX_PROBLEMS = 50
 # Fields of earlier versions, and what replaces them; a model of params has them in its REMOVED.
 _REMOVED = {
+    "tracking.queue": "leave it out; 10,000 items may wait for a tracker",
+    "tracking.wandb.notes": "set WANDB_NOTES in env",
+    "tracking.wandb.images": "leave it out; what ctx.log_image gets is logged",
+    "tracking.wandb.tables": "leave it out; what ctx.log_table gets is logged",
+    "tracking.wandb.table_rows": "leave it out; the first 1,000 rows of a table are logged",
+    "tracking.wandb.system_metrics": "leave it out; WANDB_X_DISABLE_STATS=true in env turns them off",
+    "code.max_mb": "leave it out; 200 MB are sent at most: exclude files in .gitignore, or set code.ship: false",
     "workload.local_rank_arg": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
     "models.mirrors": "leave it out; tracking.wandb and results export send a run's checkpoints and metrics",
     "models.mirror_timeout_s": "leave it out",

@@ -24,8 +24,8 @@ from typing import NamedTuple
 from ddptrain.driver import inbox
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
+from ddptrain.driver.failure.hang import StackCollector
 from ddptrain.driver.failure.run_end import was_sent
-from ddptrain.driver.failure.stack_collector import StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import AttemptEnd, Rank

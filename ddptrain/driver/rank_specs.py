@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ddptrain.driver.run import Run
     from ddptrain.driver.workers import Workers
 
+_MOST_CODE_MB = 200.0  # that are sent to workers which do not see the project
+
 
 @dataclass(slots=True)
 class RankSpecs:
@@ -127,9 +129,7 @@ class RankSpecs:
             return specs
         is_first = self.package is None
         package = self.package = self.package or pack(project.folder, [self.of.writer.layout.root.parent])
-        shipped = upload_code(
-            self.workers, places, package, project.file, self.of.resolved.config.code.max_mb, self.of.display.status
-        )
+        shipped = upload_code(self.workers, places, package, project.file, _MOST_CODE_MB, self.of.display.status)
         if not any(shipped.roots):
             return specs
         if not is_first and shipped.code != package.hash:

@@ -6,7 +6,10 @@ import dataclasses
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
@@ -14,9 +17,9 @@ from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.display.run_facts import Pace
 from ddptrain.driver.failure.fault import Fault, describe_thread
-from ddptrain.driver.failure.slow_ranks import SlowRanks
 from ddptrain.log import Log
 from ddptrain.protocol import events
+from ddptrain.protocol.events import StepTimes
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.run_record import (
     EnvironmentValue,
@@ -333,3 +336,47 @@ def _fields(event: events.Event) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(event).items() if name != "time_ns"} | {
         "rank_time_ns": event.time_ns
     }
+
+
+# --- the rank that the others wait for, from the times that DDP measures ---
+
+
+STEPS = 5  # of each rank
+_MIN_SHARE = 0.2  # of a step
+_LONGER = 1.1  # times the median of the other ranks
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A slow rank: seconds of its own work in a step, and the median of the other ranks.
+
+    computes: its forward and backward passes take longer, too.
+    """
+
+    rank: int
+    own_s: float
+    others_s: float
+    computes: bool
+
+
+class SlowRanks:
+    """The last measured steps of all ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self._steps: list[deque[StepTimes]] = [deque(maxlen=STEPS) for _ in range(world_size)]
+
+    def after(self, rank: int, step: StepTimes) -> SlowRank | None:
+        """Return the slow rank after another step of a rank; None if there is none."""
+        self._steps[rank].append(step)
+        if any(len(steps) < STEPS for steps in self._steps):
+            return None
+        waits = [sorted(step.waited_s for step in steps) for steps in self._steps]
+        slow = min(range(len(waits)), key=lambda each: median(waits[each]))
+        others = [each for each in range(len(waits)) if each != slow]
+        waited_s = median(waits[each][1] for each in others) - waits[slow][-2]
+        if waited_s < _MIN_SHARE * median(step.step_s for step in self._steps[slow]):
+            return None
+        own = [median(step.step_s - step.waited_s for step in steps) for steps in self._steps]
+        compute = [median(step.compute_s for step in steps) for steps in self._steps]
+        computes = compute[slow] > _LONGER * median(compute[each] for each in others)
+        return SlowRank(slow, own[slow], median(own[each] for each in others), computes)

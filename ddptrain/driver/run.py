@@ -20,7 +20,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
 from ddptrain.config.workload_check import check_workload
-from ddptrain.driver.cluster_session import SharedRun, cluster_for
+from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
@@ -29,7 +29,6 @@ from ddptrain.driver.display.run_display import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.inbox import Inbox, ResultsLost
-from ddptrain.driver.local_resources import LocalResources, local_resources, resource_warnings
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.inputs import RunInputs

@@ -4,7 +4,7 @@
       │             Ranks that have not ended STOP_MARGIN_S after that are given up.
       worker        stops ranks as the driver says. If its driver has ended: after RELEASED_GRACE_S at most.
         │           If it is sent SIGTERM itself: the ranks' grace period, and LEAVE_MARGIN_S for downloads.
-        rank server sends the signals. If its worker has ended: SIGKILL 2 s after SIGTERM (rank/server/server.py).
+        rank server sends the signals. If its worker has ended: SIGKILL ORPHAN_GRACE_S after SIGTERM.
           │         The worker waits SERVER_END_S for it.
           rank      saves at the agreed step and ends, with its trackers, within the grace period.
 
@@ -31,6 +31,9 @@ LEAVE_MARGIN_S = 5.0  # after the ranks' grace period, for downloads by the driv
 STORE_LOST_GRACE_S = 2.0  # for a rank to complete its checkpoint after its store has died
 SERVER_END_S = 8.0  # for the rank server to end: the last grace period of its ranks, and a margin
 HOST_END_S = 5.0  # for ranks to end after a foreign worker has closed the connection: SIGKILL follows after 2 s
+
+# The rank server.
+ORPHAN_GRACE_S = 2.0  # between SIGTERM and SIGKILL for ranks whose worker has ended
 
 # The driver, at the end.
 CLOSE_SILENCE_S = 60.0  # after an error of the driver: for transfers that move nothing

@@ -199,7 +199,7 @@ class TrackerSpec:
 class TrackingSpec:
     """The trackers of a rank, and the settings that they share.
 
-    `queue` is how many items may wait for a tracker. `config` is the run's configuration without secrets.
+    `config` is the run's configuration without secrets.
     `resumed_from` is the step of the checkpoint that the attempt starts from. `folder` is where trackers write, "" if
     the worker does not see the run directory (they then write below the staging folder).
     """
@@ -207,7 +207,6 @@ class TrackingSpec:
     trackers: tuple[TrackerSpec, ...]
     name: str = ""
     strict: bool = False
-    queue: int = 10_000
     config: Mapping[str, Any] = field(default_factory=dict)
     resumed_from: int | None = None
     folder: str = ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
-from ddptrain.protocol import error_file, events
+from ddptrain.protocol import deadlines, error_file, events
 from ddptrain.protocol.commands import Command, CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ddptrain.rank.steps import WaitingTime
     from ddptrain.tracking.protocol import State
 
-_PREEMPT_MARGIN_S = 3.0  # the part of the grace period that the driver needs
 _EXIT_S = 1.0  # time for a finished rank to exit by itself
 
 
@@ -86,9 +85,8 @@ class CommandHandler:
 
     def _preempt(self, signum: int = signal.SIGTERM) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
-        grace_s = self.spec.supervision.grace_s
         self.calls.notified = True
-        self.tracked.hurry(grace_s - min(_PREEMPT_MARGIN_S, grace_s / 4))
+        self.tracked.hurry(deadlines.preempt_s(self.spec))
         if self.state() != "crashed":
             return  # the rank is already ending
         if self.calls.saves:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import time
 import warnings
 import weakref
@@ -246,7 +245,8 @@ def use_compile_cache(spec: RankSpec, note: Callable[[str], None]) -> None:
     root = platformdirs.user_cache_path("ddptrain") / "compile"
     try:
         make_private(root)
-        require_private(root)
+        if problem := why_not_private(root, root.lstat()):
+            raise PermissionError(problem)
     except OSError as error:
         note(f"compiled code is not kept for later runs: {error}")
         root = Path(spec.host.staging) / "compile"
@@ -254,19 +254,6 @@ def use_compile_cache(spec: RankSpec, note: Callable[[str], None]) -> None:
         if spec.placement.local_rank == 0:
             _delete_unused(root)
     os.environ[_VARIABLE] = str(root)
-
-
-def require_private(folder: Path) -> None:
-    """Raise OSError if another user could write to the folder, or replace it or one of the folders above it."""
-    if problem := why_not_private(folder, folder.lstat()):
-        raise PermissionError(problem)
-    for above in folder.resolve().parents:
-        status = above.stat()
-        # A group with the id of the user contains only the user; systems with such groups often have the umask 002.
-        others = 0o002 if status.st_gid == os.geteuid() else 0o022
-        is_open = bool(status.st_mode & others) and not status.st_mode & stat.S_ISVTX
-        if status.st_uid not in (0, os.geteuid()) or is_open:
-            raise PermissionError(f"{above}, above {folder}, can be changed by other users: set XDG_CACHE_HOME")
 
 
 def _delete_unused(root: Path) -> None:

@@ -36,12 +36,11 @@ from typing import Any, NoReturn
 
 from ddptrain import log
 from ddptrain.errors import UsageError
-from ddptrain.protocol import commands
+from ddptrain.protocol import commands, deadlines
 from ddptrain.protocol.exec_env import exec_only, python_command
 from ddptrain.rank import process_control
 
 MAX_MESSAGE_BYTES = 64 * 1024
-ORPHAN_GRACE_S = 2.0  # between SIGTERM and SIGKILL for ranks whose worker has ended
 SLOT_TIMEOUT_S = 60.0  # the longest wait of a rank for its slot; a killed process exits much faster
 _MAX_FDS = 4
 _READ_AT_START = exec_only(os.environ)  # before torch is imported, which sets variables itself
@@ -177,7 +176,7 @@ class RankServer:
         for queued in list(self.queue):
             self._dequeue(queued)
         for child in list(self.children.values()):
-            self._stop(child.id, ORPHAN_GRACE_S)
+            self._stop(child.id, deadlines.ORPHAN_GRACE_S)
 
     # --- starts ---
 

@@ -23,7 +23,7 @@ from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_m
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import RunLayout, check_run_id, checkpoint_folders, new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.metrics import AllSeries, LatestMetrics, read_series
+from ddptrain.results.metrics import LatestMetrics, read_series
 from ddptrain.results.ownership import Owner, is_held
 from ddptrain.results.provenance import git_diff, git_state, installed_versions, without_secrets
 from ddptrain.results.recorded_config import parsed_config
@@ -171,10 +171,10 @@ class RunWriter:
         number = len(self._record.attempts) + 1
         return AttemptRecord(number, utc_now(), None, world_size, resumed_from=step, resumed_epoch=epoch)
 
-    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> AllSeries:
+    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, policy: CheckpointPolicy) -> None:
         """Remove from run.json the metrics and checkpoints after `checkpoint`, from which the next attempt continues.
 
-        None: the attempt begins at the start. Returns the metrics up to the checkpoint.
+        None: the attempt begins at the start.
         """
         checkpoints = []
         for folder in reversed(checkpoint_folders(self.layout)):
@@ -191,7 +191,6 @@ class RunWriter:
                 self._latest = LatestMetrics.of(series, ((each.step, each.metrics) for each in checkpoints))
             self._latest.begin_attempt()
             self.update(checkpoints=self._checkpoints.names, best=self._checkpoints.best, not_finite=None)
-        return series
 
     def save_git_diff(self) -> None:
         """Write git.diff if the code has changes that are not committed. Raises ResultsError."""

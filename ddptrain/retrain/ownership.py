@@ -46,11 +46,11 @@ class ModelOwner:
                 break
             except RunLocked:
                 busy = f"model {self.model} is being retrained by {self._holder() or 'another process'}"
-            if time.monotonic() >= deadline:
-                raise RunLocked(f"{busy} and did not end within {wait_s:g} s" if waits else busy)
-            if not waits:
+            if wait_s > 0 and not waits:
                 waits = True
                 report(f"{busy}; waiting for its end")
+            if time.monotonic() >= deadline:
+                raise RunLocked(f"{busy} and did not end within {wait_s:g} s" if waits else busy)
             stop_other()
             time.sleep(_TRY_EVERY_S)
         self.holds_lock = True

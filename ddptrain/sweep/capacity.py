@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.sweeping import SweepConfig
-from ddptrain.driver.local_resources import LocalResources
+from ddptrain.driver.cluster_session import LocalResources
 from ddptrain.errors import UsageError
 from ddptrain.gpus import usable_cores, visible_gpus
 from ddptrain.log import Log

@@ -37,7 +37,7 @@ def start_trackers(spec: RankSpec, emit: Emit) -> TrackerManager | None:
     emit = _redacting(emit, [tracker.options for tracker in tracking.trackers])
     definitions = [_definition(tracker, tracking, spec, emit) for tracker in tracking.trackers]
     temp_folder = Path(spec.host.staging) / _TEMP_FOLDER
-    return TrackerManager(definitions, emit, temp_folder, queue=tracking.queue, strict=tracking.strict)
+    return TrackerManager(definitions, emit, temp_folder, strict=tracking.strict)
 
 
 def _redacting(emit: Emit, options: list[Mapping[str, Any]]) -> Emit:

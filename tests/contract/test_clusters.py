@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -105,23 +103,3 @@ def test_logs_of_a_healthy_cluster_say_which_runs_got_its_slots(project: Project
     project("cluster", "down", "dev", rc=0)
     assert "run=first" in logs and "slots reserved" in logs and "slots released" in logs
     assert "(no warnings and no errors)" in logs.partition("==> worker")[2]
-
-
-def test_stop_sends_no_signal_to_a_process_that_only_has_the_number_of_a_sweeps_driver(
-    project: Project, shared_cluster: str
-) -> None:
-    sweep = {"space": {"params.x": [1, 2]}, "trials": 1, "metric": "loss"}
-    config = project.function("def train(ctx, x=1):\n    ctx.log({'loss': 1.0}, step=1)\n", sweep=sweep)
-    project("sweep", config, "--cluster", shared_cluster, "--ranks", "1", rc=0)
-    (record,) = project.folder.glob("runs/*/sweep.json")
-    with subprocess.Popen(["sleep", "600"]) as bystander, record.with_name("sweep.lock").open("w") as lock:
-        try:
-            # What a driver in a container of this name leaves, whose processes have numbers of their own.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            lock.write(f"process {bystander.pid} on {socket.gethostname()}\n")
-            lock.flush()
-            refused = project("stop", record.parent.name, rc=2)
-            assert "another machine or container" in refused.stderr
-            assert bystander.poll() is None
-        finally:
-            bystander.kill()

@@ -65,8 +65,6 @@ def test_code_goes_along_once_and_an_edit_is_seen(run_cli: Cli, up_cluster: UpCl
     (project / "helpers" / "words.py").write_text("def word():\n    return 'second'\n")
     assert "[rank 0] says second data False" in train("edited").stdout
     assert code("edited")["hash"] != code("first")["hash"]
-    small = train("small", "--set", "code.max_mb=0.0001")
-    assert small.rc == 2 and "the largest files: train.py" in small.stderr
     (project / "train.py").write_text("import no_such_package\n" + TRAIN)
     lacking = train("lacking")
     assert lacking.rc == 1 and "failed first: ModuleNotFoundError: No module named 'no_such_package'" in lacking.stderr

@@ -126,6 +126,15 @@ def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves
         assert trained.rc == 0, trained.stderr
         for rank in range(4):
             assert f"[rank {rank}] node {rank // 2} local {rank % 2} of 2 sum 10" in trained.stdout
+        two.run("mount", "-t", "tmpfs", "-o", "size=64m", "none", "/dev/shm")  # as Docker's default
+        checked = run_cli("doctor", "--cluster", "dev", "--json", program=command)
+        bad = {
+            (check["host"], check["subject"])
+            for check in json.loads(checked.stdout)["checks"]
+            if check["result"] == "bad"
+        }
+        assert (two.name, "shm") in bad and (one.name, "shm") not in bad, checked
+        assert checked.rc == 4
         down = run_cli("cluster", "down", "dev", program=command)
         assert down.rc == 0, down.stderr
         for host in (one, two):

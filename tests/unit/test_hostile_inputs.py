@@ -16,15 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
-from ddptrain.config.load import load_config
-from ddptrain.config.run_config import RunConfig
 from ddptrain.driver.transfer.transfer_queue import _file_name
-from ddptrain.errors import ConfigError
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command, CommandReader
 from ddptrain.results.checkpoints.retention import CheckpointPolicy
@@ -127,65 +122,6 @@ def folder() -> Iterator[Path]:
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as name:
         yield Path(name)
-
-
-# --- configurations ---
-
-
-def _settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        yield prefix + (field.alias or name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _settings_of(field.annotation, f"{prefix}{field.alias or name}.")
-
-
-SETTINGS = [*_settings_of(RunConfig), "params.epochs", "params.optimizer", "env.A"]
-CONFIG: dict[str, Any] = {
-    "workload": "petnames",
-    "name": "n",
-    "params": {"epochs": 1},
-    "env": {"A": "b"},
-    "cluster": {
-        "ranks": {"min": 1, "max": 2},
-        "gpus": 0,
-        "backend": "ssh",
-        "ssh": {"hosts": ["a"], "ranks_per_host": 2},
-    },
-    "dist": {"backend": "gloo", "timeout_s": 3.0},
-    "checkpoint": {"every_epochs": 1, "every_steps": None, "every_s": 1.0, "keep": 3, "metric": "a", "mode": "min"},
-    "failure": {"max_restarts": 1, "no_restart": [42, "ValueError"], "hang_timeout_s": None, "grace_s": 1.0},
-    "results": {"dir": "runs"},
-}
-
-
-@EXAMPLES
-@given(data=damaged(CONFIG), style=st.sampled_from([None, True, False]))
-def test_configuration_is_loaded_or_refused_with_its_problems(folder: Path, data: Any, style: bool | None) -> None:
-    path = folder / "c.yaml"
-    path.write_bytes(
-        yaml.safe_dump(data, default_flow_style=style, allow_unicode=True).encode("utf-8", "surrogatepass")
-    )
-    _load(path, [])
-
-
-@EXAMPLES
-@given(
-    options=st.lists(st.tuples(st.sampled_from(SETTINGS), st.text(max_size=12) | odd.map(json.dumps))),
-    joint=st.sampled_from(["=", "=", "=", "", ".", "..x=", "[0]=", " = "]),
-)
-def test_options_are_taken_or_refused(folder: Path, options: list[tuple[str, str]], joint: str) -> None:
-    path = folder / "c.yaml"
-    path.write_text("workload: petnames\n")
-    _load(path, [f"{key}{joint}{value}" for key, value in options])
-
-
-def _load(path: Path, overrides: list[str]) -> None:
-    refused = None
-    try:
-        load_config(path, overrides)
-    except ConfigError as error:
-        refused = error
-    assert refused is None or (refused.problems and str(refused).replace("\n", "").isprintable())
 
 
 # --- what ranks tell ---

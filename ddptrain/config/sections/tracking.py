@@ -74,7 +74,6 @@ class WandbSettings(Strict):
     entity: FilledText | None = Field(default=None, description="User or team; by default that of the key.")
     name: FilledText | None = Field(default=None, description="The run's name there; by default its run id.")
     tags: list[FilledText] = Field(default_factory=list, description="Tags of the run.")
-    notes: FilledText | None = Field(default=None, description="A description of the run.")
     group: FilledText | None = Field(
         default=None, description="Group of the runs of mode process; by default the run id."
     )
@@ -85,10 +84,6 @@ class WandbSettings(Strict):
         json_schema_extra={"enum": ["off", "gradients", "parameters", "all", True, False]},
     )
     checkpoints: bool = Field(default=False, description="Whether checkpoints are logged as artifacts.")
-    images: bool = Field(default=True, description="Whether images of ctx.log_image are logged.")
-    tables: bool = Field(default=True, description="Whether tables of ctx.log_table are logged.")
-    table_rows: int = Field(default=1000, ge=1, description="The largest number of rows of a table that are logged.")
-    system_metrics: bool = Field(default=True, description="Whether the hosts' use of processors and GPUs is logged.")
     init_timeout_s: Seconds = Field(
         default=20.0, gt=0, description="Seconds to wait for the server at the start, before recording offline."
     )
@@ -126,9 +121,6 @@ class TrackingConfig(Strict):
     other: list[OtherTracker] = Field(default_factory=list, description="Further trackers.")
     strict: bool = Field(
         default=False, description="Whether a run fails if its training succeeded but a tracker failed, as for CI."
-    )
-    queue: int = Field(
-        default=10_000, ge=1, le=1_000_000, description="Items that may wait for a tracker; further ones are dropped."
     )
 
     @property

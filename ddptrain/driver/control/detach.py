@@ -211,9 +211,6 @@ def _redirect_output(log: Path) -> int:
 # --- the request of ddptrain.launch to its driver: one line of JSON on stdin ---
 
 
-_BLOCK_BYTES = 1 << 16
-
-
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
     """The arguments of a launch, which are not in the command line because they may contain secrets.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -17,7 +16,6 @@ from ddptrain.errors import UsageError
 from ddptrain.protocol.rank_spec import TrackingSpec
 from ddptrain.redact import hide_credentials
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint
-from ddptrain.results.metrics import AllSeries
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.tracker_records import WANDB, run_argument
 from ddptrain.tracking.wandb.credentials import BASE_URL, KEY, find_access
@@ -58,31 +56,28 @@ class TrackingSetup:
         self.env: dict[str, str] = {}
         self._wandb: dict[str, Any] = {}
         self._resumed_from: int | None = None
-        self._series: AllSeries = {}
         if not self._config.is_on:
             return
         self._public_config = resolved.recorded
         if self._config.wandb.mode != "off":
             self._set_up_wandb({**environ, **config.env}, embedded=config.cluster.is_embedded)
 
-    def go_on_from(self, checkpoint: VerifiedCheckpoint | None, series: AllSeries) -> None:
-        """Set where the next attempt continues; `series` are the metrics up to that checkpoint."""
+    def go_on_from(self, checkpoint: VerifiedCheckpoint | None) -> None:
+        """Set where the next attempt continues."""
         self._resumed_from = checkpoint.step if checkpoint else None
-        self._series = series
 
     def of(self, place: RankPlace) -> TrackingSpec | None:
         """Return the field `tracking` of the rank spec for a place; None if the rank has no tracker."""
         chosen = [each for each in self._config.for_rank(place.rank) if each.name != WANDB or self._wandb]
         if not chosen:
             return None
-        from_driver = {WANDB: {**self._wandb, "before": before(self._series, place.rank)}}
+        from_driver = {WANDB: self._wandb}
         return TrackingSpec(
             trackers=tuple(dataclasses.replace(each, from_driver=from_driver.get(each.name, {})) for each in chosen),
             name=self._name,
             config=self._public_config,
             resumed_from=self._resumed_from,
             folder=str(self._writer.layout.tracking_dir) if place.shared else "",
-            queue=self._config.queue,
             strict=self._config.strict,
         )
 
@@ -125,9 +120,3 @@ class TrackingSetup:
             known["base_url"] = hide_credentials(base_url)
         self._writer.update(tracking={**record, WANDB: known})
         return known["id"]
-
-
-def before(series: AllSeries, rank: int) -> dict[str, tuple[float, float, float]]:
-    """Return the lowest, the highest and the last finite value of each metric of a rank."""
-    finite = {name: list(filter(math.isfinite, one.value)) for (name, of), one in series.items() if of == rank}
-    return {name: (min(values), max(values), values[-1]) for name, values in finite.items() if values}

@@ -109,8 +109,8 @@ class CodePackage:
         named = ", ".join(f"{name} ({self.sizes[name] / _MB:.1f} MB)" for name in largest)
         raise UsageError(
             f"the project folder {self.folder} would be uploaded to workers that don't see it, and has "
-            f"{self.size_bytes / _MB:.1f} MB, over code.max_mb, which is {max_mb:g}; the largest files: {named}. List "
-            f"what is not needed in {self.folder / IGNORE_FILE}, or raise code.max_mb"
+            f"{self.size_bytes / _MB:.1f} MB, over {max_mb:g} MB; the largest files: {named}. List "
+            f"what is not needed in {self.folder / IGNORE_FILE}, or set code.ship: false if all hosts have it"
         )
 
     @cached_property

@@ -93,10 +93,9 @@ class RankRun:
             "project": options.get("project") or facts.name,
             "entity": options.get("entity"),
             "run_name": self._name(mode),
-            "run_notes": options.get("notes"),
             "run_tags": tuple(options.get("tags") or ()) or None,
             "run_group": options.get("group") or (facts.run_id if self._is_one_of_many(mode) else None),
-            "x_disable_stats": not (options.get("system_metrics", True) and facts.local_rank == 0),
+            "x_disable_stats": facts.local_rank != 0,
         }
         if mode != "shared":
             return settings

@@ -1,8 +1,7 @@
-"""Selects the numbers for W&B, and groups them into one row for each step. Also finds best values."""
+"""Selects the numbers for W&B, and groups them into one row for each step."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,24 +10,6 @@ from typing import Any
 STEP = "step"
 EPOCH = "epoch"
 ATTEMPT = "attempt"  # after a restart W&B keeps both rows of a repeated step; the higher attempt counts
-
-
-class BestValues:
-    """The best and the last value of each metric over all attempts; wandb knows only those of its own process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, tuple[str, float, float]] = {}  # name -> goal, best, last
-
-    def add(self, name: str, goal: str, *values: float) -> None:
-        """Add values of a metric; `goal` is "min" or "max"."""
-        for value in values:
-            _, best, _ = self._values.get(name, (goal, value, value))
-            better = min if goal == "min" else max
-            self._values[name] = goal, value if math.isnan(best) else better(best, value), value
-
-    def summary(self) -> dict[str, dict[str, float]]:
-        """Return the values for the summary of a W&B run: {"val/loss": {"min": 0.2, "last": 0.3}}."""
-        return {name: {goal: best, "last": last} for name, (goal, best, last) in self._values.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ddptrain.tracking.metric_goals import goal_of
 from ddptrain.tracking.protocol import Facts, State
 from ddptrain.tracking.wandb import media, wandb_run
 from ddptrain.tracking.wandb.rank_run import RankRun
-from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, BestValues, RowFilter, WandbRow
+from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, RowFilter, WandbRow
 from ddptrain.tracking.wandb.wandb_artifacts import ArtifactUploads
 from ddptrain.tracking.wandb.wandb_folders import SENDING
 
@@ -47,7 +47,6 @@ class WandbTracker:
         self._options = dict(options)
         self._run: wandb.Run
         self._filter = RowFilter(int(options.get("log_every", 10)))
-        self._bests = BestValues()
         self._row: WandbRow | None = None
         self._done: set[str] = set()  # metrics that are defined, and messages that were sent
         self._model: Any = None
@@ -68,9 +67,6 @@ class WandbTracker:
         self._run, self._offline_reason = self._rank_run.open()
         self._uploads = ArtifactUploads(self._run, facts.run_id, folder / f"{SENDING}{facts.rank}")
         self._prefix = self._rank_run.prefix
-        for name, (lowest, highest, last) in facts.from_driver.get("before", {}).items():
-            if goal := self._goal(name):
-                self._bests.add(f"{self._prefix}{name}", goal, lowest, highest, last)
         for position in (STEP, ATTEMPT):
             self._run.define_metric(f"{self._prefix}{position}", hidden=True)
         self._run.define_metric(f"{self._prefix}*", step_metric=f"{self._prefix}{STEP}")
@@ -120,10 +116,10 @@ class WandbTracker:
         match item:
             case items.Numbers():
                 self._log_numbers(item)
-            case items.Image() if self._options.get("images", True):
+            case items.Image():
                 self._add(item.step, {item.name: media.to_image(item)}, None, item.time_ns / 1e9)
                 self._flush()  # while the file exists
-            case items.Table() if self._options.get("tables", True):
+            case items.Table():
                 self._log_table(item)
             case items.Checkpoint() if self._options.get("checkpoints") and not self._run.offline:
                 self._uploads.put_checkpoint(item)
@@ -158,10 +154,8 @@ class WandbTracker:
         row, self._row = self._row, None
         if row is None:
             return
-        for name, value in row.values.items():
+        for name in row.values:
             self._define(name)
-            if isinstance(value, int | float) and (goal := self._goal(name)):
-                self._bests.add(f"{self._prefix}{name}", goal, float(value))
         try:
             self._run.log(row.as_logged(self._prefix, self._facts.attempt) | self._histograms(row))
         except Exception as error:  # whatever wandb raises; log() raises it
@@ -192,13 +186,11 @@ class WandbTracker:
         self._done.add(what)
         return is_first
 
-    def _goal(self, name: str) -> str:
-        checkpoint = self._facts.config.get("checkpoint") or {}
-        return goal_of(name, str(checkpoint.get("metric") or ""), str(checkpoint.get("mode") or "min"))
-
     def _define(self, name: str) -> None:
         """Let the summary of the W&B run contain the best value of a metric in addition to the last."""
-        if self._is_first(f"metric {name}") and (goal := self._goal(name)):
+        checkpoint = self._facts.config.get("checkpoint") or {}
+        goal = goal_of(name, str(checkpoint.get("metric") or ""), str(checkpoint.get("mode") or "min"))
+        if self._is_first(f"metric {name}") and goal:
             step = f"{self._prefix}{STEP}"
             with suppress(wandb.Error):  # wandb refuses some names, for example with a *: their last value is kept
                 self._run.define_metric(f"{self._prefix}{name}", step_metric=step, summary=f"{goal},last")
@@ -216,11 +208,10 @@ class WandbTracker:
         return {f"{self._prefix}{name}": value for name, value in histograms.items()}
 
     def _log_table(self, item: items.Table) -> None:
-        max_rows = int(self._options.get("table_rows", 1000))
+        max_rows = 1000
         if len(item.rows) > max_rows and self._facts.rank == 0 and self._is_first(f"table {item.name}"):
             self._facts.tell(
-                f"the table {item.name} has {len(item.rows):,} rows, of which the first {max_rows:,} are logged "
-                "(tracking.wandb.table_rows)"
+                f"the table {item.name} has {len(item.rows):,} rows, of which the first {max_rows:,} are logged"
             )
         if self._run.offline:  # an offline log that names files would be useless once the run directory has moved
             return
@@ -284,6 +275,4 @@ class WandbTracker:
             for name, value in held.items():
                 self._add(step, {name: value.value}, value.epoch, value.time_s)
         self._flush()
-        if self._facts.resumed and (bests := self._bests.summary()):
-            self._run.summary.update(bests)
         self._check_disk(now=True)

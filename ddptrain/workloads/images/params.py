@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -28,6 +28,12 @@ class ImagesParams(BaseModel):
     """The parameters of `workload: images`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    REMOVED: ClassVar[dict[str, str]] = {
+        **{name: f"write prepare.{name}" for name in ("precision", "compile", "channels_last")},
+        **dict.fromkeys(("step_size", "gamma", "patience"), "leave it out; scheduler is one_cycle, cosine or none"),
+        **dict.fromkeys(("momentum", "eps"), "leave it out; it is 0.9 and 1e-6"),
+        "scale_lr": "leave it out, and multiply base_lr by the number of ranks",
+    }
 
     source: FilledText = Field(
         BUILTIN,
@@ -80,23 +86,10 @@ class ImagesParams(BaseModel):
     batch_size: int = Field(64, ge=1, le=65536, description="Images in a batch of a rank.")
     optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="The optimizer.")
     base_lr: float = Field(3e-4, gt=0.0, le=10.0, description="Peak learning rate.")
-    scale_lr: bool = Field(False, description="Whether base_lr is multiplied by the number of ranks.")
     weight_decay: float = Field(0.01, ge=0.0, le=10.0, description="Weight decay of the optimizer.")
-    momentum: float = Field(
-        0.9,
-        ge=0.0,
-        lt=1.0,
-        description="Momentum of sgd, first beta of adam and adamw; one_cycle moves it from 0.95 to 0.85 and back.",
+    scheduler: Literal["one_cycle", "cosine", "none"] = Field(
+        "one_cycle", description="Learning rate over the run: up and down, down, or constant."
     )
-    eps: float = Field(1e-6, gt=0.0, le=1.0, description="Epsilon of adam and adamw.")
-    scheduler: Literal["one_cycle", "cosine", "step", "plateau", "none"] = Field(
-        "one_cycle",
-        description="Learning rate over the run: up and down, down, down by gamma every step_size epochs, "
-        "or down by gamma when val/loss has not improved for more than `patience` epochs.",
-    )
-    step_size: int = Field(2, ge=1, description="With scheduler step: epochs between two reductions.")
-    gamma: float = Field(0.1, gt=0.0, lt=1.0, description="With scheduler step or plateau: factor of a reduction.")
-    patience: int = Field(2, ge=0, description="With scheduler plateau: epochs without improvement that it tolerates.")
 
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
         "auto", description="Processes of a rank that decode images; 0 decodes in threads of the rank itself."
@@ -108,13 +101,6 @@ class ImagesParams(BaseModel):
         0.01, ge=0.0, le=1.0, description="Share of images that may be missing or damaged before the run fails."
     )
 
-    precision: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="Precision of the forward pass; null uses the configuration's `prepare`."
-    )
-    compile: bool | None = Field(None, description="Whether torch.compile compiles the model; null as for precision.")
-    channels_last: bool | None = Field(
-        None, description="Whether images have the channels_last memory format; null as for precision."
-    )
     predictions: Literal["csv", "none"] = Field(
         "csv", description="Whether the last validation's predictions are saved in artifacts/predictions."
     )
@@ -160,15 +146,5 @@ class ImagesParams(BaseModel):
                 "label_map",
                 "names the outputs of params.weights, which are not set",
                 "give weights, as DEFAULT, or leave label_map out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _plateau_has_a_loss_to_watch(self) -> Self:
-        if self.scheduler == "plateau" and self.train_pct == 1.0 and self.val_source is None:
-            raise wrong_field(
-                "scheduler",
-                "plateau watches val/loss, and with params.train_pct 1.0 nothing validates",
-                "lower params.train_pct, or choose another scheduler",
             )
         return self

@@ -23,7 +23,7 @@ from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
 from ddptrain.workloads.images.model.initial_weights import begin_with_weights, built_model, described_model
-from ddptrain.workloads.images.optimizer import Schedule, highest_rate, make_optimizer
+from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.prediction_tables import (
     TRAINED,
@@ -92,9 +92,9 @@ class ImageTrainer:
         self._model_config = described_model(settings, manifest.classes)
         model = built_model(self._model_config)
         self._model = _distributed(ctx, settings, model, min(len(plan[0].index), settings.batch_size))
-        self._optimizer = make_optimizer(settings, self._model.parameters(), highest_rate(settings, ctx.world_size))
-        self._schedule = Schedule(settings, self._optimizer, highest_rate(settings, ctx.world_size))
-        resumed = ctx.resume(model=self._model, optimizer=self._optimizer, scheduler=self._schedule)
+        self._optimizer = make_optimizer(settings, self._model.parameters())
+        self._schedule = Schedule(settings, self._optimizer)
+        resumed = ctx.resume(model=self._model, optimizer=self._optimizer)
         if resumed is None:
             begin_with_weights(ctx, settings, self._bare, self._model_config)
         else:
@@ -129,9 +129,6 @@ class ImageTrainer:
             f"training {settings.architecture}, {n_parameters:,} parameters, on {len(self._manifest.train):,} images, "
             f"{counted(self.steps_per_epoch, 'step')} an epoch over {counted(world_size, 'rank')}{going_on}"
         )
-        if settings.scale_lr:
-            highest = highest_rate(settings, world_size)
-            self._say(f"the learning rate is scaled: {settings.base_lr:g} x {world_size} ranks = {highest:g}")
         if self.epochs_done >= settings.epochs:
             self._say(f"all {settings.epochs} epochs are done: raise params.epochs to continue training")
 
@@ -177,8 +174,6 @@ class ImageTrainer:
             self._ctx.log(logged, step=self.step, epoch=epoch)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._say(f"epoch {epoch}/{self._settings.epochs}: {shown}, {self._rate:,.0f} images/s")
-        if "val/loss" in validated and (lowered := self._schedule.after_validation(validated["val/loss"])):
-            self._say(lowered)
         return metrics
 
     def save(self, epoch: float, metrics: Mapping[str, float], *, last: bool = False) -> None:
@@ -187,7 +182,6 @@ class ImageTrainer:
             saved = self._ctx.checkpoint(
                 model=self._model,
                 optimizer=self._optimizer,
-                scheduler=self._schedule,
                 step=self.step,
                 epoch=epoch,
                 metrics=metrics,
@@ -309,9 +303,6 @@ def _distributed(ctx: RankContext, settings: ImagesParams, model: nn.Module, n_i
     options: dict[str, Any] = {_SYNC_BUFFERS: False}
     ddp = ctx.prepare(
         model,
-        precision=settings.precision,
-        compile=settings.compile,
-        channels_last=settings.channels_last,
         accumulate=1,  # a step is divided here, because its gradient is the mean over all of its images
         gradient_as_bucket_view=True,
         **options,

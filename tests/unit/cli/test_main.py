@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import signal
@@ -177,24 +176,6 @@ def test_help_lists_the_commands(option: str) -> None:
         assert re.search(rf"^  {command}  +\S", done.stdout, re.MULTILINE), done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "results", "init"])
-def test_every_command_has_help(command: str) -> None:
-    done = ddptrain_(command, "-h")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"Usage: ddptrain {command}" in done.stdout
-
-
-@pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "--no-such-option"], ["--no-such-option"]])
-def test_wrong_usage_is_2_and_says_so_on_stderr(args: list[str]) -> None:
-    done = ddptrain_(*args)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"ddptrain: error: .*; see ddptrain.* --help\n", done.stderr)
-
-
-def test_misspelt_command_is_answered_with_the_nearest() -> None:
-    assert "did you mean train?" in ddptrain_("trian").stderr
-
-
 def test_help_loads_none_of_the_heavy_packages() -> None:
     code = (
         "import sys; from ddptrain.cli.main import main; code = main(['--help'])\n"
@@ -297,27 +278,3 @@ def test_rank_context_is_there_for_user_code_and_costs_nothing_before() -> None:
 def test_unknown_attribute_of_the_package_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = ddptrain.no_such_thing  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("words", [("--output", "json"), ("--output=json",)])
-def test_error_of_a_command_with_json_output_is_json_as_well(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    assert cli.main(["train", "petnames", "--set", "params.epochz=3", *words]) == 2
-    shown = capsys.readouterr()
-    event = json.loads(shown.out)
-    assert (event["event"], event["exit_code"]) == ("error", 2)
-    assert event["problems"] == [
-        {
-            "where": "--set params.epochz=3",
-            "key": "params.epochz",
-            "message": "unknown key",
-            "hint": "did you mean params.epochs?",
-        }
-    ]
-    assert event["message"] in shown.err
-
-
-def test_words_of_a_script_do_not_ask_for_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "nothere.py", "--", "--output", "json"]) == 2
-    assert capsys.readouterr().out == ""

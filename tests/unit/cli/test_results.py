@@ -67,20 +67,6 @@ def test_show_prints_the_trials_of_a_sweep(tmp_path: Path, monkeypatch: pytest.M
         invoke("show", "other")
 
 
-@pytest.mark.parametrize("command", [[], ["list"], ["show"], ["logs"], ["compare"], ["sync"]])
-def test_help_has_whole_sentences_in_80_columns_and_one_form_of_defaults(command: list[str]) -> None:
-    told = CliRunner().invoke(app, ["results", *command, "--help"], env={"COLUMNS": "80"}).stdout
-    assert told.startswith("Usage:") and "..." not in told.partition("\n")[2]
-
-
-def test_no_command_lists_the_runs(runs: Path) -> None:
-    plain = invoke()
-    assert plain == invoke("list") == invoke("--runs-dir", str(runs), "list") == invoke("list", "--runs-dir", "runs")
-    header, row = plain.splitlines()
-    assert header.split()[:2] == ["RUN", "STATUS"]
-    assert row.startswith("pets-1  failed") and row.endswith("rank 1: ValueError: no [bold]name")
-
-
 def test_json_is_all_there_is_on_stdout(runs: Path) -> None:
     (listed,) = json.loads(invoke("--json"))
     assert listed == json.loads(invoke("list", "--json"))[0]
@@ -116,38 +102,6 @@ def test_json_of_a_sync_of_all_is_one_list_and_that_of_a_run_is_one_object(runs:
     came = json.loads(invoke("sync", "--all", "--json"))
     assert {each["run_id"]: each["sent"] for each in came} == {"pets-2": 0, "pets-3": 0}
     assert json.loads(invoke("sync", "pets-2", "--json"))["waiting"] == 0
-
-
-@pytest.mark.usefixtures("runs")
-def test_show_tells_what_failed_and_where_to_read_on() -> None:
-    text = invoke("show", "pets")
-    for part in (
-        "status     failed",
-        "exit code  1",
-        "message  no [bold]name",
-        "logs/rank-1.log",
-        "names.json",
-    ):
-        assert part in text
-
-
-@pytest.mark.usefixtures("runs")
-def test_logs_are_printed_for_all_ranks_or_one() -> None:
-    assert invoke("logs", "latest") == "[rank 0] hello from 0\n[rank 0] bye\n[rank 1] hello from 1\n[rank 1] bye\n"
-    assert invoke("logs", "latest", "--rank", "1", "--lines", "1") == "bye\n"
-    assert invoke("logs", "latest", "--follow", "--rank", "0") == "hello from 0\nbye\n"
-
-
-def test_plot_draws_a_picture_and_plain_text_in_a_pipe(runs: Path, tmp_path: Path) -> None:
-    text = invoke("compare", "latest", "--plot", "x.png")
-    assert text.isascii() and text.endswith("picture: x.png\n")
-    assert (tmp_path / "x.png").stat().st_size > 1000
-
-
-def test_a_run_that_is_not_there_exits_2_with_a_hint(tmp_path: Path) -> None:
-    done = subprocess.run([*COMMAND, "show", "latest"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "there is no run in runs yet" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_following_ends_with_the_run(under_way: RunWriter, tmp_path: Path) -> None:

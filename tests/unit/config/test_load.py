@@ -325,7 +325,7 @@ def test_any_structure_loads_or_is_refused(tmp_path: Path, tree: dict[Any, Any],
 
 
 numbers = st.sampled_from(
-    ["failure.grace_s", "failure.max_restarts", "cluster.wait_s", "checkpoint.keep", "dist.timeout_s", "code.max_mb"]
+    ["failure.grace_s", "failure.max_restarts", "cluster.wait_s", "checkpoint.keep", "dist.timeout_s"]
 )
 no_numbers = (
     st.text(max_size=5)

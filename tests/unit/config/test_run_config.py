@@ -14,11 +14,10 @@ from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 from ddptrain.config.json_schema import config_schema
-from ddptrain.config.load import load_config, load_mapping
+from ddptrain.config.load import load_mapping
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.config.types import default_name, slug
-from ddptrain.errors import ConfigError
 from ddptrain.protocol.rank_spec import StepProfile
 
 
@@ -142,43 +141,6 @@ def test_script_is_a_file_or_a_module_and_its_arguments_are_text() -> None:
     module = RunConfig.model_validate({"workload": {"module": "a.b.__main__"}})
     assert (module.name, module.workload_name) == ("b", "-m a.b.__main__")
     assert RunConfig.model_validate({"workload": "petnames"}).script is None
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ({"workload": {}}, "is required, and not given"),
-        ({"workload": {"script": "a.py", "module": "b"}}, "is given, and so is workload.script"),
-        ({"workload": {"script": "a.py", "args": [True]}}, "valid string"),
-        ({"workload": {"module": "a-b"}}, "should match pattern"),
-        ({"workload": {"script": "a.py"}, "params": {"lr": 1}}, "is given, but the workload is a script"),
-    ],
-)
-def test_script_that_makes_no_sense_is_refused(data: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        RunConfig.model_validate(data)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{steps: [13, 10]}", "3: profile.steps: the first step is 13, the last 10 (write the lower one first)"),
-        ("{steps: [0, 3]}", "3: profile.steps[0]: expected at least 1, got 0"),
-        ("{steps: [1, 101]}", "3: profile.steps: are 101 steps, of which the trace is too large"),
-        ("{steps: [3]}", "3: profile.steps: expected 2 or more values"),
-        ("{ranks: [0]}", "3: profile.steps: is required"),
-        ("{steps: [1, 3], ranks: [0, 2]}", "3: profile.ranks: has 2, but the run has at most 2 ranks (write ranks fr"),
-        ("{steps: [1, 3], ranks: [-1]}", "3: profile.ranks[0]: expected at least 0, got -1"),
-        ("{steps: [1, 3], rank: 0}", "3: profile.rank: unknown key (did you mean profile.ranks?)"),
-    ],
-)
-def test_wrong_profile_is_named_with_its_line(tmp_path: Path, text: str, problem: str) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text(f"workload: petnames\ncluster: {{ranks: 2}}\nprofile: {text}\n")
-    with pytest.raises(ConfigError) as raised:
-        load_config(path)
-    ((found),) = [str(each).removeprefix(f"{path}:") for each in raised.value.problems]
-    assert found.startswith(problem)
 
 
 @pytest.mark.parametrize("ranks", ["auto", 8, {"min": 1, "max": 8}])

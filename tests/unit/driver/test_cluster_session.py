@@ -103,7 +103,7 @@ def test_address_where_nobody_listens_is_told_long_before_the_cluster_must_have_
 
 @pytest.mark.usefixtures("folder")
 def test_machine_without_the_gpus_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.driver.local_resources.visible_gpus", lambda environ: ())
+    monkeypatch.setattr("ddptrain.driver.cluster_session.visible_gpus", lambda environ: ())
     code, out, err = dry_run(capsys, "--set", "cluster.gpus=2")
     assert (code, out) == (4, "") and "cluster.gpus is 2, but this machine has 0" in err
 

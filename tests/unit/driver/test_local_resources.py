@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.driver import local_resources
-from ddptrain.driver.local_resources import LocalResources
+from ddptrain.driver import cluster_session as local_resources
+from ddptrain.driver.cluster_session import LocalResources
 from ddptrain.errors import ClusterError
 
 

@@ -268,8 +268,7 @@ def test_last_metrics_of_a_resumed_run_are_those_that_count(writer: RunWriter, s
             writer.adopt_checkpoint(0, *stage(step), policy)
     log(writer, Metrics(0, {"val/loss": 30.0}, 3), 1)
     checkpoint = newest_verified(writer.layout, pytest.fail)
-    series = writer.go_on_from(checkpoint, policy)
-    assert {key: one.value for key, one in series.items()} == {("loss", 0): [1.0, 2.0], ("val/loss", 1): [20.0]}
+    writer.go_on_from(checkpoint, policy)
     assert writer.record.last_metrics == {"loss": 2.0, "val/loss": 20.0}
     writer.update(attempts=(*writer.record.attempts, writer.next_attempt(checkpoint, 2)))
     assert (writer.record.attempts[1].attempt, writer.record.attempts[1].resumed_from) == (2, 2)

@@ -166,9 +166,9 @@ def test_message_of_a_rejection_is_complete() -> None:
         ("rejected", {}, "the new version did not pass", "did not pass the gate.", "models show names"),
         ("late", {"champion": 2}, "no successful retraining in time", "Version 2 is still", "schedule list"),
         ("promoted", {"version": 4, "champion": 3}, "version 4 is", "before was version 3", "models rollback names"),
-        ("promoted", {"version": 1}, "version 1 is the champion", "version 1 is the champion.", "models history"),
+        ("promoted", {"version": 1}, "version 1 is the champion", "version 1 is the champion.", "models show names --"),
         ("recovered", {"status": "promoted", "version": 4}, "works again, version 4", "works again: ", "models show"),
-        ("recovered", {"status": "unchanged"}, "the model is up to date", "works again: ", "models history names"),
+        ("recovered", {"status": "unchanged"}, "the model is up to date", "works again: ", "models show names --"),
         ("always", {"status": "deadline", "run_id": "r-1"}, "ended: deadline", "ended: deadline", "results show r-1"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from ddptrain.driver.transfer.code_package import CodePackage, pack
 from ddptrain.errors import ClusterError
-from ddptrain.worker.code_cache import CodeCache
+from ddptrain.worker.driver_calls import CodeCache
 
 
 @pytest.fixture

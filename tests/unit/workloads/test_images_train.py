@@ -63,8 +63,8 @@ def cases(root: Path) -> list[dict[str, Any]]:
         "epochs": 2,
     }
     some = {**small, "source": str(root / "some")}
-    uneven = {**some, "optimizer": "sgd", "scheduler": "plateau", "max_bad_fraction": 0.2}
-    tiny = {**small, "source": str(root / "few"), "batch_size": 1, "scheduler": "step", "optimizer": "sgd"}
+    uneven = {**some, "optimizer": "sgd", "scheduler": "cosine", "max_bad_fraction": 0.2}
+    tiny = {**small, "source": str(root / "few"), "batch_size": 1, "scheduler": "none", "optimizer": "sgd"}
     straight = {**some, "source": str(root / "whole"), "augmentation": "crop", "scheduler": "one_cycle", "epochs": 3}
     mapped = {
         **straight,
@@ -188,8 +188,8 @@ def retrained(runs: Path, world_size: int, case: int) -> dict[str, Tensor]:
         build(state["extra"]["model_config"]),
         PixelNormalizer(state["extra"]["model_config"], torch.device("cpu")),
     )
-    optimizer = make_optimizer(settings, model.parameters(), settings.base_lr)
-    schedule = Schedule(settings, optimizer, settings.base_lr)
+    optimizer = make_optimizer(settings, model.parameters())
+    schedule = Schedule(settings, optimizer)
     for epoch in range(1, settings.epochs + 1):
         plans = [
             plan_epoch(len(manifest.train), settings.batch_size, world_size, rank, settings.seed, epoch)

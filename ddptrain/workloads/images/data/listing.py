@@ -96,11 +96,6 @@ def prepare(params: Mapping[str, object], folder: Path, tell: Tell) -> None:
         from ddptrain.workloads.images.model.initial_weights import check_weights_fit  # imports torch: two seconds
 
         check_weights_fit(settings, settings.weights, manifest.classes, labels, folder)
-    if settings.scheduler == "plateau" and not manifest.val:
-        raise UsageError(
-            "params.scheduler: plateau watches val/loss, and there are too few images to hold some out: lower "
-            "params.train_pct, or choose another scheduler"
-        )
     if manifest is not known:
         manifest.write(folder)
 

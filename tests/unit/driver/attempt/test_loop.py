@@ -17,7 +17,7 @@ import pytest
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver import inbox as messages
 from ddptrain.driver.attempt import Attempt
-from ddptrain.driver.attempt_loop import AttemptLoop, now
+from ddptrain.driver.attempts import AttemptLoop, now
 from ddptrain.driver.display.display import Display, open_display
 from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.watchdog import new_watchdog

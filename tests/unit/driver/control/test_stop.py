@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -211,12 +209,3 @@ def test_request_that_was_taken_leaves_a_run_that_may_still_copy_results(writer:
     assert str(caught.value) == (
         f"run a-run has not ended after 0 s (it may still be copying results); look at {driver}, and kill it"
     )
-
-
-@pytest.mark.parametrize(
-    ("status", "active"),
-    [("running", True), ("succeeded", False), ("failed", False), ("preempted", False)],
-)
-def test_run_is_active_as_long_as_its_driver_may_be_running(status: str, active: bool) -> None:
-    view: Any = SimpleNamespace(status=status)
-    assert stop.is_active(view) is active

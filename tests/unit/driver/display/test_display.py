@@ -18,8 +18,6 @@ import pytest
 
 from ddptrain import log
 from ddptrain.driver.display import Display, open_display
-from ddptrain.driver.display import display as display_display
-from ddptrain.driver.display.plain import PlainRenderer
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Metrics, Progress
 
@@ -199,16 +197,15 @@ def test_close_waits_for_logs_that_are_still_to_come(tmp_path: Path) -> None:
     assert shown.out == "[rank 0] one\n[rank 0] two\nend\n"
 
 
-def test_log_that_never_comes_home_is_given_up_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display_display, "LATE_S", 60.0)
+def test_log_that_does_not_arrive_is_given_up_with_a_warning(tmp_path: Path) -> None:
     shown = Shown(tmp_path, "plain", ranks=1)
     shown.print(0, b"one")
-    shown.close(final_sizes={0: 100}, summary=["end"], deadline_s=0.1)
+    shown.close(final_sizes={0: 100}, summary=["end"], deadline_s=2.0)
     assert shown.out == "[rank 0] one\nend\n"
     assert "rank-0.log has 3 of 100 bytes" in shown.err
 
 
-def test_close_can_be_called_twice_and_tells_its_summary_once(tmp_path: Path) -> None:
+def test_close_can_be_called_twice_and_shows_its_summary_once(tmp_path: Path) -> None:
     shown = Shown(tmp_path, "plain")
     shown.display.close(summary=["end"])
     shown.display.close(summary=["again"])
@@ -247,10 +244,7 @@ def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path
     assert said.endswith("the end\n") and "unseen" not in said
 
 
-def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(display_display, "MAX_WAITING", 50)
+def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(tmp_path: Path) -> None:
     reader, out = stuck_pipe()
     (tmp_path / "rank-0.log").write_bytes(b"one\n" * 100_000)
     with out, (tmp_path / "err").open("w") as err:
@@ -258,7 +252,7 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
         display.expect(1)
         time.sleep(0.05)
         started_s = time.monotonic()
-        for _ in range(1000):
+        for _ in range(60_000):
             display.metrics(0, Metrics(0, {"loss": 1.0}))
             display.log_grew()
         assert time.monotonic() - started_s < 40
@@ -266,41 +260,6 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(
         assert time.monotonic() - started_s < 80
     os.close(reader)
     assert "nobody has read the output for 0.1 s" in (tmp_path / "err").read_text()
-
-
-def test_numbers_dropped_for_a_stuck_reader_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display_display, "MAX_WAITING", 50)
-    reader, out = stuck_pipe()
-    (tmp_path / "rank-0.log").write_bytes(b"one\n")
-    with out:
-        display = open_display("json", tmp_path, "run-1", out, out, {})
-        display.expect(1)
-        wait_until(
-            lambda: 0 in display._tails and display._tails[0].offset, "the thread that is stuck with the log line"
-        )
-        for _ in range(60):
-            display.metrics(0, Metrics(0, {"loss": 1.0}))
-        closer = threading.Thread(target=display.close)
-        closer.start()
-        data = b""
-        while b"not shown" not in data:
-            data = data[-1000:] + os.read(reader, 65536)
-        closer.join()
-    os.close(reader)
-    assert b"10 metrics were not shown" in data
-
-
-def test_fault_of_the_display_itself_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("boom")
-
-    monkeypatch.setattr(PlainRenderer, "log", fail)
-    shown = Shown(tmp_path, "plain")
-    shown.print(0, b"one\n")
-    wait_until(lambda: shown.display.broken, "the fault")
-    shown.close(summary=["end"])
-    assert "the display failed (RuntimeError: boom); the run continues" in shown.err
-    assert shown.err.endswith("end\n")
 
 
 HEAD = """
@@ -407,25 +366,6 @@ def test_json_is_never_grouped(tmp_path: Path) -> None:
     assert lines == [(rank, "epoch 1/20") for rank in range(20)]
 
 
-def test_lines_that_are_held_back_come_before_the_notice_of_a_failure(tmp_path: Path) -> None:
-    """Both go to one file here, as `2>&1` has it."""
-    path = tmp_path / "all"
-    with path.open("w") as file:
-        logs = tmp_path / "logs"
-        logs.mkdir()
-        display = open_display("plain", logs, "run-1", file, file, {})
-        display.expect(17)
-        (logs / "rank-3.log").write_text("one\ntwo\n")
-        (logs / "rank-4.log").write_text("three\n")
-        display.log_grew()
-        wait_until(lambda: sum(tail.offset for tail in display._tails.values()) == 14, "the logs to be read")
-        display.notice("rank 3 failed: ValueError", "error")
-        wait_until(lambda: "failed" in path.read_text(), "the notice")
-        display.close()
-    notice = "ddptrain: rank 3 failed: ValueError\n"
-    assert path.read_text() == f"[rank 3] one\n[rank 3] two\n[rank 4] three\n{notice}"
-
-
 def test_restart_with_fewer_ranks_shows_what_the_others_had_printed(tmp_path: Path) -> None:
     path = tmp_path / "all"
     with path.open("w") as file:
@@ -446,14 +386,6 @@ def test_only_line_of_one_rank_among_many_is_shown_within_half_a_second(tmp_path
     shown.wait_for("[rank 5] alone\n")
     shown.close()
     assert shown.out == "[rank 5] alone\n"
-
-
-def test_lines_of_a_single_rank_are_not_held_back(tmp_path: Path) -> None:
-    shown = Shown(tmp_path, "plain", ranks=1)
-    shown.display.status("training")
-    shown.wait_for("training")  # the number of ranks has been taken in before
-    assert shown.display._grouper is None
-    shown.close()
 
 
 @pytest.mark.parametrize("mode", ["plain", "json"])

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display.live import Row
 from ddptrain.protocol.events import Metrics, Progress
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -161,6 +162,27 @@ def test_terminal_that_goes_away_silences_the_display(tmp_path: Path) -> None:
         display.close(summary=["end"])
         assert display.broken
     assert (tmp_path / "err").read_text().endswith("end\n")
+
+
+class FailingRows:
+    """Rows that can't be drawn."""
+
+    status = ""
+
+    def handle(self, message: object) -> None:
+        pass
+
+    def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
+        raise RuntimeError("boom")
+
+
+def test_fault_of_the_display_itself_does_not_stop_the_run(terminal: Terminal, tmp_path: Path) -> None:
+    files = terminal.file, terminal.file
+    display = open_display("auto", tmp_path, "run-1", *files, {"TERM": "xterm"}, rows=FailingRows())
+    terminal.wait_for("the display failed (RuntimeError: boom); the run continues")
+    assert display.broken
+    display.close(summary=["the end"])
+    terminal.wait_for("the end")
 
 
 DEMO = """

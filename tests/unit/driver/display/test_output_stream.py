@@ -5,11 +5,9 @@ from __future__ import annotations
 import fcntl
 import io
 import os
-import select
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -122,11 +120,3 @@ def test_reader_slower_than_the_writer_gets_everything(pipe: tuple[int, TextIO])
     thread.start()
     assert len(read_all(reader, 50_000)) == 50_000
     thread.join()
-
-
-def test_a_file_takes_large_pieces_and_a_pipe_what_it_takes_without_blocking(
-    tmp_path: Path, pipe: tuple[int, TextIO]
-) -> None:
-    with (tmp_path / "file").open("w") as file:
-        assert Stream(file)._chunk_bytes == 1 << 20
-    assert Stream(pipe[1])._chunk_bytes == Stream(io.StringIO())._chunk_bytes == select.PIPE_BUF

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
-from ddptrain.driver.failure.hang_diagnosis import RankReport, find_missing_rank, judge
+from ddptrain.driver.failure.hang import RankReport, find_missing_rank, judge
 from ddptrain.protocol import events
 from ddptrain.protocol.events import users_frame, waits_in
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ddptrain.config.run_config import FailureConfig
+from ddptrain.driver.attempts import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.restart_policy import NoRestart, Restart, RestartPolicy
 from ddptrain.driver.ranks import AttemptEnd
 from ddptrain.errors import ClusterError
 

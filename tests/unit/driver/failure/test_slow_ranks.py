@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddptrain.driver.failure.slow_ranks import STEPS, SlowRank, SlowRanks
+from ddptrain.driver.recorder import STEPS, SlowRank, SlowRanks
 from ddptrain.protocol.events import StepTimes
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from ddptrain.driver.failure.fault import Fault, FaultKind
-from ddptrain.driver.failure.stack_collector import ANSWERS_S, StackCollector
+from ddptrain.driver.failure.hang import ANSWERS_S, StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog
 from ddptrain.protocol import events
 from tests.unit.driver.attempt.ranks import running

@@ -74,7 +74,7 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
     (layout.tracking_dir / "wandb" / ".sync.lock").symlink_to(tmp_path / "precious")
     environ = {"HOME": os.environ["HOME"], "WANDB_API_KEY": "0" * 40}
     sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
-    assert ".sync.lock: it is a symbolic link" in sent.problem and sent.waiting == 1
+    assert ".sync.lock" in sent.problem and sent.waiting == 1
     assert (tmp_path / "precious").read_text() == "precious\n"
 
 

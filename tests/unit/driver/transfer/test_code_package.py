@@ -94,7 +94,7 @@ def test_links_go_along_as_links_unless_they_lead_out(project: Path) -> None:
 
 def test_too_much_is_refused_with_the_largest_files(project: Path) -> None:
     (project / "weights.bin").write_bytes(bytes(3_000_000))
-    with pytest.raises(UsageError, match=r"3\.0 MB, over code.max_mb, which is 2; the largest files: weights.bin \(3"):
+    with pytest.raises(UsageError, match=r"3\.0 MB, over 2 MB; the largest files: weights.bin \(3"):
         pack(project, [project / "runs"]).check(project / "train.py", 2)
     pack(project, []).check(project / "train.py", 4)
 

@@ -256,21 +256,3 @@ def test_call_that_is_not_due_takes_microseconds(tmp_path: Path) -> None:
 
     assert is_cheap(call, 5e-6)
     rank.file.close()
-
-
-def test_call_that_is_not_due_reads_no_state_and_asks_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(tmp_path, every_epochs=1, every_steps=10**9)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.Adam(model.parameters())
-    for kind in (torch.nn.Module, torch.optim.Optimizer):
-        monkeypatch.setattr(kind, "state_dict", lambda *_, **__: pytest.fail("the state was read"))
-    for method in ("get", "set", "has", "meet"):
-        monkeypatch.setattr(WorkerGroupStore, method, lambda *_: pytest.fail("the store was asked"))
-    for step in range(1000):
-        state = {"loss_sum": 1.0, "n": 3}
-        assert not rank.context.checkpoint(
-            model=model, optimizer=optimizer, step=step, epoch=0.5, rank_state=state, a=[], b=1
-        )
-    monkeypatch.undo()
-    assert rank.events() == []
-    rank.file.close()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import ddptrain
-from ddptrain.rank import failure as failures
 from ddptrain.rank.failure import clipped, shortened, user_traceback
 
 TORCH = (
@@ -63,10 +62,6 @@ def test_traceback_starts_with_the_users_frame_and_not_with_the_launchers() -> N
     text = user_traceback(raised.value)
     assert "in user" in text and text.endswith("ValueError: boom\n")
     assert "lifecycle.py" not in text
-
-
-def test_files_of_the_launcher_exist() -> None:
-    assert all((Path(ddptrain.__file__).parent / "rank" / name).is_file() for name in failures._LAUNCHER_FILES)
 
 
 def test_traceback_of_the_launcher_alone_keeps_its_frames() -> None:

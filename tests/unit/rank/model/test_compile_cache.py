@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from ddptrain.rank.prepare import require_private, use_compile_cache
+from ddptrain.rank.prepare import use_compile_cache
 from tests.unit.specs import make_spec
 
 
@@ -57,52 +54,3 @@ def test_folder_that_others_can_open_is_not_used_and_one_line_says_so(
     spec = make_spec()
     use_compile_cache(spec, notes.append)
     assert len(notes) == 1 and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path(spec.host.staging) / "compile")
-
-
-def test_folder_of_another_user_or_behind_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    require_private(tmp_path / "real")
-    with pytest.raises(PermissionError, match="must belong to user"):
-        require_private(tmp_path / "link")
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    with pytest.raises(PermissionError, match="must belong to user 4711"):
-        require_private(tmp_path / "real")
-
-
-def test_folder_below_one_that_others_can_change_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "open" / "mine").mkdir(parents=True, mode=0o700)
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(PermissionError, match="can be changed by other users: set XDG_CACHE_HOME"):
-        require_private(tmp_path / "open" / "mine")
-    (tmp_path / "open").chmod(0o1777)
-    require_private(tmp_path / "open" / "mine")
-
-
-@pytest.mark.parametrize(
-    ("owner", "group", "mode", "is_private"),
-    [
-        ("user", "other", 0o755, True),
-        ("root", "other", 0o755, True),
-        ("other", "other", 0o755, False),
-        ("user", "other", 0o775, False),
-        ("user", "own", 0o775, True),  # the umask 002 of many systems
-        ("user", "own", 0o777, False),
-        ("user", "other", 0o1777, True),
-    ],
-)
-def test_folders_above_may_be_changed_by_the_user_and_root_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, group: str, mode: int, is_private: bool
-) -> None:
-    user = 4711
-    numbers = {"user": user, "own": user, "root": 0, "other": 4712}
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    above = SimpleNamespace(st_uid=numbers[owner], st_gid=numbers[group], st_mode=stat.S_IFDIR | mode)
-    status = SimpleNamespace(st_uid=user, st_mode=stat.S_IFDIR | 0o700)
-    parents = [SimpleNamespace(stat=lambda: above)]
-    folder: Any = SimpleNamespace(lstat=lambda: status, resolve=lambda: SimpleNamespace(parents=parents))
-    if is_private:
-        require_private(folder)
-    else:
-        with pytest.raises(PermissionError, match="can be changed by other users"):
-            require_private(folder)

@@ -168,17 +168,6 @@ def test_scale_changes_only_when_no_optimizer_has_gradients_of_the_old_one() -> 
     assert steps.scale == 32768
 
 
-def test_steps_that_are_skipped_again_and_again_end_the_run(
-    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradients, "_MAX_SKIPPED", 3)
-    training = Training(make_rank(precision="fp16"))
-    for _ in range(2):
-        training.batch(ROWS * float("nan"))
-    with pytest.raises(FloatingPointError, match="infinite or NaN in 3 steps in a row"):
-        training.batch(ROWS * float("nan"))
-
-
 def test_gradients_that_the_user_deletes_within_a_window_are_an_error(make_rank: MakeRank) -> None:
     training = Training(make_rank(accumulate=2))
     training.batch(ROWS)
@@ -244,15 +233,6 @@ def test_hundredth_skipped_step_in_a_row_is_an_error() -> None:
     steps.backward(parameter * float("inf"))
     with pytest.raises(FloatingPointError, match="infinite or NaN in 100 steps in a row"):
         steps.step(optimizer)
-
-
-def test_scaler_stays_if_precision_is_set_again() -> None:
-    steps = GradientSteps(CPU)
-    assert steps.scale == 1.0
-    steps.use("fp16", 1)
-    scaler = steps._scaler
-    steps.use("fp16", 2)
-    assert steps._scaler is scaler and steps.accumulate == 2 and steps.scale == 65536
 
 
 def test_each_optimizer_has_a_window_of_its_own() -> None:

@@ -52,17 +52,6 @@ def test_channels_last_changes_the_memory_format_of_convolutions_and_no_value() 
     assert bare(prepare_model(model(), CPU, {"channels_last": False}))[0].weight.is_contiguous()  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("compiles", "calls"), [(True, 1), (False, 0), (None, 0)])
-def test_compile_compiles_the_model_itself_once(
-    monkeypatch: pytest.MonkeyPatch, compiles: bool | None, calls: int
-) -> None:
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))  # noqa: PLW0108
-    mine = model()
-    assert bare(prepare_model(mine, CPU, {"compile": compiles})) is mine
-    assert compiled == [mine] * calls
-
-
 def test_bf16_computes_under_autocast_and_keeps_weights_and_their_names() -> None:
     images = torch.ones(2, 3, 4, 4)
     ready = prepare_model(model(), CPU, {"precision": "bf16"})

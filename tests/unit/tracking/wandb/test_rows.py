@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from ddptrain.tracking.wandb.rows import BestValues, RowFilter, WandbRow
+from ddptrain.tracking.wandb.rows import RowFilter, WandbRow
 
 
 def test_every_tenth_step_goes_and_every_value_of_an_epochs_end() -> None:
@@ -78,12 +76,3 @@ def test_metric_called_step_is_not_overwritten() -> None:
     row = WandbRow(3)
     row.add({"step": 99.0}, None, 0.0)
     assert row.as_logged("", 1)["step"] == 99.0
-
-
-def test_best_values_go_on_from_those_before() -> None:
-    bests = BestValues()
-    bests.add("val/loss", "min", math.nan, 0.2, 0.4)
-    bests.add("val/accuracy", "max", 0.7)
-    bests.add("val/loss", "min", 0.3)
-    bests.add("val/accuracy", "max", 0.9)
-    assert bests.summary() == {"val/loss": {"min": 0.2, "last": 0.3}, "val/accuracy": {"max": 0.9, "last": 0.9}}

@@ -186,9 +186,3 @@ def test_folders_without_an_image_are_told_for_they_may_have_been_meant_as_class
     manifest, said = prepared(tmp_path / "inputs", tmp_path / "source")
     assert manifest.classes == ("a", "b")
     assert said[0].endswith("3 folders without an image (control\\u000a, empty, heic)")
-
-
-def test_plateau_needs_an_image_to_validate_with(tmp_path: Path) -> None:
-    fill(tmp_path / "source", "a/1.jpg", "b/1.jpg")
-    with pytest.raises(UsageError, match="plateau watches val/loss, and there are too few images"):
-        prepared(tmp_path / "inputs", tmp_path / "source", scheduler="plateau")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddptrain.errors import ConfigError, UsageError
+from ddptrain.errors import UsageError
 from ddptrain.storage.store import Location, StoreMissing
 from ddptrain.workloads.images.data.listing import check_classes_agree, is_split, prepare
 from ddptrain.workloads.images.data.manifest import FILE, Manifest
@@ -167,12 +167,6 @@ def test_the_folder_to_train_on_can_not_validate_as_well(tmp_path: Path) -> None
     source = fill(tmp_path / "source", "cat", "dog")
     with pytest.raises(UsageError, match=r"params\.source, .*, is params\.val_source"):
         prepared(tmp_path / "inputs", source, val_source=f"{source}/")
-
-
-def test_plateau_may_watch_a_folder_of_its_own_though_all_the_source_trains() -> None:
-    with pytest.raises((ConfigError, ValueError), match="plateau"):
-        ImagesParams(train_pct=1.0, scheduler="plateau")
-    assert ImagesParams(train_pct=1.0, scheduler="plateau", val_source="/data/val").val_source == "/data/val"
 
 
 def test_ranks_read_images_to_validate_with_where_the_driver_has_found_them() -> None:
