@@ -20,6 +20,7 @@ from ddptrain.results.prune import Decision, FolderRemoval, PrunePolicy, PruneRe
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.show.render import size
 
 Driver = Callable[[str], subprocess.Popen[str]]
 ALL = PrunePolicy(keep=0, failed_keep=0)
@@ -61,7 +62,7 @@ def test_dry_run_changes_nothing(runs: Path) -> None:
     report = prune(LocalRuns(runs), ALL, dry_run=True)
     assert [each.run.folder for each in report.removed] == ["old"]
     assert sorted(runs.rglob("*")) == before
-    assert report.summary == "1 run would be deleted, 1.6 KiB would be freed"
+    assert report.summary == f"1 run would be deleted, {size(report.freed_bytes)} would be freed"
 
 
 def test_kill_at_each_step_leaves_the_complete_run_or_none(tmp_path: Path) -> None:
