@@ -82,6 +82,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     scripts, templates = ("chart.js", "curves.js", "page.js", "sweep.js", "report.css"), "model page parts runs sweep"
     extra |= {f"ddptrain/reports/html/static/{name}" for name in scripts}
     extra |= {f"ddptrain/reports/html/templates/{name}.html.j2" for name in templates.split()}
+    extra |= {f"ddptrain/schedule/templates/{name}.j2" for name in ("service", "timer")}
+    pages = Path(__file__).parents[2] / "docs" / "troubleshooting"  # which `ddptrain explain` prints
+    extra |= {f"ddptrain/troubleshooting/{page.name}" for page in pages.iterdir()}
     assert CONFIGS
     assert names == SOURCES | extra | {f"ddptrain/configs/{name}" for name in CONFIGS}
 
