@@ -163,7 +163,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     cli = Cli(tmp_path_factory.mktemp("cluster"))
     # No cluster outlives the tests, even if their process is killed.
     options = ("--name", "shared", "--ranks", "6", "--gpus", "0", "--idle-timeout", "600", "--json")
-    up = cli("cluster", "up", *options)
+    up = cli("cluster", "up", *options, "--set", "cluster.start_timeout_s=200", timeout_s=220)
     assert up.rc == 0, up.stderr
     yield json.loads(up.stdout)["address"]
     status = json.loads(cli("cluster", "status", "shared", "--json").stdout)

@@ -125,7 +125,8 @@ VerboseOption = Annotated[
 AllRanksOption = Annotated[
     bool,
     typer.Option(
-        "--all-ranks", help="Show each rank on its own line; by default 17 or more ranks are shown as a group."
+        "--all-ranks",
+        help="Show all lines of all ranks; by default, from 17 ranks on, those of rank 0 and what differs.",
     ),
 ]
 ReportOption = Annotated[

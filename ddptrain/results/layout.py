@@ -80,7 +80,6 @@ class RunLayout:
     decision_log = _Below("logs/ddptrain.log")  # ddptrain's own log of the run, for bug reports
     stop_json = _Below(".stop.json")  # a request to stop, until the driver has read it
     scratch_dir = _Below(".scratch")  # files of the embedded cluster, while the run is running
-    plot_png = _Below("plot.png")  # the default output of `results plot`
 
     def area(self, name: str) -> Path:
         """Return the folder of that name if ranks may save files in it. Raises UnsafePath otherwise."""

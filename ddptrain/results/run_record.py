@@ -260,7 +260,7 @@ class RunRecord(_Part):
     waiting: a run whose status is running has no ranks now: it waits for its cluster or for slots, or prepares its
     inputs. duration_s: of all parts of a resumed run, in seconds; earlier_s: the same without the last part, which
     began at `resumed_at`. params: as in config.yaml; None in records of older versions. last_metrics: one value for all
-    ranks, None if it is not finite; see results/latest_metrics.py. progress: that of
+    ranks, None if it is not finite; see results/metrics.py. progress: that of
     the last attempt.
     """
 

@@ -87,7 +87,7 @@ def test_watch_shows_a_detached_run_to_its_end(
 
 def test_watch_prints_json_lines(project: Project, shared_cluster: str) -> None:
     run = start(project, shared_cluster)
-    watching = project.start("watch", run, "--json")
+    watching = project.start("watch", run, "--output", "json")
     watching.wait_for('"event": "progress", "rank": 0')
     watching.wait_for('"event": "progress", "rank": 1')
     watching.wait_for('"event": "metrics"')
@@ -182,7 +182,7 @@ def test_watch_shows_the_trials_of_a_sweep(project: Project) -> None:
     assert running.finish().rc == done.rc == 0, done.stdout
     assert "trial 1 complete: val/loss 0.2" in done.stdout
     assert "sweep tune succeeded after" in done.stdout
-    again = events(project("watch", "tune", "--json", rc=0).stdout)
+    again = events(project("watch", "tune", "--output", "json", rc=0).stdout)
     assert (again[-1]["event"], again[-1]["best"]["number"]) == ("sweep_finished", 0)
 
 

@@ -51,9 +51,11 @@ def train(ctx, epochs=3, die_at=0):
 
 
 def assert_equal_after_a_fault(
-    run_cli: Cli, address: str, workload: str, prepare: dict[str, Any], result: dict[str, int]
+    run_cli: Cli, address: str, workload: str, prepare: dict[str, Any], result: dict[str, int], saved: int
 ) -> None:
-    """Train without a fault, and again with a rank killed at step 6: both have the same result and the same weights."""
+    """Train without a fault, and again with a rank killed at step 6, from which the checkpoint of step `saved` is left:
+    both have the same result and the same weights.
+    """
     (run_cli.folder / "work.py").write_text(workload)
     config = run_cli.folder / "config.yaml"
     content = {
@@ -68,7 +70,7 @@ def assert_equal_after_a_fault(
     assert whole.rc == 0, whole.stderr
     killed = run_cli("train", config, "--run-id", "killed", "--set", "params.die_at=6")
     assert killed.rc == 0, killed.stderr
-    assert "starting the ranks again in 0.1 s, with the checkpoint of step 6" in killed.stderr
+    assert f"starting the ranks again in 0.1 s, with the checkpoint of step {saved}" in killed.stderr
     runs = run_cli.folder / "runs"
     assert record(runs / "killed")["result"] == record(runs / "whole")["result"] == result
     assert weights(runs / "killed", 12) == weights(runs / "whole", 12)
@@ -77,7 +79,7 @@ def assert_equal_after_a_fault(
 def test_function_that_leaves_it_to_the_context_ends_alike_with_and_without_a_fault(
     run_cli: Cli, warm_cluster: str
 ) -> None:
-    assert_equal_after_a_fault(run_cli, warm_cluster, WORKLOAD, {"precision": "bf16"}, {"steps": 12})
+    assert_equal_after_a_fault(run_cli, warm_cluster, WORKLOAD, {"precision": "bf16"}, {"steps": 12}, 6)
 
 
 ACCUMULATING = """
@@ -121,9 +123,9 @@ class Taken:
 def test_run_that_is_killed_within_an_accumulation_window_ends_with_equal_weights(
     run_cli: Cli, warm_cluster: str
 ) -> None:
-    """Four batches an epoch in windows of three: step 6 is the second of a window, whose gradients differ by rank."""
+    """Four batches an epoch in windows of three: the rank dies in the second batch of the window after step 4."""
     result = {"steps": 12, "taken": 6}
-    assert_equal_after_a_fault(run_cli, warm_cluster, ACCUMULATING, {"accumulate": 3}, result)
+    assert_equal_after_a_fault(run_cli, warm_cluster, ACCUMULATING, {"accumulate": 3}, result, 4)
 
 
 def record(run: Path) -> dict[str, Any]:

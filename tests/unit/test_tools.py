@@ -13,9 +13,11 @@ from tests.docs.links import site_links
 from tests.mutants.generate import choose, mutants_of
 from tests.mutants.record import FileRecord
 from tests.mutants.run import failed_test, select_tests
+from tests.support import nightly, skips
 from tests.support.release import NEEDED_FILES, changelog_problems, tag_problems, wheel_problems
 from tests.support.release_environments import readme_commands
 
+ROOT = Path(__file__).parents[2]
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n- x\n\n## [0.1.0] - 2026-11-21\n"
 
 
@@ -40,7 +42,7 @@ def test_tag_wheel_and_readme_of_a_release() -> None:
     name = "ddptrain-0.2.0-py3-none-any.whl"
     assert wheel_problems(NEEDED_FILES, name, "0.2.0") == []
     assert len(wheel_problems((*NEEDED_FILES[1:], "tests/x.py"), name, "0.2.1")) == 3
-    commands = readme_commands((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8"))
+    commands = readme_commands((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(commands) == 3 and commands[0].startswith("ddptrain train petnames")
 
 
@@ -91,6 +93,15 @@ def test_links_of_the_repository_become_links_of_pages() -> None:
     text = "[CI](docs/ci.md#a) [S](SECURITY.md) [file](configs/petnames.yaml) [web](https://example.org)"
     wanted = "[CI](ci.md#a) [S](security.md) file [web](https://example.org)"
     assert site_links(text, "README.md", "index.md", files) == wanted
+
+
+def test_files_that_only_the_nightly_target_runs_exist() -> None:
+    assert [path for path in nightly.FILES if not (ROOT / path).is_file()] == []
+
+
+def test_skips_that_are_not_listed_are_named() -> None:
+    assert skips.forbidden({"no NVIDIA GPU: nvidia-smi is not installed"}) == []
+    assert skips.forbidden({"cron is too old", "no such server"}) == ["cron is too old", "no such server"]
 
 
 # --- mutants ---

@@ -188,7 +188,7 @@ def stop_run(
 
 def is_active(view: RunView) -> bool:
     """Return whether the driver is running."""
-    return view.is_running
+    return view.status == RunStatus.RUNNING
 
 
 def _is_leaving(view: RunView) -> bool:

@@ -25,7 +25,7 @@ from ddptrain.text_tables import columns_of
 LOCKSTEP_FROM = 3  # the smallest run whose ranks share a row
 BEHIND_S = 5.0  # a rank whose progress differs from that of the others by more than they do in this time has a row
 MIN_BAR, MAX_BAR, GAP = 8, 40, 2  # terminal columns
-DROPPED_FIRST = ("count", "rate", "eta", "value")
+DROPPED_FIRST = ("count", "rate", "value", "eta")
 # Every rank counts the same ones: no sum over the ranks.
 _SHARED_UNITS = {"step", "steps", "batch", "batches", "epoch", "epochs", "iteration", "iterations", "it"}
 _CLEAR_ROW, _UP_AND_CLEAR_ROW = "\r\x1b[2K", "\x1b[1A\x1b[2K"
@@ -271,7 +271,7 @@ class RunRows:
             "count": "" if pace.done is None else f"{number(pace.done)}{total}",
             "value": f"{values[0][0]} {statistics.fmean(value for _, value in values):#.4g}" if values else "",
             "rate": "" if pace.rate is None else f"{number(pace.rate)} {pace.shown_unit}/s",
-            "eta": f"{eta} {state}".strip() if state == "slow" else state or eta,
+            "eta": state or eta,
         }
         return _RankRow(
             name, colour, fraction, texts, state, next((each.redrawn for each in ranks if each.redrawn), "")

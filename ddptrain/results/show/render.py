@@ -43,6 +43,7 @@ _STATUS_STYLE = {
 _WRAPPED = ("RESULT", "NOTE")
 _RESULT_WIDTH = 60
 _MAX_FILES = 8  # a folder with more files is shown as one line
+_LEFT_OUT = ("RANKS", "DURATION", "STARTED (UTC)")
 _LEAST_RESULT = 12  # characters per line of a row's last cell, which may take several lines
 _RETURNED_WIDTH = 2_000
 _KIB = 1024.0
@@ -262,15 +263,22 @@ def size(size_bytes: int) -> str:
 
 
 def print_table(table: Sequence[Sequence[str]], console: Console) -> None:
-    """Print a table with a header on a terminal; on one that is too narrow rows are wrapped, and nothing is cut."""
+    """Print a table with a header on a terminal.
+
+    On a narrow one, columns of less interest are left out. If that is not enough, rows are wrapped, and nothing is cut.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    titles, *rows = table
     columns = [*zip(*table, strict=True)]
-    if sum(2 + max(map(columns_of, column)) for column in columns[:-1]) + _LEAST_RESULT > console.width:
+    for name in ("", *_LEFT_OUT):
+        columns = [column for column in columns if column[0] != name]
+        if sum(2 + max(map(columns_of, column)) for column in columns[:-1]) + _LEAST_RESULT <= console.width:
+            break
+    else:
         console.print(Text(plain_table(table)), soft_wrap=True)
         return
+    titles, *rows = zip(*columns, strict=True)
     drawn = Table(box=None, pad_edge=False)
     for title in titles:
         drawn.add_column(Text(title), no_wrap=title not in _WRAPPED, overflow="fold")
