@@ -22,6 +22,13 @@ from ddptrain.sweep.trial import Trial, TrialDisplay
 Workload = Callable[[dict[str, Any], "StubRun"], str]
 
 
+@pytest.fixture(autouse=True)
+def environment_of_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back the variables that scikit-learn sets; Optuna imports it for the importance."""
+    for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):
+        monkeypatch.setenv(name, "")
+
+
 class StubRun:
     """The run of one trial: what its only rank logs, and whether it was asked to end."""
 

@@ -55,11 +55,11 @@ workload: petnames
 params: {hidden_size: 8}
 env: {LD_PRELOAD: /tmp/evil.so}
 code: {folder: /home}
-cluster: {backend: ssh, ranks: 2, ssh: {hosts: [a], command: /tmp/evil.sh}}
+cluster: {backend: ssh, ranks: 2, ssh: {hosts: [a]}}
 """
 
 
-def test_programs_hosts_and_variables_of_another_users_run_are_not_used(
+def test_hosts_and_variables_of_another_users_run_are_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
