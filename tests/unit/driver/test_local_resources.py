@@ -23,22 +23,6 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_every_gpu_gets_a_rank() -> None:
-    assert local_resources.local_resources(ClusterConfig(), {}) == LocalResources(4, ("0", "1", "2", "3"))
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_fewer_ranks_take_the_first_gpus() -> None:
-    assert local_resources.local_resources(ClusterConfig(ranks=2), {}) == LocalResources(2, ("0", "1"))
-    assert local_resources.local_resources(ClusterConfig(gpus=3), {}) == LocalResources(3, ("0", "1", "2"))
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_gpus_0_gives_cpu_ranks_only() -> None:
-    assert local_resources.local_resources(ClusterConfig(gpus=0, ranks=6), {}) == LocalResources(6, ())
-
-
-@pytest.mark.usefixtures("four_gpus")
 def test_more_ranks_than_gpus_are_refused_with_the_way_out() -> None:
     with pytest.raises(ClusterError, match=r"cluster\.ranks is 5, but there are 4 GPUs.*cluster\.gpus to 0"):
         local_resources.local_resources(ClusterConfig(ranks=5), {})
@@ -86,7 +70,10 @@ def test_limit_on_the_size_of_files_is_a_warning(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"gpus": 1}, LocalResources(1, ("0",))),
+        ({}, LocalResources(4, ("0", "1", "2", "3"))),
+        ({"ranks": 2}, LocalResources(2, ("0", "1"))),
+        ({"gpus": 0, "ranks": 6}, LocalResources(6, ())),
+        ({"gpus": 3}, LocalResources(3, ("0", "1", "2"))),
         ({"ranks": 4}, LocalResources(4, ("0", "1", "2", "3"))),
         ({"ranks": {"min": 1, "max": 3}}, LocalResources(3, ("0", "1", "2"))),
         ({"ranks": {"min": 1, "max": 9}}, LocalResources(4, ("0", "1", "2", "3"))),

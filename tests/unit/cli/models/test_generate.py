@@ -39,16 +39,6 @@ def test_names_go_to_stdout_one_a_line(made: dict[str, object]) -> None:
     assert result.stderr == "generate: 3 names of the training list were replaced\n"
 
 
-def test_options_reach_the_sampling(made: dict[str, object]) -> None:
-    CliRunner().invoke(app, ["latest", "--count", "7", "--prefix", "lu", "--temperature", "0.5", "--keep-known"])
-    assert made == {"count": 7, "prefix": "lu", "temperature": 0.5, "seed": None, "keep_known": True}
-
-
-def test_fifty_names_at_temperature_0_8_are_the_default(made: dict[str, object]) -> None:
-    CliRunner().invoke(app, ["latest"])
-    assert (made["count"], made["temperature"], made["keep_known"]) == (50, 0.8, False)
-
-
 def test_giving_up_and_a_random_seed_are_said_on_stderr(made: dict[str, object]) -> None:
     result = CliRunner().invoke(app, ["latest", "--count", "50"])
     assert result.stdout == "Luna\nMr. Fox\n"

@@ -122,13 +122,6 @@ def test_a_line_break_in_a_files_name_breaks_no_line_of_csv_or_text(
     assert capsys.readouterr().out.endswith("  pictures/a\N{REPLACEMENT CHARACTER}b.png\n")
 
 
-def test_options_reach_the_model(seen: dict[str, Any]) -> None:
-    assert main(["predict", "latest", "pictures"]) == 0
-    assert seen["top"] == 5
-    assert main(["predict", "latest", "pictures", "--top", "3", "--batch-size", "7", "--device", "cpu"]) == 0
-    assert seen == {"top": 3, "batch_size": 7, "device": "cpu"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.control import stop
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.failure import run_end as verdicts
@@ -27,12 +26,6 @@ from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 OURS = StopRequest(os.getpid(), socket.gethostname(), now=False, by="me@here")
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two signals is never sent before the first was taken."""
-    monkeypatch.setattr(stop, "_HANDLED_WITHIN_S", 60.0)
 
 
 @pytest.fixture
