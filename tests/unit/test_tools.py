@@ -10,9 +10,9 @@ import pytest
 from tests.docs.blocks import blocks_of, difference
 from tests.docs.console import problems_of, script_of
 from tests.docs.links import site_links
-from tests.mutants.generate import choose, mutants_of
+from tests.mutants.generate import mutants_of
 from tests.mutants.record import FileRecord
-from tests.mutants.run import failed_test, select_tests
+from tests.mutants.run import select_tests
 from tests.support import nightly, skips
 from tests.support.release import NEEDED_FILES, changelog_problems, tag_problems, wheel_problems
 from tests.support.release_environments import readme_commands
@@ -134,15 +134,6 @@ def test_mutant_names_its_function_and_changes_its_place_alone(tmp_path: Path) -
     assert last.apply(source).decode() == "# ü\nclass A:\n    def f(self):\n        return [1 < a, 'ä', (b <= c)]\n"
 
 
-def test_same_seed_chooses_the_same_mutants_of_all_files(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "code.py").write_text("x = 10\ny = 20\nz = 30\n" * 5)
-    chosen = choose(tmp_path, 1, 20, ["a", "b"])
-    assert {mutant.path for mutant in chosen} == {"a/code.py", "b/code.py"}
-    assert chosen == choose(tmp_path, 1, 20, ["a", "b"]) != choose(tmp_path, 2, 20, ["a", "b"])
-
-
 def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("x = f(\n    3,\n)\n")
     (tmp_path / "t.py").write_text("import os\n")
@@ -157,9 +148,3 @@ def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tm
     ):
         record = {"t.py": FileRecord(tests=outcomes, lines={"code.py": lines})}
         assert select_tests(tmp_path, record, mutant, (1, 3)) == expected
-
-
-def test_name_of_the_test_that_failed() -> None:
-    tests = ["t.py::test_a", "t.py::test_a[x]", "t.py::test_a[x - y]"]
-    assert failed_test("..F\nFAILED t.py::test_a[x - y] - assert 1 == 2\n", tests) == "t.py::test_a[x - y]"
-    assert failed_test("ERROR t.py - ImportError\n", tests) == failed_test("3 passed", tests) == ""

@@ -15,10 +15,8 @@ from ddptrain.clusters import record as records
 from ddptrain.clusters.backends.run_cluster import AttachedCluster, RunCluster
 from ddptrain.clusters.record import ClusterRecord
 from ddptrain.config.load import load_mapping
-from ddptrain.driver import connect
 from ddptrain.driver.cluster_session import SharedCluster, cluster_for
 from ddptrain.host_identity import HostId
-from tests.support.fake_time import Clock
 from tests.unit.notes import Notes
 
 
@@ -90,22 +88,6 @@ def test_cluster_whose_scheduler_is_gone_or_elsewhere_is_told(
     made.save()
     code, out, err = dry_run(capsys, "--cluster", "dev")
     assert (code, out) == (4, "") and "runs on the host login2" in err
-
-
-def test_address_where_nobody_listens_is_told_long_before_the_cluster_must_have_started(
-    capsys: pytest.CaptureFixture[str], folder: Path, dead_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connect, "_TRY_S", 0.01)
-    monkeypatch.setattr(connect, "time", Clock())
-    code, out, err = dry_run(capsys, "--cluster", dead_address, "--set", "cluster.start_timeout_s=600")
-    assert (code, out) == (4, "") and f"no Dask scheduler answers at tcp://{dead_address} within 5 s" in err
-
-
-@pytest.mark.usefixtures("folder")
-def test_machine_without_the_gpus_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.driver.cluster_session.visible_gpus", lambda environ: ())
-    code, out, err = dry_run(capsys, "--set", "cluster.gpus=2")
-    assert (code, out) == (4, "") and "cluster.gpus is 2, but this machine has 0" in err
 
 
 @pytest.mark.usefixtures("folder")

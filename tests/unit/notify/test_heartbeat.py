@@ -96,16 +96,6 @@ def test_failure_is_a_warning_and_repeated_only_if_it_may_pass(server: Server) -
     assert len(server.got) == 1 + 3
 
 
-def test_bug_of_the_client_is_a_warning(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> tuple[str, bool]:
-        raise RuntimeError(f"cannot open {URL}/7")
-
-    monkeypatch.setattr(heartbeat, "_post", broken)
-    (warning,) = Heartbeat(URL).end(7)
-    assert "RuntimeError: cannot open" in warning
-    assert "tokentoken1" not in warning
-
-
 @pytest.mark.parametrize(
     ("url", "environ", "problem"),
     [

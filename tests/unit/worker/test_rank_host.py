@@ -104,12 +104,6 @@ def test_key_that_is_released_while_its_rank_starts_is_recognized(server: FakeSe
     assert server.stopped == [("r", 0.0), ("r/store", 0.0)]
 
 
-def test_slot_name_is_the_gpu_or_the_workers_slot(server: FakeServer, tmp_path: Path) -> None:
-    host = host_with(server, tmp_path, "GPU-ab", "1")
-    assert [host.gpu_of(slot) for slot in range(3)] == ["GPU-ab", "1", None]
-    assert [host.slot_name(slot) for slot in range(3)] == ["GPU GPU-ab", "GPU 1", "w-1 slot 2"]
-
-
 def test_only_a_lost_server_is_replaced(server: FakeServer, tmp_path: Path) -> None:
     host = host_with(server, tmp_path)
     host.replace_lost_server()

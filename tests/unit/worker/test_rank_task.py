@@ -119,17 +119,6 @@ def test_ranks_of_a_key_that_was_released_meanwhile_are_killed(tmp_path: Path) -
     assert {"ddptrain/r-1/1/0", "ddptrain/r-1/1/1"} <= set(server.killed)
 
 
-def test_each_rank_of_a_task_is_stopped_with_its_own_grace_period(tmp_path: Path) -> None:
-    server = FakeServer()
-    stage = Stage(tmp_path, server)
-    for spec in specs(2):
-        stage.host.register("ddptrain/r-1/1/0", spec.key, 3.0)
-    stage.host.stop("ddptrain/r-1/1/1")
-    assert server.killed == ["ddptrain/r-1/1/1"]
-    stage.host.transition("ddptrain/r-1/1/0", "executing", "released")
-    assert server.killed[1:] == ["ddptrain/r-1/1/0", "ddptrain/r-1/1/1"]
-
-
 def test_message_that_would_be_too_large_is_sent_before(tmp_path: Path) -> None:
     sent: list[dict[str, object]] = []
     batch = rank_task.NoticeBatch(sent.append)

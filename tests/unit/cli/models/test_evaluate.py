@@ -10,29 +10,6 @@ from ddptrain.cli.models import evaluate as command
 from ddptrain.config.load import load_mapping
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.results import recorded_config
-from ddptrain.retrain.evaluation import Evaluation
-
-FOUND = Evaluation(
-    scores={"new": {"val/loss": 2.123456789, "val/accuracy": float("nan")}, "old": {"val/loss": 3.0}},
-    held_out="0123456789abcdef0123",
-    n=1234,
-    noun="names",
-    failures={"broken": "it is damaged"},
-)
-
-
-def test_table_has_a_column_for_each_target_and_a_dash_for_no_score() -> None:
-    assert command._table(FOUND, ["new", "old", "broken"]) == [
-        "METRIC        new      old  broken\nval/accuracy  nan      -    -\nval/loss      2.12346  3    -",
-        "on 1,234 names, SHA-256 0123456789abcdef...",
-    ]
-
-
-def test_json_has_the_reasons_and_the_data() -> None:
-    found = command._as_dict(FOUND, "https://user:secret@host/names.txt")
-    assert found["failures"] == {"broken": "it is damaged"}
-    assert found["held_out"] == {"sha256": "0123456789abcdef0123", "n": 1234}
-    assert "secret" not in found["data"]
 
 
 def test_configuration_of_a_run_is_read_without_the_values_that_it_lacks(

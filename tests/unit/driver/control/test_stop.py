@@ -17,7 +17,6 @@ import pytest
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
 from ddptrain.driver.failure import run_end as verdicts
-from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.driver.inbox import Inbox, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
@@ -94,15 +93,6 @@ def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
             "interrupted",
         )
     assert by_hand.failure is not None and by_hand.failure.message == "the driver was sent SIGINT"
-
-
-def test_run_that_saved_for_a_request_says_so_and_one_that_failed_says_what_failed(writer: RunWriter) -> None:
-    writer.update(checkpoints=("step-3",))
-    said = verdicts.name_stop_command(verdicts.judge_error(Interrupted(signal.SIGTERM), writer))
-    assert said.failure is not None and said.failure.message == "ended by ddptrain stop"
-    assert said.cause.startswith("ended by ddptrain stop; checkpoint step-3 is saved, continue with --resume")
-    for untouched in (verdicts.judge_error(ClusterError("gone"), writer), RunEnd(RunStatus.SUCCEEDED, 0)):
-        assert verdicts.name_stop_command(untouched) is untouched
 
 
 def test_request_after_ctrl_c_did_not_end_the_run(writer: RunWriter, signals: Signals) -> None:

@@ -18,7 +18,6 @@ from ddptrain.driver.doctor.judge import (
     judge_torch,
 )
 from ddptrain.protocol.host_facts import GpuFacts, HostFacts, Interface
-from ddptrain.rank import torch_probe
 
 CUDA = TorchFacts("2.9", "12.8", "0.24", gpus=2, nccl=True)
 FACTS = HostFacts(
@@ -123,15 +122,6 @@ def test_interfaces_of_variables_must_be_up(value: str, is_bad: bool) -> None:
     assert is_bad or checks[3:] == [found]
 
 
-def test_interfaces_that_are_missing_are_named_and_those_that_could_be_used() -> None:
-    checks = list(judge_host(dataclasses.replace(FACTS, network_env={"GLOO_SOCKET_IFNAME": "ib0, eth0,=eth"}), 2))
-    text = "GLOO_SOCKET_IFNAME is ib0, eth0,=eth, but no interface ib0, =eth is up"
-    assert checks[3:] == [Check("network", Result.BAD, text, "use one of eth0, or unset it")]
-    down = dataclasses.replace(FACTS, interfaces=())
-    (check,) = list(judge_host(dataclasses.replace(down, network_env={"GLOO_SOCKET_IFNAME": "ib0"}), 2))[3:]
-    assert check.hint == "use one of none, or unset it"
-
-
 @pytest.mark.parametrize(
     ("offset_s", "result", "text"),
     [
@@ -145,51 +135,3 @@ def test_interfaces_that_are_missing_are_named_and_those_that_could_be_used() ->
 def test_clock_is_compared_with_a_server(offset_s: float | None, result: Result, text: str) -> None:
     check = judge_clock(offset_s, "https://s")
     assert (check.result, check.text) == (result, text)
-
-
-@pytest.mark.parametrize(
-    ("found", "gpus", "driver", "expected"),
-    [
-        (CUDA, 2, "470.1", "2, with the driver 470.1"),
-        (CUDA, 2, "", "2, with the driver unknown"),
-        (CUDA, 0, "470.1", "none: ranks train on the CPU"),
-    ],
-)
-def test_gpus_that_torch_can_use_are_told_with_the_driver(
-    found: TorchFacts, gpus: int, driver: str, expected: str
-) -> None:
-    (check,) = (check for check in judge_torch(found, gpus, driver) if check.subject == "GPUs")
-    assert check == Check("GPUs", Result.OK, expected)
-
-
-def test_this_torch_reduces_with_gloo() -> None:
-    torch_probe._reduce_with_gloo()
-
-
-@pytest.mark.parametrize(
-    ("found", "gpus", "checks"),
-    [
-        (
-            CUDA,
-            2,
-            [
-                Check("torch", Result.OK, "2.9, for CUDA 12.8"),
-                Check("torchvision", Result.OK, "0.24"),
-                Check("GPUs", Result.OK, "2, with the driver 470.1"),
-                Check("gloo", Result.OK, "an all-reduce works"),
-            ],
-        ),
-        (
-            TorchFacts("2.9", "", "0.24"),
-            0,
-            [
-                Check("torch", Result.OK, "2.9, without CUDA"),
-                Check("torchvision", Result.OK, "0.24"),
-                Check("GPUs", Result.OK, "none: ranks train on the CPU"),
-                Check("gloo", Result.OK, "an all-reduce works"),
-            ],
-        ),
-    ],
-)
-def test_what_works_of_torch_is_told(found: TorchFacts, gpus: int, checks: list[Check]) -> None:
-    assert list(judge_torch(found, gpus, "470.1")) == checks

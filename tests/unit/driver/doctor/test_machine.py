@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-import urllib.error
-import urllib.request
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -38,33 +33,9 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-def test_server_that_refuses_is_reachable_and_has_a_clock(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([978307200.0 + 20.0, 978307200.0 + 22.0])  # the answer takes 2 s: it was sent in the middle of them
-    monkeypatch.setattr(machine, "time", SimpleNamespace(time=lambda: next(times)))
-    assert machine.ask_server(server) == machine.Answer(server, "", 20.5)
-
-
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (OSError(113, "No route to host"), "No route to host"),
-        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), "Connection refused"),
-        (urllib.error.URLError("unknown\nthing"), "unknown"),
-        (HTTPException("odd"), "odd"),
-        (None, ""),
-    ],
-)
-def test_server_is_asked_for_its_headers_only_and_not_for_long(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None, told: str
-) -> None:
-    def urlopen(request: urllib.request.Request, timeout: float) -> Any:
-        assert (request.full_url, request.get_method(), timeout) == ("https://h:1/x", "HEAD", 3.0)
-        if error is not None:
-            raise error
-        return nullcontext(SimpleNamespace(headers={}))
-
-    monkeypatch.setattr(machine.urllib.request, "urlopen", urlopen)  # type: ignore[attr-defined]
-    assert machine.ask_server("https://h:1/x") == machine.Answer("https://h:1/x", told)
+def test_server_that_refuses_is_reachable_and_has_a_clock(server: str) -> None:
+    ahead_s = time.time() - 978307200.0
+    assert machine.ask_server(server) == machine.Answer(server, "", pytest.approx(ahead_s, abs=60.0))
 
 
 def test_server_that_is_away_is_named_without_its_password() -> None:

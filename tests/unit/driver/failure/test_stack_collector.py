@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
-import pytest
-
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.failure.hang import ANSWERS_S, StackCollector
 from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog
@@ -116,21 +114,6 @@ def test_a_rank_that_finishes_during_the_inquiry_ends_it_without_a_fault_unless_
     victim = Fault(0, FaultKind.EXCEPTION, 3, "timed out", victim=True, timed_out=True)
     _, fault = collector.result([dataclasses.replace(finished[0], fault=victim, lost=True), finished[1]], 105.0, 8)
     assert fault is not None and fault.rank == 1
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({}, "did not start within 40 s"),
-        ({"started": STARTED}, "did not reach the rendezvous within 40 s"),
-        ({"started": STARTED, "entered": True}, "no progress for 40 s"),
-    ],
-)
-def test_the_fault_says_how_far_the_rank_came(state: dict[str, Any], message: str) -> None:
-    ranks = [running(0, **state), dataclasses.replace(running(1, **state), lost=True)]
-    _, fault = begun().result(ranks, 105.0, 8)
-    assert fault is not None and fault.rank == 0
-    assert fault.message.startswith(f"{message}, its place in the code is not known")
 
 
 def test_of_ranks_that_were_not_asked_nothing_is_known() -> None:

@@ -9,18 +9,6 @@ from hypothesis import strategies as st
 from ddptrain.results.show.plot import ChartLine, Style, draw_chart
 
 
-def test_ascii_shows_a_falling_line_between_its_bounds() -> None:
-    text = draw_chart("loss", "step", [ChartLine("train/loss", [0, 10], [4.0, 2.0])], Style(width=40, height=5))
-    lines = text.split("\n")
-    assert text.isascii()
-    assert lines[0] == "loss"
-    assert lines[1].startswith("4 |*") and lines[5].startswith("2 |")
-    assert lines[5].endswith("*")
-    assert lines[7].split() == ["0", "step", "10"]
-    assert lines[8] == "** train/loss"
-    assert max(map(len, lines)) <= 40
-
-
 def test_a_terminal_gets_dots_and_colours_of_the_same_width() -> None:
     style = Style(width=60, height=8, unicode=True, colour=True)
     text = draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1]), ChartLine("b", [0, 1], [1, 0])], style)

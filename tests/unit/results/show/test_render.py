@@ -15,12 +15,11 @@ from ddptrain.results.run_record import (
     DriverRecord,
     FailureRecord,
     GitRecord,
-    RankRecord,
     RunRecord,
 )
 from ddptrain.results.selection import Field, RunFields
 from ddptrain.results.show import render
-from ddptrain.results.show.render import HEADER, print_sections, print_table, rows, run_table, sections
+from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections
 from ddptrain.results.tracker_records import wandb_parts
 from ddptrain.text_tables import number, plain_sections
 
@@ -183,32 +182,6 @@ def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: P
     assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
 
 
-def test_only_attempt_of_a_run_is_called_ranks(tmp_path: Path) -> None:
-    record = RunRecord(run_id="r", status="failed", attempts=(AttemptRecord(1, ranks=(RankRecord(0, host="h"),)),))
-    assert dict(sections(RunView(RunLayout(tmp_path), record)))["ranks"] == [("rank 0", "h")]
-
-
-def test_profiles_are_in_the_order_of_their_steps_and_eight_are_shown(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    for first in range(9, -1, -1):
-        path = layout.artifacts_dir / f"profile/steps-{first}-{first + 1}/rank-0.pt.trace.json.gz"
-        path.parent.mkdir(parents=True)
-        path.touch()
-    shown = dict(sections(RunView(layout, RunRecord(run_id="r")))[0][1])["profile"].split("\n")
-    assert shown == [
-        f"steps {first} to {first + 1} of 1 rank: artifacts/profile/steps-{first}-{first + 1}" for first in range(8)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("note", "shown"), [("x" * 60, "x" * 60), ("x" * 61, "x" * 57 + "..."), ("first\nsecond", "first")]
-)
-def test_a_note_in_the_table_is_its_first_line_of_at_most_60_characters(tmp_path: Path, note: str, shown: str) -> None:
-    (tmp_path / "annotations.json").write_text(json.dumps({"note": note}))
-    table = run_table([RunFields(RunView(RunLayout(tmp_path), RunRecord(run_id="r")))])
-    assert (table[0][-1], table[1][-1]) == ("NOTE", shown)
-
-
 def test_a_row_has_start_duration_and_ranks(tmp_path: Path) -> None:
     started = {"started_at": "2025-01-01T10:00:00+02:00", "duration_s": 61.0}
     record = RunRecord(run_id="r", status="succeeded", world_size=4, **started)  # type: ignore[arg-type]
@@ -235,15 +208,6 @@ def test_status_is_coloured_on_a_terminal() -> None:
     assert "\x1b[32m" in printed("succeeded")
     assert all("\x1b[33m" in printed(status) for status in ("preempted", "cancelled"))
     assert all("\x1b[36m" in printed(status) for status in ("running", "waiting"))
-
-
-def test_sections_on_a_terminal_have_names_and_values_in_columns() -> None:
-    file = io.StringIO()
-    console = Console(file=file, width=40, force_terminal=True, color_system="standard", legacy_windows=False)
-    print_sections([("r-1", [("status", "failed"), ("note", "failed")])], console)
-    first, *lines, last = file.getvalue().splitlines()
-    assert first == "\x1b[1mr-1\x1b[0m" and last == ""
-    assert lines[0].count("\x1b[31mfailed") == 1 and "\x1b[31m" not in lines[1] and len(lines) == 2
 
 
 def test_what_was_not_sent_to_w_and_b_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,12 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
-from ddptrain.workloads.images.loader import decode_client, decode_pool
-from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessDecodePool, ThreadDecodePool
+from ddptrain.workloads.images.loader import decode_client
+from ddptrain.workloads.images.loader.decode_pool import DecodeProcessLost, ProcessDecodePool
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from tests.servers.images_on_s3 import draw_folder
 from tests.unit.worker.stubs import until
@@ -55,31 +53,6 @@ def images(tmp_path: Path) -> Path:
     folder = tmp_path / "images"
     draw_folder(folder, CLASSES, PER_CLASS, (24, 20))
     return folder
-
-
-class Queue:
-    """A pipeline that only takes requests."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.taken: list[Any] = []
-
-    def put(self, request: Any) -> None:
-        self.taken.append(request)
-
-
-def test_pool_of_threads_takes_as_many_requests_as_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_pool, "Pipeline", Queue)
-    fd = decode_pool.shared_memory(1)
-    setup: Any = SimpleNamespace(readers=2, pixels_fd=fd, size=8, augment=False, reader=lambda: None)
-    pool = ThreadDecodePool(setup, 3, lambda results: None)
-    os.close(fd)
-    requests: list[Any] = [*range(2 + decode_client.AHEAD * 3)]
-    assert all(pool.put(request) for request in requests)
-    late: Any = "late"
-    assert not pool.put(late)
-    pool.complete(0)
-    assert pool.put(late) and not pool.put(late)
-    assert vars(pool)["_pipeline"].taken == [*requests, late]
 
 
 @pytest.fixture
