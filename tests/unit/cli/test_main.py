@@ -97,13 +97,6 @@ def test_return_value_of_a_command_is_the_exit_code(handle: Handle, value: int |
     assert handle(lambda: value) == (value or 0)
 
 
-@pytest.mark.parametrize(("given", "code"), [(None, 0), (0, 0), (42, 42), ("no such thing", 1)])
-def test_sys_exit_in_a_command_is_read_as_the_interpreter_does(
-    handle: Handle, given: int | str | None, code: int
-) -> None:
-    assert handle(lambda: sys.exit(given)) == code
-
-
 @pytest.mark.parametrize("error", [ValueError("so wrong"), DdptrainError("so wrong"), OSError(5, "so wrong")])
 def test_unexpected_exception_is_one_line_and_a_file_that_only_the_user_reads(
     handle: Handle, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception

@@ -132,12 +132,6 @@ def test_machine_without_gpus_gets_at_least_two_ranks(monkeypatch: pytest.Monkey
     assert local_resources.local_resources(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": ""}) == LocalResources(8, ())
 
 
-@pytest.mark.parametrize(("ranks", "cores"), [(2, 1), (2, 2), (8, 8)])
-def test_no_warning_about_as_many_ranks_as_cores(ranks: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_resources, "default_slots", lambda _: 2)
-    assert local_resources.crowding(LocalResources(ranks, ()), cores) == ""
-
-
 def test_more_ranks_than_cores_are_warned_of_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_resources, "default_slots", lambda _: 2)
     expected = "40 ranks share 2 cores: their start and each step take longer; --ranks 2 may be faster"

@@ -19,7 +19,6 @@ import pytest
 
 from ddptrain.driver.control.signals import Signals, ThreadSignals, signals_to
 from ddptrain.driver.control.stop import StopRequest, StopTarget, stop_requests, stop_run
-from ddptrain.driver.failure import run_end as verdicts
 from ddptrain.driver.inbox import Inbox, SignalReceived
 from ddptrain.errors import ClusterError, ExitCode, Interrupted
 from ddptrain.results.errors import ResultsError
@@ -81,24 +80,10 @@ def test_request_for_now_is_ctrl_c_three_times_and_never_a_fourth_signal(writer:
     assert signals.taken == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
 
 
-def test_run_that_was_ended_by_a_request_says_so_and_not_which_signal_that_was(
-    writer: RunWriter, signals: Signals
-) -> None:
-    by_hand = verdicts.judge_error(Interrupted(signal.SIGINT), writer)
+def test_request_for_now_is_known_as_the_cause_of_the_end(writer: RunWriter, signals: Signals) -> None:
     ask(writer, replace(OURS, now=True))
     assert [message(signals) for _ in range(3)] == [SignalReceived(signal.SIGINT)] * 3
     assert signals.asked is True
-    for error in (Interrupted(signal.SIGINT), Interrupted(signal.SIGTERM)):
-        before = verdicts.judge_error(error, writer)
-        said = verdicts.name_stop_command(before)
-        assert said.failure is not None and said.failure.message == "ended by ddptrain stop"
-        assert said.cause == "ended by ddptrain stop; there is no checkpoint to continue from"
-        assert (said.status, said.exit_code, said.failure.kind) == (
-            RunStatus.CANCELLED,
-            128 + error.signum,
-            "interrupted",
-        )
-    assert by_hand.failure is not None and by_hand.failure.message == "the driver was sent SIGINT"
 
 
 def test_request_after_ctrl_c_did_not_end_the_run(writer: RunWriter, signals: Signals) -> None:

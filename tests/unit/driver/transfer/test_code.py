@@ -337,17 +337,6 @@ def test_code_that_is_too_large_is_refused_before_anything_is_sent(package: Code
     assert cluster.archive == b""
 
 
-def test_worker_that_fails_is_named(package: CodePackage) -> None:
-    cluster = Cluster({"w1": "a"})
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise OSError("the connection was lost")
-
-    cluster.client.run = fail
-    with pytest.raises(ClusterError, match=r"could not upload the code to w1: the connection was lost"):
-        upload(cluster, {"w1": "a"}, package)
-
-
 def test_of_many_workers_the_one_that_fails_is_named(package: CodePackage) -> None:
     cluster = Cluster({"w1": "a", "w2": "b"})
     error = ClusterError("cannot unpack the uploaded code into /home/x: Read-only file system")
