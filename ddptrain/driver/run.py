@@ -25,7 +25,7 @@ from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display, run_summary
-from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.driver.display.output_api import RunDisplay
 from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.inbox import Inbox, ResultsLost

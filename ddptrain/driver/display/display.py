@@ -25,10 +25,6 @@ from ddptrain.driver.display.live import LiveRenderer, LiveRows, RunRows
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail, RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
-from ddptrain.driver.display.run_display import RunDisplay
-from ddptrain.protocol.events import Metrics, Progress
-from ddptrain.protocol.worker_notices import SystemSample
-from ddptrain.results.run_record import BestRecord
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -38,6 +34,13 @@ LATE_S = 1.0  # added to the deadline, after which the thread itself stops waiti
 _LAST_WRITE_S = 0.2
 _FEW_LOGS = 64  # up to this number, all logs are checked each time, and stay open
 _ALL_LOGS_S = 2.0
+_MANY = (  # dropped while too many messages wait, and shown with the next message or line
+    output_api.RankMetrics,
+    output_api.RankProgress,
+    output_api.Silence,
+    output_api.SystemUse,
+    output_api.LogLine,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class _Close:
     deadline_s: float
 
 
-class Display(RunDisplay):
+class Display(output_api.RunDisplay):
     """Shows one run. All methods except `close` return at once, even if the terminal blocks."""
 
     def __init__(
@@ -89,57 +92,20 @@ class Display(RunDisplay):
         log.divert(self._log_line)
         return self
 
-    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Follow the logs of `world_size` ranks, from `offsets` (in bytes, by rank) on."""
-        self._send(output_api.WorldSize(world_size, offsets or {}))
-
     def hide(self, ranks: Collection[int]) -> None:
         """Do not show the output of these ranks; their logs are complete."""
         self._hidden = ranks
 
-    def rank_started(self, rank: int, host: str, pid: int) -> None:
-        """Show that the rank's process runs."""
-        self._send(output_api.RankStarted(rank, host, pid))
-
-    def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
-        """Show that the rank's process has ended: with success (`ok`), because it was stopped, or with a failure."""
-        self._send(output_api.RankEnded(rank, ok, stopped))
-
-    def metrics(self, rank: int, event: Metrics) -> None:
-        """Show metrics that the rank logged."""
-        self._send_if_room(output_api.RankMetrics(rank, event))
-
-    def progress(self, rank: int, event: Progress) -> None:
-        """Show progress that the rank reported."""
-        self._send_if_room(output_api.RankProgress(rank, event))
-
-    def epochs(self, total: int) -> None:
-        """Show of how many epochs the run consists."""
-        self._send(output_api.Epochs(total))
-
-    def saved(self, step: int, time_s: float, best: BestRecord | None = None) -> None:
-        """Show that the run directory has a new checkpoint since `time_s` (Unix time), and which one is the best."""
-        self._send(output_api.Saved(step, time_s, best))
-
-    def status(self, text: str, *, announced: bool = False) -> None:
-        """Show what the driver waits for; `announced`: a notice says it, so that only a live display shows it."""
-        self._send(output_api.DriverStatus(text, announced))
-
-    def silence(self, text: str) -> None:
-        """Show on a live display for how long a rank has not reported; "": all report."""
-        self._send_if_room(output_api.Silence(text))
-
-    def notice(self, text: str, level: str = "info") -> None:
-        """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
-        self._send(output_api.DriverNotice(text, level))
-
-    def event(self, obj: Mapping[str, Any]) -> None:
-        """Write an object for readers of JSON lines; the other outputs ignore it."""
-        self._send(output_api.RawEvent(obj))
-
-    def system(self, sample: SystemSample) -> None:
-        """Show the measured resource use of a host and its ranks."""
-        self._send_if_room(output_api.SystemUse(sample))
+    def handle(self, message: output_api.Message) -> None:
+        """Show the message; metrics, progress and lines of ddptrain's own log only if the output is read."""
+        if self.broken:
+            return
+        if isinstance(message, _MANY) and len(self._inbox) >= MAX_WAITING:
+            self._dropped += 1
+            return
+        self._inbox.append(message)
+        if not isinstance(message, _MANY):
+            self.log_grew()
 
     def log_grew(self, rank: int | None = None) -> None:
         """Note that the log file of this rank has grown and must be read soon; None: any log may have grown."""
@@ -172,21 +138,8 @@ class Display(RunDisplay):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _send(self, message: output_api.Message) -> None:
-        if not self.broken:
-            self._inbox.append(message)
-            self.log_grew()
-
-    def _send_if_room(self, message: output_api.Message) -> None:
-        if self.broken:
-            return
-        if len(self._inbox) < MAX_WAITING:
-            self._inbox.append(message)
-        else:
-            self._dropped += 1
-
     def _log_line(self, text: str) -> None:
-        self._send_if_room(output_api.LogLine(text))
+        self.handle(output_api.LogLine(text))
         self.log_grew()
 
     def _join(self, deadline_s: float) -> None:
