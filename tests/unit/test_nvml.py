@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from ddptrain.nvml import read_gpus
+from ddptrain.worker.host_facts import read_gpus
 
 
 def unsupported(*_: Any) -> Any:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import queue
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from distributed import Client, Future
+from distributed import Client, Future, Scheduler
 
 from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.clusters.scheduler import slots
-from ddptrain.compat.dask_pytorch_ddp import group_watch, notebook_task
+from ddptrain.compat.dask_pytorch_ddp import notebook_task
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.workers import Workers
@@ -23,9 +26,11 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol import rank_spec
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.results.layout import new_run_id
+from ddptrain.worker import driver_calls
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.dispatch import dispatch_with_ddp
+
 
 __all__ = ["dispatch_with_ddp", "run"]
 
@@ -34,6 +39,10 @@ logger = logging.getLogger(__name__)
 _WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rank_entrypoint:main"
 _START_S = 60.0  # time for the first worker to appear
 _WAIT_S = 300.0  # time to wait for slots that other runs use
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+_POLL_S = 0.05
+_WORKERS_POLL_S = 1.0
+_VICTIMS_S = 1.0  # after a failure, time for the other ranks to fail with their own errors
 
 
 def run(
@@ -81,9 +90,7 @@ def run(
         with contextlib.suppress(Exception):  # the scheduler may have ended
             client.run_on_scheduler(slots.release, worker_group.run_id)
         raise
-    group_watch.start(
-        client, worker_group.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)}
-    )
+    start(client, worker_group.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
     return futures
 
 
@@ -119,7 +126,7 @@ def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> lis
             group=rank_spec.ProcessGroup(chosen, rank_spec.DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
             checkpointing=rank_spec.Checkpointing(every_epochs=1),
             code=rank_spec.Code(_WORKLOAD, os.getcwd(), sys_path=search_path),
-            supervision=rank_spec.Supervision(group_watch.GRACE_S),
+            supervision=rank_spec.Supervision(GRACE_S),
         )
         for place in places
     ]
@@ -160,3 +167,73 @@ if not TYPE_CHECKING:
 
             return dispatch_with_ddp
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
+    """Watch the worker group until it has ended; `places` maps the keys of the ranks to workers."""
+    loop: Any = client.loop
+    loop.add_callback(_Watch(client, run_id, dict(places)).run)
+
+
+class _Watch:
+    """Watches one worker group. It has keys, not futures: if the user deletes all futures, Dask ends the ranks."""
+
+    def __init__(self, client: Client, run_id: str, places: dict[str, str]) -> None:
+        self.client, self.run_id, self.places = client, run_id, places
+        self.failed_at: float | None = None
+        self.stopped = False
+
+    async def run(self) -> None:
+        """Watch until the end; never raises."""
+        with suppress(Exception):  # it runs in the user's event loop, which must not get errors
+            await self._watch()
+        with suppress(Exception):  # the scheduler may have ended
+            await self.client.run_on_scheduler(slots.release, self.run_id)
+
+    async def _watch(self) -> None:
+        checked_at = time.monotonic()
+        while (pending := self._pending_keys()) and self.client.status == "running":
+            if self.failed_at is not None and not self.stopped and time.monotonic() - self.failed_at > _VICTIMS_S:
+                self.stopped = True
+                await self._stop(pending)
+            if time.monotonic() - checked_at > _WORKERS_POLL_S:
+                await self._give_up_lost(pending)
+                checked_at = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+
+    def _pending_keys(self) -> list[str]:
+        """Return the keys of ranks that have not ended; set failed_at after the first failure."""
+        states = {key: self.client.futures.get(key) for key in self.places}
+        if self.failed_at is None and any(state is None or state.status in _BAD for state in states.values()):
+            self.failed_at = time.monotonic()
+        return [key for key, state in states.items() if state is not None and state.status == "pending"]
+
+    async def _stop(self, keys: Sequence[str]) -> None:
+        workers = sorted({self.places[key] for key in keys})
+        await self.client.run(
+            driver_calls.stop_ranks,
+            self.run_id,
+            list(keys),
+            GRACE_S,
+            workers=workers,
+            on_error="ignore",
+            asynchronous=True,
+        )
+
+    async def _give_up_lost(self, keys: Sequence[str]) -> None:
+        """Cancel the ranks of lost workers, for which Dask would wait forever."""
+        workers = sorted({self.places[key] for key in keys})
+        gone = await self.client.run_on_scheduler(_absent, workers)
+        for key in keys:
+            if self.places[key] in gone:
+                reason = f"the worker {self.places[key]} of rank {key.rpartition('/')[2]} was lost"
+                future: Future[Any] = Future(key, self.client)
+                await self.client.cancel([future], asynchronous=True, force=True, reason="lost", msg=reason)
+
+
+_BAD = ("error", "cancelled", "lost")
+
+
+def _absent(workers: Sequence[str], dask_scheduler: Scheduler) -> list[str]:
+    """Return the workers that have left the cluster; for run_on_scheduler."""
+    return [worker for worker in workers if worker not in dask_scheduler.workers]

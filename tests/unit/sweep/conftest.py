@@ -16,7 +16,7 @@ from ddptrain.protocol.events import Metrics
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.sweep import sweep as sweeps
-from ddptrain.sweep.capacity import Capacity
+from ddptrain.sweep.sweep import Capacity
 from ddptrain.sweep.trial import Trial, TrialDisplay
 
 # Logs values of `loss` for the params of a trial; returns the line of a failure, or "".

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.sweep import capacity
-from ddptrain.sweep.capacity import Capacity
+from ddptrain.sweep import sweep
+from ddptrain.sweep.sweep import Capacity
 
 
 def cluster(*workers: tuple[int, int], waiting: int = 0) -> Any:
@@ -37,7 +37,7 @@ def test_no_trial_is_added_while_another_run_waits() -> None:
 
 
 def test_it_follows_the_size_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "_LOOK_EVERY_S", 0.0)
     client = cluster((2, 2))
     found = Capacity(None, 1, client)
     assert found.trials(running=2) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from ddptrain.config.load import load_data, load_mapping
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.sweep.trial_config import best_yaml, trial_config
+from ddptrain.sweep.sweep import best_yaml, trial_config
 
 
 def resolved(folder: Path, space: dict[str, Any], **fields: Any) -> ResolvedConfig:

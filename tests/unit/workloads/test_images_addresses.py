@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.storage.options import settings_for
+from ddptrain.storage.object_store import settings_for
 from ddptrain.storage.store import Location, StoreUnreachable, open_store
 
 

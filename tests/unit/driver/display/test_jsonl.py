@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddptrain.driver.display import jsonl, output_api
-from ddptrain.driver.display.jsonl import JsonRenderer
+from ddptrain.driver.display import display, output_api
+from ddptrain.driver.display.display import JsonRenderer
 from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 
@@ -41,7 +41,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "time", SimpleNamespace(time=lambda: 12.34567))
+    monkeypatch.setattr(display, "time", SimpleNamespace(time=lambda: 12.34567))
 
 
 METRICS = Metrics(2_500_000_000, {"loss": math.nan, "acc": 0.5}, 3, 1.5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddptrain.tracking.wandb.rows import RowFilter, WandbRow
+from ddptrain.tracking.wandb.tracker import RowFilter, WandbRow
 
 
 def test_every_tenth_step_goes_and_every_value_of_an_epochs_end() -> None:

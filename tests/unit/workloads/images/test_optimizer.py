@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.train import Schedule, make_optimizer
 
 
 def made(**params: Any) -> tuple[ImagesParams, torch.optim.Optimizer, Schedule]:

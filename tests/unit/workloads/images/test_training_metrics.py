@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ddptrain.workloads.images.training_metrics import Meter
+from ddptrain.workloads.images.train import Meter
 
 
 class Context(SimpleNamespace):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from ddptrain.workloads.images import predict
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
-from ddptrain.workloads.images.loader import predict_reader
-from ddptrain.workloads.images.loader.predict_reader import decoded
+from ddptrain.workloads.images.predict import decoded
 
 
 def picture(path: Path, red: int) -> PredictInput:
@@ -56,10 +56,10 @@ def test_pillow_does_not_warn_about_an_image_that_is_read(tmp_path: Path, monkey
 def test_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = picture(tmp_path / "one.png", 10)
     size = os.path.getsize(one.name)
-    monkeypatch.setattr(predict_reader, "_MOST_BYTES", size)
+    monkeypatch.setattr(predict, "_MOST_BYTES", size)
     ((_, image),) = decoded([one], 8, 1)
     assert not isinstance(image, str)
-    monkeypatch.setattr(predict_reader, "_MOST_BYTES", size - 1)
+    monkeypatch.setattr(predict, "_MOST_BYTES", size - 1)
     assert [*decoded([one], 8, 1)] == [(one, f"has {size:,} bytes, which is too large for an image")]
 
 
@@ -82,7 +82,7 @@ def test_bug_while_an_image_is_read_is_raised_and_threads_end(tmp_path: Path, mo
     def fail(data: bytes, size: int) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(predict_reader, "decode_eval", fail)
+    monkeypatch.setattr(predict, "decode_eval", fail)
     with pytest.raises(ZeroDivisionError):
         next(decoded([picture(tmp_path / "one.png", 10)], 8, 1))
     for thread in threading.enumerate():
