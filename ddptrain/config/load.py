@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from ddptrain.config import function_signature as config_params
 from ddptrain.config import plugin_names
 from ddptrain.config.config_file import MAX_NEIGHBOURS, decode, find_config, python_files, read_text
-from ddptrain.config.params_check import check_params
+from ddptrain.config.function_signature import check_params
 from ddptrain.config.resolved import ResolvedConfig, import_folders, resolve
 from ddptrain.config.run_config import PrepareConfig, RunConfig
 from ddptrain.config.sections.clusters import ClusterConfig, ClusterFile

@@ -19,18 +19,17 @@ from ddptrain.clusters.provider import Cluster
 from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
-from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
-from ddptrain.config.workload_check import check_workload
+from ddptrain.config.workload_check import check_tls, check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import open_display, run_summary
 from ddptrain.driver.display.output_api import RunDisplay
-from ddptrain.driver.evaluation_plan import STAGE, EvaluationPlan
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.inbox import Inbox, ResultsLost
+from ddptrain.driver.rank_specs import STAGE, EvaluationPlan
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.starting_weights import fetch_weights
@@ -40,7 +39,7 @@ from ddptrain.gpus import usable_cores
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines
 from ddptrain.protocol.exec_env import without_working_directory
-from ddptrain.protocol.starting_weights import FILE as WEIGHTS
+from ddptrain.protocol.rank_spec import FILE as WEIGHTS
 from ddptrain.protocol.worker_notices import describe_status
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import check_run_id, new_run_id

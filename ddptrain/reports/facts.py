@@ -6,13 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ddptrain.file_ops import open_regular
 from ddptrain.redact import hide_credentials, hide_known
-from ddptrain.reports.rank_results import RankResult, rank_results
 from ddptrain.reports.report import RunReport
 from ddptrain.reports.source_line import SourceLine, line_of_failure
 from ddptrain.results.lookup import RunView
+from ddptrain.results.metrics import LAST_BYTES, read_events
+from ddptrain.results.run_record import RankRecord
 from ddptrain.results.show.log_follower import final_text
 
 TAIL_LINES = 30
@@ -20,6 +22,8 @@ MOST_RANKS = 4  # whose last lines are shown
 _LINE_CHARACTERS = 500
 _READ_BYTES = 256 << 10  # the end of a log
 _TAIL_BYTES = 6000  # of one rank, so that a report fits into a comment
+_PASSED, _FAILED, _STOPPED = "passed", "failed", "stopped"
+_KINDS = ("run_started", "fault", "rank_ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +85,58 @@ def _shortened(line: str, secrets: Sequence[str]) -> str:
     text = final_text(line if line.count("\r") < 1000 else line.rpartition("\r")[2])
     shown = str(hide_credentials(hide_known(text[: 2 * _LINE_CHARACTERS], secrets)))
     return shown if len(shown) <= _LINE_CHARACTERS else f"{shown[:_LINE_CHARACTERS]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """A rank of the last attempt: outcome is passed, failed, or stopped (with `message`: why)."""
+
+    rank: int
+    host: str
+    outcome: str
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it failed by itself."""
+        return self.outcome == _FAILED
+
+
+def rank_results(view: RunView) -> list[RankResult]:
+    """Return how the ranks of the last attempt ended, in the order of ranks; none if no rank was started."""
+    attempts = view.record.attempts
+    faults: dict[int, dict[str, Any]] = {}
+    stopped: set[int] = set()
+    for event in _last_attempt(view.layout.events_jsonl):
+        if event["event"] == "fault":
+            faults.setdefault(event["rank"], event)
+        elif event["event"] == "rank_ended" and event.get("stopped"):
+            stopped.add(event["rank"])
+    return [_result(view, rank, faults.get(rank.rank), stopped) for rank in attempts[-1].ranks] if attempts else []
+
+
+def _result(view: RunView, rank: RankRecord, fault: dict[str, Any] | None, stopped: set[int]) -> RankResult:
+    failure = view.record.failure
+    is_root_cause = failure is not None and failure.rank == rank.rank
+    if fault is not None and (is_root_cause or not fault.get("victim")):
+        return RankResult(rank.rank, rank.host, _FAILED, str(fault.get("message", "")))
+    if is_root_cause and failure is not None:
+        return RankResult(rank.rank, rank.host, _FAILED, failure.message)
+    if fault is not None:
+        return RankResult(rank.rank, rank.host, _STOPPED, f"lost its connection: {fault.get('message', '')}")
+    if rank.rank in stopped or (rank.exit is None and failure is not None):
+        return RankResult(rank.rank, rank.host, _STOPPED, "stopped because the run ended")
+    if rank.exit:
+        return RankResult(rank.rank, rank.host, _FAILED, f"exit code {rank.exit}")
+    return RankResult(rank.rank, rank.host, _PASSED)
+
+
+def _last_attempt(path: Path) -> list[dict[str, Any]]:
+    """Return the events since the last start of ranks; none if the file cannot be read."""
+    found: list[dict[str, Any]] = []
+    for event in read_events(path, _KINDS, LAST_BYTES):
+        if event["event"] == "run_started":
+            found = []
+        elif isinstance(event.get("rank"), int):
+            found.append(event)
+    return found

@@ -9,18 +9,17 @@ from itertools import pairwise
 from statistics import fmean
 from urllib.parse import quote
 
-from ddptrain.config.wording import counted
+from ddptrain.config.wording import counted, shorten
 from ddptrain.errors import DdptrainError
 from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.facts import Facts
-from ddptrain.reports.markdown_text import cell, code, details, fenced, link, table
 from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.reports.source_line import SourceLine
 from ddptrain.results.lookup import RunView
 from ddptrain.results.show.curves import Curve, Panel, Plot, Points, whole_plot
 from ddptrain.results.tracker_records import run_argument, tracker_outputs
-from ddptrain.text_tables import clean, duration
+from ddptrain.text_tables import clean, clean_line, duration
 
 COMMENT_CHARACTERS = 65_536  # the longest comment that GitHub takes
 _TRACEBACK_CHARACTERS = 8_000
@@ -44,6 +43,9 @@ _SETTINGS = (
 )
 _UNSAFE = re.compile(r"[\"`#;<>&{}\\\r\n]")
 _LARGEST = 1e12  # xychart does not read exponents
+_LONGEST_SPAN = 500
+_LONGEST_LINK = 2000
+_LINK = re.compile(r"https?://[^\s<>()\[\]`|\"'\\]+")
 
 
 def markdown(facts: Facts, environ: Mapping[str, str], limit: int = COMMENT_CHARACTERS) -> str:
@@ -345,3 +347,48 @@ def _resampled(line: Points, start: float, end: float) -> list[float]:
     if len(x) > 2 * _POINTS:
         x, y = (np.array([part.mean() for part in np.array_split(values, _POINTS)]) for values in (x, y))
     return [float(value) for value in np.interp(np.linspace(start, end, count), x, y)]
+
+
+def code(text: str) -> str:
+    """Return one line as a code span: no link, no mention of a user, no HTML."""
+    line = clean_line(shorten(text.strip(), _LONGEST_SPAN)) or "-"
+    fence = _fence(line, 1)
+    space = " " if "`" in (line[0], line[-1]) else ""
+    return f"{fence}{space}{line}{space}{fence}"
+
+
+def cell(text: str) -> str:
+    """Return one line as a code span for a table."""
+    return code(text).replace("|", "\\|")
+
+
+def fenced(text: str, language: str = "text") -> str:
+    """Return the text as a code block."""
+    shown = clean(text.rstrip())
+    fence = _fence(shown, 3)
+    return f"{fence}{language}\n{shown}\n{fence}"
+
+
+def link(label: str, url: str) -> str:
+    """Return a link; other addresses than plain HTTP ones as code."""
+    return f"[{label}]({url})" if _LINK.fullmatch(url) else code(url)
+
+
+def is_plain_link(url: str) -> bool:
+    """Return whether a text is an HTTP address that cannot be anything else."""
+    return len(url) <= _LONGEST_LINK and _LINK.fullmatch(url) is not None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; the cells are Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
+
+
+def details(summary: str, body: str) -> str:
+    """Return a block that is folded; `summary` is text of our own."""
+    return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
+
+
+def _fence(text: str, least: int) -> str:
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    return "`" * max(least, longest + 1)

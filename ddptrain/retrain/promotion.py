@@ -18,8 +18,7 @@ from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, Retr
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.layout import BEST
 from ddptrain.results.lookup import RunView, find_checkpoint
-from ddptrain.retrain.script_output import output_state, read_metrics
-from ddptrain.retrain.start import Start
+from ddptrain.retrain.start import Start, output_state, read_metrics
 
 if TYPE_CHECKING:
     from ddptrain.retrain.evaluation import Evaluation

@@ -18,8 +18,8 @@ from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
-from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
+from ddptrain.config.workload_check import check_tls
 from ddptrain.driver.cluster_session import LocalResources, Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
@@ -34,8 +34,8 @@ from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
 from ddptrain.results.sweep_record import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
 from ddptrain.sweep import output
-from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation
 from ddptrain.sweep.home import BEST, SweepHome, opened
+from ddptrain.sweep.output import SAME_FAILURES, Failures, Limits, Situation
 from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
 
 if TYPE_CHECKING:

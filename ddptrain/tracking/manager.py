@@ -7,9 +7,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddptrain.tracking.items import Checkpoint, Image, Item, Table
+from ddptrain.tracking.items import Checkpoint, Image, Item, SharedFiles, Table, TempFolder
 from ddptrain.tracking.protocol import State
-from ddptrain.tracking.temp_files import SharedFiles, TempFolder
 from ddptrain.tracking.tracker_thread import Emit, TrackerDefinition, TrackerThread
 
 

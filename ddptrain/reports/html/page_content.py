@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +10,21 @@ from datetime import UTC, datetime
 
 from ddptrain import __version__
 from ddptrain.config.wording import counted, shorten
+from ddptrain.errors import UsageError
 from ddptrain.reports.html.render import render_page
-from ddptrain.reports.html.run_card import RunCard, read_card
-from ddptrain.reports.html.subjects import Subjects
+from ddptrain.reports.html.run_card import MOST_RUNS, RunCard, read_card
 from ddptrain.reports.html.sweep import SweepTable
+from ddptrain.results.layout import valid_run_id
+from ddptrain.results.lookup import RunView
+from ddptrain.results.remote.runs import open_runs_dir, split_run
+from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.sweep_record import FoundSweep, find_sweep
 
 _MOST_COLUMNS = 6  # of settings, and of metrics, in the table of runs
 _ID_CHARACTERS = 120
 _MOST_IN_CONTENTS = 10
 _MOST_DETAILED = 20  # runs with logs, configuration, images and tables
+_RUNS_OF_SWEEP = 50  # the best ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +126,41 @@ def _shared_metrics(cards: Sequence[RunCard]) -> list[str]:
     counts = Counter(metric.name for card in cards for metric in card.metrics)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], not item[0].startswith("val"), "loss" not in item[0]))
     return [name for name, _ in ordered[:_MOST_COLUMNS]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The runs, and the sweep if there is one (its best runs are among the runs)."""
+
+    views: Sequence[RunView]
+    sweep: SweepTable | None = None
+
+
+def find_subjects(names: Sequence[str], runs_dir: str) -> Subjects:
+    """Return what the names stand for: sweeps or runs. Raises UsageError, RunNotFound, StoreError."""
+    views: list[RunView] = []
+    sweeps: list[FoundSweep] = []
+    for name in dict.fromkeys(names):
+        if (found := find_sweep(runs_dir, name)) is not None:
+            sweeps.append(found)
+        else:
+            place, run = split_run(name, runs_dir)
+            views.append(open_runs_dir(place).find(run, NeededFiles.REPORT))
+    if len(sweeps) > 1:
+        raise UsageError(f"a report has at most one sweep, got {len(sweeps)}; write one report for each")
+    sweep = SweepTable.of(sweeps[0].record) if sweeps else None
+    if sweep is not None:
+        views += _runs_of(sweep, sweeps[0])
+    views = list({view.layout.root: view for view in views}.values())
+    if len(views) > MOST_RUNS:
+        raise UsageError(f"a report has at most {MOST_RUNS} runs, got {len(views)}; name fewer")
+    return Subjects(views, sweep)
+
+
+def _runs_of(sweep: SweepTable, found: FoundSweep) -> list[RunView]:
+    """Return the runs of the trials that are running, and of the best ones; then of those that failed."""
+    running = [trial for trial in sweep.trials if trial.state == "running"]
+    failed = [trial for trial in sweep.trials if trial.state == "failed"]
+    names = dict.fromkeys(name for trial in (*running, *sweep.ranked(), *failed) for name in trial.run_ids)
+    runs = (found.trials.find_exact(name, NeededFiles.REPORT) for name in names if valid_run_id(name))
+    return list(itertools.islice((view for view in runs if view is not None), _RUNS_OF_SWEEP))

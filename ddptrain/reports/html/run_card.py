@@ -18,12 +18,11 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, one_line
 from ddptrain.file_ops import open_regular
 from ddptrain.redact import hide_secrets
-from ddptrain.reports.facts import last_lines
+from ddptrain.reports.facts import RankResult, last_lines, rank_results
 from ddptrain.reports.html import tables as csv_tables
 from ddptrain.reports.html.pictures import Picture, PictureReader
 from ddptrain.reports.html.series import MEAN, Line, MetricSummary, page_data, read_lines, read_system_lines, summaries
 from ddptrain.reports.html.timeline import Timeline, read_timeline
-from ddptrain.reports.rank_results import RankResult, rank_results
 from ddptrain.reports.source_line import is_installed
 from ddptrain.results.compare import flat
 from ddptrain.results.layout import files_below

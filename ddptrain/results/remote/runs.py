@@ -19,11 +19,10 @@ from ddptrain.file_ops import make_private, publish, sha256
 from ddptrain.results.annotations import FILE as ANNOTATIONS
 from ddptrain.results.annotations import Annotations, Change, edit_folder, edit_stored
 from ddptrain.results.errors import results_errors
-from ddptrain.results.layout import BEST, valid_run_id
+from ddptrain.results.layout import BEST, Origin, origin_of, valid_run_id
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
 from ddptrain.results.remote import restore
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.remote.local_copy import Origin, origin_of
 from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.results.run_record import RecordError, RunRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns, NeededFiles

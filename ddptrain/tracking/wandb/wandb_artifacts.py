@@ -12,7 +12,7 @@ from pathlib import Path
 import wandb
 
 from ddptrain.tracking import items
-from ddptrain.tracking.temp_files import link_or_copy
+from ddptrain.tracking.items import link_or_copy
 from ddptrain.tracking.wandb.media import artifact_name
 from ddptrain.tracking.wandb.wandb_folders import CHECKPOINT_TYPE
 from ddptrain.tracking.wandb.wandb_run import reason_of

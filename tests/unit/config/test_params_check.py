@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ddptrain.config.function_signature import Parameter, check_params, describe, field_name, make_model
 from ddptrain.config.load import load_mapping
-from ddptrain.config.params_check import Parameter, check_params, describe, field_name, make_model
 from ddptrain.errors import ConfigError
 from ddptrain.rank.entrypoint import WrongParams, bind
 

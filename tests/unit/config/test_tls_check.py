@@ -8,7 +8,7 @@ import pytest
 
 from ddptrain.clusters.security import make_tls
 from ddptrain.config.load import load_config
-from ddptrain.config.tls_check import check_tls
+from ddptrain.config.workload_check import check_tls
 from ddptrain.errors import ConfigError
 
 TEXT = """workload: petnames

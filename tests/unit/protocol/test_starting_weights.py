@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.protocol.starting_weights import FILE, StartingWeights, names_model, same_model, weights_in
+from ddptrain.protocol.rank_spec import FILE, StartingWeights, names_model, same_model, weights_in
 
 
 @pytest.mark.parametrize(

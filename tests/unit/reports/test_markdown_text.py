@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from markdown_it import MarkdownIt
 
-from ddptrain.reports.markdown_text import cell, code, fenced, link, table
+from ddptrain.reports.markdown import cell, code, fenced, link, table
 
 
 @pytest.mark.parametrize(

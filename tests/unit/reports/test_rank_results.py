@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddptrain.reports.rank_results import RankResult, rank_results
+from ddptrain.reports.facts import RankResult, rank_results
 from ddptrain.results.run_record import FailureRecord
 from tests.unit.reports.runs import failed_run, run
 

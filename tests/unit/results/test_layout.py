@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.layout import RunLayout, files_below, new_run_id, safe_relative, step_name, step_of, valid_run_id
-from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.layout import (
+    Origin,
+    RunLayout,
+    files_below,
+    new_run_id,
+    safe_relative,
+    step_name,
+    step_of,
+    valid_run_id,
+)
 
 
 def test_run_id_holds_name_utc_time_and_four_hex() -> None:

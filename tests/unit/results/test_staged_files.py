@@ -10,7 +10,7 @@ import pytest
 
 from ddptrain.protocol.events import FileSaved
 from ddptrain.results import staged_files
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.run_writer import RunWriter
 from tests.unit.results.conftest import Stage

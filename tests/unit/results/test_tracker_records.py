@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results.layout import RunLayout
-from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.layout import Origin, RunLayout
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 

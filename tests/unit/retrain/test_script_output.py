@@ -11,7 +11,7 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.retrain.evaluation import Evaluation
 from ddptrain.retrain.promotion import scores_text
-from ddptrain.retrain.script_output import output_state, read_metrics
+from ddptrain.retrain.start import output_state, read_metrics
 
 
 def test_metrics_of_a_script(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ddptrain.sweep.decisions import Failures, Limits, Situation, remaining_s
+from ddptrain.sweep.output import Failures, Limits, Situation, remaining_s
 
 NOW = Situation(chosen=2, waiting=0, running=1, capacity=2, elapsed_s=10.0, ending=False)
 

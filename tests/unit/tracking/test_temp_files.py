@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.tracking.temp_files import SharedFiles, TempFolder, link_or_copy
+from ddptrain.tracking.items import SharedFiles, TempFolder, link_or_copy
 
 
 def test_files_are_deleted_by_the_last_reader_only(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from ddptrain.protocol import worker_notices
-from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
-from ddptrain.protocol.worker_notices import MAX_SAMPLED_RANKS, SystemSample
+from ddptrain.protocol.worker_notices import HOST_METRICS, MAX_SAMPLED_RANKS, RANK_METRICS, SystemSample
 from ddptrain.worker.system_metrics import GpuReader, Rates, SampledRank, SystemSampler, members, rank_use
 
 Sent = queue.SimpleQueue[SystemSample]

@@ -27,7 +27,7 @@ from ddptrain import file_ops
 from ddptrain.config.wording import did_you_mean, listed, shorten
 from ddptrain.errors import UsageError, one_line
 from ddptrain.log import Log
-from ddptrain.protocol.starting_weights import StartingWeights, names_model, weights_in
+from ddptrain.protocol.rank_spec import StartingWeights, names_model, weights_in
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe, outline, wrong_size
 from ddptrain.workloads.images.model.labels import Labels, outputs_of
 from ddptrain.workloads.images.model.preflight import (

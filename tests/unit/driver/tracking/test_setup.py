@@ -15,7 +15,7 @@ from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.protocol.events import Tracked
-from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.layout import Origin
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.credentials import find_access
 

@@ -16,7 +16,7 @@ from ddptrain.driver.transfer.starting_weights import fetch_weights
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
 from ddptrain.model_registry.registry import ModelRegistry
-from ddptrain.protocol.starting_weights import FILE, StartingWeights
+from ddptrain.protocol.rank_spec import FILE, StartingWeights
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.reports.html.subjects import find_subjects
+from ddptrain.reports.html.page_content import find_subjects
 from ddptrain.reports.html.sweep import SweepTable
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.sweep_record import read_sweep

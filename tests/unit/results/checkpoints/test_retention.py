@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from ddptrain.results.checkpoints.retention import CheckpointPolicy, Saved, are_finite, best_checkpoint, superseded
+from ddptrain.results.checkpoints.run_checkpoints import (
+    CheckpointPolicy,
+    Saved,
+    are_finite,
+    best_checkpoint,
+    superseded,
+)
 from ddptrain.results.run_record import BestRecord
 
 NAN, INF = float("nan"), float("inf")

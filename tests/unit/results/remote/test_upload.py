@@ -10,7 +10,7 @@ import pytest
 
 from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout

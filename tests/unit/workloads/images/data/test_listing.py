@@ -12,7 +12,7 @@ from ddptrain.errors import UsageError
 from ddptrain.storage.store import Location, StoreMissing
 from ddptrain.workloads.images.data.listing import chosen_classes, list_images, prepare
 from ddptrain.workloads.images.data.manifest import FILE, DamagedManifest, Manifest
-from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
+from ddptrain.workloads.images.params import N_OUTPUTS
 
 CLASSES = ["n02085620-Chihuahua", "n02088364-beagle", "n02099601-golden_retriever"]
 
