@@ -67,7 +67,14 @@ class RankSpecs:
         placements = all_placements(places, use_gpu=self.of.resolved.config.cluster.gpus != 0)
         template = self._template(attempt, places, placements[0], resume_step)
         specs = [
-            self._spec(template, place, placement, folder, prepared)
+            dataclasses.replace(
+                template,
+                rank=place.rank,
+                placement=placement,
+                checkpointing=dataclasses.replace(template.checkpointing, resume_from=folder),
+                code=dataclasses.replace(template.code, inputs=prepared),
+                tracking=self.tracking.of(place),
+            )
             for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
         ]
         if self.of.options.evaluation is not None:
@@ -93,16 +100,6 @@ class RankSpecs:
             prepare=config.prepare.model_dump(),
             profile=config.profile.spec if config.profile is not None and self.of.options.evaluation is None else None,
             env={**shell, **self.tracking.env, **config.env},
-        )
-
-    def _spec(self, template: RankSpec, place: RankPlace, own: Placement, resume_from: str, inputs: str) -> RankSpec:
-        return dataclasses.replace(
-            template,
-            rank=place.rank,
-            placement=own,
-            checkpointing=dataclasses.replace(template.checkpointing, resume_from=resume_from),
-            code=dataclasses.replace(template.code, inputs=inputs),
-            tracking=self.tracking.of(place),
         )
 
     def _with_checkpoints(

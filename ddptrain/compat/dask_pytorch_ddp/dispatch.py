@@ -85,7 +85,20 @@ def run(
             future_arguments = _futures_in(args, kwargs)
             if pass_local_rank:  # with a GPU 0, because a rank sees only its own GPU
                 future_arguments["local_rank"] = 0 if place.slot.gpu else place.local_rank
-            futures.append(_submit(client, spec, port, place, pickled, future_arguments))
+            futures.append(
+                client.submit(
+                    notebook_task.run_job,
+                    spec.with_port(port).to_json(),
+                    pickled,
+                    future_arguments,
+                    key=spec.key,
+                    workers=[place.slot.worker],
+                    allow_other_workers=False,
+                    resources={rank_spec.SLOT_RESOURCE: 1} if place.slot.counted else None,
+                    pure=False,
+                    retries=0,
+                )
+            )
     except BaseException:
         with contextlib.suppress(Exception):  # the scheduler may have ended
             client.run_on_scheduler(slots.release, worker_group.run_id)
@@ -139,23 +152,6 @@ def _store_port(client: Client, first: RankSpec, place: RankPlace) -> int:
     except OSError as error:
         raise ClusterError(f"the worker {worker} can't listen on {first.group.master_addr}: {error}") from error
     return int(ports[worker])
-
-
-def _submit(
-    client: Client, spec: RankSpec, port: int, place: RankPlace, pickled: bytes, future_arguments: dict[int | str, Any]
-) -> Future[Any]:
-    return client.submit(
-        notebook_task.run_job,
-        spec.with_port(port).to_json(),
-        pickled,
-        future_arguments,
-        key=spec.key,
-        workers=[place.slot.worker],
-        allow_other_workers=False,
-        resources={rank_spec.SLOT_RESOURCE: 1} if place.slot.counted else None,
-        pure=False,
-        retries=0,
-    )
 
 
 if not TYPE_CHECKING:
