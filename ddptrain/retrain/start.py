@@ -93,7 +93,7 @@ class StageOutput:
 class RetrainOptions:
     """The options of the command line besides the configuration.
 
-    slot: the scheduled time as resolve_slot (schedule/times.py) returns it, or "". promote_anyway: the reason to
+    slot: the scheduled time as resolve_slot (schedule/entries.py) returns it, or "". promote_anyway: the reason to
     promote a version that the gate rejects, or "".
     """
 

@@ -23,8 +23,7 @@ from ddptrain.log import Log, own_context
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.sweep_record import TrialRecord, TrialState
-from ddptrain.sweep.home import SweepHome
-from ddptrain.sweep.metric import LiveMetric, best_value
+from ddptrain.sweep.home import LiveMetric, SweepHome, best_value
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})

@@ -24,7 +24,7 @@ import wandb
 from ddptrain.tracking import items
 from ddptrain.tracking.metric_goals import goal_of
 from ddptrain.tracking.protocol import Facts, State
-from ddptrain.tracking.wandb import media, wandb_run
+from ddptrain.tracking.wandb import wandb_artifacts, wandb_run
 from ddptrain.tracking.wandb.wandb_artifacts import ArtifactUploads
 from ddptrain.tracking.wandb.wandb_folders import SENDING
 from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of
@@ -129,7 +129,7 @@ class WandbTracker:
             case items.Numbers():
                 self._log_numbers(item)
             case items.Image():
-                self._add(item.step, {item.name: media.to_image(item)}, None, item.time_ns / 1e9)
+                self._add(item.step, {item.name: wandb_artifacts.to_image(item)}, None, item.time_ns / 1e9)
                 self._flush()  # while the file exists
             case items.Table():
                 self._log_table(item)
@@ -215,7 +215,7 @@ class WandbTracker:
         self._rows_until_watch -= 1
         if self._rows_until_watch > 0:
             return {}
-        histograms = media.histograms(self._model, watch)
+        histograms = wandb_artifacts.histograms(self._model, watch)
         self._rows_until_watch = _WATCH_EVERY if histograms else 1  # gradients exist only during a part of each step
         return {f"{self._prefix}{name}": value for name, value in histograms.items()}
 
@@ -227,8 +227,8 @@ class WandbTracker:
             )
         if self._run.offline:  # an offline log that names files would be useless once the run directory has moved
             return
-        self._uploads.put(media.to_table_artifact(item, max_rows, self._facts.run_id, self._facts.rank))
-        self._add(item.step, {item.name: media.to_table(item, max_rows)}, None, item.time_ns / 1e9)
+        self._uploads.put(wandb_artifacts.to_table_artifact(item, max_rows, self._facts.run_id, self._facts.rank))
+        self._add(item.step, {item.name: wandb_artifacts.to_table(item, max_rows)}, None, item.time_ns / 1e9)
         self._flush()
 
     def _flush_rows(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ddptrain import ci
 from ddptrain.errors import Problem
-from ddptrain.reports.source_line import line_of_failure, line_of_problem
+from ddptrain.reports.facts import line_of_failure, line_of_problem
 from ddptrain.results.run_record import CodeRecord, FailureRecord
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from ddptrain.errors import UsageError
-from ddptrain.schedule.times import parse_schedule, resolve_slot, slot_text
+from ddptrain.schedule.entries import parse_schedule, resolve_slot, slot_text
 
 
 def utc(text: str) -> datetime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ddptrain.sweep.metric import LiveMetric, best_value, values_by_step
+from ddptrain.sweep.home import LiveMetric, best_value, values_by_step
 
 
 def test_a_step_is_complete_when_all_ranks_have_logged_it() -> None:

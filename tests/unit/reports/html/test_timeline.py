@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddptrain.reports.html.timeline import Mark, Phase, read_timeline
+from ddptrain.reports.html.run_card import Mark, Phase, read_timeline
 from tests.unit.reports.runs import run
 
 START = "1970-01-01T00:00:00Z"
