@@ -115,8 +115,8 @@ class _Feed:
             if line.attempt == attempt:
                 values = {name: math.nan if value is None else value for name, value in line.values.items()}
                 step = None if line.step is None else int(line.step)
-                event = Metrics(int(line.time_s * 1e9), values, step, line.epoch)
-                self._display.handle(output_api.RankMetrics(line.rank, event))
+                logged = Metrics(int(line.time_s * 1e9), values, step, line.epoch)
+                self._display.handle(output_api.RankMetrics(line.rank, logged))
         for text in self._system.read():
             if (measured := parse_line(text.encode())) is not None:
                 self._show_use(measured)

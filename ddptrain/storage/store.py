@@ -229,8 +229,11 @@ class Store(ABC):
 
     def _limited(self, key: str, data: bytes, limit_bytes: int | None) -> bytes:
         if limit_bytes is not None and len(data) > limit_bytes:
-            raise TooLarge(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
+            raise self._too_large(key, limit_bytes)
         return data
+
+    def _too_large(self, key: str, limit_bytes: int) -> TooLarge:
+        return TooLarge(f"{self.location.description}/{key} can't be read: it has more than {limit_bytes:,} bytes")
 
 
 def open_store(location: Location, limits: Limits = Limits()) -> Store:

@@ -112,13 +112,6 @@ class StoreRuns:
         self._copy_files(self.copies / run_id, need, None)
         return load_run(self.copies / run_id)
 
-    def copy_file(self, name: str) -> Path | None:
-        """Return a copy of a small file beside the runs; None if there is no such file. Raises StoreError."""
-        if (data := self.store.read(name)) is None:
-            return None
-        _write_changed(_private(self.copies) / name, data)
-        return self.copies / name
-
     def annotate(self, run: str, change: Change) -> Annotations:
         """Change the tags and the note of a run; return them. Raises RunNotFound, ResultsError, StoreError."""
         folder = self.find(run).layout.root

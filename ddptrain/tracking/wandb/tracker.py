@@ -30,7 +30,7 @@ from ddptrain.tracking.wandb.wandb_folders import SENDING
 from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 _GATHER_S = 0.5  # a row waits this long for more values of its step

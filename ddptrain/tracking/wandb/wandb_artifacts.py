@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image  # noqa: F401  # wandb would import it later, maybe while the process forks
 import wandb
 
 from ddptrain.tracking import items
