@@ -72,7 +72,7 @@ class TorchrunOptions:
         redirects = self.given.get("--redirects")
         if redirects and {"1", "2"} & set(_streams("--redirects", redirects).values()):
             names.append("--redirects")  # stdout and stderr are one log
-        return [_named(self.given[name].typed) for name in names]
+        return [re.split(r"[= ]", self.given[name].typed, maxsplit=1)[0] for name in names]
 
     def fields(self, own: Container[str], changed: Container[str]) -> dict[str, str]:
         """Return the fields, `--set` text -> the option as it was typed, except those that are set otherwise.
@@ -221,11 +221,6 @@ def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Given]]:
             raise UsageError(f"{variable}={value}: expected 0 or 1")
         if value and (name not in flags or int(value)) and name not in _REFUSED:
             yield name, Given(value, f"{variable}={value}", by_variable=True)
-
-
-def _named(typed: str) -> str:
-    """Return the name in what was typed, without its value."""
-    return re.split(r"[= ]", typed, maxsplit=1)[0]
 
 
 def _hosts(nodes: Given | None) -> tuple[int, int]:

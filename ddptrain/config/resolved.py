@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ddptrain.config import plugin_names
-from ddptrain.config.params_check import check_params
+from ddptrain.config.function_signature import check_params
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import RetrainConfig
 from ddptrain.config.yaml_reader import scalar

@@ -28,7 +28,7 @@ from ddptrain.driver.transfer.transfer_queue import TransferQueue
 from ddptrain.driver.workers import Workers
 from ddptrain.log import Log, set_context
 from ddptrain.protocol import deadlines
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified
 from ddptrain.results.run_record import utc_now
 

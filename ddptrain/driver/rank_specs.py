@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.plugin_names import is_built_in, workload_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
-from ddptrain.driver.evaluation_plan import RANK_FUNCTION, EvaluationPlan
 from ddptrain.driver.failure.watchdog import alive_s
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.tracking.setup import TrackingSetup
@@ -38,9 +37,11 @@ from ddptrain.worker.spool import READ_LIMIT_BYTES
 
 if TYPE_CHECKING:
     from ddptrain.driver.run import Run
-    from ddptrain.driver.workers import Workers
+
 
 _MOST_CODE_MB = 200.0  # that are sent to workers which do not see the project
+RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
+STAGE = "evaluate"  # marks the events of such a run in JSON output
 
 
 @dataclass(slots=True)
@@ -66,7 +67,14 @@ class RankSpecs:
         placements = all_placements(places, use_gpu=self.of.resolved.config.cluster.gpus != 0)
         template = self._template(attempt, places, placements[0], resume_step)
         specs = [
-            self._spec(template, place, placement, folder, prepared)
+            dataclasses.replace(
+                template,
+                rank=place.rank,
+                placement=placement,
+                checkpointing=dataclasses.replace(template.checkpointing, resume_from=folder),
+                code=dataclasses.replace(template.code, inputs=prepared),
+                tracking=self.tracking.of(place),
+            )
             for place, placement, folder, prepared in zip(places, placements, folders, inputs, strict=True)
         ]
         if self.of.options.evaluation is not None:
@@ -92,16 +100,6 @@ class RankSpecs:
             prepare=config.prepare.model_dump(),
             profile=config.profile.spec if config.profile is not None and self.of.options.evaluation is None else None,
             env={**shell, **self.tracking.env, **config.env},
-        )
-
-    def _spec(self, template: RankSpec, place: RankPlace, own: Placement, resume_from: str, inputs: str) -> RankSpec:
-        return dataclasses.replace(
-            template,
-            rank=place.rank,
-            placement=own,
-            checkpointing=dataclasses.replace(template.checkpointing, resume_from=resume_from),
-            code=dataclasses.replace(template.code, inputs=inputs),
-            tracking=self.tracking.of(place),
         )
 
     def _with_checkpoints(
@@ -318,3 +316,37 @@ def _run_on(
         if isinstance(answer, Exception):
             raise ClusterError(f"could not upload the code to {worker}: {answer}") from answer
     return answers
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """The checkpoints to score, by name, and the function that scores them.
+
+    function: as module:function, called on all ranks. prepare: the function that writes the held-out data to the run's
+    inputs, or "", and `request` its argument. data: a source in place of the held-out data.
+    """
+
+    function: str
+    checkpoints: Mapping[str, VerifiedCheckpoint]
+    prepare: str = ""
+    request: Mapping[str, object] = field(default_factory=dict)
+    data: str | None = None
+
+    @property
+    def description(self) -> str:
+        """The names of the checkpoints, for messages."""
+        return " and ".join(self.checkpoints)
+
+    def rank_params(self, params: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, Any]:
+        """Return the arguments of the rank's function. `folders`: where the rank finds each checkpoint."""
+        targets = [
+            {
+                "name": name,
+                "folder": folders[name],
+                "step": checkpoint.step,
+                "epoch": checkpoint.epoch,
+                "metrics": checkpoint.metrics,
+            }
+            for name, checkpoint in self.checkpoints.items()
+        ]
+        return {"function": self.function, "targets": targets, "params": dict(params), "data": self.data}

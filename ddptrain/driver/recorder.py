@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.driver.display import output_api
 from ddptrain.driver.display.run_facts import Pace
 from ddptrain.driver.failure.fault import Fault, describe_thread
 from ddptrain.log import Log
@@ -49,7 +49,7 @@ class Recorder:
     def __init__(
         self,
         writer: RunWriter,
-        display: RunDisplay,
+        display: output_api.RunDisplay,
         metric: str | None = None,
         activity: str = "training",
         nan: Literal["warn", "stop", "ignore"] = "warn",
@@ -121,10 +121,10 @@ class Recorder:
             self.writer.add_metrics(metrics, rank)
         for each in metrics:
             self._logged |= each.values.keys()
-            self.display.metrics(rank, each)
+            self.display.handle(output_api.RankMetrics(rank, each))
         progress = [event for event in numbers if isinstance(event, events.Progress)]
         for event in progress:
-            self.display.progress(rank, event)
+            self.display.handle(output_api.RankProgress(rank, event))
         if progress:
             self._progress(rank, progress[-1])
 
@@ -154,7 +154,7 @@ class Recorder:
                 self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
-                self.display.checkpoint(rank, event)
+                self.display.handle(output_api.RankCheckpoint(rank, event))
                 self._check_metric(event)
             case _:
                 self._rare_event(rank, event)
@@ -194,7 +194,7 @@ class Recorder:
                 self._returned(rank, event)
             case events.Epochs(total=total) if rank == 0:
                 self.event("epochs", total=total)
-                self.display.epochs(total)
+                self.display.handle(output_api.Epochs(total))
             case events.Tracked():
                 self._tracked(rank, event)
             case events.StepTimes():
@@ -240,12 +240,12 @@ class Recorder:
                 self.warn(problem)
             self.writer.last_versions = versions
         self._recorded("rank_started", {"rank": rank, "host": event.host, "pid": event.pid, "device": event.device})
-        self.display.rank_started(rank, event.host, event.pid)
+        self.display.handle(output_api.RankStarted(rank, event.host, event.pid))
 
     def rank_ended(self, record: RankRecord, *, ok: bool, stopped: bool) -> None:
         """Record the end of a rank's process; `stopped`: the driver stopped it."""
         self._recorded("rank_ended", {"ok": ok, "stopped": stopped, **dataclasses.asdict(record)})
-        self.display.rank_ended(record.rank, ok, stopped)
+        self.display.handle(output_api.RankEnded(record.rank, ok, stopped))
 
     def fault(self, fault: Fault) -> None:
         """Record the fault of a rank. The end of the run names the root cause, so that nothing is shown here."""
@@ -270,7 +270,7 @@ class Recorder:
     def system(self, sample: SystemSample) -> None:
         """Record and show the use of a host and its ranks."""
         self.writer.system(sample)
-        self.display.system(sample)
+        self.display.handle(output_api.SystemUse(sample))
 
     def _step_times(self, rank: int, step: events.StepTimes) -> None:
         """Record and show, once in an attempt, that a rank is slow."""
@@ -292,7 +292,7 @@ class Recorder:
         """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
         if step is not None:
             self.event("checkpoint_saved", rank=rank, step=step, path=path)
-            self.display.saved(step, time.time(), self.writer.record.best)
+            self.display.handle(output_api.Saved(step, time.time(), self.writer.record.best))
         else:
             self.event("artifact_saved", rank=rank, path=path)
 

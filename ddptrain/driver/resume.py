@@ -13,11 +13,10 @@ from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shorten
 from ddptrain.errors import ConfigError, RunLocked, UsageError, one_line
-from ddptrain.protocol.starting_weights import PARAM, same_model
+from ddptrain.protocol.rank_spec import PARAM, same_model
 from ddptrain.results import ownership
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.layout import RunLayout, where_of
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
-from ddptrain.results.remote.local_copy import where_of
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.secure_files import is_own_folder, read_bytes
 from ddptrain.results.tracker_records import run_argument

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddptrain.driver.display import open_display
-from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.driver.display import open_display, output_api
 from ddptrain.driver.display.run_summary import exit_code_of, past_run_event, past_run_lines
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
@@ -87,7 +86,7 @@ def _cause(view: RunView) -> str:
 class _Feed:
     """Passes what is new in the files of a run to a display."""
 
-    def __init__(self, layout: RunLayout, display: RunDisplay, lines: int) -> None:
+    def __init__(self, layout: RunLayout, display: output_api.RunDisplay, lines: int) -> None:
         self._display = display
         self._offsets = {rank: start_of_last(path, lines) for rank, path in layout.logs().items()}
         self._events = LogCursor(layout.events_jsonl, _EARLIER_EVENTS)
@@ -116,7 +115,8 @@ class _Feed:
             if line.attempt == attempt:
                 values = {name: math.nan if value is None else value for name, value in line.values.items()}
                 step = None if line.step is None else int(line.step)
-                self._display.metrics(line.rank, Metrics(int(line.time_s * 1e9), values, step, line.epoch))
+                logged = Metrics(int(line.time_s * 1e9), values, step, line.epoch)
+                self._display.handle(output_api.RankMetrics(line.rank, logged))
         for text in self._system.read():
             if (measured := parse_line(text.encode())) is not None:
                 self._show_use(measured)
@@ -130,20 +130,21 @@ class _Feed:
             rank = -1  # another program may have written the file
         match event.get("event"):
             case "epochs" if isinstance(total := event.get("total"), int):
-                self._display.epochs(total)
+                self._display.handle(output_api.Epochs(total))
             case "checkpoint_saved" if isinstance(step := event.get("step"), int):
-                saved_s = event.get("time_s")
-                self._display.saved(step, saved_s if isinstance(saved_s, float) else time.time(), best)
+                at = event.get("time_s")
+                self._display.handle(output_api.Saved(step, at if isinstance(at, float) else time.time(), best))
                 self._display.event(event)
             case "notice":
                 self._display.notice(text, str(event.get("level")))
             case "status":
                 self._display.status(text)
             case "rank_started" if rank >= 0:
-                pid = event.get("pid")
-                self._display.rank_started(rank, str(event.get("host", "")), pid if isinstance(pid, int) else 0)
+                host, pid = str(event.get("host", "")), event.get("pid")
+                self._display.handle(output_api.RankStarted(rank, host, pid if isinstance(pid, int) else 0))
             case "rank_ended" if rank >= 0:
-                self._display.rank_ended(rank, event.get("ok") is True, event.get("stopped") is True)
+                ended = output_api.RankEnded(rank, event.get("ok") is True, event.get("stopped") is True)
+                self._display.handle(ended)
             case "run_finished":
                 pass  # the caller shows the end
             case _:
@@ -158,10 +159,10 @@ class _Feed:
         else:
             ranks = {**ranks, str(line.rank): line.values}
         self._samples[line.host] = SystemSample(1, line.rank or 0, int(line.time_s * 1e9), line.host, use, ranks)
-        self._display.system(self._samples[line.host])
+        self._display.handle(output_api.SystemUse(self._samples[line.host]))
 
     def _show_progress(self, progress: ProgressRecord) -> None:
         for rank, done in progress.ranks.items():
             if rank.isdecimal() and int(rank) < self._world_size:
                 event = Progress(int(progress.time_s * 1e9), done, progress.total, progress.unit)
-                self._display.progress(int(rank), event)
+                self._display.handle(output_api.RankProgress(int(rank), event))

@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
-from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
-
 MAX_DATA_BYTES = 16 * 1024  # in one message: the scheduler keeps the last thousand messages of a topic
 _NOTICE_BYTES = 100  # approximate size of a notice without data
 _MAX_COUNT = 1 << 50  # the limit of sizes, offsets, ranks and attempts; a higher value is an error or an attack
@@ -24,6 +22,32 @@ _MAX_PORT = 65_535
 _MAX_STATUS = 255
 _MAX_HOST = 255  # characters
 MAX_SAMPLED_RANKS = 32  # in one SystemSample
+HOST_METRICS = {
+    "cpu_percent": "use of all cores together; 100 is all of them",
+    "memory_bytes": "memory that cannot be given to a new process",
+    "memory_total_bytes": "memory of the host",
+    "disk_bytes_s": "read and written, all disks",
+    "network_bytes_s": "received and sent, all interfaces but the loopback",
+}
+RANK_METRICS = {
+    "cpu_percent": "CPU use of the rank and its children; 100 is one core",
+    "rss_bytes": "resident memory of the rank and its children; shared pages count for each of them",
+    "processes": "the rank and its children",
+    "gpu_percent": "time in which a kernel ran",
+    "gpu_memory_bytes": "used memory of the GPU",
+    "gpu_memory_total_bytes": "memory of the GPU",
+    "gpu_power_w": "power",
+    "gpu_temperature_c": "temperature",
+    "gpu_throttle": "NVML's bits of the reasons why the clock is reduced",
+}
+# NVML's reasons for a reduced clock that mean a problem. Idle, a clock set by the user, and sync boost are none.
+THROTTLE_REASONS = {
+    0x4: "power limit",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake of the power supply",
+}
 
 
 class NoticeError(ValueError):
@@ -284,3 +308,8 @@ _FIELDS = {
     kind: tuple((field.name, _CHECKS[field.name], field.default) for field in fields(cls))
     for kind, cls in KINDS.items()
 }
+
+
+def throttle_reasons(bits: float) -> list[str]:
+    """Return the texts of the reasons in a value of gpu_throttle (bits)."""
+    return [text for bit, text in THROTTLE_REASONS.items() if int(bits) & bit]

@@ -17,7 +17,7 @@ from ddptrain.config.plugin_names import takes_context
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
 
-    from ddptrain.config.params_check import Parameter
+    from ddptrain.config.function_signature import Parameter
     from ddptrain.rank.context import RankContext
 
 MAX_RESULT_BYTES = 64 << 10
@@ -111,7 +111,7 @@ def _checked(
     named: list[inspect.Parameter], hints: Mapping[str, Any], params: Mapping[str, Any], *, extra: bool
 ) -> dict[str, Any]:
     """Return the params, those with a type hint converted to it. Raises WrongParams."""
-    from ddptrain.config.params_check import Parameter, field_name
+    from ddptrain.config.function_signature import Parameter, field_name
 
     expected = [Parameter(each.name, _kind(each, hints), each.default is not each.empty) for each in named]
     values = _validated(expected, params, extra=extra)
@@ -126,7 +126,7 @@ def _checked(
 def _validated(expected: list[Parameter], params: Mapping[str, Any], *, extra: bool) -> BaseModel:
     from pydantic import ValidationError
 
-    from ddptrain.config.params_check import check_params, describe, make_model
+    from ddptrain.config.function_signature import check_params, describe, make_model
 
     model = make_model(expected, extra=extra)
     try:
@@ -187,7 +187,7 @@ def _built(model: Any, params: Mapping[str, Any]) -> Any:
     """Create the dataclass or pydantic model from the params. Raises WrongParams."""
     from pydantic import ValidationError
 
-    from ddptrain.config.params_check import Parameter, describe
+    from ddptrain.config.function_signature import Parameter, describe
 
     names, required, extra = _fields(model)
     _validated([Parameter(name, Any, name not in required) for name in names], params, extra=extra)

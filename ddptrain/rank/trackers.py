@@ -19,7 +19,7 @@ from ddptrain.rank.output import ArtifactFiles, Emitter
 from ddptrain.tracking.items import Checkpoint, Image, Item, Model, Numbers, Table
 
 if TYPE_CHECKING:
-    from ddptrain.tracking.manager import TrackerManager
+    from ddptrain.tracking.factory import TrackerManager
     from ddptrain.tracking.protocol import State
 
 _MIN_FINISH_S = 0.5  # trackers have at least this time to finish

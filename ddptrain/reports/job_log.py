@@ -10,8 +10,7 @@ from ddptrain.ci import CiService
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts
-from ddptrain.reports.source_line import line_of_problem
+from ddptrain.reports.facts import Facts, line_of_problem
 from ddptrain.sanitize import sanitized
 
 _MOST_ANNOTATIONS = 10  # of one step that GitHub keeps

@@ -11,8 +11,7 @@ from xml.etree import ElementTree as ET
 
 from ddptrain.errors import ExitCode
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.facts import Facts
-from ddptrain.reports.rank_results import RankResult
+from ddptrain.reports.facts import Facts, RankResult
 from ddptrain.reports.report import RunReport
 from ddptrain.sanitize import sanitized
 

@@ -14,7 +14,7 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import CREATE, open_regular, wait_for_lock
 from ddptrain.results.errors import results_errors
-from ddptrain.results.remote.local_copy import origin_of
+from ddptrain.results.layout import origin_of
 from ddptrain.results.secure_files import read_bytes, require_own_folder, write_file
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import WriteConflict

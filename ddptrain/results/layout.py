@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
@@ -16,7 +18,7 @@ from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import entries
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.remote.local_copy import origin_of, where_of
+from ddptrain.results.secure_files import read_bytes, write_file
 
 LATEST = "latest"
 BEST = "best"
@@ -32,6 +34,7 @@ _LOG_NAME = re.compile(r"rank-(\d{1,9})\.log")
 _STEP_NAME = re.compile(r"step-(\d{1,18})")
 _LONGEST_NAME_BYTES = 200  # file systems allow 255; temporary names are longer
 _LONGEST_PATH_BYTES = 1000
+ORIGIN = ".store.json"
 
 
 class _Below:
@@ -196,3 +199,39 @@ def safe_relative(path: str) -> PurePosixPath:
             f'cannot save a file as "{shorten(path)}": the path {problem}; use one like "samples/names.json"'
         )
     return PurePosixPath(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The run in a store of which a folder is a copy.
+
+    token: only in a driver's working folder: the token of this driver's lease.
+    alive: only in a reader's copy: whether the driver was alive when the copy was made.
+    files: only in a reader's copy: path -> size in bytes of the files in the store, which the copy may lack.
+    """
+
+    url: str
+    token: str = ""
+    alive: bool | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
+
+    def mark(self, folder: Path) -> None:
+        """Write the mark into the folder. Raises ResultsError."""
+        write_file(folder / ORIGIN, (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode())
+
+
+def origin_of(folder: Path) -> Origin | None:
+    """Return the original of a folder; None if the folder is an original itself."""
+    try:
+        raw = json.loads(read_bytes(folder / ORIGIN))
+        alive = raw["alive"] if isinstance(raw["alive"], bool) else None
+        files = {str(path): int(size_bytes) for path, size_bytes in raw["files"].items()}
+        return Origin(str(raw["url"]), str(raw["token"]), alive, files)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def where_of(folder: Path) -> str:
+    """Return the folder for messages: the address of its original, or else its path."""
+    origin = origin_of(folder)
+    return origin.url if origin is not None else str(folder)

@@ -16,8 +16,17 @@ from ddptrain.config.wording import nearest, shorten
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.results import ownership
 from ddptrain.results.annotations import Annotations, read_annotations
-from ddptrain.results.layout import LATEST, MANIFEST, PRUNED, RunLayout, checkpoint_folders, step_of, valid_run_id
-from ddptrain.results.remote.local_copy import origin_of, where_of
+from ddptrain.results.layout import (
+    LATEST,
+    MANIFEST,
+    PRUNED,
+    RunLayout,
+    checkpoint_folders,
+    origin_of,
+    step_of,
+    valid_run_id,
+    where_of,
+)
 from ddptrain.results.run_record import FailureRecord, RecordError, RunRecord, RunStatus
 from ddptrain.results.secure_files import read_bytes
 from ddptrain.results.tracker_records import tracker_outputs

@@ -6,8 +6,6 @@ system: the clocks of hosts do not matter.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import secrets
@@ -20,7 +18,7 @@ from pathlib import Path
 
 from ddptrain import file_ops
 from ddptrain.errors import DdptrainError, RunLocked
-from ddptrain.host_identity import HostId, Relation, is_this_host, process_start, relation, this_host
+from ddptrain.host_identity import is_this_host
 from ddptrain.log import Log
 from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import RunLayout
@@ -47,10 +45,8 @@ def take(path: Path) -> int:
         if not file_ops.is_at(path, descriptor):
             raise RunLocked(f"run {path.parent.name} was deleted by another process; run the command again")
         with results_errors(path):
-            host = dataclasses.asdict(this_host())
-            identity = {"started": process_start(os.getpid()), "host": host, "token": secrets.token_hex(8)}
             os.ftruncate(descriptor, 0)
-            text = f"process {os.getpid()} on {socket.gethostname()}\n{json.dumps(identity)}\n"
+            text = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n"
             file_ops.write_all(descriptor, text.encode())
     except BaseException:
         os.close(descriptor)
@@ -81,22 +77,6 @@ def holder(path: Path) -> str:
     with suppress(OSError):
         match = _WHO.match(file_ops.read_regular(path).decode(errors="replace"))
     return match[0] if match else ""
-
-
-def holder_here(path: Path) -> int:
-    """Return the process of this host that took the lock last; 0 if it has ended, or is of another host or container.
-
-    Only such a process may get a signal: another host may have the same name.
-    """
-    match = _WHO.match(holder(path))
-    try:
-        identity = json.loads(file_ops.read_regular(path).decode().split("\n")[1])
-        is_here = relation(HostId.of(identity["host"]), this_host()) is Relation.SAME
-        started = float(identity["started"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return 0
-    pid = int(match[1]) if match else 0
-    return pid if is_here and pid and started == process_start(pid) > 0 else 0
 
 
 def is_held(path: Path) -> bool | None:

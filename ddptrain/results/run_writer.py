@@ -17,8 +17,7 @@ from ddptrain.host_identity import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
-from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints, discard_staged
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import RunLayout, check_run_id, checkpoint_folders, new_run_id

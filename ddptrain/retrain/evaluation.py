@@ -20,7 +20,7 @@ from ddptrain.config.resolved import ResolvedConfig, resolve
 from ddptrain.config.run_config import ResultsConfig
 from ddptrain.config.sections.tracking import TrackingConfig
 from ddptrain.config.wording import shorten
-from ddptrain.driver.evaluation_plan import EvaluationPlan
+from ddptrain.driver.rank_specs import EvaluationPlan
 from ddptrain.driver.run import LaunchOptions, train
 from ddptrain.errors import DdptrainError, HangDetected, Interrupted, TrainingFailed, UsageError, one_line
 from ddptrain.file_ops import read_regular
@@ -34,7 +34,7 @@ from ddptrain.results.prune import FolderRemoval
 from ddptrain.results.run_record import RecordError, RunRecord
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.secure_files import make_folder
-from ddptrain.retrain.script_output import read_metrics
+from ddptrain.retrain.start import read_metrics
 from ddptrain.run_handle import error_of
 from ddptrain.storage.remote_folder import is_url
 

@@ -10,29 +10,34 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.config.run_config import ScriptWorkload
 from ddptrain.config.sections.retraining import RetrainConfig
+from ddptrain.config.wording import shorten
 from ddptrain.driver.control.signals import Signals
-from ddptrain.errors import Interrupted
+from ddptrain.errors import Interrupted, UsageError
+from ddptrain.file_ops import sha256
 from ddptrain.log import Log
-from ddptrain.model_registry.reference import CHAMPION
+from ddptrain.model_registry.records import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry, user_name
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.notify.heartbeat import Heartbeat
 from ddptrain.reports.destinations import Reporting
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView
+from ddptrain.results.metrics import is_number
 from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.retrain.fingerprint import DataListing
 from ddptrain.retrain.ownership import ModelOwner
-from ddptrain.retrain.script_output import output_states
 from ddptrain.sanitize import sanitized
 
 _log = Log(__name__)
+_METRICS_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -88,7 +93,7 @@ class StageOutput:
 class RetrainOptions:
     """The options of the command line besides the configuration.
 
-    slot: the scheduled time as resolve_slot (schedule/times.py) returns it, or "". promote_anyway: the reason to
+    slot: the scheduled time as resolve_slot (schedule/entries.py) returns it, or "". promote_anyway: the reason to
     promote a version that the gate rejects, or "".
     """
 
@@ -224,3 +229,39 @@ class Start:
     def view(self) -> RunView:
         """Return the run of this retraining, with its model. Raises RunNotFound, StoreError."""
         return open_runs_dir(self.resolved.config.results.dir).find(self.began.run_id, NeededFiles.MODEL)
+
+
+def output_states(script: ScriptWorkload | None) -> dict[str, str]:
+    """Return the states of the outputs that a script declares, to see after the run whether it has written them."""
+    if script is None:
+        return {}
+    outputs = {"workload.checkpoint": script.checkpoint, "workload.metrics": script.metrics}
+    return {field: output_state(path) for field, path in outputs.items() if path is not None}
+
+
+def output_state(path: str) -> str:
+    """Return a digest of the times, sizes and inodes of a file, or of the files in a folder; "" if there are none."""
+    place = Path(path).expanduser()
+    states = []
+    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        with suppress(OSError):
+            status = file.stat()
+            states.append(f"{status.st_ino} {status.st_size} {status.st_mtime_ns}")
+    return sha256("\n".join(states).encode()).hexdigest() if states else ""
+
+
+def read_metrics(path: Path) -> dict[str, float]:
+    """Read the metrics that a script has written: a JSON object of names and numbers, also NaN. Raises UsageError."""
+    try:
+        with path.open("rb") as file:
+            raw: Any = json.loads(file.read(_METRICS_BYTES))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f'{path} is not JSON ({shorten(str(error))}); write an object such as {{"val/loss": 2.1}}'
+        ) from None
+    numbers = isinstance(raw, dict) and all(map(is_number, raw.values()))
+    if not numbers:
+        raise UsageError(f'{path} must have names and numbers, such as {{"val/loss": 2.1}}, not {shorten(repr(raw))}')
+    return {str(name): float(value) for name, value in raw.items()}

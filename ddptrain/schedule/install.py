@@ -21,8 +21,7 @@ from platformdirs import user_config_path
 from ddptrain.errors import ClusterError, ExitCode, UsageError, one_line
 from ddptrain.file_ops import make_private, write_atomic
 from ddptrain.log import Log
-from ddptrain.schedule.entries import Entries, Entry
-from ddptrain.schedule.times import host_zone
+from ddptrain.schedule.entries import Entries, Entry, host_zone
 
 _log = Log(__name__)
 _TOOL_TIMEOUT_S = 60.0

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.clusters.scheduler import slots
+from ddptrain.config.function_signature import default_params
+from ddptrain.config.resolved import ResolvedConfig, resolve
+from ddptrain.config.run_config import RunConfig
+from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
-from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
-from ddptrain.driver.cluster_session import Session, SharedCluster, SharedRun, cluster_for
+from ddptrain.config.workload_check import check_tls
+from ddptrain.driver.cluster_session import LocalResources, Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
 from ddptrain.driver.display import Display, open_display
 from ddptrain.driver.inbox import ResultsLost, SignalReceived
 from ddptrain.driver.tracking.setup import check_trackers
-from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, one_line
+from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
+from ddptrain.gpus import usable_cores, visible_gpus
 from ddptrain.log import Log
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
 from ddptrain.results.sweep_record import SWEEP_JSON, SweepRecord, TrialRecord, TrialState, describe_space, read_sweep
 from ddptrain.sweep import output
-from ddptrain.sweep.capacity import Capacity, local_slots
-from ddptrain.sweep.decisions import SAME_FAILURES, Failures, Limits, Situation
 from ddptrain.sweep.home import BEST, SweepHome, opened
+from ddptrain.sweep.output import SAME_FAILURES, Failures, Limits, Situation
 from ddptrain.sweep.trial import Trial, TrialDisplay, TrialPlan, run_with
-from ddptrain.sweep.trial_config import best_yaml, ranks_of, trial_config
 
 if TYPE_CHECKING:
+    from distributed import Client
+
     from ddptrain.sweep.study import Study
+
 
 _PLAIN = frozenset({"grid", "random", "tpe", "none", "median", "asha"})  # without options they need no early check
 _TICK_S = 0.5
 _SAVE_EVERY_S = 1.0
 _UPLOAD_S = 2.0  # between two checks for signals while a point is uploaded
 _log = Log(__name__)
+_LOOK_EVERY_S = 1.0
+_SLOTS_WAIT_S = 600.0  # a trial waits at least so long for slots that another run has taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,3 +395,139 @@ def _status(exit_code: int) -> RunStatus:
     if exit_code == ExitCode.PREEMPTED:
         return RunStatus.PREEMPTED
     return RunStatus.CANCELLED if exit_code > 128 else RunStatus.FAILED
+
+
+def local_slots(config: RunConfig, sweep: SweepConfig, ranks: int) -> LocalResources:
+    """Return the slots of the embedded cluster of a sweep. Raises UsageError if there are too few GPUs."""
+    present = () if config.cluster.gpus == 0 else visible_gpus(os.environ)
+    n_gpus = len(present) if config.cluster.gpus == "auto" else min(int(config.cluster.gpus), len(present))
+    units = n_gpus or usable_cores()
+    parallel = max(1, units // ranks) if sweep.parallel == "auto" else sweep.parallel
+    count = parallel * ranks
+    if config.cluster.gpus not in ("auto", 0) and n_gpus < int(config.cluster.gpus):
+        raise UsageError(f"cluster.gpus is {config.cluster.gpus}, but this machine has {n_gpus}: set it to auto")
+    if n_gpus and count > n_gpus:
+        raise UsageError(
+            f"{parallel} trials of {ranks} ranks at the same time need {count} GPUs, and there are {n_gpus}: lower "
+            "sweep.parallel or sweep.ranks, or set cluster.gpus to 0 to train on the CPU"
+        )
+    return LocalResources(count, present[:count] if n_gpus else ())
+
+
+class Capacity:
+    """Counts the free slots of a cluster that other runs use too, at most once a second."""
+
+    def __init__(self, most: int | None, ranks: int, client: Client | None) -> None:
+        """Most trials at a time, and where free slots are counted.
+
+        most: the largest number of trials; None for no limit. client: None if the cluster is this sweep's own and has
+        slots for `most` trials.
+        """
+        self._most, self._ranks, self._client = most, ranks, client
+        self._looked_at = 0.0
+        self._found = 1
+
+    def trials(self, running: int) -> int:
+        """Return how many trials may run at the same time; at least 1, which waits for its slots.
+
+        A trial that is started without free slots would fail after cluster.wait_s, also if trials of its own sweep
+        have the slots.
+        """
+        if self._client is None:
+            return self._most or 1
+        free_trials = self._free_trials(self._client, running)
+        return free_trials if self._most is None else min(free_trials, self._most)
+
+    def _free_trials(self, client: Client, running: int) -> int:
+        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+            return self._found
+        try:
+            overview = client.run_on_scheduler(slots.overview)
+        except Exception as error:  # Dask raises any type while a connection breaks; the trials report that
+            _log.info("free slots are not known", reason=error)
+            return self._found
+        self._looked_at = time.monotonic()
+        free = sum(worker["slots"] - worker["held"] for worker in overview["workers"])
+        before, self._found = self._found, 1 if overview["waiting"] else max(1, running + free // self._ranks)
+        if before != self._found:
+            _log.info("capacity", trials=self._found, free_slots=free, waiting=len(overview["waiting"]))
+        return self._found
+
+    def started(self) -> None:
+        """Count a started trial, whose slots may not be reserved yet at the next count of free slots."""
+        self._looked_at = time.monotonic()
+
+
+def ranks_of(config: RunConfig, sweep: SweepConfig) -> int:
+    """Return the number of ranks of a trial."""
+    if sweep.ranks is not None:
+        return sweep.ranks
+    return config.cluster.ranks if isinstance(config.cluster.ranks, int) else 1
+
+
+def trial_config(
+    resolved: ResolvedConfig, point: Mapping[str, Any], repeat: int, runs_dir: str, group: str
+) -> ResolvedConfig:
+    """Return the configuration of a repeat of a point, whose run directory is made in `runs_dir`.
+
+    Raises pydantic's ValidationError if the values do not fit together.
+    """
+    config, sweep = resolved.config, resolved.config.sweep
+    assert sweep is not None
+    data = config.model_dump()
+    data |= {"sweep": None, "results": {**data["results"], "dir": runs_dir}}
+    ranks = ranks_of(config, sweep)
+    cluster = data["cluster"]
+    cluster |= {"ranks": ranks, "wait_s": max(config.cluster.wait_s, _SLOTS_WAIT_S)}
+    if isinstance(cluster["gpus"], int) and cluster["gpus"] > 0:
+        cluster["gpus"] = ranks
+    wandb = data["tracking"]["wandb"]
+    wandb["group"] = wandb["group"] or group
+    for name, value in point.items():
+        _set(data, name, value)
+    if repeat:
+        data["params"]["seed"] = _first_seed(resolved) + repeat
+    return resolve(RunConfig.model_validate(data), resolved.path)
+
+
+def _first_seed(resolved: ResolvedConfig) -> int:
+    """Return params.seed, or its default in the workload's source; 0 for none."""
+    defaults = default_params(resolved.config.workload_name, [*resolved.import_folders, *sys.path])
+    return {**defaults, **resolved.recorded["params"]}.get("seed") or 0
+
+
+def _set(data: dict[str, Any], name: str, value: Any) -> None:
+    section, _, key = name.partition(".")
+    if section == "args":
+        # After --NAME, argparse takes a value such as -x or -1e-05 as an option.
+        option = [f"--{key}={value}"] if str(value).startswith("-") else [f"--{key}", str(value)]
+        data["workload"]["args"] = [*data["workload"]["args"], *option]
+    elif section == "params":
+        *path, last = key.split(".")
+        params = data["params"] = dict(data["params"])
+        for part in path:
+            params[part] = dict(params.get(part) or {})
+            params = params[part]
+        params[last] = value
+    else:
+        data[section] = {**data[section], key: value}
+
+
+def best_yaml(resolved: ResolvedConfig, trial: ResolvedConfig, comment: str) -> str:
+    """Return the configuration of the best trial for `train` and `retrain`; `comment` is its first line.
+
+    If it has no section retrain, it gets one: the model has the name of the configuration, and the gate compares the
+    metric of the sweep.
+    """
+    sweep = resolved.config.sweep
+    assert sweep is not None
+    whole, best = resolved.config, trial.config
+    changes = {
+        "sweep": None,
+        "results": whole.results,
+        "cluster": whole.cluster.model_copy(update={"ranks": best.cluster.ranks}),
+        "tracking": whole.tracking,
+        "retrain": whole.retrain
+        or RetrainConfig(model=whole.name, gate=[GateRule(metric=sweep.metric, mode=sweep.mode)]),
+    }
+    return f"# {comment}\n{resolve(best.model_copy(update=changes), resolved.path).changes}"

@@ -16,16 +16,14 @@ from pydantic import ValidationError
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.control.signals import ThreadSignals
-from ddptrain.driver.display.run_display import RunDisplay
+from ddptrain.driver.display import output_api
 from ddptrain.driver.inbox import Inbox
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
-from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.sweep_record import TrialRecord, TrialState
-from ddptrain.sweep.home import SweepHome
-from ddptrain.sweep.metric import LiveMetric, best_value
+from ddptrain.sweep.home import LiveMetric, SweepHome, best_value
 
 # Failures of a run that say nothing about its point: such a run is continued.
 _NOT_OF_THE_POINT = frozenset({"preempted", "interrupted", "worker_lost", "driver", "infrastructure"})
@@ -235,11 +233,8 @@ def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
     return f"the run has logged no metric {metric}; it has logged: {logged}"
 
 
-class TrialDisplay(RunDisplay):
-    """The display of a trial's run: passes the metric to the pruner, progress and status to the display of the sweep.
-
-    Its other methods do nothing: the run directory contains the rest.
-    """
+class TrialDisplay(output_api.RunDisplay):
+    """The display of a trial's run: passes the metric to the pruner, progress and status to that of the sweep."""
 
     def __init__(
         self,
@@ -263,39 +258,24 @@ class TrialDisplay(RunDisplay):
         """The ranks that log the metric; none if that is not known yet."""
         return self._live.usual
 
-    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Set the number of ranks."""
-        self._live.world_size = world_size
-
-    def rank_started(self, rank: int, host: str, pid: int) -> None:
-        """Show the state of the trial: training."""
-        self._trial.status = "training"
-
-    def metrics(self, rank: int, event: Metrics) -> None:
-        """Pass logged values of the metric to the pruner."""
-        value = event.values.get(self._trial.plan.metric)
-        if value is not None:
-            self._take(self._live.logged(rank, event.step, value))
-
-    def checkpoint(self, rank: int, event: CheckpointSaved) -> None:
-        """Pass the metric of a checkpoint to the pruner."""
-        value = event.metrics.get(self._trial.plan.metric)
-        if value is not None:
-            self._take(self._live.saved(event.step, value))
-
-    def progress(self, rank: int, event: Progress) -> None:
-        """Save the progress of rank 0 for the display."""
-        if rank == 0:
-            self._trial.done, self._trial.total = event.done, event.total
-
-    def status(self, text: str, *, announced: bool = False) -> None:
-        """Show what the run waits for."""
-        self._trial.status = text
-
-    def notice(self, text: str, level: str = "info") -> None:
-        """Write the notice to the log of the sweep; the files of the run have it, too."""
-        if level != "info":
-            _log.info("notice of a trial", trial=self._trial.record.number, message=text)
+    def handle(self, message: output_api.Message) -> None:
+        """Take what the sweep needs from the message."""
+        metric, trial = self._trial.plan.metric, self._trial
+        match message:
+            case output_api.WorldSize(world_size):
+                self._live.world_size = world_size
+            case output_api.RankStarted():
+                trial.status = "training"
+            case output_api.RankMetrics(rank, event) if (value := event.values.get(metric)) is not None:
+                self._take(self._live.logged(rank, event.step, value))
+            case output_api.RankCheckpoint(rank, saved) if (value := saved.metrics.get(metric)) is not None:
+                self._take(self._live.saved(saved.step, value))
+            case output_api.RankProgress(0, progress):
+                trial.done, trial.total = progress.done, progress.total
+            case output_api.DriverStatus(text):
+                trial.status = text
+            case output_api.DriverNotice(text, level) if level != "info":  # the files of the run have it, too
+                _log.info("notice of a trial", trial=trial.record.number, message=text)
 
     def _take(self, complete: Sequence[tuple[float, float]]) -> None:
         trial = self._trial

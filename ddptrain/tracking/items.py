@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,3 +64,55 @@ class Model:
 
 
 Item = Numbers | Image | Table | Checkpoint | Model
+
+
+class SharedFiles:
+    """Files or folders that are deleted when each of their `readers` has called release()."""
+
+    def __init__(self, paths: Sequence[Path], readers: int) -> None:
+        self._paths = paths
+        self._readers = readers
+        self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """Count a reader as done; after the last one, delete the files. Never raises."""
+        with self._lock:
+            self._readers -= 1
+            if self._readers > 0:
+                return
+        for path in self._paths:
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+class TempFolder:
+    """The folder for the copies. It is deleted when the rank's trackers have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._counter = itertools.count()
+
+    def add(self, path: Path, suffix: str = "") -> Path:
+        """Link a file (with this suffix, or its own), or each file of a folder; return the new path. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        added = self._folder / f"{next(self._counter)}"
+        if path.is_dir():
+            added.mkdir()
+            for file in path.iterdir():
+                link_or_copy(file, added / file.name)
+            return added
+        added = added.with_suffix(suffix or path.suffix)
+        link_or_copy(path, added)
+        return added
+
+    def delete(self) -> None:
+        """Delete the folder with everything in it. Never raises."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Create a hard link, or a copy if the file system does not allow one. Raises OSError."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import events
-from ddptrain.tracking.items import Checkpoint, Item, Model
+from ddptrain.tracking.items import Checkpoint, Item, Model, SharedFiles
 from ddptrain.tracking.protocol import Facts, State, Tracker
-from ddptrain.tracking.temp_files import SharedFiles
 
 _POLL_S = 0.1  # the thread polls for items, so that put() in the training thread stays fast
 _JOIN_S = 0.25

@@ -14,7 +14,7 @@ from tests.conftest import Cli
 NOTEBOOK = """
 import json, logging, os, signal, threading, time
 from dask.distributed import Client, LocalCluster
-from ddptrain.compat.dask_pytorch_ddp import dispatch, outbox, results
+from ddptrain.compat.dask_pytorch_ddp import dispatch, results
 
 logger = logging.getLogger("distributed.worker")
 handler = results.DaskResultsHandler("a topic that is always the same")
@@ -61,13 +61,12 @@ def fails():
 
 def work(client):
     inner = "a closure's"
-    for number in (1, 2):  # the second time through chunks, as where the client sees no files of its workers
+    for number in (1, 2):
         futures = dispatch.run(
             client, lambda times, **more: train(times, word=inner, **more), client.submit(int, 3), pass_local_rank=True
         )
         handler.process_results(f"out-{number}", futures)
         said[f"returned-{number}"] = client.gather(futures)
-        outbox.is_shared = lambda *_: False
     futures = dispatch.run(client, fails)
     try:
         handler.process_results("out-3", futures)

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ddptrain.schedule.times import parse_schedule
+from ddptrain.schedule.entries import parse_schedule
 from tests.conftest import PATIENCE_S, Cli
 
 CONFIG = """

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, notebook_task, outbox, rank_entrypoint, results
+from ddptrain.compat.dask_pytorch_ddp import data, dispatch, failures, outbox, rank_entrypoint, results
 from ddptrain.errors import TrainingFailed
 from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.errors import UnsafePath
@@ -31,7 +31,7 @@ def worker_at(folder: Path) -> Any:
     return SimpleNamespace(local_directory=str(folder))
 
 
-def look(folder: Path, key: str = "topic", done: tuple[str, ...] = ()) -> dict[str, Any]:
+def look(folder: Path, key: str = "topic", done: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     return asyncio.run(outbox.look(["box"], key, done, dask_worker=worker_at(folder)))
 
 
@@ -57,11 +57,10 @@ def test_results_wait_in_the_order_of_their_making_until_they_were_fetched(tmp_p
         outbox.put(box, "topic", "same.txt", memoryview(f"{number}".encode()))
     outbox.put(box, "other", "theirs.txt", memoryview(b"x"))
     told = look(tmp_path)
-    found = [outbox.data_file(Path(told["root"]), entry["name"]).read_text() for entry in told["entries"]]
+    found = [outbox.data_file(box.parent, entry["name"]).read_text() for entry in told]
     assert found == ["0", "1", "2"]
-    assert outbox.is_shared(told["root"], told["token"]) and not outbox.is_shared(told["root"], "another")
-    again = look(tmp_path, done=tuple(entry["name"] for entry in told["entries"]))
-    assert again["entries"] == [] and len(look(tmp_path, "other")["entries"]) == 1
+    again = look(tmp_path, done=tuple(entry["name"] for entry in told))
+    assert again == [] and len(look(tmp_path, "other")) == 1
 
 
 def test_names_that_leave_the_box_are_refused() -> None:
@@ -88,7 +87,7 @@ def test_result_in_a_job_goes_to_its_box_and_not_out_of_the_prefix(
         for path in ("/etc/x", "../x", "a/../../x", ""):
             with pytest.raises(UnsafePath):
                 handler.submit_result(path, "x")
-    assert [(it["path"], it["size_bytes"]) for it in look(tmp_path)["entries"]] == [("a/ü.txt", 2), ("b.bin", 2)]
+    assert [(it["path"], it["size_bytes"]) for it in look(tmp_path)] == [("a/ü.txt", 2), ("b.bin", 2)]
     with pytest.raises(RuntimeError, match="neither a rank nor a Dask task"):
         handler.submit_result("c", "x")
     assert results.DaskResultsHandler().pub_sub_key != results.DaskResultsHandler().pub_sub_key
@@ -123,7 +122,7 @@ def test_rank_that_was_stopped_is_not_the_cause_of_the_loss_of_another_worker(tm
 def outcome(folder: Path, status: int) -> Any:
     log = folder / "log"
     log.write_text("last words\n")
-    return notebook_task._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 1, 7, status, 9, 0, 0))
+    return dispatch._outcome(make_spec(rank=1), str(folder / "answer"), log, RankExit(1, 1, 7, status, 9, 0, 0))
 
 
 def test_rank_that_was_killed_fails_with_its_last_words(tmp_path: Path) -> None:

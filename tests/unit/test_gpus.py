@@ -12,7 +12,7 @@ import pytest
 
 from ddptrain import gpus
 from ddptrain.errors import ClusterError
-from ddptrain.nvml import read_gpus
+from ddptrain.worker.host_facts import read_gpus
 
 # --- Which signs of GPUs make an empty list an error, and how many cores a process may use ---
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ddptrain.driver.transfer.transfer_queue import _file_name
 from ddptrain.protocol import events
 from ddptrain.protocol.commands import Command, CommandReader
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified, read_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import RunLayout, safe_relative, step_name, step_of, valid_run_id

@@ -41,8 +41,7 @@ def report(
     """
     from ddptrain.file_ops import write_atomic
     from ddptrain.reports.destinations import writable_file
-    from ddptrain.reports.html.page_content import html_page
-    from ddptrain.reports.html.subjects import find_subjects
+    from ddptrain.reports.html.page_content import find_subjects, html_page
     from ddptrain.results.errors import results_errors
 
     if output == "-":

@@ -61,7 +61,7 @@ def retrain(
         resolved = opt.checked(partial(load_config, opt.local_config(config)), overrides or [], options)
         from ddptrain.retrain.retraining import retrain as run
         from ddptrain.retrain.start import RetrainOptions
-        from ddptrain.schedule.times import resolve_slot
+        from ddptrain.schedule.entries import resolve_slot
 
         reporting.name, reporting.secrets = resolved.config.name, resolved.secrets
         slot, anyway = resolve_slot(slot), promote_anyway.strip()

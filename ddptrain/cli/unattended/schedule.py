@@ -52,8 +52,7 @@ def add(
 
     from ddptrain.config.load import load_config
     from ddptrain.schedule import install as installing
-    from ddptrain.schedule.entries import Entries, make_entry
-    from ddptrain.schedule.times import parse_schedule
+    from ddptrain.schedule.entries import Entries, make_entry, parse_schedule
 
     target = as_ or installing.default_target()
     if system and target != "systemd":
@@ -146,7 +145,7 @@ def _row(finding: Finding) -> tuple[str, ...]:
 def _as_dict(finding: Finding) -> dict[str, Any]:
     import dataclasses
 
-    from ddptrain.schedule.times import slot_text
+    from ddptrain.schedule.entries import slot_text
 
     about = dataclasses.asdict(finding)
     del about["entry"], about["warnings"]

@@ -79,7 +79,7 @@ class KubernetesBackend(Backend):
         _kubectl(objects, "create", "-f", "-", text="\n".join(map(json.dumps, manifests(cluster, objects.id))))
         tell(f"created the jobs {cluster.name}-scheduler and {cluster.name}-worker")
         shown, shown_at, deadline = "", 0.0, time.monotonic() + cluster.config.start_timeout_s
-        while not _is_ready(pod := _scheduler_pod(objects)):
+        while not _is_ready(pod := next(iter(_pods(objects, "scheduler")), None)):
             words, hopeless = _trouble(pod) if pod else ("not there yet", False)
             if hopeless or time.monotonic() > deadline:
                 why = _log(objects, pod, _LOG_LINES) if pod else _events(objects, f"{cluster.name}-scheduler")
@@ -249,10 +249,6 @@ def _pods(objects: Part, role: str = "") -> list[dict[str, Any]]:
         _kubectl(objects, "get", "pods", "--selector", label, "--output=json") or '{"items": []}'
     )["items"]
     return found
-
-
-def _scheduler_pod(objects: Part) -> dict[str, Any] | None:
-    return next(iter(_pods(objects, "scheduler")), None)
 
 
 def _is_ready(pod: Mapping[str, Any] | None) -> bool:

@@ -84,7 +84,7 @@ class SlurmBackend(Backend):
 
     def fault(self, cluster: ClusterRecord) -> str | None:
         """Return that the job has ended, or None."""
-        job = _id(cluster)
+        job = next((part.id.partition(" ")[2] for part in cluster.parts), "")
         return f"job {job} has ended" if job and not _listed(cluster) else None
 
     def logs(self, cluster: ClusterRecord, lines: int) -> Mapping[str, str]:
@@ -117,11 +117,6 @@ class SlurmBackend(Backend):
 def _settings(cluster: ClusterRecord) -> SlurmSettings:
     assert cluster.config.slurm is not None
     return cluster.config.slurm
-
-
-def _id(cluster: ClusterRecord) -> str:
-    """Return the number of the job; "" if it is not known."""
-    return next((part.id.partition(" ")[2] for part in cluster.parts), "")
 
 
 def _folder(cluster: ClusterRecord) -> Path:

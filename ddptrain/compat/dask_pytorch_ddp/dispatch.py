@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
+import signal
+import socket
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from distributed import Client, Future
+from distributed import Client, Future, Scheduler, Worker, get_worker
 
 from ddptrain.clusters.compatibility import check_cluster
 from ddptrain.clusters.scheduler import slots
-from ddptrain.compat.dask_pytorch_ddp import group_watch, notebook_task
+from ddptrain.compat.dask_pytorch_ddp import failures, outbox
+from ddptrain.compat.dask_pytorch_ddp.rank_entrypoint import ERROR, VALUE, read_answer
 from ddptrain.driver.ranks import RankPlace
 from ddptrain.driver.reservation import SlotRequest, WaitHooks
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.protocol import rank_spec
 from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.protocol.worker_notices import RankExit, exit_from_json
 from ddptrain.results.layout import new_run_id
+from ddptrain.worker import driver_calls, rank_task, spool
+from ddptrain.worker.foreign_worker import rank_host
 
 if TYPE_CHECKING:
     from dask_pytorch_ddp.dispatch import dispatch_with_ddp
+
 
 __all__ = ["dispatch_with_ddp", "run"]
 
@@ -34,6 +47,12 @@ logger = logging.getLogger(__name__)
 _WORKLOAD = "ddptrain.compat.dask_pytorch_ddp.rank_entrypoint:main"
 _START_S = 60.0  # time for the first worker to appear
 _WAIT_S = 300.0  # time to wait for slots that other runs use
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+_WATCH_S = 0.05
+_WORKERS_POLL_S = 1.0
+_VICTIMS_S = 1.0  # after a failure, time for the other ranks to fail with their own errors
+_POLL_S = 0.1
+_TAIL_BYTES = 2000
 
 
 def run(
@@ -76,14 +95,25 @@ def run(
             future_arguments = _futures_in(args, kwargs)
             if pass_local_rank:  # with a GPU 0, because a rank sees only its own GPU
                 future_arguments["local_rank"] = 0 if place.slot.gpu else place.local_rank
-            futures.append(_submit(client, spec, port, place, pickled, future_arguments))
+            futures.append(
+                client.submit(
+                    run_job,
+                    spec.with_port(port).to_json(),
+                    pickled,
+                    future_arguments,
+                    key=spec.key,
+                    workers=[place.slot.worker],
+                    allow_other_workers=False,
+                    resources={rank_spec.SLOT_RESOURCE: 1} if place.slot.counted else None,
+                    pure=False,
+                    retries=0,
+                )
+            )
     except BaseException:
         with contextlib.suppress(Exception):  # the scheduler may have ended
             client.run_on_scheduler(slots.release, worker_group.run_id)
         raise
-    group_watch.start(
-        client, worker_group.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)}
-    )
+    start(client, worker_group.run_id, {str(f.key): p.slot.worker for f, p in zip(futures, places, strict=True)})
     return futures
 
 
@@ -119,7 +149,7 @@ def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> lis
             group=rank_spec.ProcessGroup(chosen, rank_spec.DIST_TIMEOUTS_S["gloo"], places[0].slot.host),
             checkpointing=rank_spec.Checkpointing(every_epochs=1),
             code=rank_spec.Code(_WORKLOAD, os.getcwd(), sys_path=search_path),
-            supervision=rank_spec.Supervision(group_watch.GRACE_S),
+            supervision=rank_spec.Supervision(GRACE_S),
         )
         for place in places
     ]
@@ -128,27 +158,10 @@ def _specs(run_id: str, places: Sequence[RankPlace], backend: str | None) -> lis
 def _store_port(client: Client, first: RankSpec, place: RankPlace) -> int:
     worker = place.slot.worker
     try:
-        ports = client.run(notebook_task.open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
+        ports = client.run(open_store, first.run_id, first.key, first.group.master_addr, workers=[worker])
     except OSError as error:
         raise ClusterError(f"the worker {worker} can't listen on {first.group.master_addr}: {error}") from error
     return int(ports[worker])
-
-
-def _submit(
-    client: Client, spec: RankSpec, port: int, place: RankPlace, pickled: bytes, future_arguments: dict[int | str, Any]
-) -> Future[Any]:
-    return client.submit(
-        notebook_task.run_job,
-        spec.with_port(port).to_json(),
-        pickled,
-        future_arguments,
-        key=spec.key,
-        workers=[place.slot.worker],
-        allow_other_workers=False,
-        resources={rank_spec.SLOT_RESOURCE: 1} if place.slot.counted else None,
-        pure=False,
-        retries=0,
-    )
 
 
 if not TYPE_CHECKING:
@@ -160,3 +173,160 @@ if not TYPE_CHECKING:
 
             return dispatch_with_ddp
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def start(client: Client, run_id: str, places: Mapping[str, str]) -> None:
+    """Watch the worker group until it has ended; `places` maps the keys of the ranks to workers."""
+    loop: Any = client.loop
+    loop.add_callback(_Watch(client, run_id, dict(places)).run)
+
+
+class _Watch:
+    """Watches one worker group. It has keys, not futures: if the user deletes all futures, Dask ends the ranks."""
+
+    def __init__(self, client: Client, run_id: str, places: dict[str, str]) -> None:
+        self.client, self.run_id, self.places = client, run_id, places
+        self.failed_at: float | None = None
+        self.stopped = False
+
+    async def run(self) -> None:
+        """Watch until the end; never raises."""
+        with suppress(Exception):  # it runs in the user's event loop, which must not get errors
+            await self._watch()
+        with suppress(Exception):  # the scheduler may have ended
+            await self.client.run_on_scheduler(slots.release, self.run_id)
+
+    async def _watch(self) -> None:
+        checked_at = time.monotonic()
+        while (pending := self._pending_keys()) and self.client.status == "running":
+            if self.failed_at is not None and not self.stopped and time.monotonic() - self.failed_at > _VICTIMS_S:
+                self.stopped = True
+                await self._stop(pending)
+            if time.monotonic() - checked_at > _WORKERS_POLL_S:
+                await self._give_up_lost(pending)
+                checked_at = time.monotonic()
+            await asyncio.sleep(_WATCH_S)
+
+    def _pending_keys(self) -> list[str]:
+        """Return the keys of ranks that have not ended; set failed_at after the first failure."""
+        states = {key: self.client.futures.get(key) for key in self.places}
+        if self.failed_at is None and any(state is None or state.status in _BAD for state in states.values()):
+            self.failed_at = time.monotonic()
+        return [key for key, state in states.items() if state is not None and state.status == "pending"]
+
+    async def _stop(self, keys: Sequence[str]) -> None:
+        workers = sorted({self.places[key] for key in keys})
+        await self.client.run(
+            driver_calls.stop_ranks,
+            self.run_id,
+            list(keys),
+            GRACE_S,
+            workers=workers,
+            on_error="ignore",
+            asynchronous=True,
+        )
+
+    async def _give_up_lost(self, keys: Sequence[str]) -> None:
+        """Cancel the ranks of lost workers, for which Dask would wait forever."""
+        workers = sorted({self.places[key] for key in keys})
+        gone = await self.client.run_on_scheduler(_absent, workers)
+        for key in keys:
+            if self.places[key] in gone:
+                reason = f"the worker {self.places[key]} of rank {key.rpartition('/')[2]} was lost"
+                future: Future[Any] = Future(key, self.client)
+                await self.client.cancel([future], asynchronous=True, force=True, reason="lost", msg=reason)
+
+
+_BAD = ("error", "cancelled", "lost")
+
+
+def _absent(workers: Sequence[str], dask_scheduler: Scheduler) -> list[str]:
+    """Return the workers that have left the cluster; for run_on_scheduler."""
+    return [worker for worker in workers if worker not in dask_scheduler.workers]
+
+
+async def open_store(run_id: str, key: str, host: str, dask_worker: Worker) -> int:
+    """Open the TCPStore of the worker group whose rank 0 has that key; return its port. For client.run."""
+    return rank_host(dask_worker, run_id).open_store(key, host)
+
+
+def run_job(spec_json: str, pickled: bytes, future_arguments: Mapping[int | str, Any]) -> Any:
+    """Run the pickled (function, args, kwargs) as a rank; `future_arguments` are the arguments that the user passed as
+    futures.
+
+    Raises the exception of the function, or RankFailed if its process ended without one.
+    """
+    spec = RankSpec.from_json(spec_json)
+    worker = get_worker()
+    host = rank_host(worker, spec.run_id)
+    folder = host.scratch / spec.run_id / f"job-{spec.rank}"
+    folder.mkdir(parents=True, mode=0o700)
+    job, answer = folder / "job", folder / "answer"
+    job.write_bytes(cloudpickle.dumps((pickled, dict(future_arguments))))  # not unpickled here: that may import torch
+    spec = dataclasses.replace(
+        spec,
+        code=dataclasses.replace(
+            spec.code,
+            params={"job": str(job), "answer": str(answer)},
+            sys_path=(*spec.code.sys_path, worker.local_directory),  # Client.upload_file puts modules there
+        ),
+        env={**spec.env, outbox.VARIABLE: str(outbox.make_box(worker, spec.run_id))},
+    )
+    log = spool.rank_spool(host.scratch, spec.run_id, spec.attempt, spec.rank).log
+    with _echoed(log):
+        exited = exit_from_json(rank_task.run_rank(spec.to_json()))
+    return _outcome(spec, str(answer), log, exited)
+
+
+def _outcome(spec: RankSpec, answer: str, log: Path, exited: RankExit) -> Any:
+    who = f"rank {spec.rank} on {socket.gethostname()}"
+    try:
+        if exited.status == 0:
+            return read_answer(answer, VALUE)
+        raised = read_answer(answer, ERROR)
+    except FileNotFoundError:
+        if exited.status == 0:
+            return None  # the function called sys.exit(0)
+        text = f"{who}: {exited.text}{_log_tail(log)}"
+        raise failures.ended(text, exited.time_ns, victim=exited.status == -signal.SIGTERM) from None
+    except Exception as error:  # unpickling runs user code, which may raise anything
+        what = "return value" if exited.status == 0 else "exception"
+        text = f"{who}: its {what} can't be read on its worker: {error!r}{_log_tail(log)}"
+        raise failures.ended(text, exited.time_ns) from error
+    raise raised
+
+
+def _log_tail(log: Path) -> str:
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace").strip()
+        return f"; its last output:\n{text}" if text else ""
+    return ""
+
+
+@contextmanager
+def _echoed(log: Path) -> Iterator[None]:
+    """Copy the rank's output to the output of this worker until the block ends, as for Dask's own tasks."""
+    ended = threading.Event()
+    echo = threading.Thread(target=_echo, args=(log, ended), name="ddptrain-echo", daemon=True)
+    echo.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        echo.join()
+
+
+def _echo(log: Path, ended: threading.Event) -> None:
+    offset, last = 0, False
+    while True:
+        with suppress(OSError):  # the log does not exist yet, or stderr is closed
+            data = spool.read_chunk(log, offset, spool.READ_LIMIT_BYTES)
+            offset += len(data)
+            if data:
+                sys.stderr.write(data.decode("utf-8", "replace"))
+                sys.stderr.flush()
+                continue
+        if last:
+            return
+        last = ended.wait(_POLL_S)

@@ -21,7 +21,6 @@ from ddptrain.worker.spool import read_chunk
 
 VARIABLE = "DDPTRAIN_RESULTS"  # environment variable of a job's ranks: the folder of their results
 _FOLDER = "ddptrain-results"
-_TOKEN = "token"  # noqa: S105  # a client that can read this file sees the same file system
 _DATA, _ENTRY = ".data", ".json"
 _NAME = re.compile(r"\d{20}-\d+-\d+")
 _MAX_LISTED = 200
@@ -41,8 +40,6 @@ def make_box(worker: Worker, box: str) -> Path:
     root = Path(worker.local_directory) / _FOLDER
     folder = root / box
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with suppress(FileExistsError), (root / _TOKEN).open("x") as file:
-        file.write(os.urandom(16).hex())
     return folder
 
 
@@ -62,16 +59,13 @@ def put(folder: Path, key: str, path: str, data: memoryview) -> None:
 # --- for client.run ---
 
 
-async def look(boxes: Sequence[str], key: str, done: Sequence[str], dask_worker: Worker) -> dict[str, Any]:
-    """Remove the results `done`, and list the oldest 200 results with that key.
-
-    Return {"token", "root", "entries": [{"name": "box/name", "path", "size_bytes", "sha256"}]}.
-    """
+async def look(boxes: Sequence[str], key: str, done: Sequence[str], dask_worker: Worker) -> list[dict[str, Any]]:
+    """Remove the results `done`; list the oldest 200 with that key: name ("box/name"), path, size_bytes, sha256."""
     root = Path(dask_worker.local_directory) / _FOLDER
     return await asyncio.to_thread(_look, root, boxes, key, done)
 
 
-def _look(root: Path, boxes: Sequence[str], key: str, done: Sequence[str]) -> dict[str, Any]:
+def _look(root: Path, boxes: Sequence[str], key: str, done: Sequence[str]) -> list[dict[str, Any]]:
     for name in done:
         for ending in (_ENTRY, _DATA):
             _file(root, name, ending).unlink(missing_ok=True)
@@ -81,12 +75,7 @@ def _look(root: Path, boxes: Sequence[str], key: str, done: Sequence[str]) -> di
             entry = json.loads(path.read_text(encoding="utf-8"))
             if entry.pop("key") == key:
                 entries.append({"name": f"{box}/{path.stem}", **entry})
-    token = root / _TOKEN
-    return {
-        "root": str(root),
-        "token": token.read_text() if token.exists() else "",
-        "entries": sorted(entries, key=lambda entry: str(entry["name"]).partition("/")[2])[:_MAX_LISTED],
-    }
+    return sorted(entries, key=lambda entry: str(entry["name"]).partition("/")[2])[:_MAX_LISTED]
 
 
 async def read(name: str, offset: int, size_bytes: int, dask_worker: Worker) -> bytes:
@@ -116,11 +105,3 @@ def _file(root: Path, name: str, ending: str) -> Path:
     if Path(box).name != box or not _NAME.fullmatch(stem):
         raise ValueError(f"no result has the name {name!r}")
     return root / box / f"{stem}{ending}"
-
-
-def is_shared(root: str, token: str) -> bool:
-    """Return whether this process sees the files of the worker that reported `root` and `token`."""
-    try:
-        return bool(token) and (Path(root) / _TOKEN).read_text() == token
-    except OSError:
-        return False

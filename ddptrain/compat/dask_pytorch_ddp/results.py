@@ -122,19 +122,16 @@ class _Collector:
         """Transfer all waiting results; return their number."""
         answers = self._ask(outbox.look, self.boxes, self.key, self.done)
         self.done = []
-        waiting = [(entry, worker) for worker, answer in answers.items() for entry in answer["entries"]]
+        waiting = [(entry, worker) for worker, answer in answers.items() for entry in answer]
         for entry, worker in sorted(waiting, key=lambda each: str(each[0]["name"]).partition("/")[2]):
-            self._transfer(entry, worker, answers[worker]["root"], answers[worker]["token"])
+            self._transfer(entry, worker)
             self.done.append(entry["name"])
         return len(waiting)
 
-    def _transfer(self, entry: dict[str, Any], worker: str, root: str, token: str) -> None:
+    def _transfer(self, entry: dict[str, Any], worker: str) -> None:
         event = FileSaved(time.time_ns(), entry["path"], entry["name"], entry["size_bytes"], entry["sha256"])
         try:
             safe_relative(event.path)
-            if outbox.is_shared(root, token):
-                adopt_file(self.prefix, event, outbox.data_file(Path(root), entry["name"]))
-                return
             incoming = self.prefix / f"{INCOMING}{secrets.token_hex(8)}"
             try:
                 self._fetch(entry["name"], event.size_bytes, worker, incoming)

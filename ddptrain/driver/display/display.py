@@ -7,28 +7,27 @@ ranks, and the memory does not grow with the amount of output.
 from __future__ import annotations
 
 import functools
+import itertools
+import json
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from ddptrain import log
 from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.grouping import MIN_RANKS, DifferingLines, TracebackFilter
-from ddptrain.driver.display.jsonl import JsonRenderer
 from ddptrain.driver.display.live import LiveRenderer, LiveRows, RunRows
 from ddptrain.driver.display.log_tail import READ_BYTES, LogTail, RankLine
 from ddptrain.driver.display.output_stream import Stream
 from ddptrain.driver.display.plain import PlainRenderer, format_notice
-from ddptrain.driver.display.run_display import RunDisplay
-from ddptrain.protocol.events import Metrics, Progress
-from ddptrain.protocol.worker_notices import SystemSample
-from ddptrain.results.run_record import BestRecord
+from ddptrain.protocol.events import Progress
+from ddptrain.results.run_record import as_json_data
 
 POLL_S = 0.1
 SETTLE_S = 0.02  # the shortest time between two reads, so that a rank's lines come in batches
@@ -38,6 +37,21 @@ LATE_S = 1.0  # added to the deadline, after which the thread itself stops waiti
 _LAST_WRITE_S = 0.2
 _FEW_LOGS = 64  # up to this number, all logs are checked each time, and stay open
 _ALL_LOGS_S = 2.0
+_MANY = (  # dropped while too many messages wait, and shown with the next message or line
+    output_api.RankMetrics,
+    output_api.RankProgress,
+    output_api.Silence,
+    output_api.SystemUse,
+    output_api.LogLine,
+)
+PROGRESS_EVERY_S = 1.0
+_ENDED, _PARTIAL = "}", ', "partial": true}'
+MIN_RANKS = 17  # from this number of ranks on, the display shows rank 0, and what other ranks print besides
+HOLD_S = 0.4  # how long a line of another rank waits for the same line of rank 0; the display adds at most 0.1 s
+MAX_HELD_CHARS = 1 << 20
+MAX_KNOWN = 100_000  # lines; after that, equal lines may be shown again
+TRACEBACK = "Traceback (most recent call last):"
+MAX_TRACEBACK_LINES, MAX_TRACEBACKS = 1000, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class _Close:
     deadline_s: float
 
 
-class Display(RunDisplay):
+class Display(output_api.RunDisplay):
     """Shows one run. All methods except `close` return at once, even if the terminal blocks."""
 
     def __init__(
@@ -89,57 +103,20 @@ class Display(RunDisplay):
         log.divert(self._log_line)
         return self
 
-    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
-        """Follow the logs of `world_size` ranks, from `offsets` (in bytes, by rank) on."""
-        self._send(output_api.WorldSize(world_size, offsets or {}))
-
     def hide(self, ranks: Collection[int]) -> None:
         """Do not show the output of these ranks; their logs are complete."""
         self._hidden = ranks
 
-    def rank_started(self, rank: int, host: str, pid: int) -> None:
-        """Show that the rank's process runs."""
-        self._send(output_api.RankStarted(rank, host, pid))
-
-    def rank_ended(self, rank: int, ok: bool, stopped: bool = False) -> None:
-        """Show that the rank's process has ended: with success (`ok`), because it was stopped, or with a failure."""
-        self._send(output_api.RankEnded(rank, ok, stopped))
-
-    def metrics(self, rank: int, event: Metrics) -> None:
-        """Show metrics that the rank logged."""
-        self._send_if_room(output_api.RankMetrics(rank, event))
-
-    def progress(self, rank: int, event: Progress) -> None:
-        """Show progress that the rank reported."""
-        self._send_if_room(output_api.RankProgress(rank, event))
-
-    def epochs(self, total: int) -> None:
-        """Show of how many epochs the run consists."""
-        self._send(output_api.Epochs(total))
-
-    def saved(self, step: int, time_s: float, best: BestRecord | None = None) -> None:
-        """Show that the run directory has a new checkpoint since `time_s` (Unix time), and which one is the best."""
-        self._send(output_api.Saved(step, time_s, best))
-
-    def status(self, text: str, *, announced: bool = False) -> None:
-        """Show what the driver waits for; `announced`: a notice says it, so that only a live display shows it."""
-        self._send(output_api.DriverStatus(text, announced))
-
-    def silence(self, text: str) -> None:
-        """Show on a live display for how long a rank has not reported; "": all report."""
-        self._send_if_room(output_api.Silence(text))
-
-    def notice(self, text: str, level: str = "info") -> None:
-        """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
-        self._send(output_api.DriverNotice(text, level))
-
-    def event(self, obj: Mapping[str, Any]) -> None:
-        """Write an object for readers of JSON lines; the other outputs ignore it."""
-        self._send(output_api.RawEvent(obj))
-
-    def system(self, sample: SystemSample) -> None:
-        """Show the measured resource use of a host and its ranks."""
-        self._send_if_room(output_api.SystemUse(sample))
+    def handle(self, message: output_api.Message) -> None:
+        """Show the message; metrics, progress and lines of ddptrain's own log only if the output is read."""
+        if self.broken:
+            return
+        if isinstance(message, _MANY) and len(self._inbox) >= MAX_WAITING:
+            self._dropped += 1
+            return
+        self._inbox.append(message)
+        if not isinstance(message, _MANY):
+            self.log_grew()
 
     def log_grew(self, rank: int | None = None) -> None:
         """Note that the log file of this rank has grown and must be read soon; None: any log may have grown."""
@@ -172,21 +149,8 @@ class Display(RunDisplay):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _send(self, message: output_api.Message) -> None:
-        if not self.broken:
-            self._inbox.append(message)
-            self.log_grew()
-
-    def _send_if_room(self, message: output_api.Message) -> None:
-        if self.broken:
-            return
-        if len(self._inbox) < MAX_WAITING:
-            self._inbox.append(message)
-        else:
-            self._dropped += 1
-
     def _log_line(self, text: str) -> None:
-        self._send_if_room(output_api.LogLine(text))
+        self.handle(output_api.LogLine(text))
         self.log_grew()
 
     def _join(self, deadline_s: float) -> None:
@@ -395,3 +359,158 @@ def open_display(
             renderer = LiveRenderer(out, err, size, colour, rows, elapsed_s)
     groups_ranks = not (all_ranks or isinstance(renderer, JsonRenderer))
     return Display(renderer, out, err, logs_dir, aborted, groups_ranks=groups_ranks).start()
+
+
+class JsonRenderer:
+    """Writes all messages as JSON lines; the last line contains the result of the run. Ranks are never grouped."""
+
+    redraw_every_s = 1.0
+
+    def __init__(self, stdout: Stream, stderr: Stream, stage: str = "") -> None:
+        """`stage`: the value of the field `stage` in each object; without it if ""."""
+        self._stdout, self._stderr = stdout, stderr
+        self._mark = {"stage": stage} if stage else {}
+        self._progress: dict[int, Progress] = {}  # not yet written
+        self._written_s: dict[int, float] = {}
+
+    def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
+        """Write one object per line; "partial" marks a line without a newline (yet): a piece, or a redrawn bar."""
+        encode = json.encoder.encode_basestring_ascii
+        for rank in ranks:
+            mark = "".join(f', "{name}": {encode(value)}' for name, value in self._mark.items())
+            head = f'{{"event": "log"{mark}, "rank": {rank}, "time_s": {time.time():.3f}, "line": '
+            rows = [f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines]
+            self._stdout.write("".join(rows))
+
+    def handle(self, message: output_api.Message) -> None:
+        """Write the message as an object; progress at most once per second for each rank."""
+        match message:
+            case output_api.RedrawnLine(rank, text) if text:
+                self.log([rank], [RankLine(text, ended=False)])
+            case output_api.RankProgress(rank, event):
+                self._progress[rank] = event
+            case output_api.LogLine(text):
+                self._stderr.write(f"{text}\n")
+            case output_api.Closing(_, last_event):
+                self._write_progress(math.inf)
+                if last_event:
+                    self._write(last_event)
+            case output_api.RawEvent(fields):
+                self._write(fields)
+            case _:
+                self._write_other(message)
+
+    def refresh(self, now_s: float) -> None:
+        """Write the progress of ranks whose last object is a second old."""
+        if self._progress:
+            self._write_progress(now_s)
+
+    def _write_other(self, message: output_api.Message) -> None:
+        now = round(time.time(), 3)
+        match message:
+            case output_api.RankMetrics(rank, event):
+                self._write(
+                    {"event": "metrics", "rank": rank, "time_s": event.time_ns / 1e9, "step": event.step}
+                    | {"epoch": event.epoch, "values": dict(event.values)}
+                )
+            case output_api.RankStarted(rank, host, pid):
+                self._write({"event": "rank_started", "rank": rank, "time_s": now, "host": host, "pid": pid})
+            case output_api.RankEnded(rank, ok, _):
+                self._write({"event": "rank_ended", "rank": rank, "time_s": now, "ok": ok})
+            case output_api.DriverNotice(text, level):
+                self._write({"event": "notice", "time_s": now, "level": level, "message": text})
+            case output_api.DriverStatus(text) if text:
+                self._write({"event": "status", "time_s": now, "message": text})
+            case _:
+                pass
+
+    def _write_progress(self, now_s: float) -> None:
+        for rank, event in list(self._progress.items()):
+            if now_s - self._written_s.get(rank, -math.inf) >= PROGRESS_EVERY_S:
+                del self._progress[rank]
+                self._written_s[rank] = now_s
+                fields = {"done": event.done, "total": event.total, "unit": event.unit}
+                self._write({"event": "progress", "rank": rank, "time_s": event.time_ns / 1e9} | fields)
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        self._stdout.write(json.dumps(as_json_data({**fields, **self._mark})) + "\n")
+
+
+class DifferingLines:
+    """Passes on all lines of rank 0, and each line of other ranks that no rank before has printed.
+
+    The lines of each rank keep their order. A line that a rank repeats is shown again, unless another rank was first.
+    """
+
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._hold_s = hold_s
+        self._first: dict[int, int] = {}  # hash of a line -> the rank that has printed it first, or 0
+        self._of_first: list[RankLine] = []
+        self._held: deque[tuple[float, int, RankLine]] = deque()
+        self._chars = 0
+
+    def add(self, rank: int, lines: Sequence[RankLine], now_s: float) -> None:
+        """Add lines that a rank has printed, at a monotonic time in seconds."""
+        if len(self._first) > MAX_KNOWN:
+            self._first.clear()
+        if rank == 0:
+            self._of_first += lines
+            self._first.update((hash(line), 0) for line in lines)
+            return
+        self._held.extend((now_s, rank, line) for line in lines)
+        self._chars += sum(len(line.text) for line in lines)
+
+    def due(self, now_s: float) -> Iterator[tuple[list[int], list[RankLine]]]:
+        """Yield the lines to show of those that were held long enough."""
+        if self._of_first:
+            yield [0], self._of_first
+            self._of_first = []
+        for rank, lines in itertools.groupby(self._taken(now_s), lambda item: item[0]):
+            yield [rank], [line for _, line in lines]
+
+    def flush(self) -> Iterator[tuple[list[int], list[RankLine]]]:
+        """Yield everything that is to be shown of what is held."""
+        yield from self.due(float("inf"))
+
+    def _taken(self, now_s: float) -> Iterator[tuple[int, RankLine]]:
+        while self._held and (now_s - self._held[0][0] >= self._hold_s or self._chars > MAX_HELD_CHARS):
+            _, rank, line = self._held.popleft()
+            self._chars -= len(line.text)
+            if self._first.setdefault(hash(line), rank) == rank:
+                yield rank, line
+
+
+class TracebackFilter:
+    """Replaces a traceback that another rank has printed already by its last line, for runs that are not grouped."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[RankLine]] = {}  # rank -> the lines of a traceback whose last line is missing
+        self._first: dict[tuple[RankLine, ...], int] = {}  # traceback -> the rank that has printed it first
+
+    def add(self, rank: int, lines: Sequence[RankLine]) -> list[RankLine]:
+        """Return the lines to show of those that a rank has printed."""
+        shown: list[RankLine] = []
+        for line in lines:
+            held = self._open.get(rank)
+            if held is None:
+                if line.text == TRACEBACK:
+                    self._open[rank] = [line]
+                else:
+                    shown.append(line)
+                continue
+            held.append(line)
+            if line.text[:1] in ("", " ") and len(held) < MAX_TRACEBACK_LINES:
+                continue  # a frame; the exception is the first line that is not indented
+            del self._open[rank]
+            if len(self._first) >= MAX_TRACEBACKS:
+                self._first.clear()
+            first = self._first.setdefault(tuple(held), rank)
+            same = RankLine(f"{line.text} (the traceback is that of rank {first})", line.ended)
+            shown += held if first == rank else [same]
+        return shown
+
+    def flush(self) -> Iterator[tuple[list[int], list[RankLine]]]:
+        """Yield everything that is held."""
+        while self._open:
+            rank, held = self._open.popitem()
+            yield [rank], held

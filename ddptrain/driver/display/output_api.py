@@ -1,13 +1,13 @@
-"""What the driver passes to the display, and what each kind of output implements."""
+"""What the driver passes to a display, and what displays and kinds of output implement."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ddptrain.driver.display.log_tail import RankLine
-from ddptrain.protocol.events import Metrics, Progress
+from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.run_record import BestRecord
 
@@ -44,6 +44,14 @@ class RankMetrics:
 
     rank: int
     event: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class RankCheckpoint:
+    """The rank has written a checkpoint, which is not in the run directory yet."""
+
+    rank: int
+    event: CheckpointSaved
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,7 @@ Message = (
     | RankStarted
     | RankEnded
     | RankMetrics
+    | RankCheckpoint
     | RankProgress
     | Epochs
     | Saved
@@ -147,6 +156,46 @@ Message = (
     | Closing
     | SystemUse
 )
+
+
+class RunDisplay:
+    """The display of a run: the terminal, or that of one trial of a sweep. No method waits, except `close`.
+
+    A display inherits from this class. Methods that it does not override do nothing.
+    """
+
+    def handle(self, message: Message) -> None:
+        """Show the message."""
+
+    def hide(self, ranks: Collection[int]) -> None:
+        """Do not show the output of these ranks."""
+
+    def log_grew(self, rank: int | None = None) -> None:
+        """Note that a rank's log file has grown; None: any log may have grown."""
+
+    def close(
+        self,
+        final_sizes: Mapping[int, int] | None = None,
+        summary: Sequence[str] = (),
+        last_event: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Show the end of the run, and wait until it is shown."""
+
+    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
+        """Set the number of ranks; `offsets`: the bytes of their logs that were shown before."""
+        self.handle(WorldSize(world_size, offsets or {}))
+
+    def status(self, text: str, *, announced: bool = False) -> None:
+        """Show what the driver waits for; `announced`: a notice says it, so that only a live display shows it."""
+        self.handle(DriverStatus(text, announced))
+
+    def notice(self, text: str, level: str = "info") -> None:
+        """Show a message of ddptrain itself; level is "info", "warning" or "error"."""
+        self.handle(DriverNotice(text, level))
+
+    def event(self, obj: Mapping[str, Any]) -> None:
+        """Write an object for readers of JSON lines."""
+        self.handle(RawEvent(obj))
 
 
 class Renderer(Protocol):

@@ -20,7 +20,7 @@ from pathlib import Path
 from ddptrain.driver.inbox import ArtifactFailed, ArtifactRetried, ArtifactStored, Inbox
 from ddptrain.log import Log
 from ddptrain.protocol import events
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.errors import CheckpointDamaged, FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.layout import ARTIFACTS, TRACKING, safe_relative
 from ddptrain.results.run_writer import RunWriter

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from ddptrain import __version__
 from ddptrain.config.wording import counted, shorten
+from ddptrain.errors import UsageError
 from ddptrain.reports.html.render import render_page
-from ddptrain.reports.html.run_card import RunCard, read_card
-from ddptrain.reports.html.subjects import Subjects
-from ddptrain.reports.html.sweep import SweepTable
+from ddptrain.reports.html.run_card import MOST_RUNS, RunCard, read_card
+from ddptrain.results.layout import valid_run_id
+from ddptrain.results.lookup import RunView
+from ddptrain.results.metrics import finite_number
+from ddptrain.results.remote.runs import open_runs_dir, split_run
+from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, find_sweep
 
 _MOST_COLUMNS = 6  # of settings, and of metrics, in the table of runs
 _ID_CHARACTERS = 120
 _MOST_IN_CONTENTS = 10
 _MOST_DETAILED = 20  # runs with logs, configuration, images and tables
+_RUNS_OF_SWEEP = 50  # the best ones
+_MOST_TRIALS = 2000
+_MOST_PARAMS = 20
+_CHARACTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +131,130 @@ def _shared_metrics(cards: Sequence[RunCard]) -> list[str]:
     counts = Counter(metric.name for card in cards for metric in card.metrics)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], not item[0].startswith("val"), "loss" not in item[0]))
     return [name for name, _ in ordered[:_MOST_COLUMNS]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The runs, and the sweep if there is one (its best runs are among the runs)."""
+
+    views: Sequence[RunView]
+    sweep: SweepTable | None = None
+
+
+def find_subjects(names: Sequence[str], runs_dir: str) -> Subjects:
+    """Return what the names stand for: sweeps or runs. Raises UsageError, RunNotFound, StoreError."""
+    views: list[RunView] = []
+    sweeps: list[FoundSweep] = []
+    for name in dict.fromkeys(names):
+        if (found := find_sweep(runs_dir, name)) is not None:
+            sweeps.append(found)
+        else:
+            place, run = split_run(name, runs_dir)
+            views.append(open_runs_dir(place).find(run, NeededFiles.REPORT))
+    if len(sweeps) > 1:
+        raise UsageError(f"a report has at most one sweep, got {len(sweeps)}; write one report for each")
+    sweep = SweepTable.of(sweeps[0].record) if sweeps else None
+    if sweep is not None:
+        views += _runs_of(sweep, sweeps[0])
+    views = list({view.layout.root: view for view in views}.values())
+    if len(views) > MOST_RUNS:
+        raise UsageError(f"a report has at most {MOST_RUNS} runs, got {len(views)}; name fewer")
+    return Subjects(views, sweep)
+
+
+def _runs_of(sweep: SweepTable, found: FoundSweep) -> list[RunView]:
+    """Return the runs of the trials that are running, and of the best ones; then of those that failed."""
+    running = [trial for trial in sweep.trials if trial.state == "running"]
+    failed = [trial for trial in sweep.trials if trial.state == "failed"]
+    names = dict.fromkeys(name for trial in (*running, *sweep.ranked(), *failed) for name in trial.run_ids)
+    runs = (found.trials.find_exact(name, NeededFiles.REPORT) for name in names if valid_run_id(name))
+    return list(itertools.islice((view for view in runs if view is not None), _RUNS_OF_SWEEP))
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A parameter of the search space. scale: linear, log, or choice with `values` in their order."""
+
+    name: str
+    scale: str
+    values: Sequence[str]
+    importance: float | None
+
+    def value(self, trial: TrialRecord) -> float | str | None:
+        """Return the value of a trial: a number, a text, or None."""
+        if self.name not in trial.params:
+            return None
+        value = trial.params[self.name]
+        number = finite_number(value)
+        return number if number is not None else _text(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepTable:
+    """What the page shows of a sweep. hidden: trials that are left out."""
+
+    record: SweepRecord
+    axes: Sequence[Axis]
+    trials: Sequence[TrialRecord]
+    hidden: int
+
+    @classmethod
+    def of(cls, record: SweepRecord) -> SweepTable:
+        """Return the table of a sweep."""
+        importance = record.importance or {}
+        names = list(record.space)[:_MOST_PARAMS]
+        axes = [_axis(name, record.space[name], finite_number(importance.get(name))) for name in names]
+        return cls(record, axes, record.trials[:_MOST_TRIALS], max(0, len(record.trials) - _MOST_TRIALS))
+
+    def ranked(self) -> list[TrialRecord]:
+        """Return the trials with a value, the best first; complete ones come before the others."""
+        sign = -1.0 if self.record.mode == "max" else 1.0
+        known = [trial for trial in self.trials if finite_number(trial.value) is not None]
+        return sorted(known, key=lambda trial: (trial.state != "complete", sign * (trial.value or 0.0)))
+
+    def for_script(self) -> dict[str, Any]:
+        """Return the data of the plot."""
+        return {
+            "metric": self.record.metric or "value",
+            "best": self.record.best,
+            "ranked": [trial.number for trial in self.ranked()],
+            "axes": [
+                {
+                    "name": axis.name[:_CHARACTERS],
+                    "scale": axis.scale,
+                    "values": axis.values,
+                    "importance": axis.importance,
+                }
+                for axis in self.axes
+            ],
+            "trials": [
+                {
+                    "number": trial.number,
+                    "state": trial.state,
+                    "params": [_place(axis, trial) for axis in self.axes],
+                    "value": finite_number(trial.value),
+                }
+                for trial in self.trials
+            ],
+        }
+
+
+def _axis(name: str, space: Mapping[str, Any], importance: float | None) -> Axis:
+    kind, choices = space.get("kind"), space.get("values")
+    if kind == "choice":
+        values = [_text(value) for value in choices[:_MOST_TRIALS]] if isinstance(choices, list) else []
+        return Axis(name, "choice", values, importance)
+    return Axis(name, "log" if kind in ("log", "log_int") else "linear", (), importance)
+
+
+def _place(axis: Axis, trial: TrialRecord) -> float | str | None:
+    """Return a value for the plot: one of the axis' values, or a number."""
+    value = axis.value(trial)
+    return _text(value) if axis.scale == "choice" and value is not None else value
+
+
+def _text(value: Any) -> str:
+    number = finite_number(value)
+    if number is not None:
+        return f"{number:.12g}"
+    return (value if isinstance(value, str) else json.dumps(value))[:_CHARACTERS]

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials
-from ddptrain.reports.markdown_text import is_plain_link
+from ddptrain.reports.markdown import is_plain_link
 from ddptrain.results.lookup import RunView, time_text
 from ddptrain.results.run_record import EnvironmentValue, RunStatus
 from ddptrain.results.tracker_records import tracker_outputs

@@ -14,10 +14,9 @@ from typing import Self
 
 from ddptrain.errors import DdptrainError, RunLocked
 from ddptrain.log import Log
-from ddptrain.results.layout import INCOMING, RunLayout
+from ddptrain.results.layout import INCOMING, Origin, RunLayout
 from ddptrain.results.remote.checkpoint_upload import CHECKPOINTS, StoredCheckpoints
 from ddptrain.results.remote.lease import LOCK, run_for
-from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.run_record import RecordError, RunRecord
 from ddptrain.results.tracker_records import TEMPORARY
 from ddptrain.storage.remote_folder import RemoteFolder

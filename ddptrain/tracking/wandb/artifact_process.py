@@ -14,8 +14,7 @@ from typing import Any
 import wandb
 
 from ddptrain.tracking import items
-from ddptrain.tracking.wandb.media import to_table_artifact
-from ddptrain.tracking.wandb.wandb_artifacts import checkpoint_aliases, checkpoint_artifact
+from ddptrain.tracking.wandb.wandb_artifacts import checkpoint_aliases, checkpoint_artifact, to_table_artifact
 from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of, stop_service
 
 _OPEN_SHARE = 0.5  # of the time, for opening the run

@@ -7,6 +7,8 @@ killed, less than a second is lost.
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
 import errno
 import os
 import sys
@@ -14,18 +16,22 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import wandb
 
 from ddptrain.tracking import items
 from ddptrain.tracking.metric_goals import goal_of
 from ddptrain.tracking.protocol import Facts, State
-from ddptrain.tracking.wandb import media, wandb_run
-from ddptrain.tracking.wandb.rank_run import RankRun
-from ddptrain.tracking.wandb.rows import ATTEMPT, STEP, RowFilter, WandbRow
+from ddptrain.tracking.wandb import wandb_artifacts, wandb_run
 from ddptrain.tracking.wandb.wandb_artifacts import ArtifactUploads
 from ddptrain.tracking.wandb.wandb_folders import SENDING
+from ddptrain.tracking.wandb.wandb_run import RunOptions, open_run, reason_of
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 
 _GATHER_S = 0.5  # a row waits this long for more values of its step
 _DISK_CHECK_S = 10.0
@@ -34,6 +40,12 @@ _FINISH_MARGIN_S = 0.3  # our timeout is longer, so that wandb's own timeout end
 _UPLOAD_SHARE = 0.8  # of the time for the end: then run.finish() begins, although artifacts wait
 _WATCH_EVERY = 10  # rows from one set of histograms to the next
 _STALE_S = 3.0  # an older row gets no histograms, because these show the model as it is now
+STEP = "step"
+EPOCH = "epoch"
+ATTEMPT = "attempt"  # after a restart W&B keeps both rows of a repeated step; the higher attempt counts
+_FINISH_SHARE = 0.8  # wandb's share of the time for the end; the rest is for queued items and messages
+_EXTRA_WAIT_S = 15.0  # added to rank 0's time for opening the run, because rank 0 may start later than other ranks
+_OPEN, _NOT_OPEN = "open", "not open"
 
 
 class WentOffline(RuntimeError):
@@ -117,7 +129,7 @@ class WandbTracker:
             case items.Numbers():
                 self._log_numbers(item)
             case items.Image():
-                self._add(item.step, {item.name: media.to_image(item)}, None, item.time_ns / 1e9)
+                self._add(item.step, {item.name: wandb_artifacts.to_image(item)}, None, item.time_ns / 1e9)
                 self._flush()  # while the file exists
             case items.Table():
                 self._log_table(item)
@@ -203,7 +215,7 @@ class WandbTracker:
         self._rows_until_watch -= 1
         if self._rows_until_watch > 0:
             return {}
-        histograms = media.histograms(self._model, watch)
+        histograms = wandb_artifacts.histograms(self._model, watch)
         self._rows_until_watch = _WATCH_EVERY if histograms else 1  # gradients exist only during a part of each step
         return {f"{self._prefix}{name}": value for name, value in histograms.items()}
 
@@ -215,8 +227,8 @@ class WandbTracker:
             )
         if self._run.offline:  # an offline log that names files would be useless once the run directory has moved
             return
-        self._uploads.put(media.to_table_artifact(item, max_rows, self._facts.run_id, self._facts.rank))
-        self._add(item.step, {item.name: media.to_table(item, max_rows)}, None, item.time_ns / 1e9)
+        self._uploads.put(wandb_artifacts.to_table_artifact(item, max_rows, self._facts.run_id, self._facts.rank))
+        self._add(item.step, {item.name: wandb_artifacts.to_table(item, max_rows)}, None, item.time_ns / 1e9)
         self._flush()
 
     def _flush_rows(self) -> None:
@@ -276,3 +288,223 @@ class WandbTracker:
                 self._add(step, {name: value.value}, value.epoch, value.time_s)
         self._flush()
         self._check_disk(now=True)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldValue:
+    """A value that was not logged yet, and its position."""
+
+    value: float
+    step: float
+    epoch: float | None
+    time_s: float
+
+
+class RowFilter:
+    """Selects one value of a metric in `every` steps, and at the end the last value that was not selected.
+
+    All values of a metric that is not logged at every step are selected, and the first value of each whole epoch. So
+    metrics that are logged once per epoch are complete, even if an epoch has few steps.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._step: float | None = None
+        self._tick = 0  # the number of steps at which anything was logged
+        self._last_tick: dict[str, int] = {}  # name -> tick of its last value
+        self._epochs: dict[str, float] = {}  # name -> whole epoch of its last value that had one
+        self._sent: dict[str, float] = {}  # name -> step of the last value that was selected
+        self._held: dict[str, HeldValue] = {}
+
+    def take(self, values: Mapping[str, float], step: float | None, epoch: float | None, time_s: float) -> list[str]:
+        """Return the names of the values to log now; all names if there is no step."""
+        if step is None:
+            return list(values)
+        if step != self._step:
+            self._step, self._tick = step, self._tick + 1
+        due = []
+        for name, value in values.items():
+            if self._is_due(name, step) | self._begins_epoch(name, epoch):
+                due.append(name)
+                self._sent[name] = step
+                self._held.pop(name, None)
+            else:
+                self._held[name] = HeldValue(value, step, epoch, time_s)
+            self._last_tick[name] = self._tick
+        return due
+
+    def _begins_epoch(self, name: str, epoch: float | None) -> bool:
+        if epoch is None or not float(epoch).is_integer() or epoch == self._epochs.get(name):
+            return False
+        self._epochs[name] = epoch
+        return True
+
+    def _is_due(self, name: str, step: float) -> bool:
+        sent = self._sent.get(name)
+        if sent is None or not 0 <= step - sent < self._every:  # steps may start again from a lower number
+            return True
+        return step != sent and self._tick - self._last_tick[name] > 1
+
+    def rest(self) -> dict[float, dict[str, HeldValue]]:
+        """Return the values that were not logged, by step, and forget them."""
+        rows: dict[float, dict[str, HeldValue]] = {}
+        for name, held in self._held.items():
+            rows.setdefault(held.step, {})[name] = held
+        self._held = {}
+        return dict(sorted(rows.items()))
+
+
+@dataclass(slots=True)
+class WandbRow:
+    """The values of one step, collected before they are logged. `since_s` is when it was created (monotonic)."""
+
+    step: float | None
+    values: dict[str, Any] = field(default_factory=dict)
+    epoch: float | None = None
+    time_s: float = 0.0
+    since_s: float = field(default_factory=time.monotonic)
+
+    def fits(self, step: float | None, values: Mapping[str, Any]) -> bool:
+        """Return whether these values belong to the row: they have its step, and none of its names."""
+        return step is not None and step == self.step and not self.values.keys() & values.keys()
+
+    def add(self, values: Mapping[str, Any], epoch: float | None, time_s: float) -> None:
+        """Add values, which have the row's step."""
+        self.values |= values
+        self.epoch = self.epoch if epoch is None else epoch
+        self.time_s = max(self.time_s, time_s)
+
+    def as_logged(self, prefix: str, attempt: int) -> dict[str, Any]:
+        """Return the row for wandb.Run.log, with `prefix` before each name."""
+        row: dict[str, Any] = {f"{prefix}{name}": value for name, value in self.values.items()}
+        for name, value in ((STEP, self.step), (EPOCH, self.epoch), (ATTEMPT, attempt)):
+            if value is not None:
+                row.setdefault(f"{prefix}{name}", value)
+        return {**row, "_timestamp": self.time_s}
+
+
+class RankRun:
+    """Chooses and opens the run, from the options, what the driver adds (`facts.from_driver`) and the environment.
+
+    Environment variables have priority. `mode` is rank0, process or shared; offline, shared becomes process.
+    """
+
+    def __init__(self, options: Mapping[str, Any], facts: Facts, environ: Mapping[str, str]) -> None:
+        self._options, self._facts = options, facts
+        self._environ = environ
+        self.mode = str(facts.from_driver.get("mode") or options.get("mode") or "rank0")
+        self.online = bool(facts.from_driver.get("online"))
+        self.folder = facts.folder / "wandb"
+        self.finish_timeout_s = float(options.get("finish_timeout_s", 30.0))
+        self.wandb_timeout_s = _FINISH_SHARE * self.finish_timeout_s
+        self._init_timeout_s = float(options.get("init_timeout_s", 20.0))
+        self._base_id = environ.get("WANDB_RUN_ID") or str(facts.from_driver.get("id") or facts.run_id)
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the names of metrics if ranks share a run, else ""."""
+        return f"rank_{self._facts.rank}/" if self.mode == "shared" else ""
+
+    def open(self) -> tuple[wandb.Run, str]:
+        """Open the run. Raises any exception of wandb.
+
+        Also return why the run is offline although online was wanted, or "".
+        """
+        problem = ""
+        if self.online:
+            run, problem = self._open_online()
+            if run is not None:
+                return run, ""
+        if self.mode == "shared":
+            self.mode = "process"
+        return open_run(self.run_options("offline")), problem
+
+    def _open_online(self) -> tuple[wandb.Run | None, str]:
+        """Return the run and "", or None and the reason."""
+        is_shared = self.mode == "shared" and self._facts.world_size > 1
+        signal = SharedRunSignal(self._facts.attempt, self._environ) if is_shared else None
+        is_primary = self._facts.rank == 0
+        if signal and not is_primary and (problem := signal.wait(self._init_timeout_s + _EXTRA_WAIT_S)):
+            return None, problem
+        run, problem = None, ""
+        try:
+            run = open_run(self.run_options("shared" if self.mode == "shared" else "online"))
+        except (Exception, SystemExit) as error:  # SystemExit: wandb may exit with its service's exit code
+            problem = f"W&B has opened no run online ({reason_of(error)})"
+        if signal and is_primary:
+            signal.send(is_open=run is not None)  # a rank that cannot receive it records offline
+        return run, problem
+
+    def run_options(self, mode: str) -> RunOptions:
+        """Return the options for opening the run "online", "shared" or "offline"."""
+        config = None if mode == "shared" and self._facts.rank else self._config()
+        is_own = self._facts.rank and mode != "shared"
+        run_id = f"{self._base_id}-{self._facts.rank}" if is_own else self._base_id
+        timeouts = self._init_timeout_s, self.wandb_timeout_s
+        return RunOptions(mode, run_id, self.folder, config, *timeouts, settings=self._settings(mode))
+
+    def _config(self) -> dict[str, Any]:
+        """Return the configuration without secrets, and where the rank runs."""
+        facts = self._facts
+        placement = {name: getattr(facts, name) for name in ("run_id", "attempt", "world_size", "hosts", "rank")}
+        return {**facts.config, **placement}
+
+    def _settings(self, mode: str) -> dict[str, Any]:
+        options, facts = self._options, self._facts
+        settings = {
+            "project": options.get("project") or facts.name,
+            "entity": options.get("entity"),
+            "run_name": self._name(mode),
+            "run_tags": tuple(options.get("tags") or ()) or None,
+            "run_group": options.get("group") or (facts.run_id if self._is_one_of_many(mode) else None),
+            "x_disable_stats": facts.local_rank != 0,
+        }
+        if mode != "shared":
+            return settings
+        # Without the suffix, folders of ranks that open their runs in the same second would have the same name.
+        label = f"rank_{facts.rank}"
+        settings |= {"x_label": label, "x_primary": facts.rank == 0, "x_sync_dir_suffix": label}
+        if facts.rank:  # rank 0 names and finishes the run
+            settings |= {"x_update_finish_state": False, "run_name": None, "run_notes": None, "run_tags": None}
+        return settings
+
+    def _is_one_of_many(self, mode: str) -> bool:
+        return self.mode == "process" or (self.mode == "shared" and mode == "offline")
+
+    def _name(self, mode: str) -> str | None:
+        chosen = self._environ.get("WANDB_NAME") or self._options.get("name")
+        if not self._is_one_of_many(mode):
+            return chosen or self._facts.run_id
+        rank = f"rank_{self._facts.rank}"
+        return f"{chosen}-{rank}" if chosen else rank
+
+
+class SharedRunSignal:
+    """In mode `shared`, tells the other ranks through the worker group's TCPStore whether rank 0 has opened the run.
+
+    Waiting for a key in the store is not a collective: it has a timeout, and delays no other rank. No method raises.
+    """
+
+    def __init__(self, attempt: int, environ: Mapping[str, str] = os.environ) -> None:
+        self._key = f"ddptrain/{attempt}/tracking/wandb"
+        self._environ = environ
+
+    def _store(self, timeout_s: float) -> TCPStore:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host, port = self._environ["MASTER_ADDR"], int(self._environ["MASTER_PORT"])
+        timeout = dt.timedelta(seconds=timeout_s)
+        return TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+
+    def send(self, *, is_open: bool) -> None:
+        """Tell the other ranks, from rank 0. Errors are ignored: without the store, no rank is waiting any more."""
+        with contextlib.suppress(RuntimeError, KeyError, ValueError):
+            self._store(10.0).set(self._key, _OPEN if is_open else _NOT_OPEN)
+
+    def wait(self, timeout_s: float) -> str:
+        """Wait for rank 0. Return why the run is not open, or ""."""
+        try:
+            state = self._store(timeout_s).get(self._key).decode()
+        except (RuntimeError, KeyError, ValueError):
+            return f"rank 0 has not opened the W&B run within {timeout_s:g} s"
+        return "" if state == _OPEN else "rank 0 has opened no W&B run online"

@@ -30,7 +30,7 @@ _VARIABLES = {
     "run_tags": "WANDB_TAGS",
     "run_job_type": "WANDB_JOB_TYPE",
 }
-# Set even if the environment has a value: rank_run.py has already applied the variables of the first three, and
+# Set even if the environment has a value: tracker.py has already applied the variables of the first three, and
 # finish() relies on the last one.
 _NOT_FROM_ENVIRONMENT = frozenset({"mode", "run_id", "run_name", "finish_timeout_raises"})
 _EXIT_CODES = {"finished": 0, "failed": 1, "preempted": 1, "crashed": 255}

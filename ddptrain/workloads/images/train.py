@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddptrain.config.wording import counted, listed
 from ddptrain.errors import UsageError
@@ -23,7 +26,6 @@ from ddptrain.workloads.images.loader.batcher import Batch
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer
 from ddptrain.workloads.images.model.initial_weights import begin_with_weights, built_model, described_model
-from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.prediction_tables import (
     TRAINED,
@@ -34,7 +36,6 @@ from ddptrain.workloads.images.prediction_tables import (
     example_words,
     table_file,
 )
-from ddptrain.workloads.images.training_metrics import Meter
 from ddptrain.workloads.images.validation import check_bad_on_all_ranks, evaluate, share_buffers
 
 # Newer versions of torch warn about the old name.
@@ -43,6 +44,12 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+_STEPS_PER_READING = 10  # on a GPU
+# one_cycle as in torch's OneCycleLR (Smith and Topin, 2017: super-convergence).
+_RISE = 0.3  # share of the run in which the rate rises
+_START, _END = 1 / 25, 1 / 25e4  # rate of the first and the last step, relative to the highest
+_MOMENTUM, _EPSILON = 0.9, 1e-6
+_MOMENTA = (0.95, 0.85)  # at both ends, and at the highest rate
 
 
 def train(ctx: RankContext, **params: Any) -> None:
@@ -343,3 +350,124 @@ def _described_again(model_config: dict[str, Any], manifest: Manifest, image_siz
 
 def _some(classes: Sequence[str]) -> str:
     return f"{counted(len(classes), 'class')} ({listed(classes, 3)})"
+
+
+class Meter:
+    """Logs loss, hits and learning rate of each step, several steps at a time; sums them over this rank's epoch."""
+
+    def __init__(self, ctx: RankContext) -> None:
+        self._ctx = ctx
+        # Steps that are not logged yet: step, epoch, learning rate, number of images, sums.
+        self._waiting: list[tuple[int, float, float, int, Tensor]] = []
+        self._most_waiting = _STEPS_PER_READING if ctx.device.type == "cuda" else 1
+        self._sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
+        self._n = 0
+
+    def add(self, step: int, epoch: float, learning_rate: float, sums: Tensor, n: int) -> None:
+        """Add a step with n images of this rank; sums: [2], their summed loss and number of hits."""
+        if n == 0:
+            return
+        self._sums += sums
+        self._n += n
+        self._waiting.append((step, epoch, learning_rate, n, sums))
+        if len(self._waiting) >= self._most_waiting:
+            self.flush()
+
+    def flush(self) -> None:
+        """Log the steps that were added since the last flush."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        read = torch.stack([sums for *_, sums in waiting]).tolist()
+        for (step, epoch, learning_rate, n, _), (loss_sum, hits) in zip(waiting, read, strict=True):
+            values = {"train/loss": loss_sum / n, "train/correct": hits / n, "train/learning_rate": learning_rate}
+            self._ctx.log(values, step=step, epoch=epoch)
+
+    def epoch_means(self) -> tuple[float, float]:
+        """Return the mean loss and the share of hits in the epoch so far, over all ranks. All ranks must call it."""
+        self.flush()
+        totals = torch.cat([self._sums, self._sums.new_tensor([self._n])])
+        dist.all_reduce(totals)
+        loss_sum, hits, n = totals.tolist()
+        return loss_sum / max(1, n), hits / max(1, n)
+
+    def reset(self) -> None:
+        """Start a new epoch."""
+        self._sums.zero_()
+        self._n = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums of this rank, for a checkpoint within an epoch."""
+        return {"sums": self._sums, "n": self._n}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the sums of a checkpoint."""
+        self._sums.copy_(state["sums"])
+        self._n = int(state["n"])
+
+
+def make_optimizer(settings: ImagesParams, parameters: Iterable[Tensor]) -> Optimizer:
+    """Return the optimizer that params.optimizer selects."""
+    if settings.optimizer == "sgd":
+        return SGD(parameters, settings.base_lr, momentum=_MOMENTUM, weight_decay=settings.weight_decay, fused=True)
+    kind = AdamW if settings.optimizer == "adamw" else Adam
+    return kind(
+        parameters,
+        settings.base_lr,
+        betas=(_MOMENTUM, 0.999),
+        eps=_EPSILON,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+class Schedule:
+    """Sets the optimizer's learning rate before each step: a function of the progress, so that it has no state."""
+
+    def __init__(self, settings: ImagesParams, optimizer: Optimizer) -> None:
+        self._settings, self._optimizer = settings, optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def before_step(self, epochs: float, steps_per_epoch: int) -> None:
+        """Set the rate of the step after `epochs` epochs."""
+        settings = self._settings
+        factor = rate_factor(settings, epochs, steps_per_epoch)
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.base_lr * factor
+        if settings.scheduler == "one_cycle":
+            self._set_momentum(_one_cycle(epochs * steps_per_epoch, settings.epochs * steps_per_epoch)[1])
+
+    def _set_momentum(self, momentum: float) -> None:
+        for group in self._optimizer.param_groups:
+            if "betas" in group:
+                group["betas"] = (momentum, *group["betas"][1:])
+            else:
+                group["momentum"] = momentum
+
+
+def rate_factor(settings: ImagesParams, epochs: float, steps_per_epoch: int) -> float:
+    """Return the learning rate of the step after `epochs` epochs, relative to the highest (0 to 1)."""
+    if settings.scheduler == "one_cycle":
+        return _one_cycle(epochs * steps_per_epoch, settings.epochs * steps_per_epoch)[0]
+    if settings.scheduler == "cosine":
+        return _between(1.0, 0.0, epochs / settings.epochs)
+    return 1.0
+
+
+def _one_cycle(step: float, steps: float) -> tuple[float, float]:
+    """Return the rate relative to the highest, and the momentum, at a step, counted from 0."""
+    top = max(_RISE * steps - 1, 0.0)
+    calm, fast = _MOMENTA
+    if step < top:
+        return _between(_START, 1.0, step / top), _between(calm, fast, step / top)
+    done = (step - top) / max(steps - 1 - top, 1e-9)
+    return _between(1.0, _END, done), _between(fast, calm, done)
+
+
+def _between(start: float, end: float, done: float) -> float:
+    """Interpolate from start to end along half a cosine; `done` is 0 to 1."""
+    return end + (start - end) * (1 + math.cos(math.pi * min(1.0, done))) / 2

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
-from ddptrain.protocol.starting_weights import weights_in
+from ddptrain.protocol.rank_spec import weights_in
 from ddptrain.workloads.data_shards import EpochProgress, RankShare
 from ddptrain.workloads.petnames.alphabet import display
 from ddptrain.workloads.petnames.data import Rows, make_rows, plan_epoch

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from ddptrain.clusters.security import make_tls
 from ddptrain.config import plugin_names
+from ddptrain.config.function_signature import Parameter, check_params, describe, field_name, make_model
 from ddptrain.config.json_schema import config_schema
 from ddptrain.config.load import load_config, load_mapping
-from ddptrain.config.params_check import Parameter, check_params, describe, field_name, make_model
 from ddptrain.config.sections.clusters import ClusterConfig
-from ddptrain.config.tls_check import check_tls
+from ddptrain.config.workload_check import check_tls
 from ddptrain.errors import ConfigError, UsageError
 from ddptrain.rank.entrypoint import WrongParams, bind
 from tests.docs.reference import TARGET, configuration_page

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from ddptrain.driver.display import output_api
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
@@ -15,36 +16,22 @@ from ddptrain.results.run_record import AttemptRecord, RankRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 
-class Heard:
+class Heard(output_api.RunDisplay):
     """A display that keeps what it is told."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def status(self, text: str, *, announced: bool = False) -> None:
-        self.lines.append(text)
-
-    def notice(self, text: str, *, level: str) -> None:
-        self.lines.append(text)
-
-    def event(self, line: dict[str, Any]) -> None:
-        """Not of interest."""
-
-    def metrics(self, rank: int, event: events.Metrics) -> None:
-        """Nor these."""
-
-    def checkpoint(self, rank: int, event: events.CheckpointSaved) -> None:
-        """Nor these."""
-
-    def rank_started(self, rank: int, host: str, pid: int) -> None:
-        """Nor these."""
+    def handle(self, message: output_api.Message) -> None:
+        if isinstance(message, output_api.DriverStatus | output_api.DriverNotice):
+            self.lines.append(message.text)
 
 
 def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_path: Path) -> None:
     heard = Heard()
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
         writer.update(attempts=(AttemptRecord(),))
-        telling = Recorder(writer, cast("Any", heard))
+        telling = Recorder(writer, heard)
         telling.fault(Fault(0, FaultKind.EXCEPTION, 1, "no", type="ValueError"))
         telling.training((RankRecord(rank=0, host="here"),))
         assert writer.record.attempts[0].ranks[0].host == "here"
@@ -57,7 +44,7 @@ def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_pa
 def test_the_time_of_activities_is_in_the_events_alone(tmp_path: Path) -> None:
     heard = Heard()
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
-        Recorder(writer, cast("Any", heard)).rank_event(0, events.Timed(2_500_000_000, "evaluation", 1.5))
+        Recorder(writer, heard).rank_event(0, events.Timed(2_500_000_000, "evaluation", 1.5))
         (line,) = writer.layout.events_jsonl.read_text().splitlines()
     expected = {"event": "timed", "time_s": 2.5, "rank": 0, "activity": "evaluation", "seconds": 1.5}
     assert json.loads(line) == expected and heard.lines == []
@@ -91,7 +78,7 @@ def test_metric_that_no_checkpoint_has_is_told(
 def test_missing_metric_is_told_once_at_the_first_checkpoint_with_the_metrics_there_are(tmp_path: Path) -> None:
     heard = Heard()
     with RunWriter.create(tmp_path, "a-run", "n", "", "w") as writer:
-        telling = Recorder(writer, cast("Any", heard), "accuracy")
+        telling = Recorder(writer, heard, "accuracy")
         telling.rank_numbers(1, [events.Metrics(1, {"train/loss": 1.0, "lr": 0.1})])
         for step in (5, 10):
             telling.rank_event(0, saved(step, 1.0, loss=1.0, Accuracy=0.5))
@@ -131,7 +118,7 @@ def test_the_first_rank_of_a_resumed_run_tells_once_that_its_versions_are_others
     started = events.Started(1, 1, "here", versions={"torch": "2.0", "python": writer.record.versions["python"]})
     with RunWriter.reopen(writer.layout.root, "") as again:
         for rank in (1, 0, 0):
-            Recorder(again, cast("Any", heard)).rank_event(rank, started)
+            Recorder(again, heard).rank_event(rank, started)
     assert [line for line in heard.lines if "torch" in line] == [
         "the run was trained with torch 1.0 so far and continues with torch 2.0: results may differ"
     ]

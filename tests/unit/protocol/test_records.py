@@ -25,8 +25,17 @@ from ddptrain.protocol.exec_env import (
     names_working_directory,
     without_working_directory,
 )
-from ddptrain.protocol.rank_spec import HostSettings, RankSpec, TrackerSpec, TrackingSpec
-from ddptrain.protocol.starting_weights import FILE, StartingWeights, names_model, same_model, weights_in
+from ddptrain.protocol.rank_spec import (
+    FILE,
+    HostSettings,
+    RankSpec,
+    StartingWeights,
+    TrackerSpec,
+    TrackingSpec,
+    names_model,
+    same_model,
+    weights_in,
+)
 from ddptrain.protocol.typed_json import UnknownFields, decode_json_data
 from tests.unit.specs import make_spec
 

@@ -8,7 +8,7 @@ import re
 import pytest
 from markdown_it import MarkdownIt
 
-from ddptrain.reports.charts import charts, sparkline
+from ddptrain.reports.markdown import charts, sparkline
 from ddptrain.results.show.curves import Curve, Panel, Plot
 
 

@@ -10,9 +10,8 @@ import pytest
 from ddptrain import ci
 from ddptrain.errors import Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
-from ddptrain.reports.rank_results import RankResult, rank_results
+from ddptrain.reports.facts import RankResult, line_of_failure, line_of_problem, rank_results
 from ddptrain.reports.report import RunReport
-from ddptrain.reports.source_line import line_of_failure, line_of_problem
 from ddptrain.results.run_record import CodeRecord, FailureRecord
 from tests.unit.reports.runs import failed_run, run
 

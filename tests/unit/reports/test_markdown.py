@@ -13,8 +13,7 @@ from ddptrain.errors import ClusterError, ConfigError, Problem
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.reports import markdown as module
 from ddptrain.reports.facts import read_facts
-from ddptrain.reports.markdown import markdown
-from ddptrain.reports.markdown_text import cell, code, fenced, link, table
+from ddptrain.reports.markdown import cell, code, fenced, link, markdown, table
 from ddptrain.reports.report import RunReport, StageReport
 from ddptrain.results.run_record import BestRecord, FailureRecord, GitRecord
 from tests.unit.reports.runs import TRACE, failed_run, run

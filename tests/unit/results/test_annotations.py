@@ -18,7 +18,7 @@ from ddptrain.results.annotations import (
     tag_changes,
 )
 from ddptrain.results.errors import ResultsError
-from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.layout import Origin
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import Versioned, WriteConflict
 from tests.unit.results.stores import watched_store

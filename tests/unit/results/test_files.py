@@ -19,7 +19,7 @@ import pytest
 from ddptrain.log import Log
 from ddptrain.protocol.events import FileSaved
 from ddptrain.results import secure_files, staged_files
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.errors import FileDamaged, ResultsError, UnsafePath
 from ddptrain.results.log_file import LogFile, driver_log
 from ddptrain.results.metrics import MetricsReader

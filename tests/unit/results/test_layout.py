@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddptrain.results.errors import UnsafePath
-from ddptrain.results.layout import RunLayout, files_below, new_run_id, safe_relative, step_name, step_of, valid_run_id
-from ddptrain.results.remote.local_copy import Origin
+from ddptrain.results.layout import (
+    Origin,
+    RunLayout,
+    files_below,
+    new_run_id,
+    safe_relative,
+    step_name,
+    step_of,
+    valid_run_id,
+)
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.tracker_records import run_argument, tracker_outputs, wandb_parts
 

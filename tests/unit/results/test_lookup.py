@@ -11,7 +11,7 @@ import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import (
     DRIVER_GONE,

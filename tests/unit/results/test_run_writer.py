@@ -17,11 +17,11 @@ import pytest
 from ddptrain.errors import ClusterError, Interrupted, RunLocked, UsageError
 from ddptrain.protocol.events import Metrics
 from ddptrain.results import ownership
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import newest_verified
 from ddptrain.results.errors import ResultsError
+from ddptrain.results.layout import Origin
 from ddptrain.results.lookup import load_run
-from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.run_record import (
     AttemptRecord,
     DriverRecord,

@@ -25,8 +25,7 @@ from ddptrain.retrain.clean_up import clean_up, protected_runs
 from ddptrain.retrain.evaluation import Evaluation
 from ddptrain.retrain.promotion import scores_text
 from ddptrain.retrain.retraining import Deadline
-from ddptrain.retrain.script_output import output_state, read_metrics
-from ddptrain.retrain.start import StageOutput
+from ddptrain.retrain.start import StageOutput, output_state, read_metrics
 
 # --- The deadline of a start ---
 

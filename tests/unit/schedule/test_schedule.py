@@ -9,8 +9,7 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.retrainings import RetrainRecord
 from ddptrain.schedule.check import judge
-from ddptrain.schedule.entries import Entry
-from ddptrain.schedule.times import parse_schedule, resolve_slot, slot_text
+from ddptrain.schedule.entries import Entry, parse_schedule, resolve_slot, slot_text
 
 # --- The times of schedules, also where clocks change, and systemd's form of them ---
 

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddptrain.storage import download
-from ddptrain.storage.download import DownloadFailed, fetch_file
 from ddptrain.workloads.images.model import initial_weights
+from ddptrain.workloads.images.model.initial_weights import DownloadFailed, PretrainedWeights, fetch_file
 from ddptrain.workloads.images.model.preflight import BadWeights, weights_path
-from ddptrain.workloads.images.model.pretrained_weights import PretrainedWeights
 
 CONTENT = b"weights" * 100_000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()[:8]
@@ -78,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(initial_weights, "_PAUSE_S", 0.0)
 
 
 @pytest.fixture
@@ -154,10 +152,10 @@ def test_file_that_is_too_large_is_refused_before_it_is_fetched(web: Web, tmp_pa
 
 
 def test_file_that_never_ends_is_cut_off(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "_MOST_BYTES", 2_000_000)
+    monkeypatch.setattr(initial_weights, "_MOST_BYTES", 2_000_000)
     with pytest.raises(DownloadFailed, match="more than 2,000,000 bytes"):
         fetched(f"{web.url}/flood", tmp_path / "a")
-    monkeypatch.setattr(download, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(initial_weights, "_DEADLINE_S", 0.2)
     with pytest.raises(DownloadFailed, match=r"after 0.2 s there are .* bytes of an unknown number"):
         fetched(f"{web.url}/drip", tmp_path / "a")
     assert web.asked == ["/flood", "/drip"], "it is not tried again"
@@ -188,7 +186,7 @@ def test_weights_that_cannot_be_fetched_are_told_with_name_url_and_what_to_do(
         initial_weights, "find_pretrained", lambda *_: PretrainedWeights(url, (0.5,) * 3, (0.5,) * 3, 224)
     )
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(download, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(initial_weights, "_PAUSE_S", 0.0)
     with pytest.raises(BadWeights) as caught:
         initial_weights.weights_file("resnet18", "DEFAULT", None, lambda *_: None)
     told = str(caught.value)

@@ -17,8 +17,7 @@ from obstore.store import MemoryStore
 
 from ddptrain.errors import UsageError
 from ddptrain.storage import object_store
-from ddptrain.storage.object_store import ObjectStore, store_error
-from ddptrain.storage.options import region_of, settings_for
+from ddptrain.storage.object_store import ObjectStore, region_of, settings_for, store_error
 from ddptrain.storage.store import (
     Limits,
     Location,

@@ -11,11 +11,12 @@ import pytest
 
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.driver.display import output_api
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.sweep import sweep as sweeps
-from ddptrain.sweep.capacity import Capacity
+from ddptrain.sweep.sweep import Capacity
 from ddptrain.sweep.trial import Trial, TrialDisplay
 
 # Logs values of `loss` for the params of a trial; returns the line of a failure, or "".
@@ -43,7 +44,7 @@ class StubRun:
         event = Metrics(time.time_ns(), values, step)
         self._writer.add_metrics([event], 0)
         self._writer.flush()
-        self._display.metrics(0, event)
+        self._display.handle(output_api.RankMetrics(0, event))
 
 
 class Sweeper:

@@ -13,12 +13,11 @@ import pytest
 from ddptrain.config.load import load_data, load_mapping
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.errors import RunLocked
-from ddptrain.sweep import capacity
-from ddptrain.sweep.capacity import Capacity
-from ddptrain.sweep.decisions import Failures, Limits, Situation, remaining_s
-from ddptrain.sweep.metric import LiveMetric, best_value, values_by_step
+from ddptrain.sweep import sweep
+from ddptrain.sweep.home import LiveMetric, best_value, values_by_step
+from ddptrain.sweep.output import Failures, Limits, Situation, remaining_s
+from ddptrain.sweep.sweep import Capacity, best_yaml, trial_config
 from ddptrain.sweep.trial import _when_unlocked
-from ddptrain.sweep.trial_config import best_yaml, trial_config
 
 # --- A trial whose run the killed driver of an earlier part still seems to hold ---
 
@@ -164,7 +163,7 @@ def test_no_trial_is_added_while_another_run_waits() -> None:
 
 
 def test_it_follows_the_size_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "_LOOK_EVERY_S", 0.0)
     client = cluster((2, 2))
     found = Capacity(None, 1, client)
     assert found.trials(running=2) == 2

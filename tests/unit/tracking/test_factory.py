@@ -27,9 +27,8 @@ from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking import items
 from ddptrain.tracking.factory import load, start_trackers
-from ddptrain.tracking.items import Checkpoint, Model, Numbers
+from ddptrain.tracking.items import Checkpoint, Model, Numbers, SharedFiles, TempFolder, link_or_copy
 from ddptrain.tracking.metric_goals import goal_of
-from ddptrain.tracking.temp_files import SharedFiles, TempFolder, link_or_copy
 from tests.unit.specs import make_spec
 
 # --- From the configuration to the trackers of a rank: which there are, what they are told, and what absent ---

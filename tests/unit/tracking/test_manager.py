@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ddptrain.tracking import tracker_thread
+from ddptrain.tracking.factory import TrackerManager
 from ddptrain.tracking.items import Checkpoint, Image, Numbers
-from ddptrain.tracking.manager import TrackerManager
 from tests.unit.tracking.trackers import Failing, Hanging, House, Late, Recorder, numbers
 
 

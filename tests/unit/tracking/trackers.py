@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.protocol import events
+from ddptrain.tracking.factory import TrackerManager
 from ddptrain.tracking.items import Item, Numbers
-from ddptrain.tracking.manager import TrackerManager
 from ddptrain.tracking.protocol import Facts, State, Tracker
 from ddptrain.tracking.tracker_thread import TrackerDefinition
 

@@ -15,8 +15,7 @@ import pytest
 
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.host_facts import HostFacts
-from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
-from ddptrain.protocol.worker_notices import MAX_SAMPLED_RANKS, SystemSample
+from ddptrain.protocol.worker_notices import HOST_METRICS, MAX_SAMPLED_RANKS, RANK_METRICS, SystemSample
 from ddptrain.worker.host_facts import host_facts
 from ddptrain.worker.process_monitor import MemoryWatch, groups_of
 from ddptrain.worker.system_metrics import GpuReader, Rates, SampledRank, SystemSampler, members, rank_use

@@ -10,8 +10,7 @@ import torch
 from ddptrain.protocol.events import CheckpointSaved
 from ddptrain.rank.checkpoint.files import write
 from ddptrain.rank.checkpoint.snapshot import HostBuffers
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
-from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.run_record import RunRecord, RunStatus
 from ddptrain.workloads.images.model.build_model import build, describe
 from tests.unit.workloads.pictures import COLOURS, picture

@@ -9,8 +9,7 @@ import pytest
 from ddptrain.config.load import load_config
 from ddptrain.errors import ConfigError
 from ddptrain.workloads.images import params as module
-from ddptrain.workloads.images.model.catalogue import architectures, weight_names
-from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.params import ImagesParams, architectures, weight_names
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

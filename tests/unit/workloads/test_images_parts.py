@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from ddptrain.errors import UsageError
-from ddptrain.storage.options import settings_for
+from ddptrain.storage.object_store import settings_for
 from ddptrain.storage.store import Location, NotFound, StoreUnreachable, open_store
 from ddptrain.storage.synthetic import SHAPES, SyntheticImages
 from ddptrain.workloads.images import validation

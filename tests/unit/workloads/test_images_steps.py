@@ -22,7 +22,7 @@ from ddptrain.workloads.images import train as workload
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.model.build_model import describe
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.training_metrics import Meter
+from ddptrain.workloads.images.train import Meter
 from tests.unit.rank.test_context import Rank
 from tests.unit.workloads.pictures import COLOURS, picture
 

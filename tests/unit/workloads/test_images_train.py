@@ -23,9 +23,8 @@ from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.loader.image_loader import ImageLoader
 from ddptrain.workloads.images.model.build_model import PixelNormalizer, build
-from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
-from ddptrain.workloads.images.train import _described_again, _is_channels_last
+from ddptrain.workloads.images.train import Schedule, _described_again, _is_channels_last, make_optimizer
 from tests.unit.workloads.petnames_ranks import run_ranks
 
 # The limit is that of the three ranks that all tests look at, also on a machine with other work.

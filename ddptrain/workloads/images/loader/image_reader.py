@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddptrain.errors import DdptrainError
-from ddptrain.storage.store import Limits, Location, NotFound, StoreMissing, open_store
+from ddptrain.storage.store import Limits, Location, NotFound, StoreMissing, StoreUnreachable, Transient, open_store
 from ddptrain.workloads.images.loader.cache import Cache
-from ddptrain.workloads.images.loader.store_health import TRANSIENT, StoreHealth
 
 REQUESTS = 32
 _PER_PROCESS = {"_store", "_pool", "_pid", "_lock", "_health"}  # attributes that are not pickled
 SURVIVE_A_FORK = {"file", "builtin"}  # protocols without connections
 _TIMEOUT_S = 20.0  # of a request
 _SAME_WRONG_SIZE = 3  # equal wrong sizes that show that the image was replaced since the listing
+# Errors after which a retry may help: a missing folder may be mounted again.
+TRANSIENT = (Transient, StoreUnreachable, StoreMissing)
+_NO_KEY = ".ddptrain-is-the-store-there"
 
 
 class ObjectSource(Protocol):
@@ -214,3 +216,44 @@ def _finished(pending: dict[Future[bytes | ReadFailure], int]) -> Iterator[tuple
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     for future in done:
         yield pending.pop(future), future.result()
+
+
+class StoreHealth:
+    """The last time that a store answered a request of this process; thread-safe.
+
+    Errors such as "not found" or "forbidden" are answers, too; transient errors are not.
+    """
+
+    def __init__(self) -> None:
+        self._probing = threading.Lock()
+        self.last_answer = time.monotonic()  # at first, the time of the construction
+        self._failed_probe = -1.0  # start of our newest probe without an answer
+        self._key = _NO_KEY
+
+    @property
+    def has_read(self) -> bool:
+        """Whether the store has returned an image."""
+        return self._key != _NO_KEY
+
+    def record_answer(self, key: str = "") -> None:
+        """Record an answer; `key` is that of an image that it returned."""
+        self.last_answer, self._key = time.monotonic(), key or self._key
+
+    def probe(self, since: float, get: Callable[[str], object]) -> bool:
+        """Return whether the store answers a probe for an image that it returned before.
+
+        One thread probes for all. There is no probe if an answer, or an unanswered probe, is newer than `since`. `get`
+        records its answers with `record_answer`.
+        """
+        with self._probing:
+            if self.last_answer >= since or self._failed_probe >= since:
+                return self.last_answer >= since
+            began = time.monotonic()
+            try:
+                get(self._key)
+            except TRANSIENT:
+                self._failed_probe = began
+                return False
+            except DdptrainError:
+                pass
+            return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddptrain.errors import UsageError
-from ddptrain.workloads.images.model.catalogue import SMALL_CNN
+from ddptrain.workloads.images.params import SMALL_CNN
 
 # ImageNet's, per channel: nearly all of torchvision's weights were trained with them.
 MEAN = (0.485, 0.456, 0.406)

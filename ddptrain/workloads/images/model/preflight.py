@@ -7,10 +7,9 @@ from pathlib import Path
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import UsageError
-from ddptrain.protocol.starting_weights import names_model
-from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
+from ddptrain.protocol.rank_spec import names_model
 from ddptrain.workloads.images.model.labels import Labels, read_labels
-from ddptrain.workloads.images.params import WEIGHTS_NAME, ImagesParams
+from ddptrain.workloads.images.params import N_OUTPUTS, WEIGHTS_NAME, ImagesParams
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"  # formats of torch.save, since 1.6 and before
 

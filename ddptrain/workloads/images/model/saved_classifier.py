@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.model.build_model import build
-from ddptrain.workloads.images.model.catalogue import architectures
+from ddptrain.workloads.images.params import architectures
 from ddptrain.workloads.images.prediction_tables import answer_names
 from ddptrain.workloads.saved_model import check_workload, checkpoint_folder, load_checkpoint
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.driver.display.grouping import MAX_HELD_CHARS, DifferingLines, TracebackFilter
+from ddptrain.driver.display.display import MAX_HELD_CHARS, DifferingLines, TracebackFilter
 from ddptrain.driver.display.log_tail import RankLine
 
 

@@ -10,7 +10,7 @@ from unittest.mock import ANY
 import pytest
 
 from ddptrain.driver.display import output_api
-from ddptrain.driver.display.jsonl import JsonRenderer
+from ddptrain.driver.display.display import JsonRenderer
 from ddptrain.driver.display.log_tail import RankLine
 from ddptrain.protocol.events import Metrics, Progress
 

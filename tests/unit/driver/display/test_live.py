@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.display import Display, open_display
+from ddptrain.driver.display import Display, open_display, output_api
 from ddptrain.driver.display.live import Row
 from ddptrain.protocol.events import Metrics, Progress
 
@@ -76,10 +76,10 @@ def live(terminal: Terminal, logs: Path, ranks: int = 2, **environ: str) -> Disp
 def train(display: Display) -> None:
     display.status("training")
     for rank in (0, 1):
-        display.rank_started(rank, "node", 10 + rank)
+        display.handle(output_api.RankStarted(rank, "node", 10 + rank))
         for second in (0, 1):
-            display.progress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
-        display.metrics(rank, Metrics(0, {"train/loss": 1.25}))
+            display.handle(output_api.RankProgress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples")))
+        display.handle(output_api.RankMetrics(rank, Metrics(0, {"train/loss": 1.25})))
 
 
 def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Terminal, tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Term
     terminal.wait_for("hello")
     terminal.wait_for("50%")
     display.notice("checkpoint step-12 saved", "warning")
-    display.rank_ended(0, ok=True)
-    display.rank_ended(1, ok=True)
+    display.handle(output_api.RankEnded(0, ok=True))
+    display.handle(output_api.RankEnded(1, ok=True))
     display.close(summary=["run-1 succeeded"])
     terminal.wait_for("run-1 succeeded\r\n")
     text = terminal.text
@@ -188,7 +188,7 @@ def test_fault_of_the_display_itself_does_not_stop_the_run(terminal: Terminal, t
 DEMO = """
 import sys, time
 from pathlib import Path
-from ddptrain.driver.display import open_display
+from ddptrain.driver.display import open_display, output_api
 from ddptrain.log import Log, to_stderr
 from ddptrain.protocol.events import Metrics, Progress
 logs = Path(sys.argv[1])
@@ -198,9 +198,9 @@ display.expect(ranks)
 to_stderr({"DDPTRAIN_LOG": "debug"})
 display.status("training")
 for rank in range(ranks):
-    display.rank_started(rank, "node", 10 + rank)
+    display.handle(output_api.RankStarted(rank, "node", 10 + rank))
     for second in (0, 1):
-        display.progress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
+        display.handle(output_api.RankProgress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples")))
 while not (logs / "end").exists():
     if (logs / "decide").exists():
         (logs / "decide").unlink()

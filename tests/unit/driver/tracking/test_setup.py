@@ -20,9 +20,8 @@ from ddptrain.driver.tracking.setup import TrackingSetup
 from ddptrain.driver.tracking.wandb_sync import SyncResult, sync_run
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Tracked
-from ddptrain.results.layout import RunLayout
+from ddptrain.results.layout import Origin, RunLayout
 from ddptrain.results.lookup import load_run
-from ddptrain.results.remote.local_copy import Origin
 from ddptrain.results.run_record import DriverRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.tracking.wandb.credentials import find_access

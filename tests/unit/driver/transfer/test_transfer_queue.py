@@ -20,7 +20,7 @@ from ddptrain.driver.transfer import transfer_queue
 from ddptrain.driver.transfer.transfer_queue import Source, TransferQueue
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, FileSaved
 from ddptrain.results.checkpoints import run_checkpoints
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.run_writer import RunWriter
 from tests.unit.results.conftest import stage, writer
 

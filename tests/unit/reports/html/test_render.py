@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 
-from ddptrain.reports.html.page_content import html_page
+from ddptrain.reports.html.page_content import Subjects, SweepTable, html_page
 from ddptrain.reports.html.render import long_text, page_json, safe_text
-from ddptrain.reports.html.subjects import Subjects
-from ddptrain.reports.html.sweep import SweepTable
 from ddptrain.results.lookup import load_run
 from ddptrain.results.run_record import GitRecord
 from ddptrain.results.sweep_record import parse_sweep

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ddptrain.reports.html.run_card import Frame, tails, user_frames
-from ddptrain.reports.html.timeline import Mark, Phase, read_timeline
+from ddptrain.reports.html.run_card import Frame, Mark, Phase, read_timeline, tails, user_frames
 from ddptrain.results.run_record import FailureRecord
 from tests.unit.reports.runs import failed_run, run
 

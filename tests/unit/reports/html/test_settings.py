@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddptrain.reports.html.settings import Setting, read_settings
+from ddptrain.reports.html.run_card import Setting, read_settings
 
 
 def settings(path: Path, text: str) -> list[Setting]:

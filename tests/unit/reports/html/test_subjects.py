@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.reports.html.subjects import find_subjects
-from ddptrain.reports.html.sweep import SweepTable
+from ddptrain.reports.html.page_content import SweepTable, find_subjects
 from ddptrain.results.run_record import RunRecord
 from ddptrain.results.sweep_record import read_sweep
 from tests.unit.results.stores import serve_folder

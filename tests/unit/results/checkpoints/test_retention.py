@@ -16,7 +16,13 @@ from ddptrain.errors import UsageError
 from ddptrain.protocol.tensor_slices import SavedTensor, saved_model, slice_metadata
 from ddptrain.results.checkpoints import consolidation
 from ddptrain.results.checkpoints.consolidation import consolidate, row_blocks, split_tensors
-from ddptrain.results.checkpoints.retention import CheckpointPolicy, Saved, are_finite, best_checkpoint, superseded
+from ddptrain.results.checkpoints.run_checkpoints import (
+    CheckpointPolicy,
+    Saved,
+    are_finite,
+    best_checkpoint,
+    superseded,
+)
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.run_record import BestRecord

@@ -13,8 +13,7 @@ import pytest
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, StagedFile
 from ddptrain.results import staged_files
 from ddptrain.results.checkpoints import run_checkpoints
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
-from ddptrain.results.checkpoints.run_checkpoints import RunCheckpoints
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, UnsafePath
 from ddptrain.results.run_record import BestRecord

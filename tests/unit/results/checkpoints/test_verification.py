@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import (
     newest_verified,
     parse_manifest,

@@ -221,13 +221,6 @@ def test_exact_run_comes_with_the_files_that_are_needed_and_leaves_other_copies(
     assert runs.find_exact("a", NeededFiles.LOGS) is None
 
 
-def test_small_file_beside_the_runs_is_copied(runs: StoreRuns) -> None:
-    assert runs.copy_file("labels.json") is None
-    runs.store.write("labels.json", b"[1]")
-    copy = runs.copy_file("labels.json")
-    assert copy == runs.copies / "labels.json" and copy.read_bytes() == b"[1]"
-
-
 FILES = (
     "config.yaml",
     "git.diff",

@@ -10,12 +10,12 @@ import pytest
 
 from ddptrain.errors import DdptrainError, RunLocked, RunNotFound
 from ddptrain.protocol.events import CheckpointSaved
-from ddptrain.results.checkpoints.retention import CheckpointPolicy
+from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy
 from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import find_checkpoint
-from ddptrain.results.remote import restore
+from ddptrain.results.remote import runs
 from ddptrain.results.remote import upload as remote_upload
 from ddptrain.results.remote.upload import StoreUpload
 from ddptrain.results.run_record import RunStatus
@@ -146,11 +146,11 @@ def test_step_saved_again_never_damages_the_one_that_is_there(kept: Kept, tmp_pa
     kept.fs.fails = lambda path: OSError("away") if path.endswith("checkpoint.json") else None
     kept.save(1, content=b"new")
     wait_until(lambda: kept.losses)
-    restore.download_run(kept.store, tmp_path / "other", pytest.fail)
+    runs.download_run(kept.store, tmp_path / "other", pytest.fail)
     assert (tmp_path / "other/checkpoints/step-1/model.safetensors").read_bytes() == b"old"
     kept.fs.fails = lambda path: None
     assert kept.uploads.flush(60) == ""
-    restore.download_run(kept.store, tmp_path / "another", pytest.fail)
+    runs.download_run(kept.store, tmp_path / "another", pytest.fail)
     assert (tmp_path / "another/checkpoints/step-1/model.safetensors").read_bytes() == b"new"
     assert "checkpoints/step-1/model.safetensors" not in kept.there()
 
@@ -259,7 +259,7 @@ def test_damaged_newest_checkpoint_gives_way_to_the_one_before(
     else:
         overwrite(kept.store, path, b"w" * 999 if damage == "truncated" else b"x" * 1000)
     warnings: list[str] = []
-    restore.download_run(kept.store, tmp_path / "other", warnings.append)
+    runs.download_run(kept.store, tmp_path / "other", warnings.append)
     assert verify(tmp_path / "other/checkpoints/step-1").step == 1
     assert not (tmp_path / "other/checkpoints/step-2").exists()
     assert damage == "manifest" or "checkpoint step-2 of" in warnings[0]
@@ -275,7 +275,7 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
     upload(kept)
     kept.uploads.close(60)
     other = tmp_path / "other" / "a-run"
-    restore.download_run(kept.store, other, pytest.fail)
+    runs.download_run(kept.store, other, pytest.fail)
     assert sorted(path.name for path in (other / "checkpoints/step-1").iterdir()) == ["checkpoint.json"]
     assert (other / "logs/rank-0.log").read_text() == "before\n"
     with RunWriter.reopen(other, "x") as again:
@@ -296,7 +296,7 @@ def test_unreadable_store_is_an_error_not_an_empty_run(kept: Kept, tmp_path: Pat
     upload(kept)
     kept.fs.errors = [OSError("away")] * 3
     with pytest.raises(StoreError, match="away"):
-        restore.download_run(kept.store, tmp_path / "other", pytest.fail)
+        runs.download_run(kept.store, tmp_path / "other", pytest.fail)
 
 
 def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Kept, tmp_path: Path) -> None:
@@ -305,32 +305,32 @@ def test_reader_gets_the_best_model_alone_and_a_damaged_one_is_an_error(kept: Ke
     upload(kept)
     copy = tmp_path / "copy"
     for _ in range(2):
-        restore.download_model(kept.store, copy, kept.store.files())
+        runs.download_model(kept.store, copy, kept.store.files())
         assert (copy / "checkpoints/best").read_text() == "step-1\n"
         assert [path.parent.name for path in copy.rglob("*.safetensors")] == ["step-1"]
     for which, step in (("step-2", "step-2"), ("latest", "step-2"), ("step-1", "step-1")):
-        restore.download_model(kept.store, copy, kept.store.files(), which)
+        runs.download_model(kept.store, copy, kept.store.files(), which)
         assert [path.parent.name for path in copy.rglob("*.safetensors")] == [step]
         assert find_checkpoint(RunLayout(copy), which).name == step
     with pytest.raises(RunNotFound, match=r"has no checkpoint step-3 in memory://.*; it has step-1, step-2"):
-        restore.download_model(kept.store, copy, kept.store.files(), "step-3")
+        runs.download_model(kept.store, copy, kept.store.files(), "step-3")
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"worn")
-    restore.download_model(kept.store, copy, kept.store.files())  # it is here, whole
+    runs.download_model(kept.store, copy, kept.store.files())  # it is here, whole
     with pytest.raises(CheckpointDamaged, match=r"SHA-256 of model\.safetensors"):
-        restore.download_model(kept.store, tmp_path / "another", kept.store.files())
+        runs.download_model(kept.store, tmp_path / "another", kept.store.files())
     with pytest.raises(RunNotFound, match="has no checkpoint in memory://"):
-        restore.download_model(kept.store.below("none"), copy, {})
+        runs.download_model(kept.store.below("none"), copy, {})
 
 
 def test_checkpoints_that_are_whole_are_downloaded(kept: Kept, tmp_path: Path) -> None:
     kept.save(1, 1.0)
     kept.save(2, 2.0)
     upload(kept)
-    restore.download_checkpoints(kept.store, tmp_path / "all")
+    runs.download_checkpoints(kept.store, tmp_path / "all")
     assert sorted(path.name for path in (tmp_path / "all/checkpoints").iterdir()) == ["step-1", "step-2"]
     assert verify(tmp_path / "all/checkpoints/step-1").metrics == {"val/loss": 1.0}
     overwrite(kept.store, "checkpoints/step-1/model.safetensors", b"x" * 1000)
-    restore.download_checkpoints(kept.store, tmp_path / "whole")
+    runs.download_checkpoints(kept.store, tmp_path / "whole")
     assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step-2"]
 
 
@@ -353,6 +353,6 @@ def test_pointer_without_its_checkpoint_gives_way_to_the_next(
     overwrite(kept.store, "checkpoints/best", best.encode())
     overwrite(kept.store, "checkpoints/latest", latest.encode())
     copy = tmp_path / "copy"
-    restore.download_model(kept.store, copy, kept.store.files(), which)
+    runs.download_model(kept.store, copy, kept.store.files(), which)
     assert [path.parent.name for path in copy.rglob("*.safetensors")] == [f"step-{step}"]
     assert {(copy / "checkpoints" / name).read_text() for name in ("best", "latest")} == {f"step-{step}\n"}

@@ -12,8 +12,8 @@ import torch
 
 from ddptrain.tracking import items
 from ddptrain.tracking.wandb.credentials import Access, access_to
-from ddptrain.tracking.wandb.media import artifact_name, histograms, to_table
-from ddptrain.tracking.wandb.rows import RowFilter, WandbRow
+from ddptrain.tracking.wandb.tracker import RowFilter, WandbRow
+from ddptrain.tracking.wandb.wandb_artifacts import artifact_name, histograms, to_table
 from ddptrain.tracking.wandb.wandb_folders import (
     ARTIFACTS,
     OPEN,
@@ -112,7 +112,7 @@ def test_large_tensor_is_sampled() -> None:
 
 
 def test_name_of_a_table_is_safe(tmp_path: Path) -> None:
-    from ddptrain.tracking.wandb.media import to_table_artifact
+    from ddptrain.tracking.wandb.wandb_artifacts import to_table_artifact
 
     artifact = to_table_artifact(items.Table(0, "val/worst", ("x",), ((1,),), 7), 10, "run-1", 1)
     assert (artifact.name, artifact.type, artifact.metadata) == ("val_worst_run-1_rank_1", "val_worst", {"step": 7})

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddptrain.tracking.protocol import Facts
-from ddptrain.tracking.wandb import rank_run
-from ddptrain.tracking.wandb.rank_run import RankRun, SharedRunSignal
+from ddptrain.tracking.wandb import tracker
+from ddptrain.tracking.wandb.tracker import RankRun, SharedRunSignal
 from ddptrain.tracking.wandb.wandb_run import RunOptions
 
 
@@ -73,7 +73,7 @@ def test_all_ranks_record_offline_in_runs_of_their_own_if_rank_0_cannot_open_the
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     opened = Opened(error)
-    monkeypatch.setattr(rank_run, "open_run", opened)
+    monkeypatch.setattr(tracker, "open_run", opened)
     first, second = of_rank(0, tmp_path, environ), of_rank(1, tmp_path, environ)
     assert opened_by(first) == (opened, f"W&B has opened no run online ({error})")
     assert opened_by(second) == (opened, "rank 0 has opened no W&B run online")
@@ -84,7 +84,7 @@ def test_all_ranks_record_offline_in_runs_of_their_own_if_rank_0_cannot_open_the
 def test_rank_that_hears_nothing_records_offline(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_run, "open_run", Opened())
-    monkeypatch.setattr(rank_run, "_EXTRA_WAIT_S", 0.1)
+    monkeypatch.setattr(tracker, "open_run", Opened())
+    monkeypatch.setattr(tracker, "_EXTRA_WAIT_S", 0.1)
     _, problem = of_rank(1, tmp_path, environ).open()
     assert problem == "rank 0 has not opened the W&B run within 0.2 s"

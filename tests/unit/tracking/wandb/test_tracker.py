@@ -17,8 +17,7 @@ from ddptrain.config.sections.tracking import WandbSettings
 from ddptrain.tracking import items
 from ddptrain.tracking.protocol import Facts
 from ddptrain.tracking.wandb import wandb_run
-from ddptrain.tracking.wandb.rank_run import RankRun
-from ddptrain.tracking.wandb.tracker import WandbTracker, WentOffline
+from ddptrain.tracking.wandb.tracker import RankRun, WandbTracker, WentOffline
 from ddptrain.tracking.wandb.wandb_folders import parts_below
 from ddptrain.tracking.wandb.wandb_run import RunOptions, settings_for
 from tests.servers.wandb_training import OfflineRun

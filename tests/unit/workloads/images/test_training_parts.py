@@ -15,10 +15,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.optim.lr_scheduler import OneCycleLR
 
 from ddptrain.workloads.images import prediction_tables
-from ddptrain.workloads.images.optimizer import Schedule, make_optimizer
 from ddptrain.workloads.images.params import ImagesParams
 from ddptrain.workloads.images.prediction_tables import PredictionTable, TrainingTable
-from ddptrain.workloads.images.training_metrics import Meter
+from ddptrain.workloads.images.train import Meter, Schedule, make_optimizer
 
 # --- The learning rate over a run ---
 

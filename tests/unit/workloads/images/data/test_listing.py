@@ -17,8 +17,7 @@ from ddptrain.storage.store import Location, StoreError, StoreMissing
 from ddptrain.workloads.images.data.listing import chosen_classes, list_images, prepare
 from ddptrain.workloads.images.data.listing_process import list_by_class, list_in_process, main
 from ddptrain.workloads.images.data.manifest import FILE, DamagedManifest, Manifest
-from ddptrain.workloads.images.model.catalogue import N_OUTPUTS
-from ddptrain.workloads.images.params import ImagesParams
+from ddptrain.workloads.images.params import N_OUTPUTS, ImagesParams
 
 # --- The list of a run's images: classes are found, chosen and split, once for all ranks ---
 

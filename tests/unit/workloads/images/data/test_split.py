@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddptrain.workloads.images.data.split import sample, split
+from ddptrain.workloads.images.data.listing import sample, split
 
 ByClass = dict[str, list[str]]
 

@@ -17,13 +17,13 @@ import pytest
 from PIL import Image
 
 from ddptrain.storage.store import Location, NotFound, StoreForbidden, Transient
+from ddptrain.workloads.images import predict
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.data.predict_inputs import InputProblem, PredictInput
-from ddptrain.workloads.images.loader import predict_reader
 from ddptrain.workloads.images.loader.bad_images import BadImages, TooManyBadImages, check_bad
 from ddptrain.workloads.images.loader.cache import Cache
 from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
-from ddptrain.workloads.images.loader.predict_reader import decoded
+from ddptrain.workloads.images.predict import decoded
 from tests.support import fake_time
 
 # --- image reader ---
@@ -284,10 +284,10 @@ def test_pillow_does_not_warn_about_an_image_that_is_read(tmp_path: Path, monkey
 def test_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = picture(tmp_path / "one.png", 10)
     size = os.path.getsize(one.name)
-    monkeypatch.setattr(predict_reader, "_MOST_BYTES", size)
+    monkeypatch.setattr(predict, "_MOST_BYTES", size)
     ((_, image),) = decoded([one], 8, 1)
     assert not isinstance(image, str)
-    monkeypatch.setattr(predict_reader, "_MOST_BYTES", size - 1)
+    monkeypatch.setattr(predict, "_MOST_BYTES", size - 1)
     assert [*decoded([one], 8, 1)] == [(one, f"has {size:,} bytes, which is too large for an image")]
 
 
@@ -310,7 +310,7 @@ def test_bug_while_an_image_is_read_is_raised_and_threads_end(tmp_path: Path, mo
     def fail(data: bytes, size: int) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(predict_reader, "decode_eval", fail)
+    monkeypatch.setattr(predict, "decode_eval", fail)
     with pytest.raises(ZeroDivisionError):
         next(decoded([picture(tmp_path / "one.png", 10)], 8, 1))
     for thread in threading.enumerate():

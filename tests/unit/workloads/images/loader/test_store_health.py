@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddptrain.storage.store import Location, NotFound, StoreUnreachable, Transient
-from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy
-from ddptrain.workloads.images.loader.store_health import StoreHealth
+from ddptrain.workloads.images.loader.image_reader import ImageRef, Reader, ReadFailure, RetryPolicy, StoreHealth
 from tests.support import fake_time
 
 S3 = Location("s3://bucket/dogs")

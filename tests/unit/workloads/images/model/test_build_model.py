@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 from ddptrain.errors import UsageError
 from ddptrain.workloads.images.model.build_model import MEAN, STD, PixelNormalizer, build, describe
-from ddptrain.workloads.images.model.initial_weights import built_model
+from ddptrain.workloads.images.model.initial_weights import built_model, find_pretrained, fit, read
 from ddptrain.workloads.images.model.preflight import BadWeights
-from ddptrain.workloads.images.model.pretrained_weights import find_pretrained, fit, read
 from ddptrain.workloads.saved_model import with_module_versions
 
 CLASSES = ["cat", "dog", "owl"]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ddptrain.errors import UsageError
-from ddptrain.protocol.starting_weights import StartingWeights
-from ddptrain.storage.download import DownloadFailed
+from ddptrain.protocol.rank_spec import StartingWeights
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD
+from ddptrain.workloads.images.model.initial_weights import DownloadFailed
 from ddptrain.workloads.images.model.preflight import BadWeights
 from ddptrain.workloads.images.params import ImagesParams
 

@@ -19,8 +19,7 @@ from ddptrain.workloads.images.data.listing import prepare
 from ddptrain.workloads.images.data.manifest import FILE
 from ddptrain.workloads.images.model import initial_weights
 from ddptrain.workloads.images.model.build_model import MEAN, STD, build, describe
-from ddptrain.workloads.images.model.initial_weights import begin_with_weights, described_model
-from ddptrain.workloads.images.model.pretrained_weights import PretrainedWeights
+from ddptrain.workloads.images.model.initial_weights import PretrainedWeights, begin_with_weights, described_model
 from ddptrain.workloads.images.params import ImagesParams
 
 CLASSES = ["cat", "dog", "owl"]
