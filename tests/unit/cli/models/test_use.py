@@ -137,6 +137,11 @@ def test_names_go_to_stdout_one_a_line(made: dict[str, object]) -> None:
     assert result.stderr == "generate: 3 names of the training list were replaced\n"
 
 
+def test_options_reach_the_sampling(made: dict[str, object]) -> None:
+    CliRunner().invoke(app, ["latest", "--count", "7", "--prefix", "lu", "--temperature", "0.5", "--keep-known"])
+    assert made == {"count": 7, "prefix": "lu", "temperature": 0.5, "seed": None, "keep_known": True}
+
+
 def test_giving_up_and_a_random_seed_are_said_on_stderr(made: dict[str, object]) -> None:
     result = CliRunner().invoke(app, ["latest", "--count", "50"])
     assert result.stdout == "Luna\nMr. Fox\n"
@@ -259,6 +264,11 @@ def test_a_line_break_in_a_files_name_breaks_no_line_of_csv_or_text(
     assert [*rows][1] == ["pictures/a\nb.png", "blue", "0.75", ""]
     assert main(["predict", "latest", "pictures/a\nb.png", "--top", "1"]) == 0
     assert capsys.readouterr().out.endswith("  pictures/a\N{REPLACEMENT CHARACTER}b.png\n")
+
+
+def test_options_reach_the_model(seen: dict[str, Any]) -> None:
+    assert main(["predict", "latest", "pictures", "--top", "3", "--batch-size", "7", "--device", "cpu"]) == 0
+    assert seen == {"top": 3, "batch_size": 7, "device": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -197,24 +197,6 @@ def test_a_row_has_start_duration_and_ranks(tmp_path: Path) -> None:
     assert rows([unknown]) == [("r", "unreadable", "-", "-", "-", "cannot read")]
 
 
-def test_status_is_coloured_on_a_terminal() -> None:
-    def printed(status: str) -> str:
-        file = io.StringIO()
-        console = Console(file=file, width=80, force_terminal=True, color_system="standard", legacy_windows=False)
-        print_table([("RUN", "STATUS", "RESULT"), ("failed", status, "failed")], console)
-        return file.getvalue().splitlines()[1]
-
-    assert [printed(status).count("\x1b[31m") for status in ("failed", "unreadable", "succeeded", "new")] == [
-        1,
-        1,
-        0,
-        0,
-    ]
-    assert "\x1b[32m" in printed("succeeded")
-    assert all("\x1b[33m" in printed(status) for status in ("preempted", "cancelled"))
-    assert all("\x1b[36m" in printed(status) for status in ("running", "waiting"))
-
-
 def test_what_was_not_sent_to_w_and_b_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "unsent_parts", lambda parts: True)
     layout = RunLayout(tmp_path)

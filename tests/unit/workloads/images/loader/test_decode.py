@@ -337,13 +337,6 @@ def test_process_that_does_not_answer_any_more_is_ended_before_another_one_write
     assert len(told) == 1 and f"(pid {half_dead}) did not answer any more, and was ended" in told[0]
 
 
-def test_nothing_is_started_while_the_rank_ends(images: Path) -> None:
-    with feeder(images, loader_workers=1) as fed:
-        pool = pool_of(fed)
-        (before,) = pool._decoders
-    assert pool._replace(before) == [] and pool._decoders == [before]
-
-
 def test_process_that_can_not_be_replaced_ends_the_training(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
