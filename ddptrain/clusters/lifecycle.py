@@ -318,7 +318,11 @@ def ended_process(name: str) -> str | None:
 
 def down(name: str, tell: Tell, *, now: bool = False) -> None:
     """End a cluster and delete its record. Raises UsageError if runs are on it and not `now`, ClusterError."""
-    records.find(name)
+    try:
+        records.find(name)
+    except records.ClusterNotFound:
+        records.remove_remains(name)
+        raise
     with records.locked(name):
         cluster = records.find(name)
         cluster.check_here(_forget(cluster))

@@ -235,6 +235,15 @@ def locked(name: str, patience_s: float = _LOCK_PATIENCE_S) -> Iterator[None]:
         os.close(descriptor)
 
 
+def remove_remains(name: str) -> None:
+    """Delete the folder that an `up` has left which was killed before it wrote its record."""
+    if not re.fullmatch(NAME_PATTERN, name) or not (folder := clusters_dir() / name).is_dir() or is_locked(name):
+        return
+    with locked(name):
+        if _load(name) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def is_locked(name: str) -> bool:
     """Return whether a command is starting or ending the cluster now."""
     try:

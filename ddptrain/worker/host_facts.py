@@ -90,7 +90,9 @@ def _version(packages: Iterable[str]) -> str:
 
 
 def _space(folder: Path, problems: list[str]) -> tuple[int, int]:
-    """Return size and free space in MB; 0 and 0 if the folder can't be read."""
+    """Return size and free space in MB; 0 and 0 if unreadable. The first rank may still have to make the folder."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -102,10 +104,6 @@ def _space(folder: Path, problems: list[str]) -> tuple[int, int]:
 def _interfaces() -> Iterable[Interface]:
     for name, state in psutil.net_if_stats().items():
         yield Interface(name, max(0, int(state.speed)), bool(state.isup))
-
-
-if __name__ == "__main__":
-    main()
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], str]:
@@ -167,3 +165,7 @@ def _if_known(query: Callable[..., Any], *arguments: Any) -> Any:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+if __name__ == "__main__":
+    main()
