@@ -16,7 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.integration.test_train import UpCluster
+from tests.integration.test_train import UpCluster, up_cluster
+
+__all__ = ["up_cluster"]
 
 WORKLOAD = '''
 import os, signal, time
