@@ -93,7 +93,7 @@ def load_model(reference: str, models_dir: str | os.PathLike[str] = "models") ->
         DdptrainError: a file is damaged, which the message names, or the registry cannot be read.
     """
     from ddptrain.model_registry.model_reader import open_version
-    from ddptrain.model_registry.records import parse_reference
+    from ddptrain.model_registry.reference import parse_reference
     from ddptrain.model_registry.registry import ModelRegistry
     from ddptrain.workloads.saved_model import load_trained
 

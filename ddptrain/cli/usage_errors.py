@@ -106,13 +106,17 @@ def _common_first(args: list[str]) -> tuple[list[str], list[str]]:
     rest: list[str] = []
     words = iter(args)
     for word in words:
-        name, equals, _ = word.partition("=")
+        name, equals, given = word.partition("=")
         if word == "--" or (word == "run" and not rest):
             return common, [*rest, word, *words]
         if name not in _COMMON:
             rest.append(word)
-        else:
-            common += [word, *([next(words, "")] if _COMMON[name] and not equals else [])]
+        elif not _COMMON[name]:
+            common.append(word)
+        elif value := given if equals else next(words, ""):
+            common += [name, value]
+        else:  # such as --runs-dir $RUNS without RUNS: the default would be another folder than the user meant
+            raise UsageError(f"{name} requires an argument: name a folder")
     return common, rest
 
 

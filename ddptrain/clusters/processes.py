@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ddptrain import __version__
 from ddptrain.clusters.security import write_private
 from ddptrain.errors import ClusterError
@@ -115,6 +113,8 @@ def start(order: DaemonOrder) -> DaemonId:
 
 def alive(daemon: DaemonId) -> bool:
     """Return whether this process runs; not after a restart of its host. Raises ClusterError on any other host."""
+    import psutil
+
     here = this_host()
     where = relation(daemon.host, here)
     if where == Relation.OTHER:
@@ -151,6 +151,8 @@ def stop(daemons: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
 
 def end(folder: str, known: Iterable[DaemonId], timeout_s: float = 10.0) -> None:
     """Stop the processes that were started in that folder on this host, `known` or not. Raises ClusterError."""
+    import psutil
+
     named, here = str(_located(folder)), this_host()
     where = os.path.realpath(named)
     ending = {daemon.pid: daemon for daemon in known}

@@ -126,8 +126,8 @@ class Attempt:
     def due(self) -> float | None:
         """Return the next deadline in monotonic seconds, or None. An inquiry in progress suspends settle_until."""
         waits = self._inquiry.until if self._inquiry.under_way else self.settle_until
-        deadlines = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
-        return min((until for until in deadlines if until is not None), default=None)
+        ends = (None if self.stopping else waits, self.spare_until, self.preempt_until, self.stop_until)
+        return min((until for until in ends if until is not None), default=None)
 
     def cause(self) -> Fault | None:
         """Return the root cause of the faults so far; None without a fault."""

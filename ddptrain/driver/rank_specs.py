@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 _MOST_CODE_MB = 200.0  # that are sent to workers which do not see the project
 RANK_FUNCTION = "ddptrain.rank.evaluation:evaluate"
-STAGE = "evaluate"  # marks the events of such a run in JSON output
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ddptrain.clusters.scheduler import slots
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.errors import DdptrainError
@@ -16,6 +16,9 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import RankExit
 from ddptrain.results.run_record import RankRecord
+
+if TYPE_CHECKING:
+    from ddptrain.clusters.scheduler import slots
 
 
 @dataclass(frozen=True, slots=True)

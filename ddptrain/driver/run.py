@@ -29,7 +29,6 @@ from ddptrain.driver.display import open_display, run_summary
 from ddptrain.driver.display.output_api import RunDisplay
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.inbox import Inbox, ResultsLost
-from ddptrain.driver.rank_specs import STAGE, EvaluationPlan
 from ddptrain.driver.recorder import Recorder
 from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.driver.transfer.starting_weights import fetch_weights
@@ -52,6 +51,7 @@ from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.secure_files import make_folder, write_file
 
 if TYPE_CHECKING:
+    from ddptrain.driver.rank_specs import EvaluationPlan
     from ddptrain.driver.ranks import RankPlace
     from ddptrain.driver.resume import Choice
     from ddptrain.driver.transfer.starting_weights import FetchedWeights
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 CONTENTS = "contents.json"  # names and hashes of the files; a worker that sees the same file sees the same folder
 _END_S = 5.0
+_EVALUATION = "evaluate"  # the stage of such a run in the events of JSON output
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ class Run:
             self.writer.run_id,
             stdout=sys.stderr if self.options.to_stderr else None,
             all_ranks=self.options.all_ranks,
-            stage=STAGE if self.options.evaluation is not None else "",
+            stage=_EVALUATION if self.options.evaluation is not None else "",
         )
 
     def run(self) -> int:

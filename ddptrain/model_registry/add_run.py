@@ -11,7 +11,8 @@ from pathlib import Path
 from ddptrain.config.resolved import dump_yaml
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import temp_folder
-from ddptrain.model_registry.records import CHAMPION, VersionRecord
+from ddptrain.model_registry.records import VersionRecord
+from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.protocol.tensor_slices import is_sharded_checkpoint
 from ddptrain.results.checkpoints.consolidation import consolidate

@@ -15,15 +15,8 @@ from ddptrain.config.wording import did_you_mean
 from ddptrain.errors import UsageError
 from ddptrain.file_ops import hash_file, publish, sha256
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.records import (
-    CHAMPION,
-    Change,
-    ModelFile,
-    ModelReference,
-    RegistryDamaged,
-    VersionRecord,
-    check_model_name,
-)
+from ddptrain.model_registry.records import Change, ModelFile, RegistryDamaged, VersionRecord
+from ddptrain.model_registry.reference import CHAMPION, ModelReference, check_model_name
 from ddptrain.storage.remote_folder import RemoteFolder, is_url
 from ddptrain.storage.store import NotFound
 

@@ -11,18 +11,13 @@ from pathlib import PurePosixPath
 from typing import Any, Self, cast
 
 from ddptrain.config.wording import shorten
-from ddptrain.errors import DdptrainError, ExitCode, UsageError
+from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.protocol.typed_json import decode_known_fields
 from ddptrain.results.run_record import as_json_data
 
 SCHEMA = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEEPEST_PATH = 6
-CHAMPION = "champion"
-PREVIOUS = "previous"
-_MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class RegistryDamaged(DdptrainError):
@@ -164,50 +159,3 @@ def _file_problem(file: ModelFile) -> str:
     if file.size_bytes < 0 or not _SHA256.fullmatch(file.sha256):
         return f"{file.path} has no size or no SHA-256"
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelReference:
-    """One version of a model, by its number or by an alias."""
-
-    model: str
-    version: int | None = None
-    alias: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.model}@{self.alias or self.version}"
-
-
-def is_model_reference(text: str) -> bool:
-    """Return whether a command's argument names a model. Run ids have no @; paths and URLs have a slash."""
-    return "@" in text and "/" not in text
-
-
-def parse_reference(text: str) -> ModelReference:
-    """Read MODEL@ALIAS or MODEL@NUMBER; MODEL alone is its champion. Raises UsageError."""
-    model, _, which = text.partition("@")
-    check_model_name(model)
-    if not which and "@" not in text:
-        return ModelReference(model, alias=CHAMPION)
-    if _VERSION.fullmatch(which):
-        return ModelReference(model, version=int(which))
-    check_alias(which)
-    return ModelReference(model, alias=which)
-
-
-def check_model_name(name: str) -> None:
-    """Raise UsageError for an invalid model name. It becomes the name of a folder, so it must not be a path."""
-    if not _MODEL_NAME.fullmatch(name) or ".." in name:
-        raise UsageError(
-            f'"{shorten(name)}" is not a model name: use up to 64 lower-case letters, digits, dots, dashes and '
-            "underscores, without two dots in a row, beginning with a letter or digit"
-        )
-
-
-def check_alias(alias: str) -> None:
-    """Raise UsageError for an alias that is malformed, or could be taken for a version number."""
-    if not _ALIAS.fullmatch(alias):
-        raise UsageError(
-            f'"{shorten(alias)}" is neither a version number nor an alias: an alias has up to 32 lower-case letters, '
-            "digits, dashes and underscores, and begins with a letter"
-        )

@@ -24,15 +24,8 @@ from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import hash_file, sha256
 from ddptrain.model_registry.model_reader import RECORD, ModelReader, ModelState
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.records import (
-    CHAMPION,
-    PREVIOUS,
-    Change,
-    ModelFile,
-    VersionRecord,
-    check_alias,
-    check_model_name,
-)
+from ddptrain.model_registry.records import Change, ModelFile, VersionRecord
+from ddptrain.model_registry.reference import CHAMPION, PREVIOUS, check_alias, check_model_name
 from ddptrain.results.run_record import utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import NoConditionalWrites, WriteConflict

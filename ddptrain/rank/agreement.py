@@ -10,12 +10,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import distributed
-
 from ddptrain.protocol.rank_spec import RankSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _POLL_S = 0.005
@@ -236,7 +234,10 @@ _CODES = {"mean": 1.0, "all_finite": 2.0}  # ranks compare these codes, to notic
 
 
 class CollectiveValues:
-    """One rank's part of the computations. The first call creates the process group, on the CPU."""
+    """One rank's part of the computations. The first call creates the process group, on the CPU.
+
+    torch is imported by the calls: the rank server imports this module also where its ranks are new processes.
+    """
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
@@ -244,18 +245,25 @@ class CollectiveValues:
 
     def mean(self, value: float | torch.Tensor, weight: float) -> float:
         """Return the mean over all ranks, each with its `weight`; NaN if all weights are 0."""
+        import torch
+
         number = value.detach().double().mean().item() if isinstance(value, torch.Tensor) else float(value)
         total, weights = self._sum("mean", number * weight, weight)
         return total / weights if weights else float("nan")
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
         """Return whether all numbers of all ranks are finite: the same result on all ranks."""
+        import torch
+
         tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         (bad, _) = self._sum("all_finite", float(not bool(torch.isfinite(tensor).all())), 0.0)
         return not bad
 
     def _sum(self, name: str, first: float, second: float) -> tuple[float, float]:
         """Return the sums of both numbers over all ranks. Raises RuntimeError if ranks are in different calls."""
+        import torch
+        from torch import distributed
+
         code = _CODES[name]
         sums = torch.tensor([code, code * code, first, second], dtype=torch.float64)
         if self._group is None:

@@ -21,7 +21,7 @@ from ddptrain.driver.control.signals import Signals
 from ddptrain.errors import Interrupted, UsageError
 from ddptrain.file_ops import sha256
 from ddptrain.log import Log
-from ddptrain.model_registry.records import CHAMPION
+from ddptrain.model_registry.reference import CHAMPION
 from ddptrain.model_registry.registry import ModelRegistry, user_name
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords, RetrainStatus, Stage
 from ddptrain.notify.heartbeat import Heartbeat

@@ -12,7 +12,8 @@ import pytest
 
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.model_reader import open_version
-from ddptrain.model_registry.records import RegistryDamaged, VersionRecord, parse_reference
+from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
+from ddptrain.model_registry.reference import parse_reference
 from ddptrain.model_registry.registry import ModelRegistry
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainRecords
 from ddptrain.results.run_record import utc_now

@@ -12,7 +12,7 @@ from ddptrain.cli import complete
 from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_json, print_result, say, write
 from ddptrain.errors import RunNotFound, UsageError
-from ddptrain.model_registry.records import ModelReference, check_model_name, is_model_reference, parse_reference
+from ddptrain.model_registry.reference import ModelReference, check_model_name, is_model_reference, parse_reference
 from ddptrain.text_tables import clean_table, plain_sections
 
 if TYPE_CHECKING:

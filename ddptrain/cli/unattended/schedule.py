@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from zoneinfo import ZoneInfo
 
 import typer
 
@@ -134,6 +133,9 @@ def check(
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
+    from zoneinfo import ZoneInfo
+
+
     entry, last = finding.entry, finding.last
     zone = ZoneInfo(entry.schedule.zone)
     following = entry.schedule.next(datetime.now(UTC)).astimezone(zone)

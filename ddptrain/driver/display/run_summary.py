@@ -108,7 +108,7 @@ def _lines(
 def _next_step(layout: RunLayout, record: RunRecord) -> str:
     """Return the commands for a run that has not succeeded: explain, and resume if it has a checkpoint."""
     place = os.path.dirname(layout.where)
-    option = "" if place == os.path.abspath(_RUNS_DIR) else f" --runs-dir {shlex.quote(place)}"
+    option = "" if os.path.abspath(place) == os.path.abspath(_RUNS_DIR) else f" --runs-dir {shlex.quote(place)}"
     step = f"ddptrain explain {record.run_id}{option}"
     if not record.checkpoints:
         return step

@@ -14,7 +14,8 @@ from ddptrain.errors import ConfigError, UsageError
 from ddptrain.file_ops import atomic_file, hash_file
 from ddptrain.log import Log
 from ddptrain.model_registry.model_reader import ModelReader, open_version
-from ddptrain.model_registry.records import VersionRecord, parse_reference
+from ddptrain.model_registry.records import VersionRecord
+from ddptrain.model_registry.reference import parse_reference
 from ddptrain.protocol.rank_spec import (
     FILE,
     PARAM,

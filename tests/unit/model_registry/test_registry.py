@@ -15,14 +15,8 @@ import pytest
 from ddptrain.errors import UsageError
 from ddptrain.model_registry import registry as registry_module
 from ddptrain.model_registry.model_reader import RECORD, ModelReader, open_version
-from ddptrain.model_registry.records import (
-    Change,
-    ModelReference,
-    RegistryDamaged,
-    VersionRecord,
-    is_model_reference,
-    parse_reference,
-)
+from ddptrain.model_registry.records import Change, RegistryDamaged, VersionRecord
+from ddptrain.model_registry.reference import ModelReference, is_model_reference, parse_reference
 from ddptrain.model_registry.registry import Edit, ModelRegistry
 from ddptrain.storage.store import StoreError
 from tests.unit.results.stores import serve_folder
