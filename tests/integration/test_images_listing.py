@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec import filesystem
 
 from ddptrain.errors import ExitCode
 from ddptrain.storage.store import (
@@ -32,6 +33,7 @@ from ddptrain.workloads.images.params import ImagesParams
 from tests.conftest import PATIENCE_S, Cli
 from tests.servers.faultproxy import Fault, FaultProxy, fault_proxy
 from tests.servers.images_on_s3 import CLASSES, ImageBucket, draw, draw_folder, images_on_s3
+from tests.servers.seaweed import seaweed
 
 HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
 HARD_PREFIX = "a +%41 ü/Images"
@@ -61,7 +63,6 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImageBucket]:
         (hard / name).write_bytes(draw(seed=name))
     for part, number in (("train", 2), ("val", 1), ("test", 3)):
         draw_folder(folder / "buckets" / "split" / "pets" / part, ("cat", "dog"), number, (24, 24))
-    (folder / "buckets" / "runs").mkdir()
     with images_on_s3(folder) as bucket:
         yield bucket
 
@@ -202,31 +203,35 @@ def seen(logs: Path) -> set[str]:
 
 
 def test_four_ranks_cost_one_listing_and_a_resume_elsewhere_costs_none(
-    run_cli: Cli, warm_cluster: str, bucket: ImageBucket, proxy: FaultProxy
+    run_cli: Cli, warm_cluster: str, bucket: ImageBucket, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     pictures = Pictures(run_cli, warm_cluster, bucket.url, bucket.signed_options(proxy.url))
-    runs = bucket.signed.buckets / "runs"
-    env = bucket.signed.environment | {"XDG_CACHE_HOME": str(run_cli.folder / ".cache")}
-    config = pictures.config("s3://runs", {"FAIL": "yes"})
-    failed = run_cli(*pictures.arguments(config, "--run-id", "night"), env=env, program=pictures.program)
-    assert failed.rc == ExitCode.TRAINING_FAILED, failed.stderr
-    assert "1,250 images of 5 classes in s3://images/dogs/Images: 1,000 to train on, 250 to" in failed.stderr
-    assert proxy.counts() == ONE_LISTING | {"get": 4}
-    before = seen(runs / "night" / "logs")
-    assert len(before) == 1
-    manifest = Manifest.read(runs / "night" / "inputs")
-    assert manifest.classes == CLASSES and sorted(manifest.keys) == sorted(bucket.keys)
+    with seaweed(tmp_path, "runs") as store:
+        env = store | {"XDG_CACHE_HOME": str(run_cli.folder / ".cache")}
+        fs = filesystem("s3", key="key", secret="secret", endpoint_url=store["AWS_ENDPOINT_URL"])
+        config = pictures.config("s3://runs", {"FAIL": "yes"})
+        failed = run_cli(*pictures.arguments(config, "--run-id", "night"), env=env, program=pictures.program)
+        assert failed.rc == ExitCode.TRAINING_FAILED, failed.stderr
+        assert "1,250 images of 5 classes in s3://images/dogs/Images: 1,000 to train on, 250 to" in failed.stderr
+        assert proxy.counts() == ONE_LISTING | {"get": 4}
+        fs.get("runs/night", str(tmp_path / "failed"), recursive=True)
+        before = seen(tmp_path / "failed" / "logs")
+        assert len(before) == 1
+        manifest = Manifest.read(tmp_path / "failed" / "inputs")
+        assert manifest.classes == CLASSES and sorted(manifest.keys) == sorted(bucket.keys)
 
-    # Another machine: nothing of the run is left here.
-    shutil.rmtree(run_cli.folder / ".state")
-    proxy.reset()
-    config = pictures.config("s3://runs")
-    resumed = run_cli(*pictures.arguments(config, "--resume", "night"), env=env, program=pictures.program)
-    assert resumed.rc == 0, resumed.stderr
-    assert "the run's list of images is used again: 1,250 images" in resumed.stderr
-    assert proxy.counts() == {"get": 4}
-    assert seen(runs / "night" / "logs") == before
-    assert Manifest.read(runs / "night" / "inputs") == manifest
+        # Another machine: nothing of the run is left here.
+        shutil.rmtree(run_cli.folder / ".state")
+        proxy.reset()
+        config = pictures.config("s3://runs")
+        resumed = run_cli(*pictures.arguments(config, "--resume", "night"), env=env, program=pictures.program)
+        assert resumed.rc == 0, resumed.stderr
+        assert "the run's list of images is used again: 1,250 images" in resumed.stderr
+        assert proxy.counts() == {"get": 4}
+        fs.invalidate_cache()
+        fs.get("runs/night", str(tmp_path / "resumed"), recursive=True)
+        assert seen(tmp_path / "resumed" / "logs") == before
+        assert Manifest.read(tmp_path / "resumed" / "inputs") == manifest
 
 
 def test_a_bucket_that_does_not_exist_ends_the_command_and_no_secret_is_written(
