@@ -30,7 +30,6 @@ from ddptrain.results.sweep_record import choose_sweep, find_sweep
 from ddptrain.storage.remote_folder import is_plain, is_url
 
 BEST = "best.yaml"
-_PASSES = 5  # of the upload that may fail in a row; then the sweep saves and ends
 # What may differ when a sweep is resumed: how long it takes, and how many trials run at the same time.
 _MAY_DIFFER = frozenset({"trials", "for", "parallel", "prune"})
 
