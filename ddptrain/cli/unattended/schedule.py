@@ -135,7 +135,6 @@ def check(
 def _row(finding: Finding) -> tuple[str, ...]:
     from zoneinfo import ZoneInfo
 
-
     entry, last = finding.entry, finding.last
     zone = ZoneInfo(entry.schedule.zone)
     following = entry.schedule.next(datetime.now(UTC)).astimezone(zone)
