@@ -90,9 +90,7 @@ def _version(packages: Iterable[str]) -> str:
 
 
 def _space(folder: Path, problems: list[str]) -> tuple[int, int]:
-    """Return size and free space in MB; 0 and 0 if unreadable. The first rank may still have to make the folder."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    """Return size and free space in MB; 0 and 0 if the folder can't be read."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
