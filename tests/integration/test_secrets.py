@@ -77,17 +77,18 @@ def _arguments() -> list[str]:
 
 SPY = """
 import sys
+from distributed import Client
+
 from ddptrain.cli.main import main
-from ddptrain.driver.workers import Workers
 
-submit = Workers.submit
+get = Client.get
 
-def spied(self, specs, slots):
-    with open("orders.txt", "a") as file:
-        file.writelines(spec.to_json() + chr(10) for spec in specs)
-    submit(self, specs, slots)
+def spied(self, graph, keys, **options):
+    with open("tasks.txt", "a") as file:
+        file.write(repr([dict(layer) for layer in graph.layers.values()]) + chr(10))
+    return get(self, graph, keys, **options)
 
-Workers.submit = spied
+Client.get = spied
 sys.exit(main(sys.argv[1:]))
 """
 FAILING = """
@@ -100,7 +101,7 @@ def fail(ctx, db_password, source_options, words):
 """
 
 
-def test_secrets_of_params_and_environment_are_sealed_on_the_embedded_cluster_too(tmp_path: Path) -> None:
+def test_secrets_of_params_and_environment_are_in_no_dask_task_and_no_record(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(FAILING)
     (tmp_path / "spy.py").write_text(SPY)
     params = {
@@ -115,10 +116,9 @@ def test_secrets_of_params_and_environment_are_sealed_on_the_embedded_cluster_to
     )
     assert done.returncode == 1, done.stderr
     assert "no way in with" in done.stdout + done.stderr
-    orders = (tmp_path / "orders.txt").read_text()
-    assert len(orders.splitlines()) == 2
-    assert "5ecre7" not in orders
-    assert "seen" not in orders, "the whole environment is sealed"
+    (task,) = (tmp_path / "tasks.txt").read_text().splitlines()
+    assert "run_ranks" in task and "5ecre7" not in task
+    assert "seen" not in task, "nothing of the environment is part of a task"
     (run,) = (tmp_path / "runs").iterdir()
     record, kept = (run / "run.json").read_text(), (run / "config.yaml").read_text()
     assert "no way in with <left out>, <left out> and" in record

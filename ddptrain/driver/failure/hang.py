@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks, returned_early
+from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks, returned_early
 from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file, silent_s
 from ddptrain.driver.ranks import Rank
 from ddptrain.protocol import events
@@ -299,4 +299,4 @@ def _exception_text(first: RankReport) -> str:
 def _thread_text(first: RankReport) -> str:
     if first.thread is None:
         return ""
-    return f"; its thread {first.thread.thread} has ended with {describe_thread(first.thread)}"
+    return f"; its thread {first.thread.thread} has ended with {first.thread.error}"

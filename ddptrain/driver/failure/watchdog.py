@@ -32,15 +32,6 @@ _CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as activity
 _CUT_S = 5.0  # a worker sends a notice every 2 s; without one for this time, the rank's activity is unknown
 _GPU_PERCENT = 5  # GPU use that counts as activity
 _QUIET = 1 / 3  # of the limit: from then on, the live display shows for how long a rank has not reported
-# Events that are not activity: the driver requested them, or a thread sends them while the rank may hang.
-_NO_ACTIVITY = (
-    events.Started,
-    events.Stacks,
-    events.Noticed,
-    events.ThreadFailure,
-    events.Tracked,
-    events.TrackerFailed,
-)
 
 
 def alive_s(hang_timeout_s: float | str | None, lost_after_s: float) -> float:
@@ -163,7 +154,7 @@ class Watchdog:
 
     def after_event(self, activity: Activity, event: events.Event, now: float, count: int = 1) -> Activity:
         """Return the activity of a rank after an event that it sent; `count` reports of the rank arrived at once."""
-        if isinstance(event, _NO_ACTIVITY) or is_stacks_file(event) or self.timeout_s is None:
+        if not event.is_progress or is_stacks_file(event) or self.timeout_s is None:
             return activity
         if isinstance(event, events.Entered):
             activity = activity._replace(entered_at=now)
