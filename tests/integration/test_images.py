@@ -113,6 +113,7 @@ def check_checkpoint(folder: Path) -> None:
     assert (config["architecture"], config["classes"]) == ("small_cnn", [str(digit) for digit in range(10)])
 
 
+@pytest.mark.long
 def test_shipped_configuration_trains_in_an_empty_folder_on_as_many_classes_as_asked_for(
     tmp_path: Path, run_cli: Cli
 ) -> None:
@@ -142,6 +143,7 @@ def test_weights_of_another_model_end_the_command_before_any_rank_is_started(
     assert record(tmp_path)["attempts"] == []
 
 
+@pytest.mark.long
 def test_images_with_parts_of_their_own_train_and_validate_as_they_are_split(
     tmp_path: Path, run_cli: Cli, digits: Path
 ) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -161,31 +160,6 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
     assert [rank["exit"] for rank in first["ranks"]] == [75, 75]
 
 
-def test_second_signal_stops_at_once_and_a_rank_that_never_saves_is_stopped_after_the_grace_period(
-    on_warm: Trainer,
-) -> None:
-    settings: dict[str, Any] = {"saves": False, "n": 4000, "failure": {"grace_s": 90.0}}
-    running = on_warm.start("--run-id", "twice", **settings)  # it has asked to resume: so it may save
-    running.wait_for("ddptrain: training")
-    running.wait_for("under way")
-    os.kill(running.popen.pid, signal.SIGTERM)
-    running.wait_for("the ranks finish their step and save, within 90 s")
-    os.kill(running.popen.pid, signal.SIGTERM)
-    ended = running.finish(timeout_s=PROMPT_S)  # long before the 90 s are over
-    assert ended.rc == 143
-    assert on_warm.record("twice")["status"] == "cancelled"
-
-    running = on_warm.start("--run-id", "once", **{**settings, "failure": {"grace_s": 3.0}})
-    running.wait_for("under way")
-    began = time.monotonic()
-    os.kill(running.popen.pid, signal.SIGTERM)
-    running.wait_for("the ranks finish their step and save, within 3 s")
-    ended = running.finish()
-    assert 2.25 <= time.monotonic() - began < 3.0 + PROMPT_S  # a quarter of the grace period is left for SIGTERM
-    assert ended.rc == 143
-    assert on_warm.record("once")["status"] == "cancelled"
-
-
 def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:
     running = trainer.start("--run-id", "lost", every_steps=4, failure={"max_losses": 1})
     running.wait_for("under way")
@@ -298,6 +272,7 @@ def test_function_that_returns_because_it_is_to_end_is_preempted_and_goes_on(pol
     assert poller.record("polled")["status"] == "succeeded"
 
 
+@pytest.mark.long
 def test_function_that_exits_with_75_has_seen_to_its_state_itself(poller: Poller) -> None:
     ended, record = poller.told_to_go("exits", then="exit", every=0)
     assert (ended.rc, record["status"], record["checkpoints"]) == (75, "preempted", []), ended.stderr
@@ -313,6 +288,7 @@ def test_function_that_returns_with_nothing_saved_has_been_cancelled_and_says_so
     assert f"has saved no checkpoint with {advice}" in ended.stderr
 
 
+@pytest.mark.long
 def test_function_that_has_saved_its_last_step_has_succeeded_though_it_was_to_end(poller: Poller) -> None:
     ended, record = poller.told_to_go("complete", then="complete")
     assert (ended.rc, record["status"]) == (0, "succeeded"), ended.stderr

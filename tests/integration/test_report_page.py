@@ -137,6 +137,7 @@ def test_hostile_run_changes_nothing(tmp_path: Path, run_cli: Cli) -> None:
     assert in_browser(tmp_path, visit) == "Run evil"
 
 
+@pytest.mark.long
 def test_selection_on_an_axis_of_a_sweep(tmp_path: Path, run_cli: Cli) -> None:
     folder = tmp_path / "runs" / "sweep-1"
     folder.mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -68,33 +67,6 @@ if moment == "told":
 else:
     RetrainRecords.update = dying(RetrainRecords.update, lambda record: record.stage == stage)
 sys.argv[1:] = sys.argv[3:]
-sys.exit(main())
-"""
-
-
-# The command, whose registry cannot be reached any more once a stage's message has been shown.
-CUT_OFF = """
-import sys
-from ddptrain.__main__ import main
-from ddptrain.retrain.start import StageOutput
-from ddptrain.storage.remote_folder import RemoteFolder
-from ddptrain.storage.store import StoreUnreachable
-
-last, told, call, stage = sys.argv.pop(1), [], RemoteFolder._call, StageOutput.stage
-
-
-def cut(self, work):
-    if told:
-        raise StoreUnreachable(f"{self.url} does not answer")
-    return call(self, work)
-
-
-def tell(self, name, *args, **kwargs):
-    stage(self, name, *args, **kwargs)
-    told.extend([name] if name == last else [])
-
-
-RemoteFolder._call, StageOutput.stage = cut, tell
 sys.exit(main())
 """
 
@@ -186,6 +158,7 @@ def test_data_that_look_wrong_are_not_trained(project: Path, run_cli: Cli) -> No
 STAGES = (Stage.CHECK_DATA, Stage.TRAIN, Stage.EVALUATE, Stage.GATE, Stage.PROMOTE, Stage.NOTIFY)
 
 
+@pytest.mark.long
 def test_start_after_a_kill_in_each_stage_continues(project: Path, run_cli: Cli) -> None:
     config = write_config(project)
     for stage in STAGES:
@@ -204,30 +177,6 @@ def test_start_after_a_kill_in_each_stage_continues(project: Path, run_cli: Cli)
     assert promotions(project) == [1] and len(registry(project).versions("mine")) == 1
     registry(project).verify(registry(project).version("mine", 1))
     assert run_cli("retrain", config).stdout.startswith("retrain mine unchanged")
-
-
-def test_registry_that_disappears_in_each_stage(project: Path, run_cli: Cli) -> None:
-    config = write_config(project)
-    for stage in (Stage.LOCK, *STAGES[:-1]):
-        cut_off = run_cli("retrain", config, program=(*run_cli.program(CUT_OFF), stage))
-        text = cut_off.stdout + cut_off.stderr
-        assert cut_off.rc == 4, text
-        assert "does not answer" in text and "Traceback" not in text
-    done = run_cli("retrain", config)
-    assert done.rc == 0, done.stderr
-    assert promotions(project) == [1] and len(list_runs(project / "runs")) == 1
-    assert run_cli("retrain", config).stdout.startswith("retrain mine unchanged")
-
-
-def test_training_is_repeated_if_its_run_was_deleted(project: Path, run_cli: Cli) -> None:
-    config = write_config(project)
-    killed = run_cli("retrain", config, program=(*run_cli.program(KILLED), Stage.TRAIN, "recorded"))
-    assert killed.rc == -signal.SIGKILL, killed.stderr
-    (run,) = list_runs(project / "runs")
-    shutil.rmtree(run.layout.root)
-    done = run_cli("retrain", config)
-    assert done.rc == 0, done.stderr
-    assert "training again" in done.stderr and promotions(project) == [1]
 
 
 def begun(run_cli: Cli, config: Path) -> Running:
@@ -286,20 +235,6 @@ def test_second_start_is_skipped_and_replace_takes_over(project: Path, run_cli: 
     assert promotions(project) == [1] and len(list_runs(project / "runs")) == 1
 
 
-def test_scheduled_time_runs_once(project: Path, run_cli: Cli) -> None:
-    config = write_config(project, retrain={"if_unchanged": "train"})
-    slot = ("--slot", "2026-03-01T03:00:00Z")
-    assert run_cli("retrain", config, *slot).rc == 0
-    again = run_cli("retrain", config, *slot)
-    assert again.rc == 0
-    assert again.stdout.splitlines()[-1] == (
-        "retrain mine skipped: the scheduled time 2026-03-01T03:00:00Z is done: "
-        "retraining 1 of 2026-03-01T03:00:00Z promoted"
-    )
-    assert run_cli("retrain", config, "--slot", "2026-03-01T04:00:00+01:00").stdout == again.stdout
-    assert len(list_runs(project / "runs")) == 1
-
-
 def test_dry_run_changes_nothing(project: Path, run_cli: Cli) -> None:
     config = write_config(project)
     done = run_cli("retrain", config, "--dry-run")
@@ -307,6 +242,7 @@ def test_dry_run_changes_nothing(project: Path, run_cli: Cli) -> None:
     assert not (project / "models").exists() and not (project / "runs").exists()
 
 
+@pytest.mark.long
 def test_damaged_champion_is_refused_and_replaced(project: Path, run_cli: Cli) -> None:
     config = write_config(project)
     assert run_cli("retrain", config).rc == 0
@@ -337,27 +273,7 @@ def test_script_declares_its_model_and_metrics(project: Path, run_cli: Cli) -> N
     assert "workload.metrics is metrics.json, which is still as it was before the run" in stale.stdout
 
 
-def test_training_that_fails_begins_anew(project: Path, run_cli: Cli) -> None:
-    config = write_config(project)
-    broken = run_cli("retrain", config, "--set", "params.epochs=none")
-    assert broken.rc in (1, 2)
-    (project / "mine.py").write_text("def main(ctx): raise ValueError('a mistake')")
-    failed = run_cli("retrain", config)
-    assert failed.rc == 1
-    assert failed.stdout.splitlines()[-1].startswith("retrain mine failed: ValueError: a mistake (run mine-")
-    again = run_cli("retrain", config)
-    assert again.rc == 1
-    first, second = (each.run_id for each in retrainings(project) if each.status == "failed")
-    assert first != second
-
-
-def test_configuration_without_the_section(project: Path, run_cli: Cli) -> None:
-    config = project / "x.yaml"
-    config.write_text("workload: mine:main\n")
-    done = run_cli("retrain", config)
-    assert done.rc == 2 and "has no section retrain" in done.stderr
-
-
+@pytest.mark.long
 def test_models_and_runs_in_a_store(project: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "store").mkdir()
     with seaweed(project / "store", "bucket") as environment:

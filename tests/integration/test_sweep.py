@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -90,6 +88,7 @@ def test_six_trials_share_a_cluster_and_the_best_one_can_be_trained(project: Pat
     assert "retrain mine promoted: version 1 is the champion (loss 0.25" in retrained.stdout
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_every_result_counts_once(project: Path, run_cli: Cli) -> None:
     config = write_config(project, [6, 5, 4, 3, 2, 1], {"steps": 12, "pause_s": 0.1})
     chance = random.Random(4)
@@ -114,24 +113,7 @@ def test_killed_at_random_moments_every_result_counts_once(project: Path, run_cl
     assert resumed and any(step is not None for step in resumed)  # from a checkpoint, not from the start
 
 
-def test_sigterm_saves_and_a_resume_knows_its_configuration(project: Path, run_cli: Cli) -> None:
-    config = write_config(project, [3, 2], {"steps": 40, "pause_s": 0.1})
-    running = run_cli.start("sweep", config, "--sweep-id", "s")
-    deadline = time.monotonic() + PATIENCE_S
-    while len(list(project.glob("runs/s/*/checkpoints/latest"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(running.popen.pid, signal.SIGTERM)
-    ended = running.finish()
-    assert ended.rc == 75
-    assert [str(each.state) for each in sweep_in(project).trials] == ["interrupted", "interrupted"]
-    assert [load_run(project / "runs" / "s" / name).status for name in ("s-0000", "s-0001")] == ["preempted"] * 2
-
-    done = run_cli("sweep", "--resume")
-    assert done.rc == 0, done.stderr
-    record = sweep_in(project)
-    assert [each.value for each in record.trials] == pytest.approx([1 / 40, 1 + 1 / 40])
-
-
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sweep_in_a_store_is_resumed_on_another_machine(
     project: Path, run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
