@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
+from tests.servers.dask_cluster import write_tls
 
 IDLE_S = 6.0  # a run has begun before, unless the machine is very busy
 SOON_S = 15.0  # for a command that takes one second on an idle machine
@@ -292,9 +293,7 @@ def test_cluster_with_tls_takes_only_those_who_have_its_certificate(clusters: Cl
     assert clusters.finish(clusters.start_run("dev")).rc == 0
     assert clusters.finish(clusters.start_run(address)).rc == 0  # the address of an own cluster is recognised
 
-    from ddptrain.clusters.security import make_tls
-
-    make_tls(tmp_path)
+    write_tls(tmp_path)
     other = {f"cluster.tls.{name}_file": str(tmp_path / pem) for name, pem in _PEM.items()}
     wrong = [word for key, path in other.items() for word in ("--set", f"{key}={path}")]
     stranger = {"XDG_STATE_HOME": str(tmp_path / "stranger")}

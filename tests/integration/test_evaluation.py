@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cli, Finished
-from tests.integration.test_train import UpCluster, up_cluster
+from tests.servers.dask_cluster import DaskCluster, up_cluster
 from tests.unit.workloads.pictures import COLOURS, picture
 
 __all__ = ["up_cluster"]
@@ -104,7 +104,7 @@ def _can_unshare() -> bool:
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
 def test_workers_that_see_no_files_of_the_driver_get_weights_and_checkpoints(
-    run_cli: Cli, up_cluster: UpCluster, tmp_path: Path
+    run_cli: Cli, up_cluster: DaskCluster, tmp_path: Path
 ) -> None:
     project = tmp_path / "project"
     project.mkdir()

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from distributed import Client
 from safetensors.numpy import load_file
 
 from tests.conftest import Cli, Finished, Running
-from tests.integration.test_train import UpCluster, up_cluster
+from tests.servers.dask_cluster import DaskCluster, up_cluster
 
 __all__ = ["up_cluster"]
 
@@ -173,15 +172,14 @@ def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) ->
 
 
 @pytest.fixture
-def two_workers(up_cluster: UpCluster) -> UpCluster:
+def two_workers(up_cluster: DaskCluster) -> DaskCluster:
     for _ in range(2):
         up_cluster.add_worker(slots=1)
-    with Client(up_cluster.address, set_as_default=False) as client:
-        client.wait_for_workers(2, timeout=100)
+    up_cluster.wait_for_workers(2)
     return up_cluster
 
 
-def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, two_workers: UpCluster) -> None:
+def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, two_workers: DaskCluster) -> None:
     settings = {"ranks": {"min": 1, "max": 2}, "every_steps": 2, "failure": {"max_losses": 1, "rejoin_wait_s": 1.0}}
     running = trainer.start("--run-id", "fewer", "--cluster", two_workers.address, **settings)
     running.wait_for("under way")

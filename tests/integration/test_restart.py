@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.integration.test_train import UpCluster, up_cluster
+from tests.servers.dask_cluster import DaskCluster, up_cluster
 
 __all__ = ["up_cluster"]
 
@@ -264,7 +264,7 @@ def _can_unshare() -> bool:
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
-def test_worker_with_another_file_system_is_brought_the_checkpoint(trainer: Trainer, up_cluster: UpCluster) -> None:
+def test_worker_with_another_file_system_is_brought_the_checkpoint(trainer: Trainer, up_cluster: DaskCluster) -> None:
     folder = trainer.cli.folder
     scratch, runs = folder / "hidden", folder / "runs"
     scratch.mkdir()
