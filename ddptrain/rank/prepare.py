@@ -248,7 +248,8 @@ def use_compile_cache(spec: RankSpec, note: Callable[[str], None]) -> None:
         if problem := why_not_private(root, root.lstat()):
             raise PermissionError(problem)
     except OSError as error:
-        note(f"compiled code is not kept for later runs: {error}")
+        if spec.rank == 0:
+            note(f"compiled code is not kept for later runs: {error}")
         root = Path(spec.host.staging) / "compile"
     else:
         if spec.placement.local_rank == 0:
