@@ -173,7 +173,7 @@ def test_other_parameter_groups_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="has other parameters"):
             files.read(tmp_path, net, few, CPU)
         groups = [{"params": [each]} for each in net.parameters()]
-        with pytest.raises(RuntimeError, match=r"has other parameters|1 parameter groups, this one 10"):
+        with pytest.raises(RuntimeError, match="has 1 parameter groups, this one 11"):
             files.read(tmp_path, net, torch.optim.Adam(groups), CPU)
 
 
