@@ -292,8 +292,9 @@ class RankContext:
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the remaining epochs up to `n`, counted from 1. Set the epoch of all loaders of this context."""
-        self._emitter.emit(events.Epochs(time.time_ns(), n))
-        yield from self._loaders.epochs(n)
+        for epoch in self._loaders.epochs(n):
+            self._emitter.emit(events.Epochs(time.time_ns(), n, epoch))
+            yield epoch
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
         """Return the mean of a number (or of all elements of a tensor) over all ranks, each with its `weight`.
