@@ -22,7 +22,7 @@ from ddptrain.results.run_writer import RunWriter
 @pytest.mark.parametrize(("ranks", "on"), [(0, ""), (1, " on 1 rank"), (8, " on 8 ranks")])
 def test_the_ranks_are_counted_where_there_were_any(tmp_path: Path, ranks: int, on: str) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=ranks) as writer:
-        told = summary_lines(writer, RunEnd(RunStatus.FAILED, 4, "no cluster"), 1.25)
+        told = summary_lines(writer, RunEnd(RunStatus.FAILED, 4), 1.25)
     assert told == [
         f"run r failed after 1.2 s{on}",
         f"  results {tmp_path / 'r'}",
@@ -97,7 +97,7 @@ def test_last_event_has_the_end_and_where_the_time_went_which_run_json_has_too(t
     failure = FailureRecord(1, "h1", "exception", "ValueError", "no", "trace", "log")
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
         writer.update(best=BestRecord("acc", "max", 0.5, 7), result=[1])
-        event = last_event(writer, RunEnd(RunStatus.FAILED, ExitCode.HANG, "why", failure), 12.34567)
+        event = last_event(writer, RunEnd(RunStatus.FAILED, ExitCode.HANG, failure), 12.34567)
         assert event["time_use_s"] == dict(writer.record.time_use_s) and event["goodput"] == writer.record.goodput
         assert event.keys() >= {"time_use_s", "goodput"} and len(event["time_use_s"]) > 2
     del event["time_use_s"], event["goodput"]
