@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ddptrain.driver import inbox
-from ddptrain.driver.display import output_api
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
 from ddptrain.driver.failure.hang import Inquiry
@@ -514,7 +513,7 @@ class Attempt:
         quiet = "" if self.stopping else self.watchdog.silence(self.ranks, read_until)
         if quiet != self._quiet:
             self._quiet = quiet
-            self.recorder.display.handle(output_api.Silence(quiet))
+            self.recorder.display.silence(quiet)
         if self.stopping or self.faults or not self._inquiry.may_begin(self._now):
             return
         if (hang := self.watchdog.overdue(self.ranks, read_until)) is not None:

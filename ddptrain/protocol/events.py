@@ -68,9 +68,10 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class Epochs(Event):
-    """The number of epochs that the workload trains."""
+    """An epoch begins, counted from 1; the workload trains `total`."""
 
     total: int
+    epoch: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,9 +327,9 @@ class RankContext:
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the remaining epochs up to `n`, counted from 1. Set the epoch of all loaders of this context."""
-        self._emitter.emit(events.Epochs(time.time_ns(), n))
         first = self._loaders[0].epoch if self._loaders else self._first_epoch
         for epoch in range(first, n + 1):
+            self._emitter.emit(events.Epochs(time.time_ns(), n, epoch))
             for loader in self._loaders:
                 loader.set_epoch(epoch)
             yield epoch
