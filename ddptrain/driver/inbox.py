@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddptrain.errors import DdptrainError
-from ddptrain.protocol.worker_notices import Notice
+from ddptrain.protocol.news import News
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ReadMark:
 
 
 Message = (
-    Notice
+    News
     | TaskFailed
     | WorkerLost
     | SignalReceived

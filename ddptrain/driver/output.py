@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ddptrain.driver.inbox import Inbox, OutputFetched
 from ddptrain.driver.ranks import Rank
 from ddptrain.driver.transfer.transfer_queue import Fetch, Source
 from ddptrain.protocol import events
-from ddptrain.protocol.worker_notices import OutputBytes
+from ddptrain.protocol.news import RankNews
 from ddptrain.results import secure_files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, rank_spool, read_chunk
 
@@ -52,16 +52,24 @@ class RankOutput:
         ]
         self._fetching: dict[int, list[Callable[[], None]]] = {}  # rank -> what waits for its missing bytes
 
-    def read(self, rank: int, log_size: int, events_size: int, take: Take) -> None:
-        """Read a rank's files up to these sizes; call `take` with the new events, maybe later."""
-        needed = {"log": log_size, "events": events_size}
-        self._read(rank, needed, lambda mirror: mirror.advance(log_size, events_size), take)
+    def read(self, news: RankNews, take: Take) -> None:
+        """Read a rank's files up to the sizes in the news; call `take` with the new events, maybe later."""
+        rank = news.rank
+        mirror = self.mirrors[rank]
+        if rank in self._fetching:
+            self._fetching[rank].append(lambda: self.read(news, take))
+        elif mirror.lacks_bytes_before(news):
+            self._fetching[rank] = []
 
-    def receive(self, output: OutputBytes, take: Take) -> None:
-        """Add the bytes of a notice; call `take` with the new events, maybe later."""
-        needed = {output.stream: output.offset}
-        read: Callable[[LogMirror], None] = lambda mirror: mirror.receive(output.stream, output.offset, output.data)  # noqa: E731
-        self._read(output.rank, needed, read, take)
+            def fetch() -> None:
+                error = self._error_of(news)
+                finish = partial(self._finish, rank, error, take)
+                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, finish))
+
+            threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
+        else:
+            error = self._error_of(news)
+            take(mirror.take_events(), error)
 
     def rest(self, rank: int) -> Iterator[events.Event]:
         """Return the events that can still be read of a lost rank."""
@@ -82,36 +90,19 @@ class RankOutput:
         fetch = None if place.shared else partial(self._fetch, place.slot.worker)
         return Source(self.mirrors[rank].spool.staging, fetch)
 
-    def _read(self, rank: int, needed: Mapping[str, int], read: Callable[[LogMirror], None], take: Take) -> None:
-        mirror = self.mirrors[rank]
-        if rank in self._fetching:
-            self._fetching[rank].append(lambda: self._read(rank, needed, read, take))
-        elif any(mirror.lacks(stream, size) for stream, size in needed.items()):
-            self._fetching[rank] = []
-
-            def fetch() -> None:
-                error = self._error_of(rank, read)
-                finish = partial(self._finish, rank, error, take)
-                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, finish))
-
-            threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
-        else:
-            error = self._error_of(rank, read)
-            take(mirror.take_events(), error)
-
     def _finish(self, rank: int, error: str, take: Take) -> None:
         waiting = self._fetching.pop(rank)
         take(self.mirrors[rank].take_events(), error)
         for read in waiting:
             read()
 
-    def _error_of(self, rank: int, read: Callable[[LogMirror], None]) -> str:
+    def _error_of(self, news: RankNews) -> str:
         """Read, and return the error as text, "" for none."""
         try:
-            read(self.mirrors[rank])
+            self.mirrors[news.rank].advance(news)
         except Exception as raised:  # the files are on another machine, and their content is not trusted
             # If the worker is lost, a message says so, with the reason.
-            return (str(raised) or repr(raised)) if self._has(self._ranks[rank].worker) else ""
+            return (str(raised) or repr(raised)) if self._has(self._ranks[news.rank].worker) else ""
         return ""
 
 
@@ -124,23 +115,20 @@ class _GrowingFile:
         self._fetch = fetch
         self._take = take
 
-    def receive(self, offset: int, data: bytes) -> None:
-        """Add the bytes of a notice: skip bytes that are already here, and fetch missing bytes before them."""
-        if offset > self.have:
-            self.advance(offset)
-        fresh = data[self.have - offset :]
-        if fresh:
-            self._take(fresh)
-            self.have += len(fresh)
+    def advance(self, size: int, last: bytes = b"") -> None:
+        """Take everything up to `size` bytes; `last` are the last of them, what is missing before is fetched.
 
-    def advance(self, size: int) -> None:
-        """Fetch everything up to `size` bytes. Raises OSError or ClusterError if the file cannot be read."""
-        while self.have < size:
-            data = self._fetch(self.source, self.have, min(READ_LIMIT_BYTES, size - self.have))
+        Raises OSError or ClusterError if the file cannot be read.
+        """
+        while self.have < size - len(last):
+            data = self._fetch(self.source, self.have, min(READ_LIMIT_BYTES, size - len(last) - self.have))
             if not data:
                 raise OSError(f"{self.source} has {self.have} bytes, not the {size} announced")
             self._take(data)
             self.have += len(data)
+        if self.have < size:
+            self._take(last[self.have - size :])
+            self.have = size
 
 
 class LogMirror:
@@ -160,25 +148,20 @@ class LogMirror:
             self._may_link = False
             self._append(b"")
 
-    def receive(self, stream: str, offset: int, data: bytes) -> None:
-        """Add the bytes of a notice; `stream` is "log" or "events"."""
-        if stream == "events":
-            self._events.receive(offset, data)
-        elif self._log is not None:
-            self._log.receive(offset, data)
+    def lacks_bytes_before(self, news: RankNews) -> bool:
+        """Return whether bytes before those in the news must be fetched."""
+        missing = self._events.have < news.events_size - len(news.events)
+        if self._log is not None:
+            missing = missing or self._log.have < news.log_size - len(news.log)
+        return missing and not self._shared
 
-    def lacks(self, stream: str, size: int) -> bool:
-        """Return whether bytes before `size` must be fetched; `stream` is "log" or "events"."""
-        file = self._events if stream == "events" else self._log
-        return not self._shared and file is not None and file.have < size
-
-    def advance(self, log_size: int, events_size: int) -> None:
-        """Fetch everything up to these sizes in bytes. Raises OSError or ClusterError if a file cannot be read."""
+    def advance(self, news: RankNews) -> None:
+        """Take everything up to these sizes. Raises OSError or ClusterError if a file cannot be read."""
         if self._may_link:  # only now: the worker creates the spool when it starts the rank
             self._link()
-        self._events.advance(events_size)
+        self._events.advance(news.events_size, news.events)
         if self._log is not None:
-            self._log.advance(log_size)
+            self._log.advance(news.log_size, news.log)
 
     def _link(self) -> None:
         """Make the log in the run directory a hard link to the spool's log; if this fails, it will be copied."""
@@ -192,7 +175,7 @@ class LogMirror:
     def catch_up(self) -> None:
         """Read as much as possible of the files of a rank whose worker is lost."""
         with suppress(Exception):  # it was on another machine, which is lost: what was read before is kept
-            self.advance(*self.spool.sizes())
+            self.advance(RankNews(0, *self.spool.sizes()))
         if self._may_link:
             self._link()  # an empty log, if the rank was never started
 

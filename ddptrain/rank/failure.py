@@ -19,8 +19,8 @@ from types import TracebackType
 from ddptrain.config.wording import counted
 from ddptrain.errors import CheckpointNotWritten, one_line
 from ddptrain.protocol import events
+from ddptrain.protocol.news import describe_status
 from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
-from ddptrain.protocol.worker_notices import describe_status
 
 
 def lost_peer(error: BaseException) -> bool:

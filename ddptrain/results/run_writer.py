@@ -15,7 +15,7 @@ from typing import Any, Self
 from ddptrain.errors import DdptrainError, ExitCode, Interrupted, RunLocked, UsageError
 from ddptrain.host_identity import is_this_host
 from ddptrain.protocol.events import CheckpointSaved, FileSaved, Metrics
-from ddptrain.protocol.worker_notices import SystemSample
+from ddptrain.protocol.news import SystemSample
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints, discard_staged
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, read_manifest
