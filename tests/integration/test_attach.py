@@ -234,7 +234,7 @@ def test_worker_without_ddptrain_ends_with_4_and_the_table(others: Others) -> No
     ended = others.train({}, "--cluster", cluster.address)
     assert ended.rc == 4, ended.stderr
     lines = ended.stderr.splitlines()
-    (header,) = [line for line in lines if line.split()[1:4] == ["Python", "ddptrain", "torch"]]
+    (header,) = [line for line in lines if line.split()[1:4] == ["python", "ddptrain", "torch"]]
     (row,) = [line for line in lines if "missing !" in line]
     assert row[header.rindex("ddptrain") :].startswith("missing !") and row.count(" !") == 1
     assert "To do: install what is marked there (pip install ddptrain==" in ended.stderr
