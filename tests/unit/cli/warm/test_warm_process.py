@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +39,9 @@ class Warm:
     log: Path
     env: dict[str, str]
 
-    def start(self, folder: Path, *words: str, pass_fds: Sequence[int] = (), **env: str) -> subprocess.Popen[str]:
+    def start(self, folder: Path, *words: str, inherited: str = "", **env: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", COMMAND, *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pass_fds": pass_fds}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pass_fds": [*map(int, inherited.split())]}
         return subprocess.Popen(command, cwd=folder, env=self.env | env, stdin=subprocess.DEVNULL, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
@@ -124,7 +124,7 @@ def test_command_that_needs_a_process_of_its_own_runs_itself(
 
 def test_command_with_a_file_of_the_shell_runs_itself(warm: Warm, tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file:
-        process = warm.start(tmp_path, "train", "none.yaml", pass_fds=[file.fileno()])
+        process = warm.start(tmp_path, "train", "none.yaml", inherited=str(file.fileno()))
         assert process.communicate(timeout=60) == ("cold\n", "")
 
 
