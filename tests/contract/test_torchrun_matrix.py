@@ -909,7 +909,7 @@ CORE = {
     *("exception", "kill-9-to-itself", "end-in-order", "handlers-in-the-script"),
     *("module-and-modules-of-its-own", "no-such-script", "output-of-each-stream"),
     *("restarts-with-progress", "arguments", "variables-of-torchrun", "error-file-of-record"),
-    *("collective-after-a-rank-has-failed"),
+    "collective-after-a-rank-has-failed",
 }
 _each = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case.name in CORE else [pytest.mark.long], id=case.name) for case in CASES]
