@@ -87,7 +87,7 @@ class Attempts:
                     if reason:
                         self.recorder.warn(f"not started again: {reason}")
                     self._warn_of_rejected()
-                    if end.fault is not None and not end.fault.victim and end.fault.line not in run_end.cause:
+                    if end.fault is not None and not end.fault.victim and end.fault.line not in run_end.line:
                         self.recorder.show_cause(end.fault)  # the run ends for another reason, such as a signal
                     return run_end
                 case Restart() as again:
@@ -155,7 +155,7 @@ class Attempts:
         self.tracking.go_on_from(self.checkpoint)
         with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
             built = self.specs.build(number, places, self.checkpoint)
-        built = self.workers.sealed(built, places)
+        self.workers.give(built)
         ranks = [Rank(spec, place) for spec, place in zip(built, places, strict=True)]
         logs = [self.writer.layout.log(place.rank) for place in places]
         self.recorder.event(

@@ -281,14 +281,14 @@ class Run:
         Return another run_end if a run that succeeded could not be stored.
         """
         run_end = self._flushed(run_ends.name_stop_command(run_end) if self.signals.asked else run_end)
-        _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.cause or None)
+        _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.line or None)
         last_event = self._finish(run_end)
         if (kept := self._flushed(run_end)) is not run_end:
             run_end, last_event = kept, self._finish(kept)
         display = self.display
-        if run_end.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
+        if run_end.line and self.options.evaluation is None:  # the caller of an evaluation gets its error
             level = "error" if run_end.status == RunStatus.FAILED else "warning"
-            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.cause}", level=level)
+            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.line}", level=level)
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         plan = self.options.evaluation
         lines = summary.summary_lines if plan is None else summary.evaluation_lines
