@@ -68,7 +68,7 @@ def _notify(start: Start, end: RetrainRecord, duration_s: float) -> Sequence[str
         with suppress(DdptrainError):
             end = replace(end, champion=start.champion())
     message = compose(events[0], end, start.resolved, duration_s)
-    deliveries = send(message, settings.urls, timeout_s=settings.timeout_s, secrets=start.resolved.secrets)
+    deliveries = send(message, settings.urls, secrets=start.resolved.secrets)
     for warning in filter(None, (delivery.warning for delivery in deliveries)):
         start.out.notice(warning, level="warning")
     delivered = [delivery.target for delivery in deliveries if delivery.delivered]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.sections.sweeping import SweepConfig
-from ddptrain.config.tls_check import check_tls
 from ddptrain.config.wording import counted
 from ddptrain.driver.cluster_session import Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
@@ -71,7 +70,6 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         hint = "add one, with at least space and trials"
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
     check_trackers(resolved.config)
-    check_tls(resolved)
     sweep = resolved.config.sweep
     if any(options or name not in _PLAIN for name, options in {**sweep.search, **sweep.prune}.items()):
         from ddptrain.sweep.study import check_choice

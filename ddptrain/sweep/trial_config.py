@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 
+_GROUP = "WANDB_RUN_GROUP"
 _SLOTS_WAIT_S = 600.0  # a trial waits at least so long for slots that another run has taken
 
 
@@ -38,8 +40,8 @@ def trial_config(
     cluster |= {"ranks": ranks, "wait_s": max(config.cluster.wait_s, _SLOTS_WAIT_S)}
     if isinstance(cluster["gpus"], int) and cluster["gpus"] > 0:
         cluster["gpus"] = ranks
-    wandb = data["tracking"]["wandb"]
-    wandb["group"] = wandb["group"] or group
+    if config.tracking.wandb.mode != "off" and _GROUP not in os.environ:
+        data["env"].setdefault(_GROUP, group)
     for name, value in point.items():
         _set(data, name, value)
     if repeat:

@@ -96,7 +96,7 @@ def test_images_examples_table_and_checkpoints_get_to_the_server_as_what_they_ar
         {
             "workload": "images",
             "cluster": {"ranks": 2, "address": warm_cluster},
-            "params": SMALL | {"epochs": 3, "examples_every": 4, "examples_kept": 20},
+            "params": SMALL | {"epochs": 3, "examples_every": 4},
             "checkpoint": {"every_epochs": 1, "keep": 1},
             "tracking": {"wandb": {"checkpoints": True}},
             "env": OFFLINE,

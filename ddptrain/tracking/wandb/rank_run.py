@@ -35,7 +35,7 @@ class RankRun:
         self.folder = facts.folder / "wandb"
         self.finish_timeout_s = float(options.get("finish_timeout_s", 30.0))
         self.wandb_timeout_s = _FINISH_SHARE * self.finish_timeout_s
-        self._init_timeout_s = float(options.get("init_timeout_s", 20.0))
+        self._init_timeout_s = float(environ.get("WANDB_INIT_TIMEOUT") or 20.0)
         self._base_id = environ.get("WANDB_RUN_ID") or str(facts.from_driver.get("id") or facts.run_id)
 
     @property
@@ -93,8 +93,7 @@ class RankRun:
             "project": options.get("project") or facts.name,
             "entity": options.get("entity"),
             "run_name": self._name(mode),
-            "run_tags": tuple(options.get("tags") or ()) or None,
-            "run_group": options.get("group") or (facts.run_id if self._is_one_of_many(mode) else None),
+            "run_group": facts.run_id if self._is_one_of_many(mode) else None,
             "x_disable_stats": facts.local_rank != 0,
         }
         if mode != "shared":
@@ -103,14 +102,14 @@ class RankRun:
         label = f"rank_{facts.rank}"
         settings |= {"x_label": label, "x_primary": facts.rank == 0, "x_sync_dir_suffix": label}
         if facts.rank:  # rank 0 names and finishes the run
-            settings |= {"x_update_finish_state": False, "run_name": None, "run_notes": None, "run_tags": None}
+            settings |= {"x_update_finish_state": False, "run_name": None, "run_notes": None}
         return settings
 
     def _is_one_of_many(self, mode: str) -> bool:
         return self.mode == "process" or (self.mode == "shared" and mode == "offline")
 
     def _name(self, mode: str) -> str | None:
-        chosen = self._environ.get("WANDB_NAME") or self._options.get("name")
+        chosen = self._environ.get("WANDB_NAME")
         if not self._is_one_of_many(mode):
             return chosen or self._facts.run_id
         rank = f"rank_{self._facts.rank}"

@@ -38,6 +38,7 @@ from ddptrain.workloads.images.training_metrics import Meter
 from ddptrain.workloads.images.validation import check_bad_on_all_ranks, evaluate, share_buffers
 
 # Newer versions of torch warn about the old name.
+_EXAMPLES_KEPT = 1000  # of all ranks, in the table train_predictions
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -259,10 +260,8 @@ class ImageTrainer:
             self._ctx.log_image("examples", example_strip(batch.images), step=self.step, caption=caption)
 
     def _training_table(self, *, is_last: bool) -> TrainingTable | None:
-        """Collect images of the last epoch for a table; None in other epochs, or if no table is wanted."""
-        if not (is_last and self._settings.examples_kept):
-            return None
-        return TrainingTable(self._model_config, -(-self._settings.examples_kept // self._ctx.world_size))
+        """Collect images of the last epoch for a table; None in other epochs."""
+        return TrainingTable(self._model_config, -(-_EXAMPLES_KEPT // self._ctx.world_size)) if is_last else None
 
     def _validate(self, *, is_last: bool) -> dict[str, float]:
         """Return the score on the held-out images, if there are any; the predictions of the last epoch are saved."""
@@ -274,7 +273,7 @@ class ImageTrainer:
         batches = self._feeder.validate()
         score = evaluate(self._bare, self._pixels, batches, self._outputs, keep, self._report)
         self._check_bad()
-        if table is not None and self._settings.predictions != "none":
+        if table is not None:
             self._ctx.save_file(f"predictions/rank-{self._ctx.rank}.csv", table_file(table.rows()))
         return score.metrics() if score.n else {}
 

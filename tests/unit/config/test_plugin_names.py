@@ -96,7 +96,7 @@ def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     assert plugin_names.provider_class("mine") is OrderedDict
-    assert ClusterConfig(backend="mine", options={"size": 3}).options == {"size": 3}
+    assert ClusterConfig(backend="mine", kwargs={"size": 3}).kwargs == {"size": 3}
     with pytest.raises(UsageError, match=r"cluster\.backend broken .* can't be used: No module named 'not_there'"):
         plugin_names.provider_class("broken")
     with pytest.raises(ValidationError, match="there is no such cluster backend"):

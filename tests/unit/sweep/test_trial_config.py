@@ -19,13 +19,14 @@ def resolved(folder: Path, space: dict[str, Any], **fields: Any) -> ResolvedConf
 
 def test_the_point_is_set_and_the_rest_stays(tmp_path: Path) -> None:
     space = {"params.lr": [1, 2], "params.model.size": [8], "prepare.precision": ["bf16"], "env.MODE": ["a"]}
-    config = resolved(tmp_path, space, params={"seed": 3, "model": {"layers": 1}}, env={"OTHER": "x"})
+    config = resolved(
+        tmp_path, space, params={"seed": 3, "model": {"layers": 1}}, env={"OTHER": "x"}, tracking={"wandb": {}}
+    )
     point = {"params.lr": 2, "params.model.size": 8, "prepare.precision": "bf16", "env.MODE": "a"}
     trial = trial_config(config, point, 2, str(tmp_path / "runs" / "s"), "s").config
     assert trial.params == {"seed": 5, "model": {"layers": 1, "size": 8}, "lr": 2}
-    assert (trial.prepare.precision, trial.env) == ("bf16", {"OTHER": "x", "MODE": "a"})
+    assert (trial.prepare.precision, trial.env) == ("bf16", {"OTHER": "x", "MODE": "a", "WANDB_RUN_GROUP": "s"})
     assert (trial.cluster.ranks, trial.results.dir, trial.sweep) == (2, str(tmp_path / "runs" / "s"), None)
-    assert trial.tracking.wandb.group == "s"
     assert config.config.params == {"seed": 3, "model": {"layers": 1}}
 
 

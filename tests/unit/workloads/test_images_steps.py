@@ -108,15 +108,13 @@ def test_checkpoint_of_other_classes_is_refused() -> None:
 # --- Validation ---
 
 
-@pytest.mark.parametrize("form", ["csv", "none"])
 @pytest.mark.parametrize("is_last", [True, False])
-def test_last_validation_leaves_its_predictions(form: str, is_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_validation_leaves_its_predictions(is_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     files: dict[str, str] = {}
     calls: list[str] = []
     trainer = bare_trainer(
         _pixels="pixels", _outputs="outputs", _report="report", _check_bad=lambda: calls.append("bad")
     )
-    trainer._settings = trainer._settings.model_copy(update={"predictions": form})
     trainer._model_config = describe("small_cnn", 8, MANIFEST.classes)
     trainer._ctx.save_file = lambda path, data: files.__setitem__(path, data.decode())
     trainer._feeder = SimpleNamespace(validate=lambda: "batches")
@@ -135,7 +133,7 @@ def test_last_validation_leaves_its_predictions(form: str, is_last: bool, monkey
     assert found == {"val/loss": 0.5, "val/accuracy": 0.25, "val/top5": 1.0}
     assert calls == ["buffers", "bad"]
     table = "key,label,prediction,probability\ndog/2.png,dog,cat,0.75\n"
-    assert files == ({"predictions/rank-1.csv": table} if is_last and form == "csv" else {})
+    assert files == ({"predictions/rank-1.csv": table} if is_last else {})
 
 
 def test_validation_without_a_readable_image_has_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +233,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run.train(examples_every=2, scheduler="cosine", optimizer="sgd", examples_kept=2)
+    run.train(examples_every=2, scheduler="cosine", optimizer="sgd")
     steps = [(step, epoch) for step, epoch, values in run.logged if "train/loss" in values]
     assert [step for step, _ in steps] == [1, 2, 3, 4, 5, 6]
     assert [epoch for _, epoch in steps] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
@@ -264,7 +262,7 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     assert len(run.progressed) == 6 + 2, "each step, and the batch of each validation"
     assert run.pictures == [(step, [3, 8, 24]) for step in (2, 4, 6)]
     ((name, columns, rows, step),) = run.tables
-    assert (name, columns, len(rows), step) == ("train_predictions", ("image", "label", "prediction", "score"), 2, 6)
+    assert (name, columns, len(rows), step) == ("train_predictions", ("image", "label", "prediction", "score"), 3, 6)
     table = list(csv.DictReader(run.files["predictions/rank-0.csv"].decode().splitlines()))
     assert [row["key"] for row in table] == ["blue/3.png", "green/3.png", "red/3.png"]
 
@@ -273,9 +271,9 @@ def test_run_of_two_epochs_logs_saves_and_tells_what_it_does(run: Run, capsys: p
     assert "epoch 1/2: train/loss " in out and " images/s\n" in out and "all 2 epochs are done" not in out
 
 
-def test_tables_and_pictures_are_left_out_on_request(run: Run) -> None:
-    run.train(examples_every=0, examples_kept=0, predictions="none", epochs=1)
-    assert (run.pictures, run.tables, run.files) == ([], [], {})
+def test_pictures_are_left_out_on_request(run: Run) -> None:
+    run.train(examples_every=0, epochs=1)
+    assert run.pictures == []
 
 
 def test_preempted_run_logs_the_steps_before_its_checkpoint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,12 +395,9 @@ def test_weight_of_a_step_makes_the_mean_over_the_images_of_all_ranks(n_counted:
     assert bare_trainer()._weight(batch) == weight
 
 
-@pytest.mark.parametrize(
-    ("is_last", "kept", "most"), [(True, 1000, 334), (True, 3, 1), (True, 0, None), (False, 1000, None)]
-)
-def test_table_of_training_images_is_divided_among_the_ranks(is_last: bool, kept: int, most: int | None) -> None:
+@pytest.mark.parametrize(("is_last", "most"), [(True, 334), (False, None)])
+def test_table_of_training_images_is_divided_among_the_ranks(is_last: bool, most: int | None) -> None:
     trainer = bare_trainer(_model_config=describe("small_cnn", 8, MANIFEST.classes))
-    trainer._settings = trainer._settings.model_copy(update={"examples_kept": kept})
     table = trainer._training_table(is_last=is_last)
     assert (table and table._left) == most
 

@@ -74,7 +74,6 @@ def cases(root: Path) -> list[dict[str, Any]]:
         "base_lr": 1e-9,
         "weights": str(root / "five.safetensors"),
         "label_map": str(root / "labels.json"),
-        "predictions": "csv",
     }
     return [
         {"inputs": "some-inputs", "params": uneven},

@@ -125,7 +125,7 @@ def test_checkpoints_have_the_part_of_the_epoch_that_is_done(run: Run, monkeypat
     monkeypatch.setattr(run._rank.context, "checkpoint", lambda **what: saved.append(what))
     monkeypatch.setattr(workload, "log_generated_names", lambda ctx, model, *given: written.append(given))
     monkeypatch.setattr(workload, "CharacterModel", Constant)
-    run.train(batch_size=2, val_fraction=0.3, samples=3, seed=5, learning_rate=1e-12)
+    run.train(batch_size=2, val_fraction=0.3, seed=5, learning_rate=1e-12)
     assert [(one["step"], one["epoch"], one["last"]) for one in saved] == [
         *((1, pytest.approx(1 / 3), False), (2, pytest.approx(2 / 3), False), (3, 1, False)),
         *((4, pytest.approx(4 / 3), False), (5, pytest.approx(5 / 3), False), (6, 2, True)),
@@ -137,7 +137,7 @@ def test_checkpoints_have_the_part_of_the_epoch_that_is_done(run: Run, monkeypat
     assert saved[-1]["model_config"]["hidden_size"] == 4 and saved[0]["begun"] == 0.0
     assert {type(saved[0][name]) for name in ("model", "optimizer")} == {DistributedDataParallel, AdamW}
     assert [one["rank_state"]["n_targets"] for one in [*saved[:3], saved[-1]]] == [9, 14, 21, 21]
-    assert written == [({*NAMES}, 3, 5, 6)]
+    assert written == [({*NAMES}, 16, 5, 6)]
 
 
 def test_run_begins_with_the_weights_that_are_named_and_reports_its_progress(
@@ -157,7 +157,7 @@ def test_run_begins_with_the_weights_that_are_named_and_reports_its_progress(
     monkeypatch.setattr(context, "progress", lambda done, total, *, unit: progressed.append((done, total, unit)))
     loaded: list[dict[str, Any]] = []
     monkeypatch.setattr(context, "resume", lambda **into: loaded.append({name: type(into[name]) for name in into}))
-    run.train(weights="model:pets@1", samples=0, val_fraction=0.3, seed=3)
+    run.train(weights="model:pets@1", val_fraction=0.3, seed=3)
     assert loaded == [{"model": CharacterModel, "optimizer": AdamW}]
     assert begun == [(context, "model:pets@1")]
     # Two steps, then a validation, in each of two epochs.
@@ -165,9 +165,8 @@ def test_run_begins_with_the_weights_that_are_named_and_reports_its_progress(
     assert {(total, unit) for _, total, unit in progressed} == {(10, "names")}
 
 
-def test_no_names_are_written_on_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "log_generated_names", None)
-    assert "val/loss" not in run.train(samples=0, epochs=1)
+def test_run_that_holds_out_no_names_has_no_validation(run: Run) -> None:
+    assert "val/loss" not in run.train(epochs=1)
 
 
 def going_on(world_size: int, **checkpoint: Any) -> Any:

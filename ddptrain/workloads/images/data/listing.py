@@ -17,7 +17,7 @@ from ddptrain.errors import UsageError
 from ddptrain.file_ops import is_utf8
 from ddptrain.storage.store import Limits, Listed, Location, open_store
 from ddptrain.workloads.images.data.manifest import FILE, PARTS, Manifest, is_plain_key
-from ddptrain.workloads.images.data.split import sample, split
+from ddptrain.workloads.images.data.split import split
 from ddptrain.workloads.images.model.labels import outputs_of
 from ddptrain.workloads.images.model.preflight import check_weights, is_weights_name, labels_of
 from ddptrain.workloads.images.params import ImagesParams
@@ -208,7 +208,7 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     classes = chosen_classes(sorted(listing.by_class), params.subset, where)
     if len(classes) < 2:
         raise UsageError(_too_few(listing, classes, where, location.setting, depth=2 if source.is_split else 1))
-    used, val_keys = _sampled(listing, classes, params), set[str]()
+    used, val_keys = _by_key(listing, classes), set[str]()
     val: dict[str, list[Listed]] = {}
     if source.val is None:
         _, val_keys = split(
@@ -217,7 +217,7 @@ def make_manifest(source: ImageSource, params: ImagesParams, location: Location)
     else:
         val_where = source.val_location.description if source.val_location else inside.format(_VAL)
         check_classes_agree(listing.by_class.keys(), classes, source.val.by_class.keys(), val_where)
-        val = _sampled(source.val, classes, params)
+        val = _by_key(source.val, classes)
     chosen = [(item, label, False) for label, name in enumerate(classes) for item in used[name]]
     chosen += [(item, label, True) for label, name in enumerate(classes) for item in val.get(name, [])]
     is_val = [is_held or item.key in val_keys for item, _, is_held in chosen]
@@ -253,13 +253,8 @@ def check_classes_agree(train: AbstractSet[str], used: Sequence[str], val: Abstr
         )
 
 
-def _sampled(listing: SourceListing, classes: Sequence[str], params: ImagesParams) -> dict[str, list[Listed]]:
-    """Return the selected images of each class, ordered by key."""
-    items = {item.key: item for name in classes for item in listing.by_class[name]}
-    keys = sample(
-        {name: [item.key for item in listing.by_class[name]] for name in classes}, params.downsample_to, params.seed
-    )
-    return {name: [items[key] for key in keys[name]] for name in classes}
+def _by_key(listing: SourceListing, classes: Sequence[str]) -> dict[str, list[Listed]]:
+    return {name: sorted(listing.by_class[name], key=lambda item: item.key) for name in classes}
 
 
 def chosen_classes(classes: Sequence[str], subset: int | Sequence[str] | None, where: str) -> list[str]:
@@ -344,7 +339,7 @@ def _made_of(params: ImagesParams, location: Location) -> dict[str, object]:
         "source": location.description,
         "subset": subset,
         "train_pct": params.train_pct,
-        "downsample_to": params.downsample_to,
+        "downsample_to": 1.0,  # as in manifests of earlier versions, which stay valid
         "seed": params.seed,
     }
     if params.val_source is not None:  # absent otherwise, so that manifests of earlier versions stay valid
