@@ -27,6 +27,7 @@ CODE = """
             if save:
                 ctx.checkpoint(model=model, step=step, metrics={} if broken else {"loss": loss})
         if end:
+            torch.distributed.barrier()  # the checkpoint of the last step is written
             raise SystemExit(end)
 """
 EVERY_STEP = {"every_epochs": None, "every_steps": 1, "keep": 2, "metric": "loss"}
@@ -97,7 +98,8 @@ def test_last_finite_checkpoint_is_kept_and_resumed(
 ) -> None:
     prepare = {"strategy": strategy}
     params = {"save": True, "broken": broken, "end": 1}
-    train(project, shared_cluster, rc=1, params=params, prepare=prepare)
+    checkpoint = {**EVERY_STEP, "asynchronous": False}
+    train(project, shared_cluster, rc=1, params=params, prepare=prepare, checkpoint=checkpoint)
     (run,) = project.run_directories()
     assert [path.name for path in sorted(run.glob("checkpoints/step-*"))] == ["step-2", "step-5", "step-6"]
     if not broken:

@@ -118,7 +118,7 @@ def test_without_a_number_a_launch_as_torchruns_has_one_rank_per_host(project: P
     project.write("echo.py", ECHO)
     for options in (["--standalone"], ["--nnodes", "1:4"], ["--rdzv-backend", "c10d"]):
         assert meant(project, *options, "echo.py")[0]["cluster"]["ranks"] == 1
-    assert "cluster" not in meant(project, "--max-restarts", "1", "echo.py")[0]
+    assert meant(project, "--max-restarts", "1", "echo.py")[0]["cluster"]["ranks"] == 1
 
 
 def test_words_for_the_number_of_ranks(project: Project, shared_cluster: str) -> None:
