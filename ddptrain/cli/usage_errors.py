@@ -56,7 +56,6 @@ _REMOVED = {
     "--full-traceback": "write --verbose",
     "--local-rank": "leave it out; the script reads LOCAL_RANK from its environment, as under torchrun",
     "--start-timeout": "write --set cluster.start_timeout_s=SECONDS",
-    "--every": "leave it out; the page is written every 10 s",
 }
 _COMMON = {"--runs-dir": True, "--models-dir": True, "--verbose": False}  # of every command: whether it has a value
 

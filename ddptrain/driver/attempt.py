@@ -10,7 +10,7 @@ stopped, and after CLEAN_UP_S also the rank that failed. A rank that does not en
 ends.
 
 The attempt reads no clock: each call says what time it is. It acts through the worker group, the ranks' output, the
-transfers and the recorder. attempt_loop.py calls it.
+transfers and the recorder. attempts.py calls it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def prepare_model(
 
     `use_compile_cache` is called before torch.compile. `ddp` are arguments of DistributedDataParallel, which does
     not accept a model without trainable parameters: such a model is returned without DDP. Raises ValueError for an
-    unknown precision or strategy (see sharding.py), and for a model that is in DDP or has been prepared before.
+    unknown precision or strategy, and for a model that is in DDP or has been prepared before.
     """
     _require_unprepared(model)
     precision = settings.get("precision", "fp32")

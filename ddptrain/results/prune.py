@@ -232,7 +232,7 @@ def prune(
 ) -> PruneReport:
     """Delete the runs that the policy does not keep, and finish interrupted deletions.
 
-    protected: run id -> why the run stays, as "champion of petnames"; see retrain/cleanup/clean_up.py.
+    protected: run id -> why the run stays, as "champion of petnames"; see retrain/clean_up.py.
 
     A run that a driver resumes meanwhile stays. The report lists what could not be deleted.
     Raises UsageError if the folder cannot be listed; StoreError if the store does not answer.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -10,10 +9,7 @@ import pytest
 
 from tests.chaos import report
 from tests.chaos.__main__ import run_all
-from tests.chaos.arena import REPOSITORY
 from tests.chaos.table import cases
-from tests.conftest import Cli
-from tests.unit.worker.stubs import until
 
 SEED = 20
 ON_ONE_CLUSTER = (
@@ -48,15 +44,4 @@ def test_faults_are_told_leave_nothing_and_lose_nothing(tmp_path: Path, chosen: 
     failed = [report.problems(one) for one in looked_at if one.problems]
     assert not failed, "\n".join(failed)
 
-
-def test_suite_that_is_told_to_end_leaves_no_process(run_cli: Cli, tmp_path: Path) -> None:
-    """It is told while a cluster and a command of a case are up."""
-    program = (sys.executable, "-m", "tests.chaos", "--seed", "1", "--only", "stop mid 1 warm", "--cases", "1")
-    running = run_cli.start(cwd=REPOSITORY, program=program, env={"TMPDIR": str(tmp_path)})
-    first = "*/job-*/undisturbed/runs"  # either of both threads may have the case
-    until(lambda: any(tmp_path.glob(first)) or running.popen.poll() is not None, "the first run", timeout_s=200)
-    assert running.popen.poll() is None, running.stdout + running.stderr
-    running.popen.terminate()
-    assert running.finish().rc == 143
-    assert "interrupted by SIGTERM: all processes of the cases have ended" in running.stdout
     # leak_guard finds what is left of them.

@@ -16,9 +16,7 @@ import psutil
 import pytest
 from distributed import Worker
 
-from ddptrain.protocol.rank_spec import attached_plugin
 from ddptrain.worker import driver_calls
-from ddptrain.worker.rank_server_client import RankServerLost
 from tests.conftest import PATIENCE_S
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
 from tests.unit.worker.stubs import Bench, until
@@ -111,20 +109,6 @@ def test_rank_gets_the_users_environment_and_not_the_nannys(dask: DaskBench) -> 
     assert not {"PYTHONHASHSEED", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & environ.keys()
 
 
-def test_removed_run_ends_its_ranks_and_leaves_no_file(dask: DaskBench) -> None:
-    dask.foreign()
-    with dask.driver(workers=1) as driver:
-        scratch = Path(driver.attach("foreign")["scratch"])
-        driver.start("foreign", STUBBORN)
-        driver.wait_for("foreign", "\n")
-        pid = int(driver.said("foreign"))
-        assert scratch.stat().st_mode & 0o777 == 0o700
-        driver.remove("foreign")
-        assert not Path(f"/proc/{pid}").exists()
-        assert not scratch.exists()
-        assert attached_plugin(driver.run_id) not in state_of(driver, "foreign")["plugins"]
-
-
 def test_worker_is_attached_once_however_often_it_is_asked(dask: DaskBench) -> None:
     dask.foreign()
     with dask.driver(workers=1) as driver:
@@ -165,19 +149,6 @@ def test_foreign_worker_offers_one_slot_or_those_of_its_resource(dask: DaskBench
         "few-threads": (1, 0, False),
     }
     assert (warm["ours"], warm["warm"], warm["fault"]) == (False, False, None)
-
-
-def test_killed_rank_server_is_replaced_for_the_next_attempt(dask: DaskBench) -> None:
-    dask.foreign()
-    with dask.driver(workers=1) as driver:
-        driver.attach("foreign")
-        rank = driver.start("foreign", "import os, time; os.kill(os.getppid(), 9); time.sleep(60)")
-        with pytest.raises(RankServerLost, match=r"the rank server \(pid \d+\) has ended"):
-            ended(rank)
-        driver.attach("foreign")
-        assert ended(driver.start("foreign", "say('again')", rank=1)).status == 0
-        driver.remove("foreign")
-    assert list((dask.folder / "tmp").glob("ddptrain*")) == []
 
 
 def test_unknown_run_is_told(dask: DaskBench) -> None:

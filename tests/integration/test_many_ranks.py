@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 from tests.conftest import PATIENCE_S, Cli
@@ -26,7 +21,6 @@ def work(ctx, fail_on=-1):
     if ctx.rank == fail_on:
         raise ValueError("wrong shape, token=abcdef123456")
 """
-ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def configured(folder: Path) -> str:
@@ -82,33 +76,3 @@ def test_17_ranks_that_fail_in_a_pipe_are_shown_as_rank_0_and_what_differs_and_t
     assert set(log.splitlines()) <= set(shown)  # --verbose shows at least that, on stderr
     described = run_cli("results", "show", run_dir.name)
     assert re.search(rf"log for bug reports +runs/{run_dir.name}/logs/ddptrain\.log\n", described.stdout)
-
-
-def test_17_ranks_on_a_terminal_have_one_bar(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    master, slave = pty.openpty()
-    environ = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR")}
-    command = [sys.executable, "-m", "ddptrain", "train", config]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env={**environ, "TERM": "xterm"}, stdin=slave, stdout=slave, stderr=slave
-    )
-    os.close(slave)
-    data = bytearray()
-    reader = threading.Thread(target=_read_all, args=(master, data))
-    reader.start()
-    assert process.wait(3 * PATIENCE_S) == 0, data
-    reader.join(PATIENCE_S)
-    os.close(master)
-    text = ESCAPE.sub("", data.decode()).replace("\r", "")
-    assert shown_of(text.splitlines(), "epoch 1/1")
-    assert all(text.count(f"[rank {rank}] of rank {rank}\n") == 1 for rank in range(RANKS))
-    last_frame = text[text.rindex(f"{RANKS} ranks  ") :].splitlines()
-    assert "100%" in last_frame[0] and last_frame[1].startswith("slowest rank ")
-
-
-def _read_all(descriptor: int, data: bytearray) -> None:
-    try:
-        while block := os.read(descriptor, 65536):
-            data += block
-    except OSError:
-        pass  # how a pseudo-terminal ends

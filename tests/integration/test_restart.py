@@ -17,9 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.integration.test_train import UpCluster, up_cluster
-
-__all__ = ["up_cluster"]
+from tests.integration.test_train import UpCluster
 
 WORKLOAD = '''
 import os, signal, time
@@ -148,11 +146,6 @@ def test_mistake_in_the_code_is_not_tried_again_and_again(trainer: Trainer) -> N
     assert len(trainer.record("broken")["attempts"]) == 2
 
 
-def test_restarts_come_to_an_end(trainer: Trainer) -> None:
-    ended = trainer.train("--run-id", "killed", max_restarts=0, die_in=2)
-    assert ended.rc == 1 and len(trainer.record("killed")["attempts"]) == 1
-
-
 def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer) -> None:
     assert trainer.train("--run-id", "undisturbed").rc == 0
     go = str(trainer.cli.folder / "go")
@@ -269,16 +262,6 @@ def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None
     assert further.rc == 0 and "with params.epochs 4, its default (now 5)" in further.stderr
     assert "resuming with the checkpoint of step 4, epoch 4" in further.stderr
     assert os.listdir(trainer.cli.folder / "runs") == ["nightly"]
-
-
-def test_auto_that_allows_changes_goes_on_with_more_epochs(trainer: Trainer) -> None:
-    assert trainer.train("--run-id", "failed", die_in=3).rc == 1
-    longer = trainer.train("--resume", "auto", "--allow-changes", epochs=5, die_in=3)
-    assert longer.rc == 0, longer.stderr
-    assert (
-        "continuing run failed" in longer.stderr and "resuming with the checkpoint of step 2, epoch 2" in longer.stderr
-    )
-    assert os.listdir(trainer.cli.folder / "runs") == ["failed"]
 
 
 def names_config(trainer: Trainer, die_at: int) -> Path:

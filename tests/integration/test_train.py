@@ -324,13 +324,6 @@ def test_fewer_held_out_names_than_ranks_still_have_a_loss(trainer: Trainer, war
     assert told == f"train/loss {last['train/loss']:.4f}, val/loss {last['val/loss']:.4f}"
 
 
-def test_dry_run_starts_nothing(trainer: Trainer) -> None:
-    ended = trainer.train("steps", "--dry-run", "--set", "params.epochs=7")
-    assert ended.rc == 0
-    assert "epochs: 7" in ended.stdout
-    assert not (trainer.folder / "runs").exists()
-
-
 def test_reader_that_leaves_does_not_stop_the_training(on_warm: Trainer) -> None:
     config = on_warm.config("steps", params={"epochs": 10, "pause": 0.1})
     command = f"{sys.executable} -m ddptrain train {config} --output plain | head -1"

@@ -1,4 +1,4 @@
-"""Controls a headless Chromium through its DevTools protocol; aiohttp, which fsspec[http] requires, is the client."""
+"""Controls a headless Chromium through its DevTools protocol; aiohttp is the client."""
 
 from __future__ import annotations
 

@@ -170,12 +170,6 @@ def test_exit_code_of_the_driver_decides_what_is_raised(code: int, kind: type[Dd
     assert code < 0 or error.exit_code == code
 
 
-def test_words_of_a_driver_that_ended_early_become_the_message() -> None:
-    assert api._last_error("ddptrain: error: a\nnoise\nddptrain: error: b\n") == "a\nb"
-    assert api._last_error("Killed\n") == "Killed"
-    assert api._last_error("") == "the driver ended without any output"
-
-
 def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine-20260101-000000-abcd"
     for name in ("step-9", "step-10", "half"):
@@ -205,16 +199,3 @@ def test_run_of_another_process_is_found_and_read(tmp_path: Path) -> None:
         run.wait()
     with pytest.raises(RunNotFound):
         Run.find("other", tmp_path / "runs")
-
-
-def test_whole_lines_of_the_driver_are_passed_on_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = tmp_path / "driver.log"
-    follower = run_handle._DriverLog(log, said.append)
-    follower.print_new_lines()
-    log.write_text("a\nb")
-    follower.print_new_lines()
-    follower.print_new_lines()
-    log.write_text("a\nbc\n")
-    follower.print_new_lines()
-    assert said == ["a\n", "bc\n"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import os
 import pickle
 import signal
 from pathlib import Path
@@ -154,11 +152,3 @@ def test_rank_calls_the_function_with_what_dask_has_brought(tmp_path: Path) -> N
     rank_entrypoint.main(ctx, job=str(tmp_path / "job"), answer=str(tmp_path / "answer"))
     expected = [(1, 2), {"a": 3, "b": 4, "local_rank": 5}]
     assert rank_entrypoint.read_answer(str(tmp_path / "answer"), rank_entrypoint.VALUE) == expected
-
-
-def test_entry_is_whole_or_not_there(tmp_path: Path) -> None:
-    box = outbox.make_box(worker_at(tmp_path), "box")
-    outbox.put(box, "topic", "a", memoryview(b"x"))
-    (entry,) = box.glob("*.json")
-    assert json.loads(entry.read_text())["size_bytes"] == 1
-    assert not [name for name in os.listdir(box) if name.startswith(".")]

@@ -1,10 +1,17 @@
-"""The texts of errors: one line, and problems with their parts."""
+"""Errors and texts, CI services, and packages that are optional."""
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
-from ddptrain.errors import ConfigError, ExitCode, Interrupted, Problem, one_line
+from ddptrain import ci
+from ddptrain.errors import ConfigError, ExitCode, Interrupted, Problem, UsageError, one_line
+from ddptrain.optional_packages import install_command
+from ddptrain.sanitize import sanitized
+
+# --- The texts of errors: one line, and problems with their parts ---
 
 
 @pytest.mark.parametrize(
@@ -41,3 +48,99 @@ def test_configuration_error_lists_its_problems_and_means_exit_code_2() -> None:
 
 def test_interruption_has_the_exit_code_of_its_signal() -> None:
     assert (Interrupted(2).exit_code, str(Interrupted(15))) == (130, "interrupted by SIGTERM")
+
+
+# --- What of a foreign text reaches a terminal ---
+
+
+ESC = "\x1b"
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("plain é 漢字 \u00a0 tab\tand\nline", "plain é 漢字 \u00a0 tab\tand\nline"),
+        (f"a{ESC}]0;title\x07b", "ab"),
+        (f"a{ESC}]52;c;cm0gLXJm{ESC}\\b", "ab"),
+        (f"a{ESC}[2J{ESC}[31mb{ESC}c", "ab"),
+        (f"never ends {ESC}]0;x\nnext line", "never ends 0;x\nnext line"),
+        ("a\x00\x07\x08\x0b\x0d\x7f\x85\x9b2Jb", "a2Jb"),
+        ("user\u202egnp.exe\u2066\u2069\u200e\u200f\u061c", "usergnp.exe"),
+        ("zero\u200bwidth\ufeff\u2060\U000e0041\u180e", "zerowidth"),
+        ("one\u2028two\u2029three", "onetwothree"),
+        ("half \ud83d", "half "),
+        (
+            "family \U0001f468\u200d\U0001f469, \u0645\u06cc\u200c\u062e",
+            "family \U0001f468\u200d\U0001f469, \u0645\u06cc\u200c\u062e",
+        ),
+    ],
+)
+def test_what_could_control_a_terminal_or_mislead_its_reader_goes(text: str, safe: str) -> None:
+    assert sanitized(text) == safe
+    assert sanitized(text, colours=True).replace(f"{ESC}[31m", "") == safe
+
+
+def test_marks_keep_two_names_apart() -> None:
+    assert sanitized(f"a{ESC}[1mb\u202e", mark="?") == "a?[1mb?"
+
+
+# --- The command that installs the packages of an extra ---
+
+
+def test_packages_of_an_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = ["torch>=2.6", 'onnx>=1.17; extra == "onnx"', "onnxscript; extra == 'onnx'", 'onnx2; extra == "onnx2"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: required)
+    assert install_command("onnx") == "pip install 'onnx>=1.17' onnxscript"
+    assert install_command("missing") == "pip install 'ddptrain[missing]'"
+
+
+def test_package_without_metadata_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert install_command("s3") == "pip install 'ddptrain[s3]'"
+
+
+# --- The CI service, and annotations exactly as GitHub parses them ---
+
+
+GITHUB = {"GITHUB_ACTIONS": "true"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "service"),
+    [
+        ({}, ""),
+        ({"CI": "true"}, ""),
+        (GITHUB, "github"),
+        ({"GITHUB_ACTIONS": "false"}, ""),
+        ({"GITLAB_CI": "true"}, "gitlab"),
+        (GITHUB | {"DDPTRAIN_CI": "off"}, ""),
+        (GITHUB | {"DDPTRAIN_CI": " OFF "}, ""),
+        (GITHUB | {"DDPTRAIN_CI": ""}, "github"),
+        ({"GITLAB_CI": "true", "DDPTRAIN_CI": "auto"}, "gitlab"),
+    ],
+)
+def test_service_is_detected_from_the_environment(environ: dict[str, str], service: str) -> None:
+    assert ci.ci_service(environ) == service
+
+
+def test_unknown_value_of_the_switch_is_refused() -> None:
+    with pytest.raises(UsageError, match=r'^DDPTRAIN_CI is "none": set it to off or auto, or unset it$'):
+        ci.ci_service({"DDPTRAIN_CI": "none"})
+
+
+def test_annotation_escapes_what_ends_a_property_or_a_line() -> None:
+    assert (
+        ci.annotation("error", "50%: a,\r\nb::c", title="x: y, z%", file="a,b:c.py", line=12)
+        == "::error file=a%2Cb%3Ac.py,line=12,title=x%3A y%2C z%25::50%25: a,%0D%0Ab::c"
+    )
+
+
+def test_annotation_without_a_place_has_no_properties() -> None:
+    assert ci.annotation("warning", "late", line=3) == "::warning::late"
+
+
+def test_annotation_holds_no_control_characters() -> None:
+    assert ci.annotation("error", "a\x1b[31mb\x00\u202ec") == "::error::abc"

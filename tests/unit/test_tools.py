@@ -10,9 +10,7 @@ import pytest
 from tests.docs.blocks import blocks_of, difference
 from tests.docs.console import problems_of, script_of
 from tests.docs.links import site_links
-from tests.mutants.generate import choose, mutants_of
-from tests.mutants.record import FileRecord
-from tests.mutants.run import failed_test, select_tests
+from tests.mutants.generate import mutants_of
 from tests.support import nightly, skips
 from tests.support.release import NEEDED_FILES, changelog_problems, tag_problems, wheel_problems
 from tests.support.release_environments import readme_commands
@@ -124,42 +122,3 @@ def test_mutants_of_a_piece_of_code(tmp_path: Path, code: str, expected: list[st
     (tmp_path / "code.py").write_text(code)
     found = [f"{mutant.before(code.encode())} -> {mutant.after}" for mutant in mutants_of(tmp_path, "code.py")]
     assert found == expected
-
-
-def test_mutant_names_its_function_and_changes_its_place_alone(tmp_path: Path) -> None:
-    source = "# ü\nclass A:\n    def f(self):\n        return [1 < a, 'ä', b <\n            c]\n".encode()
-    (tmp_path / "code.py").write_bytes(source)
-    *_, last = mutants_of(tmp_path, "code.py")
-    assert (last.function, last.lines) == ("A.f", (4, 5))
-    assert last.apply(source).decode() == "# ü\nclass A:\n    def f(self):\n        return [1 < a, 'ä', (b <= c)]\n"
-
-
-def test_same_seed_chooses_the_same_mutants_of_all_files(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "code.py").write_text("x = 10\ny = 20\nz = 30\n" * 5)
-    chosen = choose(tmp_path, 1, 20, ["a", "b"])
-    assert {mutant.path for mutant in chosen} == {"a/code.py", "b/code.py"}
-    assert chosen == choose(tmp_path, 1, 20, ["a", "b"]) != choose(tmp_path, 2, 20, ["a", "b"])
-
-
-def test_tests_that_execute_the_line_or_else_the_statement_or_else_the_module(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text("x = f(\n    3,\n)\n")
-    (tmp_path / "t.py").write_text("import os\n")
-    (mutant, *_) = [one for one in mutants_of(tmp_path, "code.py") if one.operator == "boundary"]
-    outcomes = {f"t.py::test_{name}": (name != "red", 1.0) for name in ("a", "b", "red")}
-    for lines, expected in (
-        ({"t.py::test_a": [2], "t.py::test_b": [1], "t.py::test_red": [2]}, ["t.py::test_a"]),
-        ({"t.py::test_b": [1], "t.py::test_a": [9]}, ["t.py::test_b"]),
-        ({"t.py::test_a": [9]}, ["t.py::test_a"]),
-        ({"t.py": [2]}, ["t.py::test_a", "t.py::test_b"]),  # a fixture of the file executes it
-        ({}, []),
-    ):
-        record = {"t.py": FileRecord(tests=outcomes, lines={"code.py": lines})}
-        assert select_tests(tmp_path, record, mutant, (1, 3)) == expected
-
-
-def test_name_of_the_test_that_failed() -> None:
-    tests = ["t.py::test_a", "t.py::test_a[x]", "t.py::test_a[x - y]"]
-    assert failed_test("..F\nFAILED t.py::test_a[x - y] - assert 1 == 2\n", tests) == "t.py::test_a[x - y]"
-    assert failed_test("ERROR t.py - ImportError\n", tests) == failed_test("3 passed", tests) == ""

@@ -190,12 +190,3 @@ def test_down_all_goes_on_after_a_failure_and_tells_each(call: Call, monkeypatch
     assert sorted(err.splitlines()) == ["ddptrain: error: in use", "ddptrain: error: stuck"]
     code, out, _ = call("down", "--all", "--json")
     assert (code, json.loads(out)) == (4, {"ended": ["b"], "failed": {"a": "stuck", "c": "in use"}})
-
-
-def test_logs_stand_under_the_name_of_who_wrote_them(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "logs", lambda name, lines, source: {"scheduler": "a\nb\x1b\n", "worker vm": ""})
-    assert (
-        call("logs", "dev")[1]
-        == "==> scheduler <==\na\nb\N{REPLACEMENT CHARACTER}\n\n==> worker vm <==\n(no warnings and no errors)\n\n"
-    )
-    assert json.loads(call("logs", "dev", "--json")[1]) == {"scheduler": "a\nb\x1b\n", "worker vm": ""}

@@ -12,11 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import typer
-from typer.main import get_command
 
 import ddptrain
 from ddptrain.cli import main as cli
@@ -93,24 +92,9 @@ def test_limit_of_open_files_is_no_bug(handle: Handle, capsys: pytest.CaptureFix
     )
 
 
-def test_keyboard_interrupt_is_130(handle: Handle) -> None:
-    assert handle(raising(KeyboardInterrupt())) == 130
-
-
 @pytest.mark.parametrize("value", [None, 0, 1, 75])
 def test_return_value_of_a_command_is_the_exit_code(handle: Handle, value: int | None) -> None:
     assert handle(lambda: value) == (value or 0)
-
-
-@pytest.mark.parametrize(("given", "code"), [(None, 0), (0, 0), (42, 42), ("no such thing", 1)])
-def test_sys_exit_in_a_command_is_read_as_the_interpreter_does(
-    handle: Handle, given: int | str | None, code: int
-) -> None:
-    assert handle(lambda: sys.exit(given)) == code
-
-
-def test_typer_exit_in_a_command_is_the_exit_code(handle: Handle) -> None:
-    assert handle(raising(typer.Exit(75))) == 75
 
 
 @pytest.mark.parametrize("error", [ValueError("so wrong"), DdptrainError("so wrong"), OSError(5, "so wrong")])
@@ -138,15 +122,6 @@ def test_crash_log_goes_to_the_temporary_folder_where_there_is_no_home(
     assert handle(raising(ValueError("so wrong"))) == 3
     (log,) = tmp_path.glob("crash-*.log")
     assert str(log) in capsys.readouterr().err
-
-
-def test_traceback_is_shown_where_no_file_can_be_written(
-    handle: Handle, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli, "_crash_dir", lambda: tmp_path / "missing")
-    assert handle(raising(ValueError("so wrong"))) == 3
-    err = capsys.readouterr().err
-    assert "Traceback" in err and "could not be written" in err
 
 
 # --- the real command ---
@@ -229,23 +204,6 @@ print(sys.stdin.read(), file=sys.stderr); subprocess.run([sys.executable, "-c", 
             timeout=60,
         )
         assert out.read() == "['/dev/null', '/dev/null', '/dev/null']\n"
-
-
-@pytest.mark.parametrize("words", [(), ("results",), ("models", "show"), ("--help",), ("run", "train"), ("trian",)])
-def test_app_with_the_named_commands_alone_lists_the_same(words: tuple[str, ...]) -> None:
-    full, lean = get_command(cli.app), get_command(cli._app_for(cli.app, words))
-    assert listed(lean) == listed(full)
-    if words == ("models", "show"):
-        assert [param.name for param in lean.commands["models"].commands["show"].params] == [  # type: ignore[attr-defined]
-            param.name
-            for param in full.commands["models"].commands["show"].params  # type: ignore[attr-defined]
-        ]
-
-
-def listed(command: Any) -> dict[str, Any]:
-    """The commands below this one, with their lines in the list of commands."""
-    inner = getattr(command, "commands", {})
-    return {name: (each.get_short_help_str(200), each.hidden, listed(each)) for name, each in inner.items()}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

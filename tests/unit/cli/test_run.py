@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
 from ddptrain.cli.main import main
-from ddptrain.driver.control.detach import EndedEarly
 
 
 def resolved(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
@@ -55,22 +53,6 @@ def test_dry_run_checks_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.out == "" and 'there is no cluster "nothere"' in said.err
 
 
-def test_resume_and_detach_go_to_the_driver_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[str] = []
-
-    def start(arguments: Sequence[str]) -> EndedEarly:
-        given.extend(arguments)
-        return EndedEarly(6, "")
-
-    monkeypatch.setattr("ddptrain.driver.control.detach.start_detached", start)
-    typed = ["--ranks", "3", "--resume", "auto", "--allow-changes"]
-    assert main(["run", "--detach", *typed, "My Script.py", "--", "--lr", "0.1", "--", "x"]) == 6
-    assert given == ["run", "--output", "plain", *typed, "--", "My Script.py", "--", "--lr", "0.1", "--", "x"]
-    given.clear()
-    assert main(["run", "-m", "--detach", "package.module", "--lr", "0.1"]) == 6
-    assert given == ["run", "--output", "plain", "-m", "--", "package.module", "--lr", "0.1"]
-
-
 def test_resume_of_a_run_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--resume", "nothere", "My Script.py"]) == 2
     assert "nothere" in capsys.readouterr().err
@@ -103,11 +85,6 @@ def test_configuration_given_as_a_script_is_told_how_it_is_trained(
 def test_wrong_options_are_named_as_they_were_typed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--ranks", "0", "My Script.py"]) == 2
     assert "--ranks 0: cluster.ranks: expected" in capsys.readouterr().err
-
-
-def test_option_that_nobody_has_is_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--nope", "script.py"]) == 2
-    assert "there is no option --nope" in capsys.readouterr().err
 
 
 def test_script_that_is_not_there_is_named_as_on_the_command_line(

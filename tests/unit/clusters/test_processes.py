@@ -1,9 +1,11 @@
-"""Processes that outlive the command: found again, ended as a whole, never mistaken for another."""
+"""Processes of a cluster, and signals to them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import stat
 import subprocess
 import sys
@@ -17,8 +19,12 @@ import pytest
 
 from ddptrain.clusters import processes
 from ddptrain.clusters.processes import FOLDER, PYTHON, DaemonId, DaemonOrder
-from ddptrain.errors import ClusterError
+from ddptrain.clusters.signals import deferred, interruptible
+from ddptrain.errors import ClusterError, Interrupted
 from ddptrain.host_identity import HostId, this_host
+
+# --- Processes that outlive the command: found again, ended as a whole, never mistaken for another ---
+
 
 Start = Callable[..., DaemonId]
 SERVE = "import sys, time; print('serving', *sys.argv[1:], flush=True); time.sleep(600)"
@@ -191,3 +197,51 @@ def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
     assert processes.tail(str(tmp_path), "job", 9) == "x" * (256 * 1024 - 6) + "\nlast\n"
     path.write_bytes(b"first\n\xfflast\n")
     assert processes.tail(str(tmp_path), "job", 9) == "first\n\N{REPLACEMENT CHARACTER}last\n"
+
+
+# --- Signals while clusters start and end ---
+
+
+def test_signal_in_a_deferred_block_arrives_at_its_end_or_when_it_asks() -> None:
+    seen: list[str] = []
+
+    def blocked(*, asks: bool) -> None:
+        with interruptible(), deferred() as deliver:
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append("saved")
+            if asks:
+                deliver()
+                seen.append("not reached")
+
+    for asks in (False, True):
+        with pytest.raises(Interrupted):
+            blocked(asks=asks)
+    assert seen == ["saved", "saved"]
+
+
+def test_second_signal_breaks_into_a_block_that_allows_it() -> None:
+    def blocked() -> None:
+        with interruptible(), deferred(breakable=True):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the second was delayed")
+
+    with pytest.raises(Interrupted):
+        blocked()
+
+
+def test_error_of_a_library_after_a_signal_is_an_interruption_and_others_stay_what_they_are() -> None:
+    def broken(error: Exception, *, by_signal: bool) -> None:
+        with interruptible():
+            try:
+                if by_signal:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            except Interrupted as cause:
+                raise error from cause
+            raise error
+
+    with pytest.raises(Interrupted):
+        broken(RuntimeError("can't start new thread"), by_signal=True)
+    for error in (RuntimeError("of its own"), ClusterError("x")):
+        with pytest.raises(type(error), match=str(error)):
+            broken(error, by_signal=False)

@@ -19,7 +19,7 @@ from tests.support.fake_time import Clock
 WISH = SlotRequest(4, False, start_timeout_s=20.0, wait_s=60.0)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock(1000.0)
     monkeypatch.setattr(reservation, "time", made)

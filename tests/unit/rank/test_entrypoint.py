@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
 
 from ddptrain.rank.entrypoint import WrongParams, as_json, bind
 
-CONTEXT = cast(Any, "the context")
+CONTEXT: Any = "the context"
 
 
 def called(function: Callable[..., Any], params: Mapping[str, Any] | None = None) -> Any:

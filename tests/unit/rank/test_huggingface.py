@@ -80,27 +80,6 @@ def test_step_is_reported_and_offered_as_a_checkpoint_with_the_trainers_state() 
     assert saved == {**PARTS, "step": 4, "epoch": 0.4, "metrics": {}, "last": False}
 
 
-@pytest.mark.parametrize(
-    ("args", "state", "control", "saves"),
-    [
-        (arguments(), State(3), SimpleNamespace(should_evaluate=True), False),
-        (arguments(IntervalStrategy.EPOCH), State(3, epoch=1.0), CONTROL, False),
-        (arguments(IntervalStrategy.EPOCH), State(3, epoch=0.5), CONTROL, True),
-        (arguments(IntervalStrategy.EPOCH, delay=2), State(3, epoch=1.0), CONTROL, True),
-    ],
-)
-def test_step_before_an_evaluation_is_saved_after_it_with_its_metrics(
-    args: Any, state: State, control: Any, saves: bool
-) -> None:
-    ctx = Context()
-    callback = callback_of(ctx)
-    callback.on_train_begin(args, state, control)
-    callback.on_step_end(args, state, control, **PARTS)
-    assert len(ctx.named("checkpoint")) == saves
-    callback.on_evaluate(args, state, control, **PARTS, metrics={"eval_loss": 0.5, "epoch": 1.0, "note": "text"})
-    assert ctx.named("checkpoint")[-1]["metrics"] == {"eval_loss": 0.5}
-
-
 def test_evaluation_outside_of_training_saves_nothing() -> None:
     ctx = Context()
     callback_of(ctx).on_evaluate(arguments(), State(), CONTROL, **PARTS, metrics={"eval_loss": 0.5})
@@ -113,14 +92,6 @@ def test_last_step_is_marked_and_saved_once() -> None:
     callback.on_step_end(arguments(), State(10, 10, 1.0), CONTROL, **PARTS)
     callback.on_train_end(arguments(), State(10, 10, 1.0), CONTROL, **PARTS)
     assert [(given["step"], given["last"]) for given in ctx.named("checkpoint")] == [(10, True)]
-
-
-def test_step_at_which_another_callback_stopped_the_training_is_saved() -> None:
-    ctx = Context()
-    callback = callback_of(ctx)
-    callback.on_step_end(arguments(), State(3, 10, 0.3), CONTROL, **PARTS)
-    callback.on_train_end(arguments(), State(3, 10, 0.3), CONTROL, **PARTS)
-    assert [(given["step"], given["last"]) for given in ctx.named("checkpoint")] == [(3, False), (3, True)]
 
 
 @pytest.mark.parametrize(("rank", "logs"), [(0, 1), (1, 0)])

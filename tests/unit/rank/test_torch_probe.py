@@ -28,19 +28,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_versions_and_devices_are_listed(machine: pytest.MonkeyPatch) -> None:
-    versions = {"torch": "2.9", "cuda": "13.0", "torchvision": "0.30"}
-    assert torch_probe.probe() == {**versions, "gpus": 2, "nccl": True, "problems": {}}
-
-
-def test_machine_without_gpus_has_none(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(torch.version, "cuda", None)
-    machine.setattr(torch.cuda, "is_available", lambda: False)
-    machine.setattr(distributed, "is_nccl_available", lambda: False)
-    found = torch_probe.probe()
-    assert (found["cuda"], found["gpus"], found["nccl"]) == ("", 0, False)
-
-
 def test_each_part_that_fails_is_a_problem(machine: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("operator torchvision::nms\n  does not exist")
@@ -51,12 +38,3 @@ def test_each_part_that_fails_is_a_problem(machine: pytest.MonkeyPatch) -> None:
     found = torch_probe.probe()
     assert found["torchvision"] == "0.20"
     assert found["problems"] == {"torchvision": "operator torchvision::nms", "gloo": "division by zero"}
-
-
-def test_operator_of_torchvision_is_tried(machine: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    vision = SimpleNamespace(__version__="0.20", ops=SimpleNamespace(nms=lambda *them: given.extend(them)))
-    machine.setitem(sys.modules, "torchvision", vision)
-    torch_probe.probe()
-    boxes, scores, overlap = given
-    assert (boxes.shape, scores.shape, overlap) == ((1, 4), (1,), 0.5)

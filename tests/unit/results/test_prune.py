@@ -1,26 +1,48 @@
-"""Runs in a folder are deleted: completely or not at all, and only those that nobody uses."""
+"""What prune deletes, here and in a store."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from obstore.exceptions import PermissionDeniedError
 
 from ddptrain.errors import RunLocked
 from ddptrain.results.layout import PRUNED, RunLayout
 from ddptrain.results.lookup import list_runs
-from ddptrain.results.prune import Decision, FolderRemoval, PrunePolicy, PruneReport, RunFacts, prune
-from ddptrain.results.run_record import RunRecord, RunStatus
+from ddptrain.results.prune import (
+    MARK,
+    Decision,
+    FolderRemoval,
+    PrunePolicy,
+    PruneReport,
+    RunFacts,
+    StoredRemoval,
+    decide,
+    prune,
+    size_bytes,
+)
+from ddptrain.results.remote.lease import LOCK, Claim
+from ddptrain.results.remote.runs import StoreRuns
+from ddptrain.results.run_record import DriverRecord, RunRecord, RunStatus
 from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.results.show.render import size
+from tests.unit.results.stores import WatchedStore, watched_store
+
+# --- Runs in a folder are deleted: completely or not at all, and only those that nobody uses ---
+
 
 Driver = Callable[[str], subprocess.Popen[str]]
 ALL = PrunePolicy(keep=0, failed_keep=0)
@@ -161,3 +183,326 @@ def test_report_as_data_and_in_words() -> None:
         "problems": ["cannot", "either"],
     }
     assert report.summary == "1 run deleted, 3.0 KiB freed; 2 problems"
+
+
+# --- Which runs go: a table of cases, and properties over random runs ---
+
+
+DAY_S = 86_400.0
+
+
+def run(folder: str, status: str = "succeeded", age_d: float = 0.0, size: int = 10, **fields: object) -> RunFacts:
+    facts = RunFacts(folder, folder, "pets", status, age_d * DAY_S, size)
+    return dataclasses.replace(facts, **fields)  # type: ignore[arg-type]
+
+
+def gone(runs: list[RunFacts], policy: PrunePolicy, protected: Mapping[str, str] | None = None) -> str:
+    return " ".join(each.run.folder for each in decide(runs, policy, protected or {}) if each.goes)
+
+
+S = [run(f"s{number}", age_d=number) for number in range(5)]  # newest first
+F = [run(f"f{number}", "failed", age_d=number) for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "policy", "expected"),
+    [
+        ([], PrunePolicy(), ""),
+        (S, PrunePolicy(), ""),
+        (S, PrunePolicy(keep=5), ""),
+        (S, PrunePolicy(keep=4), "s4"),
+        (S, PrunePolicy(keep=1), "s1 s2 s3 s4"),
+        (S, ALL, "s0 s1 s2 s3 s4"),
+        # The others have a number of their own.
+        ([*F, *S], PrunePolicy(keep=5, failed_keep=1), "f1 f2 f3"),
+        ([*F, *S], PrunePolicy(keep=1, failed_keep=4), "s1 s2 s3 s4"),
+        ([run("p", "preempted"), run("c", "cancelled"), run("f", "failed")], PrunePolicy(failed_keep=2), "f"),
+        # Each name has its own.
+        ([run("a"), run("b", name="dogs"), run("c"), run("d", name="dogs")], PrunePolicy(keep=1), "c d"),
+        ([run("a"), run("b", name="dogs"), run("c"), run("d", name="dogs")], PrunePolicy(keep=0, name="dogs"), "b d"),
+        # Age: only what is older than the limit goes.
+        (S, PrunePolicy(keep=0, older_than_s=2.5 * DAY_S), "s3 s4"),
+        (S, PrunePolicy(keep=0, older_than_s=3 * DAY_S), "s4"),
+        (S, PrunePolicy(keep=4, older_than_s=0.5 * DAY_S), "s4"),
+        (S, PrunePolicy(keep=5, older_than_s=0.0), ""),
+        # Size: the oldest first, whatever the other fields keep.
+        (S, PrunePolicy(max_size_bytes=50), ""),
+        (S, PrunePolicy(max_size_bytes=49), "s4"),
+        (S, PrunePolicy(max_size_bytes=21), "s2 s3 s4"),
+        (S, PrunePolicy(max_size_bytes=0), "s0 s1 s2 s3 s4"),
+        (S, PrunePolicy(keep=3, max_size_bytes=30), "s3 s4"),
+        (S, PrunePolicy(older_than_s=99 * DAY_S, max_size_bytes=30), "s3 s4"),
+        ([run("new", size=5), run("empty", size=0), run("old", size=9)], PrunePolicy(max_size_bytes=5), "old"),
+        # What is not known to have ended stays.
+        ([run("a", "running")], ALL, ""),
+        ([run("a", "unknown")], ALL, ""),
+        ([run("a", "unreadable", problem="cannot read it")], ALL, ""),
+        ([run("a", problem="cannot read it")], ALL, ""),
+        ([run("a", "paused")], ALL, ""),  # a status of a newer version
+        ([run("a", foreign="of another user")], ALL, ""),
+        ([run("a", "running", size=99), run("b")], PrunePolicy(max_size_bytes=0), "b"),
+        # What --resume auto would continue stays: the newest run of a name, with a checkpoint.
+        ([run("a", "failed", has_checkpoint=True)], ALL, ""),
+        ([run("a", "preempted", has_checkpoint=True)], ALL, ""),
+        ([run("a", "cancelled", has_checkpoint=True)], ALL, ""),
+        ([run("a", "failed")], ALL, "a"),
+        ([run("a"), run("b", "failed", has_checkpoint=True)], ALL, "a b"),
+        ([run("a", "failed"), run("b", "failed", has_checkpoint=True)], ALL, "a b"),
+        ([run("a", "failed", has_checkpoint=True), run("b", "failed", has_checkpoint=True)], ALL, "b"),
+        ([run("a", "running"), run("b", "failed", has_checkpoint=True)], ALL, "b"),
+        ([run("a", foreign="of another user"), run("b", "failed", has_checkpoint=True)], ALL, ""),
+        ([run("a", problem="cannot read it"), run("b", "failed", has_checkpoint=True)], ALL, ""),
+        ([run("a", name="dogs"), run("b", "failed", has_checkpoint=True)], ALL, "a"),
+        ([run("a", "failed", has_checkpoint=True)], PrunePolicy(max_size_bytes=0), ""),
+    ],
+)
+def test_runs_that_go(runs: list[RunFacts], policy: PrunePolicy, expected: str) -> None:
+    assert gone(runs, policy) == expected
+
+
+def test_protected_runs_stay_and_count() -> None:
+    assert gone(S, PrunePolicy(keep=2), {"s4": "champion of pets"}) == "s2 s3"
+    assert gone(S, PrunePolicy(keep=2), {"s0": "champion of pets"}) == "s2 s3 s4"
+    assert gone(S, PrunePolicy(max_size_bytes=0), {"s3": "pinned of pets"}) == "s0 s1 s2 s4"
+
+
+def test_run_is_protected_by_the_id_in_its_record_and_by_its_folder() -> None:
+    moved = run("copy", run_id="original")
+    assert gone([moved], ALL, {"original": "champion of pets"}) == ""
+    assert gone([moved], ALL, {"copy": "champion of pets"}) == ""
+    assert gone([moved], ALL, {"other": "champion of pets"}) == "copy"
+
+
+# --- Properties ---
+
+FACTS = st.builds(
+    RunFacts,
+    folder=st.just(""),
+    run_id=st.sampled_from(["x", "y", "z"]),
+    name=st.sampled_from(["pets", "dogs"]),
+    status=st.sampled_from(["succeeded", "failed", "preempted", "cancelled", "running", "unknown", "paused"]),
+    age_s=st.floats(0, 1e7),
+    size_bytes=st.integers(0, 10**12),
+    has_checkpoint=st.booleans(),
+    foreign=st.sampled_from(["", "", "", "of another user"]),
+    problem=st.sampled_from(["", "", "", "torn"]),
+)
+RUNS = st.lists(FACTS, max_size=30).map(
+    lambda found: [dataclasses.replace(each, folder=f"run-{number}") for number, each in enumerate(found)]
+)
+POLICIES = st.builds(
+    PrunePolicy,
+    keep=st.integers(0, 5),
+    failed_keep=st.integers(0, 5),
+    older_than_s=st.none() | st.floats(0, 1e7),
+    max_size_bytes=st.none() | st.integers(0, 10**13),
+    name=st.none() | st.sampled_from(["pets", "dogs"]),
+)
+PROTECTED = st.dictionaries(st.sampled_from(["x", "y", "run-0", "run-3"]), st.just("champion"), max_size=3)
+
+
+def must_stay(runs: list[RunFacts], each: RunFacts, protected: Mapping[str, str]) -> bool:
+    """Written again, in another way: what may never be deleted."""
+    if each.foreign or each.problem or each.status not in {"succeeded", "failed", "preempted", "cancelled"}:
+        return True
+    if {each.run_id, each.folder} & set(protected):
+        return True
+    same_name = [other for other in runs if other.name == each.name and not other.foreign and not other.problem]
+    return same_name[0] is each and each.status != "succeeded" and each.has_checkpoint
+
+
+@given(RUNS, POLICIES, PROTECTED)
+def test_what_must_stay_stays_under_every_policy(
+    runs: list[RunFacts], policy: PrunePolicy, protected: Mapping[str, str]
+) -> None:
+    for each in decide(runs, policy, protected):
+        assert each.reason
+        assert not (each.goes and must_stay(runs, each.run, protected))
+        assert policy.name in (None, each.run.name)
+
+
+@given(RUNS, POLICIES, PROTECTED)
+def test_size_limit_holds_unless_the_rest_is_protected(
+    runs: list[RunFacts], policy: PrunePolicy, protected: Mapping[str, str]
+) -> None:
+    kept = [each.run for each in decide(runs, policy, protected) if not each.goes]
+    if policy.max_size_bytes is not None and sum(each.size_bytes for each in kept) > policy.max_size_bytes:
+        assert all(must_stay(runs, each, protected) for each in kept if each.size_bytes)
+
+
+@given(RUNS, POLICIES, PROTECTED)
+def test_second_prune_with_the_same_policy_deletes_nothing(
+    runs: list[RunFacts], policy: PrunePolicy, protected: Mapping[str, str]
+) -> None:
+    left = [run for run in runs if run.folder not in gone(runs, policy, protected).split()]
+    again: list[Decision] = decide(left, policy, protected)
+    assert not [each for each in again if each.goes]
+
+
+@given(RUNS, POLICIES, PROTECTED)
+def test_keeping_more_never_deletes_more(
+    runs: list[RunFacts], policy: PrunePolicy, protected: Mapping[str, str]
+) -> None:
+    policy = dataclasses.replace(policy, max_size_bytes=None)
+    more = dataclasses.replace(policy, keep=policy.keep + 1, failed_keep=policy.failed_keep + 1)
+    assert set(gone(runs, more, protected).split()) <= set(gone(runs, policy, protected).split())
+
+
+# --- Sizes ---
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1000", 1000),
+        ("500MB", 500_000_000),
+        ("200GB", 200_000_000_000),
+        ("200 gb", 200_000_000_000),
+        ("1.5T", 1_500_000_000_000),
+        ("2KiB", 2048),
+        ("1GiB", 1_073_741_824),
+        ("7B", 7),
+    ],
+)
+def test_size_is_read(text: str, expected: int) -> None:
+    assert size_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1GB", "1e3", "5 XB", "5iB", "1GB2", "1,5GB", "nan", "\u0663GB", "9" * 400]
+)
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match='is not a size: write a number with KB, MB, GB or TB, as in "200GB"'):
+        size_bytes(text)
+
+
+# --- Runs in an object store are deleted: readers find a complete run or none, at whatever write the process dies ---
+
+
+FILES = ("checkpoints/step-1/model.safetensors", "checkpoints/step-1/checkpoint.json", "logs/rank-0.log")
+
+
+@pytest.fixture
+def runs_prune_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreRuns:
+    """An empty store, seen from a machine whose folders are below tmp_path."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store, _ = watched_store()
+    return StoreRuns(store)
+
+
+def put_prune_store(
+    runs_prune_store: StoreRuns, run_id: str, status: str = "succeeded", day: int = 1, **fields: object
+) -> int:
+    """Write a run; return its size in bytes."""
+    record = RunRecord(run_id=run_id, name="pets", status=status, started_at=f"2025-01-{day:02}T00:00:00.000Z")
+    files = dict.fromkeys(FILES, b"x" * 100)
+    files["run.json"] = dataclasses.replace(record, **fields).to_json().encode()  # type: ignore[arg-type]
+    for name, data in files.items():
+        runs_prune_store.store.write(f"{run_id}/{name}", data)
+    return sum(map(len, files.values()))
+
+
+def claim(runs_prune_store: StoreRuns, run_id: str, **fields: object) -> None:
+    """Write the lease of a driver of another machine."""
+    mine = dataclasses.replace(Claim.of_this_process(), host="elsewhere", machine="elsewhere")
+    changed = dataclasses.replace(mine, **fields)  # type: ignore[arg-type]
+    runs_prune_store.store.write(f"{run_id}/{LOCK}", json.dumps(dataclasses.asdict(changed)).encode())
+
+
+def fs_of(runs_prune_store: StoreRuns) -> WatchedStore:
+    watched: Any = runs_prune_store.store.store
+    return watched._store  # type: ignore[no-any-return]
+
+
+def test_old_runs_are_deleted_with_all_their_files_and_the_lock(runs_prune_store: StoreRuns) -> None:
+    size = put_prune_store(runs_prune_store, "old", day=1)
+    put_prune_store(runs_prune_store, "new", day=2)
+    (runs_prune_store.work / "old").mkdir(parents=True)
+    report = prune(runs_prune_store, PrunePolicy(keep=1))
+    assert [(each.run.folder, each.run.size_bytes) for each in report.removed] == [("old", size)]
+    assert {path.partition("/")[0] for path in runs_prune_store.store.files()} == {"new"}
+    assert not (runs_prune_store.work / "old").exists() and [view.run_id for view in runs_prune_store.list()] == ["new"]
+
+
+def test_death_at_each_write_leaves_the_complete_run_or_none(runs_prune_store: StoreRuns) -> None:
+    fs, seen = fs_of(runs_prune_store), []
+    for step in range(1, 100):
+        put_prune_store(runs_prune_store, "old")
+        count = itertools.count(1)
+
+        def fail(path: str, count: Iterator[int] = count, step: int = step) -> Exception | None:
+            return PermissionDeniedError("dead") if next(count) >= step else None
+
+        fs.fails = fail  # from this write on nothing arrives any more
+        prune(runs_prune_store, ALL)
+        fs.fails = lambda path: None
+        listed = [view.run_id for view in runs_prune_store.list()]
+        left = {path.partition("/")[2] for path in runs_prune_store.store.files()} - {LOCK}
+        assert left >= {*FILES, "run.json"} if listed else "run.json" not in left
+        seen.append((bool(listed), bool(left)))
+        if runs_prune_store.store.read(f"old/{LOCK}") is not None:
+            claim(runs_prune_store, "old", released=True)  # as if the lease of the dead process had expired
+        report = prune(runs_prune_store, ALL)
+        assert not report.problems
+        assert set(runs_prune_store.store.files()) <= {f"old/{LOCK}"}  # the lock alone is left if nothing else was
+        if next(count) <= step:  # no write has failed
+            break
+    assert seen[0] == (True, True) and seen[-1] == (False, False) and (False, True) in seen
+
+
+def test_run_with_a_living_driver_stays(runs_prune_store: StoreRuns) -> None:
+    put_prune_store(runs_prune_store, "live", "running")
+    claim(runs_prune_store, "live")
+    assert [(each.reason) for each in prune(runs_prune_store, ALL).kept] == ["running"]
+    put_prune_store(runs_prune_store, "resumed", "failed", day=1)
+    put_prune_store(runs_prune_store, "newer", "failed", day=2)
+    claim(runs_prune_store, "resumed")  # resumed, and run.json is not written yet
+    report = prune(runs_prune_store, ALL)
+    assert {each.run.folder: each.reason for each in report.kept}["resumed"] == "in use"
+    assert runs_prune_store.store.read("resumed/run.json") is not None and not report.problems
+
+
+def test_run_that_was_resumed_meanwhile_stays(runs_prune_store: StoreRuns) -> None:
+    put_prune_store(runs_prune_store, "night", "failed")
+    [seen] = runs_prune_store.list()
+    put_prune_store(runs_prune_store, "night", "failed", driver=DriverRecord(7, "elsewhere", "boot"))
+    removal = StoredRemoval(runs_prune_store)
+    with pytest.raises(RunLocked, match="has changed since it was chosen"):
+        removal.remove(seen)
+    assert runs_prune_store.store.read("night/checkpoints/step-1/checkpoint.json") is not None
+
+
+def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(runs_prune_store: StoreRuns) -> None:
+    put_prune_store(runs_prune_store, "night")
+    runs_prune_store.store.remove("night/run.json")
+    assert not prune(runs_prune_store, ALL).finished_bytes  # no mark: perhaps a run that has just begun
+    runs_prune_store.store.write(f"night/{MARK}", b"{}")
+    claim(runs_prune_store, "night")
+    assert prune(runs_prune_store, ALL).finished_bytes == {} and len(runs_prune_store.store.files()) == 5
+    claim(runs_prune_store, "night", released=True)
+    assert (
+        prune(runs_prune_store, ALL, dry_run=True).finished_bytes.keys() == {"night"}
+        and len(runs_prune_store.store.files()) == 5
+    )
+    assert prune(runs_prune_store, ALL).freed_bytes > 300
+    assert runs_prune_store.store.files() == {}
+
+
+def test_resumable_run_stays(runs_prune_store: StoreRuns) -> None:
+    put_prune_store(runs_prune_store, "night", "failed")
+    assert [each.reason for each in prune(runs_prune_store, ALL).kept] == ["can be resumed"]
+
+
+def test_store_that_stops_answering_ends_the_prune_with_one_problem(runs_prune_store: StoreRuns) -> None:
+    for day in range(1, 5):
+        put_prune_store(runs_prune_store, f"run-{day}", day=day)
+    fs_of(runs_prune_store).fails = lambda path: OSError("kind: Timeout") if "run-3/" in path else None
+    report = prune(runs_prune_store, ALL)
+    assert [each.run.folder for each in report.removed] == ["run-4"] and len(report.problems) == 1
+    assert {each.run.folder: each.reason for each in report.kept} == {
+        "run-3": "cannot be deleted",
+        "run-2": "the store does not answer",
+        "run-1": "the store does not answer",
+    }

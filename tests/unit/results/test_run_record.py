@@ -1,14 +1,26 @@
+"""The record of a run, and where its code comes from."""
+
 from __future__ import annotations
 
 import json
 import math
 import re
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddptrain.redact import LEFT_OUT
+from ddptrain.results import provenance
+from ddptrain.results.provenance import (
+    git_diff,
+    git_state,
+    installed_versions,
+    without_secrets,
+    without_secrets_in_diff,
+)
 from ddptrain.results.run_record import (
     AttemptRecord,
     BestRecord,
@@ -24,6 +36,8 @@ from ddptrain.results.run_record import (
     ascii_json,
     utc_now,
 )
+
+# --- run record ---
 
 
 def full_record() -> RunRecord:
@@ -152,3 +166,145 @@ def test_time_now_is_utc_with_milliseconds() -> None:
     text = utc_now()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", text)
     assert abs((datetime.now(UTC) - datetime.fromisoformat(text)).total_seconds()) < 600
+
+
+# --- provenance ---
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    command = ["git", *identity, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_commit_and_changes_of_the_checkout_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)  # a run can do without it, this test can't
+    git(tmp_path, "init", "-q")
+    assert git_state(tmp_path) is None
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-qm", "a")
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    state = git_state(folder)
+    assert state is not None
+    assert (state.commit, state.dirty) == (git(tmp_path, "rev-parse", "HEAD"), False)
+    (tmp_path / "a").write_text("2")
+    changed = git_state(folder)
+    assert changed is not None and changed.dirty
+
+
+def commit_then_change(folder: Path, before: dict[str, str], after: dict[str, str]) -> None:
+    git(folder, "init", "-q")
+    for name, text in before.items():
+        (folder / name).write_text(text)
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "a")
+    for name, text in after.items():
+        (folder / name).write_text(text)
+
+
+def test_changes_of_tracked_files_are_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
+    before = {"train.py": "rate = 1\n", ".env": "A=1\n"}
+    after = {"train.py": 'rate = 2\nnote = "hunter2 is it"\n', ".env": "WORDS=geheim\n", "new.py": "unseen = 1\n"}
+    commit_then_change(tmp_path, before, after)
+    sub = tmp_path / "sub"
+    sub.mkdir()
+    text = git_diff(sub, ["hunter2"])
+    assert "-rate = 1\n+rate = 2\n" in text and 'note = "<left out> is it"' in text
+    assert "diff --git a/.env b/.env\n<left out>\ndiff --git" in text
+    assert not any(word in text for word in ("hunter2", "geheim", "unseen"))
+
+
+def test_large_diff_is_cut_at_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
+    commit_then_change(tmp_path, {"a": ""}, {"a": "0123456789\n" * 100_000})
+    text = git_diff(tmp_path)
+    assert 190_000 < len(text) < 200_100
+    assert text.endswith("\n+0123456789\n... (the rest is left out)\n")
+
+
+def test_diff_starts_no_program_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 60.0)
+    commit_then_change(tmp_path, {"a.txt": "1\n", ".gitattributes": "*.txt diff=own\n"}, {"a.txt": "2\n"})
+    for key in ("diff.external", "diff.own.command", "diff.own.textconv"):
+        git(tmp_path, "config", key, f"touch {tmp_path}/called; cat")
+    assert "-1\n+2\n" in git_diff(tmp_path)
+    assert not (tmp_path / "called").exists()
+
+
+def test_without_a_checkout_or_git_there_is_no_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_diff(tmp_path) == ""
+    commit_then_change(tmp_path, {"a": "1"}, {"a": "2"})
+    monkeypatch.setenv("PATH", "")
+    assert git_diff(tmp_path) == ""
+
+
+def test_diff_that_takes_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\necho diff\nexec sleep 600\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(provenance, "_GIT_TIMEOUT_S", 0.1)
+    assert git_diff(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "+  api_key: hunter2",
+        "-  - password: 'hunter2'",
+        "-API_KEY = 'hunter2'",
+        '+os.environ["API_KEY"] = "hunter2"',
+        '+os.environ.setdefault("API_KEY", "hunter2")',
+        ' connect("https://me:hunter2@host/")',
+        "+hf = 'hf_hunter2hunter2hunter2hunter2hunter2'",
+        "+-----BEGIN PRIVATE KEY-----\n+hunter2\n+-----END PRIVATE KEY-----",
+    ],
+)
+def test_secrets_in_a_diff_are_left_out(line: str) -> None:
+    text = without_secrets_in_diff(f"diff --git a/a.py b/a.py\n{line}\n+kept = 1\n")
+    assert "hunter2" not in text and LEFT_OUT in text
+    assert text.endswith("\n+kept = 1\n")
+
+
+def test_code_in_a_diff_is_kept() -> None:
+    text = "diff --git a/a.py b/a.py\n+for key in sorted(rows, key=len):\n-    tokens = split(text)\n+    pass\n"
+    assert without_secrets_in_diff(text) == text
+
+
+def test_a_folder_outside_any_checkout_has_no_commit(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+
+
+def test_a_machine_without_git_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "-q")
+    monkeypatch.setenv("PATH", "")
+    assert git_state(tmp_path) is None
+    monkeypatch.undo()
+
+
+def test_versions_name_python_and_torch_without_importing_torch() -> None:
+    versions = installed_versions()
+    assert versions["python"].startswith("3.")
+    assert "torch" in versions
+
+
+def test_secrets_of_the_environment_are_left_out() -> None:
+    given = {
+        "WANDB_API_KEY": EnvironmentValue("abc", "user"),
+        "PROXY": EnvironmentValue("http://me:pw@host/", "user"),
+        "OMP_NUM_THREADS": EnvironmentValue("1", "ddptrain"),
+    }
+    kept = without_secrets(given)
+    assert kept["WANDB_API_KEY"].value == LEFT_OUT
+    assert "pw" not in kept["PROXY"].value
+    assert kept["OMP_NUM_THREADS"] == given["OMP_NUM_THREADS"]
+
+
+def test_files_after_a_secret_one_are_shown() -> None:
+    text = "diff --git a/.env b/.env\n+A=1\ndiff --git a/a.py b/a.py\n+a = 1\n"
+    assert without_secrets_in_diff(text) == (
+        f"diff --git a/.env b/.env\n{LEFT_OUT}\ndiff --git a/a.py b/a.py\n+a = 1\n"
+    )

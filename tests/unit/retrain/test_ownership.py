@@ -1,20 +1,37 @@
-"""The lock of a model in a folder; tests/integration has the one in an object store."""
+"""One retraining a model, and fingerprints of its data."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddptrain.errors import RunLocked
+from ddptrain.config.load import load_mapping
+from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.errors import RunLocked, UsageError
 from ddptrain.model_registry.own_folder import OwnFolder
+from ddptrain.retrain.fingerprint import (
+    DataFile,
+    DataListing,
+    code_digest,
+    config_digest,
+    difference,
+    list_data,
+    missing_classes,
+    names_data,
+)
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.storage.remote_folder import RemoteFolder
+
+# --- The lock of a model in a folder; tests/integration has the one in an object store ---
+
 
 PATIENCE_S = 30.0
 _OTHER = """
@@ -79,3 +96,127 @@ def test_wait_gives_up_in_time_and_says_so(tmp_path: Path) -> None:
 def test_model_is_owned_once_the_other_process_was_stopped(tmp_path: Path) -> None:
     with other_process(tmp_path) as process, owner_in(tmp_path).owned(PATIENCE_S, nothing, process.terminate):
         assert process.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+# --- The listing of training data: what counts as a change, and how it is described ---
+
+
+def resolved(folder: Path, **fields: Any) -> ResolvedConfig:
+    return load_mapping({"workload": "petnames", **fields}, folder)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    for name in ("cat/1.png", "cat/2.png", "pug/1.png", ".hidden/1.png", "cat/.DS_Store"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return folder
+
+
+def of_images(folder: Path, **params: Any) -> ResolvedConfig:
+    return resolved(folder, workload="images", params={"source": str(folder), **params})
+
+
+def test_files_of_a_folder_are_listed_without_hidden_ones(images: Path) -> None:
+    found = list_data(of_images(images))
+    assert sorted(found.files) == [
+        "params.source/cat/1.png",
+        "params.source/cat/2.png",
+        "params.source/pug/1.png",
+    ]
+    assert found.noun == "image" and found.size_bytes == 27
+
+
+def test_file_with_another_size_or_time_is_changed(images: Path) -> None:
+    before = list_data(of_images(images))
+    assert list_data(of_images(images)).digest == before.digest
+    os.utime(images / "cat" / "1.png", (1, 1))
+    touched = list_data(of_images(images))
+    assert touched.digest != before.digest
+    assert difference(before, touched) == ["1 image changed (1.png: 9 to 9 bytes)"]
+
+
+def test_one_file_is_a_source(tmp_path: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("rex\n")
+    before = list_data(resolved(tmp_path, params={"names": str(names)}))
+    assert list(before.files) == ["params.names/names.txt"]
+    names.write_text("rex\nbella\n")
+    after = list_data(resolved(tmp_path, params={"names": str(names)}))
+    assert difference(before, after) == ["1 file changed (names.txt: 4 to 10 bytes)"]
+
+
+def test_sources_of_a_function_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.csv").write_text("1")
+    (tmp_path / "b.csv").write_text("2")
+    (tmp_path / "mine.py").write_text("def main(ctx): ...")
+    sources = {"sources": [str(tmp_path / "a"), str(tmp_path / "b.csv")]}
+    found = list_data(resolved(tmp_path, workload="mine:main", data=sources))
+    assert sorted(found.files) == ["data.sources.0/x.csv", "data.sources.1/b.csv"]
+    assert found.noun == "file"
+
+
+def test_built_in_data_have_no_listing(tmp_path: Path) -> None:
+    config = resolved(tmp_path)
+    assert not names_data(config) and list_data(config) == DataListing()
+    assert names_data(resolved(tmp_path, params={"names": "x.txt"}))
+
+
+def test_source_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data.sources.0 is .*nothing, which does not exist"):
+        list_data(resolved(tmp_path, data={"sources": [str(tmp_path / "nothing")]}))
+    with pytest.raises(UsageError, match=rf"data.sources.0 is nothing, which does not exist \({Path.cwd()}/nothing\)"):
+        list_data(resolved(tmp_path, data={"sources": ["nothing"]}))
+
+
+def listing(*paths: str, noun: str = "image", content: str = "x") -> DataListing:
+    return DataListing({f"params.source/{path}": DataFile(1, content) for path in paths}, noun)
+
+
+def test_difference_in_words() -> None:
+    old = listing("cat/1", "cat/2", "pug/1")
+    new = listing("cat/1", "cat/2", *(f"dog/{number}" for number in range(312)))
+    assert difference(old, new) == ["+312 images", "-1 image", "class pug is missing", "class dog is new"]
+    assert missing_classes(old, new) == ["pug"]
+    assert difference(old, old) == []
+
+
+def test_many_classes_are_not_all_named() -> None:
+    old, new = listing(*(f"c{number}/1" for number in range(7))), listing("c0/1")
+    assert difference(old, new) == [
+        "-6 images",
+        *(f"class c{number} is missing" for number in range(1, 6)),
+        "and 1 more",
+    ]
+
+
+def test_listing_survives_encoding() -> None:
+    old = listing("cat/1", "pug/\udcff")
+    assert DataListing.from_bytes(old.to_bytes()) == old
+
+
+@pytest.mark.parametrize(
+    "data", [None, b"", b"x", b"x\x9c", DataListing().to_bytes()[:-3], DataListing().to_bytes()[:-9]]
+)
+def test_damaged_listing_is_none(data: bytes | None) -> None:
+    assert DataListing.from_bytes(data) is None
+
+
+def test_digest_depends_on_params_and_not_on_the_number_of_ranks(tmp_path: Path) -> None:
+    first = config_digest(resolved(tmp_path, params={"epochs": 3}))
+    assert first == config_digest(resolved(tmp_path, params={"epochs": 3}, cluster={"ranks": 7}))
+    assert first != config_digest(resolved(tmp_path, params={"epochs": 4}))
+
+
+def test_code_digest_is_that_of_the_python_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def main(ctx): ...")
+    config = resolved(tmp_path, workload="mine:main")
+    first = code_digest(config)
+    (tmp_path / "data.csv").write_text("1")
+    assert code_digest(config) == first != ""
+    (tmp_path / "helper.py").write_text("x = 1")
+    assert code_digest(config) != first
+    assert code_digest(resolved(tmp_path)) == ""

@@ -1,13 +1,34 @@
-"""The deadline of a start."""
+"""A retraining: its output, its runs and its end."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import os
 import queue
 import signal
 import time
+from pathlib import Path
+
+import pytest
 
 from ddptrain.driver.control.signals import signals_to
+from ddptrain.errors import UsageError
+from ddptrain.model_registry.records import RegistryDamaged, VersionRecord
+from ddptrain.model_registry.registry import ModelRegistry
+from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord, RetrainRecords, RetrainStatus, Stage
+from ddptrain.results.layout import RunLayout
+from ddptrain.results.run_record import RunRecord
+from ddptrain.retrain.clean_up import clean_up, protected_runs
+from ddptrain.retrain.evaluation import Evaluation
+from ddptrain.retrain.promotion import scores_text
 from ddptrain.retrain.retraining import Deadline
+from ddptrain.retrain.script_output import output_state, read_metrics
+from ddptrain.retrain.start import StageOutput
+
+# --- The deadline of a start ---
+
 
 PATIENCE_S = 30.0
 
@@ -40,3 +61,188 @@ def test_signal_that_nobody_has_handled_reaches_an_inner_receiver() -> None:
         with signals_to(queue.SimpleQueue()) as inner:
             assert inner.taken == [signal.SIGTERM]
         assert outer.taken == [signal.SIGTERM]
+
+
+# --- The clean-up deletes old versions and runs, and leaves what any model uses ---
+
+
+def put(run_id: str, day: int, status: str = "succeeded", name: str = "pets") -> None:
+    layout = RunLayout(Path("runs") / run_id)
+    layout.root.mkdir(parents=True)
+    record = RunRecord(run_id=run_id, name=name, status=status, started_at=f"2025-01-{day:02}T00:00:00.000Z")
+    layout.run_json.write_text(record.to_json())
+
+
+def test_versions_and_runs_beyond_keep_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    registry = ModelRegistry.open("models")
+    for day in range(1, 9):
+        put(f"run-{day}", day)
+        put(f"bad-{day}", day, "failed")
+        record = VersionRecord("", 0, "", f"run-{day}", "petnames", 1, {}, ())
+        registry.promote("names", registry.add_version("names", {"w": b"w" * 100}, record).version)
+    put("other", 1, name="dogs")
+    other = registry.add_version("others", {"w": b"w"}, VersionRecord("", 0, "", "run-1", "petnames", 1, {}, ()))
+    registry.pin("others", other.version, pinned=True)
+
+    report = clean_up(registry, "names", 3, "runs", "pets")
+    assert report.versions.removed == (1, 2, 3, 4, 5) and report.versions.kept.keys() == {6, 7, 8}
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "bad-8",
+        "other",
+        "run-1",
+        *(f"run-{n}" for n in range(3, 9)),
+    ]
+    deleted = [*(f"bad-{n}" for n in range(1, 8)), "run-2"]
+    assert sorted(report.as_dict()["runs"]) == deleted
+    assert report.summary.startswith("5 versions and 8 runs deleted, ") and report.freed_bytes > 300
+    again = clean_up(registry, "names", 3, "runs", "pets")
+    assert again.summary == "0 versions and 0 runs deleted, 0 B freed"
+
+
+# --- What a user, or a program, sees of the stages ---
+
+
+def test_lines_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    out = StageOutput(as_json=False)
+    out.stage(Stage.LOCK, "model names in models")
+    out.notice("two\nlines \x1b[31mred")
+    out.end("retrain names promoted: version 1", {})
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[:2] == ["ddptrain: lock: model names in models", "ddptrain: two"]
+    assert "\x1b" not in shown.err
+    assert shown.out == "retrain names promoted: version 1\n"
+
+
+def test_last_object_contains_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    out = StageOutput(as_json=True)
+    out.stage(Stage.LOCK, "model names in models", continued=False)
+    out.stage(Stage.GATE, "rejected", conditions=(GateOutcome("val/loss", False, "NaN", float("nan")),))
+    out.end("unused", {"status": "rejected", "exit_code": 7})
+    *stages, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["event"], each["stage"]) for each in stages] == [("retrain_stage", "lock"), ("retrain_stage", "gate")]
+    assert last["event"] == "retrain_finished" and last["exit_code"] == 7
+    assert [each["stage"] for each in last["stages"]] == ["lock", "gate"]
+    assert last["stages"][1]["conditions"] == [
+        {"metric": "val/loss", "passed": False, "reason": "NaN", "candidate": None, "champion": None}
+    ]
+
+
+# --- The runs of versions in use, and of an unfinished retraining, are protected from cleanups ---
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> ModelRegistry:
+    registry = ModelRegistry.open(str(tmp_path / "models"))
+    for number in range(1, 6):
+        record = VersionRecord("", 0, "", f"run-{number}", "petnames", 1, {}, ())
+        registry.add_version("names", {"weights": b"w"}, record)
+    return registry
+
+
+def put_protected_runs(registry: ModelRegistry, run_id: str, status: RetrainStatus, **fields: object) -> None:
+    records = RetrainRecords(registry.folder, "names")
+    made = records.create(RetrainRecord(0, "names", "2025-01-01T00:00:00Z", run_id))
+    records.update(dataclasses.replace(made, status=status, **fields))  # type: ignore[arg-type]
+
+
+def test_runs_of_versions_with_an_alias_or_a_pin_are_protected(registry: ModelRegistry) -> None:
+    assert protected_runs(registry) == {}
+    registry.promote("names", 1)
+    registry.promote("names", 2)
+    registry.set_alias("names", "staging", 3)
+    registry.pin("names", 3, pinned=True)
+    registry.pin("names", 4, pinned=True)
+    assert protected_runs(registry) == {
+        "run-1": "previous of names",
+        "run-2": "champion of names",
+        "run-3": "staging, pinned of names",
+        "run-4": "pinned of names",
+    }
+
+
+@pytest.mark.parametrize("status", list(RetrainStatus))
+def test_run_of_an_unfinished_retraining_is_protected(registry: ModelRegistry, status: RetrainStatus) -> None:
+    put_protected_runs(registry, "night", status)
+    continues = status in {"running", "deadline", "interrupted"}
+    assert protected_runs(registry) == ({"night": "retraining 1 of names is not finished"} if continues else {})
+
+
+def test_run_that_failed_after_its_training_is_protected_until_another_retraining(registry: ModelRegistry) -> None:
+    put_protected_runs(registry, "trained", RetrainStatus.FAILED, stage=Stage.TRAIN, exit_code=1)
+    assert protected_runs(registry).keys() == {"trained"}
+    put_protected_runs(registry, "given-up", RetrainStatus.ABANDONED)
+    assert protected_runs(registry).keys() == {"trained"}
+    put_protected_runs(registry, "newer", RetrainStatus.PROMOTED)
+    assert protected_runs(registry) == {}
+
+
+def test_runs_of_all_running_retrainings_are_protected(registry: ModelRegistry) -> None:
+    put_protected_runs(registry, "one", RetrainStatus.RUNNING)
+    put_protected_runs(registry, "two", RetrainStatus.RUNNING)
+    put_protected_runs(registry, "done", RetrainStatus.REJECTED)
+    assert protected_runs(registry).keys() == {"one", "two"}
+
+
+def test_damaged_registry_is_an_error_so_that_nothing_is_deleted(registry: ModelRegistry, tmp_path: Path) -> None:
+    registry.promote("names", 1)
+    for file in (tmp_path / "models/names/history").iterdir():
+        file.write_text("{")
+    with pytest.raises(RegistryDamaged, match="is damaged"):
+        protected_runs(registry)
+
+
+def test_no_registry_protects_nothing(tmp_path: Path) -> None:
+    assert protected_runs(ModelRegistry.open(str(tmp_path / "none"))) == {}
+
+
+# --- The metrics that a script writes ---
+
+
+def test_metrics_of_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.json"
+    path.write_text('{"val/loss": 2.5, "steps": 3, "broken": NaN}')
+    found = read_metrics(path)
+    assert found["val/loss"] == 2.5 and found["steps"] == 3.0 and math.isnan(found["broken"])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("[1]", r'must have names and numbers, such as \{"val/loss": 2.1\}, not \[1\]'),
+        ('{"a": "b"}', "must have names and numbers"),
+        ('{"a": true}', "must have names and numbers"),
+        ('{"a": null}', "must have names and numbers"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_file_that_has_no_metrics(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "metrics.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=problem):
+        read_metrics(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*: No such file"):
+        read_metrics(tmp_path / "metrics.json")
+
+
+def test_scores_in_one_line() -> None:
+    scores = Evaluation({"candidate": {"b": 2.0, "a": 0.123456}, "champion": {"b": 3.0}}, notes=("noted",))
+    assert scores_text(scores) == "a 0.1235, b 2 (champion 3); noted"
+    assert scores_text(Evaluation({"candidate": {}})) == "no metrics"
+
+
+def test_state_of_an_output_changes_when_it_is_written_again(tmp_path: Path) -> None:
+    assert output_state(str(tmp_path / "nothing")) == ""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    file = folder / "model.bin"
+    file.write_bytes(b"weights")
+    before = output_state(str(folder))
+    assert before == output_state(str(folder)) == output_state(str(file)) != ""
+    os.utime(file, ns=(1, 1))
+    assert output_state(str(folder)) not in ("", before)

@@ -77,8 +77,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
     with Web(("127.0.0.1", 0), Handler) as server:
         server.asked, server.headers, server.over = [], [], threading.Event()
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -110,10 +114,12 @@ def test_progress_and_a_line_are_told(web: Web, tmp_path: Path) -> None:
     assert said == [f"fetching {web.url}/a to {tmp_path / 'a'}"]
 
 
+@pytest.mark.usefixtures("no_pause")
 def test_server_that_fails_for_a_moment_is_asked_again(web: Web, tmp_path: Path) -> None:
     assert fetched(f"{web.url}/flaky", tmp_path / "a").read_bytes() == CONTENT
 
 
+@pytest.mark.usefixtures("no_pause")
 @pytest.mark.parametrize(
     ("path", "said", "asked"), [("/missing", "answers 404", 1), ("/broken", "answers 503", 3), ("/short", "ended", 3)]
 )

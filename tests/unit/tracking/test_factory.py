@@ -1,14 +1,17 @@
-"""From the configuration to the trackers of a rank: which there are, what they are told, and what absent ones say."""
+"""Trackers: their names, items, files and goals."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import importlib.util
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -22,9 +25,15 @@ from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
+from ddptrain.tracking import items
 from ddptrain.tracking.factory import load, start_trackers
 from ddptrain.tracking.items import Checkpoint, Model, Numbers
+from ddptrain.tracking.metric_goals import goal_of
+from ddptrain.tracking.temp_files import SharedFiles, TempFolder, link_or_copy
 from tests.unit.specs import make_spec
+
+# --- From the configuration to the trackers of a rank: which there are, what they are told, and what absent ---
+
 
 MODULE = """
 import pathlib
@@ -202,3 +211,94 @@ def test_process_is_not_forked_in_the_middle_of_a_trackers_import(
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     manager.end("finished")
     manager.wait()
+
+
+# --- What several trackers, each in its thread, are handed at once ---
+
+
+@pytest.mark.parametrize("kind", get_args(items.Item))
+def test_items_can_not_be_changed_by_the_trackers_that_share_them(kind: Any) -> None:
+    made = object.__new__(kind)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.time_ns = 1
+
+
+def test_item_says_where_in_the_training_it_belongs() -> None:
+    image = items.Image(1, "examples", Path("a.png"), "a cat", 5)
+    table = items.Table(1, "predictions", ("image", "score"), ((image, 0.5),), 5)
+    assert table.rows[0][0] == image
+    assert (image.step, table.step, items.Numbers(1, {}).step) == (5, 5, None)
+
+
+# --- Whether a higher or a lower value of a metric is better ---
+
+
+@pytest.mark.parametrize(
+    ("name", "goal"),
+    [
+        ("train/loss", "min"),
+        ("val_loss", "min"),
+        ("val/accuracy", "max"),
+        ("val/top5", "max"),
+        ("train/learning_rate", ""),
+        ("samples_per_s", ""),
+        ("glossary", ""),
+    ],
+)
+def test_best_is_known_from_the_name(name: str, goal: str) -> None:
+    assert goal_of(name) == goal
+
+
+def test_checkpoints_metric_is_best_as_the_configuration_says() -> None:
+    assert goal_of("val/loss", "val/loss", "max") == "max"
+
+
+# --- Files that trackers share: they outlive the original, and are deleted after the last reader ---
+
+
+def test_files_are_deleted_by_the_last_reader_only(tmp_path: Path) -> None:
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.write_bytes(b"x")
+    folder.mkdir()
+    (folder / "inside").write_bytes(b"y")
+    files = SharedFiles([file, folder, tmp_path / "gone"], readers=2)
+    files.release()
+    assert file.exists() and folder.exists()
+    files.release()
+    assert not file.exists() and not folder.exists()
+
+
+def test_added_file_keeps_its_content_and_has_its_suffix_or_another(tmp_path: Path) -> None:
+    original = tmp_path / "image-1.tmp"
+    original.write_bytes(b"pixels")
+    temp = TempFolder(tmp_path / "temp")
+    same, other = temp.add(original), temp.add(original, ".png")
+    assert (same.name, other.name) == ("0.tmp", "1.png")
+    assert other.stat().st_ino == original.stat().st_ino, "a hard link costs nothing"
+    original.unlink()
+    assert same.read_bytes() == other.read_bytes() == b"pixels"
+    temp.delete()
+    assert not (tmp_path / "temp").exists()
+
+
+def test_added_folder_has_all_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "model").write_bytes(b"weights")
+    added = TempFolder(tmp_path / "temp").add(tmp_path / "step-1")
+    assert [(path.name, path.read_bytes()) for path in added.iterdir()] == [("model", b"weights")]
+
+
+def test_file_system_without_hard_links_gets_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "a").write_bytes(b"x")
+    link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == b"x"
+    assert (tmp_path / "b").stat().st_ino != (tmp_path / "a").stat().st_ino
+
+
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        TempFolder(tmp_path / "temp").add(tmp_path / "missing")

@@ -15,7 +15,6 @@ import pytest
 
 from ddptrain.clusters.security import make_tls
 from ddptrain.worker import driver_calls
-from ddptrain.worker.__main__ import main
 from ddptrain.worker.rank_server_client import RankServerLost
 from tests.unit.worker.daskbench import DaskBench, Driver, ended, until_gone
 from tests.unit.worker.stubs import Bench, until
@@ -264,9 +263,3 @@ def test_files_outside_of_the_scratch_folder_are_not_read(dask: DaskBench) -> No
         assert token.decode() == driver.about["ours"]["token"]
         with pytest.raises(PermissionError, match="outside of the scratch folder"):
             driver.call(driver_calls.read_spool, driver.run_id, f"{scratch}/../../../etc/passwd", 0, 10, worker="ours")
-
-
-def test_scheduler_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "--scheduler --scheduler-file is required" in capsys.readouterr().err

@@ -14,13 +14,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from ddptrain.errors import UsageError
 from ddptrain.protocol import events
-from ddptrain.rank.checkpoint.files import Resumed
-from ddptrain.workloads.data_shards import EpochProgress
 from ddptrain.workloads.petnames import train as workload
 from ddptrain.workloads.petnames.model import CharacterModel, ModelConfig
 from tests.unit.rank.test_context import Rank
@@ -119,80 +116,8 @@ def test_rate_of_an_epoch_is_of_its_own_names(run: Run, monkeypatch: pytest.Monk
     assert run.train()["samples_per_s"] == [3.5, 1.75]
 
 
-def test_checkpoints_have_the_part_of_the_epoch_that_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved: list[dict[str, Any]] = []
-    written: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(run._rank.context, "checkpoint", lambda **what: saved.append(what))
-    monkeypatch.setattr(workload, "log_generated_names", lambda ctx, model, *given: written.append(given))
-    monkeypatch.setattr(workload, "CharacterModel", Constant)
-    run.train(batch_size=2, val_fraction=0.3, seed=5, learning_rate=1e-12)
-    assert [(one["step"], one["epoch"], one["last"]) for one in saved] == [
-        *((1, pytest.approx(1 / 3), False), (2, pytest.approx(2 / 3), False), (3, 1, False)),
-        *((4, pytest.approx(4 / 3), False), (5, pytest.approx(5 / 3), False), (6, 2, True)),
-    ]
-    assert [one["taken"] for one in saved] == [[[1, 1]], [[1, 2]], [], [[1, 1]], [[1, 2]], []]
-    assert [one["rank_state"]["samples"] for one in saved] == [2, 3, 5, 7, 9, 10]
-    assert [set(one["metrics"]) for one in saved] == [set(), set(), {"train/loss", "val/loss"}] * 2
-    assert saved[2]["metrics"]["train/loss"] == pytest.approx(math.log(31))
-    assert saved[-1]["model_config"]["hidden_size"] == 4 and saved[0]["begun"] == 0.0
-    assert {type(saved[0][name]) for name in ("model", "optimizer")} == {DistributedDataParallel, AdamW}
-    assert [one["rank_state"]["n_targets"] for one in [*saved[:3], saved[-1]]] == [9, 14, 21, 21]
-    assert written == [({*NAMES}, 16, 5, 6)]
-
-
-def test_run_begins_with_the_weights_that_are_named_and_reports_its_progress(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[Any] = []
-
-    def begin(ctx: Any, model: CharacterModel, name: str) -> None:
-        begun.append((ctx, name))
-        torch.manual_seed(3)
-        twin = CharacterModel(model.config).state_dict()
-        assert all(torch.equal(value, twin[name]) for name, value in model.state_dict().items())
-
-    progressed: list[tuple[float, float, str]] = []
-    context = run._rank.context
-    monkeypatch.setattr(workload, "_begin_with_weights", begin)
-    monkeypatch.setattr(context, "progress", lambda done, total, *, unit: progressed.append((done, total, unit)))
-    loaded: list[dict[str, Any]] = []
-    monkeypatch.setattr(context, "resume", lambda **into: loaded.append({name: type(into[name]) for name in into}))
-    run.train(weights="model:pets@1", val_fraction=0.3, seed=3)
-    assert loaded == [{"model": CharacterModel, "optimizer": AdamW}]
-    assert begun == [(context, "model:pets@1")]
-    # Two steps, then a validation, in each of two epochs.
-    assert [done for done, _, _ in progressed] == [3, 5, 5, 8, 10, 10]
-    assert {(total, unit) for _, total, unit in progressed} == {(10, "names")}
-
-
 def test_run_that_holds_out_no_names_has_no_validation(run: Run) -> None:
     assert "val/loss" not in run.train(epochs=1)
-
-
-def going_on(world_size: int, **checkpoint: Any) -> Any:
-    """A trainer of two epochs that were done, and of what a checkpoint has of the third."""
-    trainer: Any = workload.NamesTrainer.__new__(workload.NamesTrainer)
-    trainer._ctx = SimpleNamespace(world_size=world_size, device=torch.device("cpu"))
-    trainer.epochs_done, trainer.rows_per_epoch, trainer.samples = 2, 20, 40
-    trainer._loss_sum, trainer.n_targets = torch.zeros(()), 0
-    data = {"taken": [[2, 5], [3, 4]], "begun": 0.25}
-    trainer._resume_from(Resumed(**{"step": 17, "epoch": 2.75, "data": data, **checkpoint}))
-    return trainer
-
-
-def test_trainer_goes_on_at_the_share_of_an_epoch_with_its_own_sums() -> None:
-    state = {"loss_sum": torch.tensor(3.5), "n_targets": 11, "samples": 54}
-    trainer = going_on(3, rank_state=state)
-    assert (float(trainer._loss_sum), trainer.n_targets, trainer.samples) == (3.5, 11, 54)
-    assert trainer._part == EpochProgress([[2, 5]], 0.25, 4, is_resumed=True)
-
-
-def test_trainer_with_another_number_of_ranks_estimates_its_samples() -> None:
-    trainer = going_on(4)
-    assert (float(trainer._loss_sum), trainer.n_targets, trainer.samples) == (0.0, 0, 55)
-    assert trainer._part == EpochProgress([[2, 5], [3, 4]], 0.75, 0, is_resumed=True)
-    whole = going_on(4, epoch=2.0, data={})
-    assert whole.samples == 40 and whole._part == EpochProgress()
 
 
 def test_gradients_are_clipped_to_the_norm_that_was_asked_for(run: Run) -> None:
@@ -236,18 +161,3 @@ def test_training_begins_with_weights_of_the_same_architecture_and_no_others(
             f"params.weights: names@2 is of another architecture ({names} differ): set input, embedding_size"
         )
     assert torch.equal(model.weight, before)
-
-
-@pytest.mark.parametrize(
-    ("rank", "step", "line"),
-    [
-        (0, 0, "training 9 parameters on 5 names, 2 steps an epoch over 1 rank\n"),
-        (0, 7, "training 9 parameters on 5 names, 2 steps an epoch over 1 rank, continuing after epoch 3, step 7\n"),
-        (1, 7, ""),
-    ],
-)
-def test_rank_0_tells_what_is_trained(rank: int, step: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = SimpleNamespace(unit="names", steps_per_epoch=2, epochs_done=3, step=step)
-    context = SimpleNamespace(rank=rank, world_size=1)
-    workload._greet(cast(Any, context), cast(Any, nn.Linear(2, 3)), cast(Any, [0] * 5), cast(Any, trainer))
-    assert capsys.readouterr().out == line

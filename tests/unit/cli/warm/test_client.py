@@ -87,19 +87,3 @@ def test_without_clusters_the_command_runs_itself(tmp_path: Path) -> None:
         listener.bind(str(tmp_path / "dead" / client.SOCKET))
     assert os.path.exists(tmp_path / "dead" / client.SOCKET)
     assert list(client._connections(str(tmp_path), [])) == []
-
-
-@pytest.mark.parametrize("words", [["--cluster", "b"], ["--cluster=b"]])
-def test_warm_process_of_the_cluster_that_is_named_is_asked_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
-    asked: list[str] = []
-    for name in "abc":
-        (tmp_path / name).mkdir()
-
-    def connected(folder: str) -> None:
-        asked.append(os.path.basename(folder))
-
-    monkeypatch.setattr(client, "_connected", connected)
-    assert list(client._connections(str(tmp_path), ["train", "x.yaml", *words])) == []
-    assert asked == ["b", "a", "c"]

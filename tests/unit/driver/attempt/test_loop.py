@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +23,8 @@ from ddptrain.driver.failure.fault import FaultKind
 from ddptrain.driver.failure.watchdog import new_watchdog
 from ddptrain.driver.inbox import Inbox
 from ddptrain.driver.output import RankOutput
-from ddptrain.driver.ranks import AttemptEnd, Rank, RankPlace
+from ddptrain.driver.ranks import Rank, RankPlace
 from ddptrain.driver.recorder import Recorder
-from ddptrain.driver.transfer.transfer_queue import Transfer
 from ddptrain.protocol import events, worker_notices
 from ddptrain.protocol.commands import Command
 from ddptrain.protocol.rank_spec import RankSpec
@@ -229,59 +228,3 @@ def test_command_to_save_does_not_wait_for_bytes_of_a_host_that_is_cut_off(
     attempt.run()
     assert group.told == [Command.PREEMPT] and group.in_time == [True]
     assert writer.layout.log(1).read_bytes() == b"line"  # and its exit is handled after its last bytes
-
-
-class StubTransfer:
-    """A queue with one transfer, which moves nothing any more after `moves` looks, or is done after `looks`."""
-
-    def __init__(self, moves: int, looks: int, meanwhile: Callable[[], None]) -> None:
-        self.pending = [Transfer(0, "checkpoint step-1", Path)]
-        self.given_up = False
-        self.looked, self._moves, self._looks, self._meanwhile = 0, moves, looks, meanwhile
-
-    @property
-    def silent_s(self) -> float:
-        self.looked += 1
-        if self.looked == self._looks:
-            self._meanwhile()
-        return 0.0 if self.looked < self._moves else 1e6
-
-    def give_up(self) -> None:
-        self.given_up = True
-
-
-def drained(
-    tmp_path: Path, writer: RunWriter, display: Display, moves: int, looks: int, *meanwhile: messages.Message
-) -> tuple[StubTransfer, AttemptEnd]:
-    """Run an attempt whose last checkpoint is transferred when all ranks have ended."""
-
-    def put() -> None:
-        for each in meanwhile:
-            attempt.inbox.put(each)
-
-    transfer = StubTransfer(moves, looks, put)
-    attempt = attempt_of(2, writer, display, tmp_path / "scratch", transfer=transfer)
-    attempt.attempt.transfers = 1
-    return transfer, attempt.run()
-
-
-def test_attempt_waits_for_the_last_checkpoint_while_bytes_move(
-    tmp_path: Path, writer: RunWriter, display: Display
-) -> None:
-    stored = messages.ArtifactStored(0, "there", 1)
-    transfer, end = drained(tmp_path, writer, display, 99, 5, stored)
-    assert transfer.looked >= 5 and end.finished and end.fault is None and not transfer.given_up
-
-
-def test_transfer_that_moves_nothing_is_a_fault(tmp_path: Path, writer: RunWriter, display: Display) -> None:
-    transfer, end = drained(tmp_path, writer, display, 3, 99)
-    assert end.fault is not None and end.fault.kind is FaultKind.RESULTS and transfer.given_up
-    assert end.fault.line == "checkpoint step-1 could not be saved: no byte was moved for 600 s"
-
-
-def test_second_signal_ends_the_wait_for_the_last_checkpoint(
-    tmp_path: Path, writer: RunWriter, display: Display
-) -> None:
-    signals = [messages.SignalReceived(signal.SIGINT)] * 2
-    transfer, end = drained(tmp_path, writer, display, 99, 2, *signals)
-    assert (end.unsaved, end.fault, transfer.given_up) == ("checkpoint step-1", None, True)

@@ -1,4 +1,4 @@
-"""A detached driver tells that its run has begun, or why not; nobody waits for ever, and nothing is left."""
+"""Detached drivers, and the requests that they are given."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import psutil
 import pytest
 
 from ddptrain.driver.control import detach
-from ddptrain.driver.control.detach import Begun, EndedEarly, start_detached
-from ddptrain.errors import ClusterError
+from ddptrain.driver.control.detach import Begun, EndedEarly, LaunchRequest, read_launch_request, start_detached
+from ddptrain.errors import ClusterError, UsageError
 from ddptrain.results.layout import RunLayout
+
+# --- A detached driver tells that its run has begun, or why not; nobody waits for ever, and nothing is left ---
+
 
 _READY = """
 import sys
@@ -154,3 +158,57 @@ def test_driver_reads_its_request_and_the_end_of_stdin_if_it_does_not_begin(
     process, ended = detach.start_ordered(["train"], request_line, deadline_s=60.0)
     assert ended == EndedEarly(7, read) and process.returncode == 7
     assert (process.stdin is None) == (not request_line)
+
+
+# --- The request of a program to its driver, read from stdin ---
+
+
+@pytest.fixture
+def stdin() -> Iterator[int]:
+    """The write end of a pipe that takes the place of descriptor 0."""
+    kept = os.dup(0)
+    read, write = os.pipe()
+    os.dup2(read, 0)
+    os.close(read)
+    yield write
+    os.dup2(kept, 0)
+    os.close(kept)
+    os.close(write)
+
+
+def test_request_is_read_as_it_was_sent_and_stdin_stays_open(stdin: int) -> None:
+    request = LaunchRequest({"workload": "m:f", "env": {"A": "b"}}, "/folder", ["params.x=1"], together=False)
+    os.write(stdin, request.to_line())
+    assert read_launch_request() == request
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{}\n", b"[1]\n", b'{"config": 1, "more": 2}\n'])
+def test_anything_else_is_refused(stdin: int, line: bytes) -> None:
+    os.write(stdin, line)
+    with pytest.raises(UsageError, match=r"--ordered is for ddptrain\.launch"):
+        read_launch_request()
+
+
+def test_run_that_goes_together_with_its_program_is_sent_sigterm_when_that_ends(
+    stdin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    sent: list[tuple[int, int]] = []
+
+    def kill(pid: int, signum: int) -> None:
+        sent.append((pid, signum))
+        ended.set()
+
+    monkeypatch.setattr(os, "kill", kill)
+    writer = threading.Thread(target=os.write, args=(stdin, LaunchRequest(None, "/f", [], together=True).to_line()))
+    writer.start()
+    assert read_launch_request().together
+    writer.join()
+    (watching,) = [thread for thread in threading.enumerate() if thread.name == "ddptrain-program"]
+    assert watching.daemon and sent == []
+    os.write(stdin, b"noise")  # does not matter
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stdin)  # closes the only write end of the pipe
+    os.close(null)
+    watching.join(60)
+    assert ended.is_set() and sent == [(os.getpid(), signal.SIGTERM)]

@@ -1,17 +1,26 @@
-"""The rows below the log of a live display: ranks in lockstep have one, every fact fits the terminal."""
+"""Rates, lines in a pipe, and rows below the log of a live display."""
 
 from __future__ import annotations
 
+import io
+import math
 import time
+from collections.abc import Callable
 
 import pytest
 
 from ddptrain.driver.display import output_api
 from ddptrain.driver.display.live import Row, RunRows
+from ddptrain.driver.display.log_tail import RankLine
+from ddptrain.driver.display.output_stream import Stream
+from ddptrain.driver.display.plain import PlainRenderer
+from ddptrain.driver.display.run_facts import Pace
 from ddptrain.driver.display.terminal import RED
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.results.run_record import BestRecord
 from ddptrain.text_tables import columns_of
+
+# --- The rows below the log of a live display: ranks in lockstep have one, every fact fits the terminal ---
 
 
 def text_of(row: Row) -> str:
@@ -170,3 +179,148 @@ def test_status_row_has_the_facts_that_fit_the_most_important_ones_first() -> No
     assert "| 1 restart |" in drawn(rows)[-1] and "epoch" not in drawn(rows)[-1]
     rows.handle(output_api.DriverStatus("stopping: saving a checkpoint (again: at once)", announced=True))
     assert drawn(rows, 59)[-1].startswith("stopping: saving a checkpoint (again: at once) | 1:05")
+
+
+# --- In a pipe, a workload that only logs numbers is seen to advance ---
+
+
+@pytest.fixture
+def plain() -> tuple[PlainRenderer, Callable[[], list[str]]]:
+    err = io.StringIO()
+    renderer = PlainRenderer(Stream(io.StringIO(), lambda: False), Stream(err, lambda: False), colour=False)
+
+    def shown() -> list[str]:
+        text = err.getvalue()
+        err.seek(0)
+        err.truncate()
+        return text.splitlines()
+
+    return renderer, shown
+
+
+def test_line_after_each_minute_without_one_if_there_is_anything_new(
+    plain: tuple[PlainRenderer, Callable[[], list[str]]],
+) -> None:
+    renderer, shown = plain
+    renderer.refresh(0.0)
+    for second in (0, 1):
+        renderer.handle(output_api.RankProgress(0, Progress(second * 10**9, 40.0 * second, 400.0, "images")))
+    renderer.refresh(59.0)
+    assert shown() == []
+    renderer.refresh(60.0)
+    assert shown() == ["ddptrain: 40 images, 40 images/s, ETA 0:09"]
+    renderer.refresh(200.0)
+    assert shown() == []  # nothing new
+    renderer.handle(output_api.RankMetrics(0, Metrics(2 * 10**9, {"train/loss": 0.25}, 7)))
+    renderer.log([0], [RankLine("a line")])
+    renderer.refresh(201.0)
+    renderer.refresh(260.0)
+    assert shown() == []  # a minute after the line that a rank has printed
+    renderer.refresh(261.0)
+    assert shown() == ["ddptrain: step 7, train/loss 0.25, 40 images/s, ETA 0:09"]
+
+
+def test_many_epochs_have_a_line_every_10_seconds(plain: tuple[PlainRenderer, Callable[[], list[str]]]) -> None:
+    renderer, shown = plain
+    for epoch in range(1, 1002):  # one each second
+        renderer.handle(output_api.RankMetrics(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch)))
+        renderer.refresh(float(epoch))
+    lines = shown()
+    assert lines[0].startswith("ddptrain: epoch 1, step 1, loss 1") and len(lines) == 100 + 90
+
+
+def test_epoch_that_a_rank_has_printed_is_not_shown_again(
+    plain: tuple[PlainRenderer, Callable[[], list[str]]],
+) -> None:
+    renderer, shown = plain
+    for epoch in range(1, 5):
+        renderer.handle(output_api.RankMetrics(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch - 0.5)))
+        renderer.refresh(float(epoch))
+        renderer.log([0], [RankLine(f"Epoch {epoch}: 1.0"), RankLine("something else")])
+    renderer.handle(output_api.RankEnded(0, ok=True))
+    renderer.refresh(9.0)
+    assert shown() == []
+
+
+def test_line_of_an_epoch_has_no_values_of_the_next(plain: tuple[PlainRenderer, Callable[[], list[str]]]) -> None:
+    renderer, shown = plain
+    for rank, epoch, loss in ((0, 1, 0.5), (1, 1, 0.7), (1, 2, 9.0), (0, 2, 0.3), (0, 3, 0.2)):
+        event = Metrics(epoch * 10**9, {"loss": loss}, epoch, epoch)
+        renderer.handle(output_api.RankMetrics(rank, event))
+        renderer.refresh(float(epoch))
+    first, second = shown()
+    assert "epoch 1, step 1, loss 0.6" in first
+    assert "epoch 2, step 2, loss 4.65" in second
+
+
+# --- The rate is smooth, and what is unknown is not invented ---
+
+
+def pace_of(*points: tuple[float, float], total: float | None = 100.0) -> Pace:
+    pace = Pace()
+    for time_s, done in points:
+        pace.update(Progress(int(time_s * 1e9), done, total, "samples"))
+    return pace
+
+
+def test_steady_progress_has_its_rate_and_eta() -> None:
+    pace = pace_of((0, 0), (1, 10), (2, 20), (4, 40))
+    assert pace.rate == pytest.approx(10)
+    assert pace.eta_s == pytest.approx(6)
+    assert pace.fraction == pytest.approx(0.4)
+
+
+def test_rate_follows_a_change_slowly() -> None:
+    pace = pace_of((0, 0), (10, 100), (11, 120), total=1000)
+    assert pace.rate == pytest.approx(11.81269)  # 10 + (1 - e^(-1/5)) * (20 - 10)
+
+
+def test_one_event_has_no_rate() -> None:
+    assert (pace_of((0, 5)).rate, pace_of((0, 5)).eta_s) == (None, None)
+
+
+def test_progress_that_starts_again_starts_its_rate_again() -> None:
+    assert pace_of((0, 0), (1, 50), (2, 0)).rate is None
+
+
+def test_clock_that_stands_or_goes_back_does_no_harm() -> None:
+    assert pace_of((5, 0), (5, 10), (4, 20)).rate is None
+
+
+def test_unknown_total_has_neither_fraction_nor_eta() -> None:
+    pace = pace_of((0, 0), (1, 10), total=None)
+    assert (pace.fraction, pace.eta_s, pace.rate) == (None, None, 10)
+
+
+@pytest.mark.parametrize("total", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_total_is_no_total(total: float) -> None:
+    assert pace_of((0, 1), total=total).fraction is None
+
+
+def test_impossible_done_is_left_out() -> None:
+    assert pace_of((0, 10), (1, math.nan)).done == 10
+
+
+def test_more_than_all_is_all() -> None:
+    pace = pace_of((0, 0), (1, 300))
+    assert (pace.fraction, pace.eta_s) == (1.0, 0.0)
+
+
+def test_less_than_nothing_is_nothing() -> None:
+    assert pace_of((0, -5)).fraction == 0.0
+
+
+def test_other_unit_starts_a_new_rate() -> None:
+    pace = pace_of((0, 0), (1, 10))
+    pace.update(Progress(2 * 10**9, 20.0, 100.0, "batches"))
+    assert (pace.rate, pace.unit, pace.done) == (None, "batches", 20.0)
+    pace.update(Progress(3 * 10**9, 25.0, 100.0, "batches"))
+    assert pace.rate == 5.0
+
+
+def test_progress_that_stands_still_lowers_the_rate() -> None:
+    assert pace_of((0, 0), (10, 100), (15, 100)).rate == pytest.approx(3.678794)  # 10 * e^-1
+
+
+def test_time_since_the_newest_event_counts() -> None:
+    assert pace_of((0, 0), (4, 40), (2, 40), (5, 50)).rate == pytest.approx(10)

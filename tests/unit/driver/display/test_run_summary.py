@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ddptrain.driver.display.run_summary import evaluation_lines, last_event, past_run_event, summary_lines
 from ddptrain.driver.failure.run_end import RunEnd
 from ddptrain.errors import ExitCode
+from ddptrain.protocol.events import Metrics
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import AttemptRecord, BestRecord, FailureRecord, RunRecord, RunStatus
@@ -71,26 +71,19 @@ def test_time_of_all_parts_is_told_and_that_of_the_last(tmp_path: Path) -> None:
     ],
 )
 def test_last_metrics_have_four_digits_or_all_before_the_point(tmp_path: Path, value: float, text: str) -> None:
-    record = RunRecord(
-        last_metrics={"loss": value, "acc": 0.5, "gone": None}, best=BestRecord("acc", "max", 0.98765, 7)
-    )
-    writer: Any = SimpleNamespace(record=record, layout=RunLayout(tmp_path / "r"), run_id="r")
-    told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
-    assert told[1:3] == [f"  last    acc 0.5, loss {text}", "  best    acc 0.9877 at step 7"]
+    with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
+        writer.add_metrics([Metrics(1, {"loss": value, "acc": 0.5, "gone": math.nan})], 0)
+        writer.update(best=BestRecord("acc", "max", 0.98765, 7))
+        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
+    assert told[1:3] == [f"  last    acc 0.5, gone nan, loss {text}", "  best    acc 0.9877 at step 7"]
 
 
 def test_twenty_of_many_metrics_are_told(tmp_path: Path) -> None:
-    writer: Any = SimpleNamespace(layout=RunLayout(tmp_path / "r"), run_id="r")
     for count, more in ((20, ""), (1_500, ", and 1,480 more")):
-        writer.record = RunRecord(last_metrics={f"k{number:04}": 1.0 for number in range(count)})
-        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
+        with RunWriter.create(tmp_path, f"r{count}", "name", "", "workload") as writer:
+            writer.add_metrics([Metrics(1, {f"k{number:04}": 1.0 for number in range(count)})], 0)
+            told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
         assert told[1].endswith(f", k0019 1{more}")
-
-
-def test_time_of_a_run_without_attempts_is_not_told(tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
-        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
-    assert told == ["run r succeeded after 1.0 s", f"  results {tmp_path / 'r'}"]
 
 
 @pytest.mark.parametrize(("ranks", "on"), [(0, ""), (2, " on 2 ranks")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import queue
@@ -18,7 +17,6 @@ import pytest
 
 from ddptrain.clusters.scheduler.slots import Slot
 from ddptrain.driver.ranks import RankPlace
-from ddptrain.driver.transfer import inputs_process
 from ddptrain.driver.transfer.inputs import CONTENTS, RunInputs
 from ddptrain.driver.workers import Workers
 from ddptrain.errors import ClusterError, ExitCode, UsageError
@@ -185,62 +183,3 @@ def test_a_worker_that_sees_another_file_system_gets_a_copy(tmp_path: Path, begu
     assert Path(copy).is_relative_to(tmp_path / "far" / "w2")
     for name in ("list.json", "more.bin", CONTENTS):
         assert (Path(copy) / name).read_bytes() == (Path(own) / name).read_bytes()
-
-
-# --- the process itself ---
-
-
-class Ended(BaseException):
-    """The process has ended, with this status."""
-
-
-class Sent(io.StringIO):
-    """What a reader has got: only what was flushed."""
-
-    got = ""
-
-    def flush(self) -> None:
-        self.got = self.getvalue()
-
-
-@pytest.fixture
-def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls of os and threading in the process, whose messages go to the first of these."""
-    sent = Sent()
-    calls: list[Any] = [sent]
-
-    def thread(**options: Any) -> Any:
-        calls.append(options)
-        return SimpleNamespace(start=lambda: calls.append("watches stdin"))
-
-    def leave(status: int) -> None:
-        raise Ended(status)
-
-    def opened(descriptor: int, mode: str, **options: str) -> Sent:
-        calls.append((descriptor, mode))
-        return sent
-
-    fake = SimpleNamespace(
-        dup=lambda number: 70 + number, dup2=lambda *both: calls.append(both), fdopen=opened, _exit=leave
-    )
-    monkeypatch.setattr(inputs_process, "os", fake)
-    monkeypatch.setattr(inputs_process, "threading", SimpleNamespace(Thread=thread))
-    return calls
-
-
-def test_bug_of_a_workload_is_sent_with_its_traceback(monkeypatch: pytest.MonkeyPatch, descriptors: list[Any]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("{}\n"))
-    with pytest.raises(Ended):
-        inputs_process.main()
-    failed = json.loads(descriptors[0].got)["failed"]
-    assert failed["exit_code"] == 3 and failed["message"].endswith("KeyError: 'target'\n")
-
-
-def test_function_of_a_workload_gets_parameters_folder_and_tell(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    given: list[Any] = []
-    module = SimpleNamespace(fills=lambda *arguments: given.append(arguments))
-    monkeypatch.setitem(sys.modules, "a_workload", cast("Any", module))
-    inputs_process.prepare({"target": "a_workload:fills", "params": {"a": 1}, "folder": str(tmp_path)}, print)
-    assert given == [({"a": 1}, tmp_path, print)]

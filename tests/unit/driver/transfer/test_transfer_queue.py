@@ -39,10 +39,7 @@ def sources() -> dict[int, Source]:
 
 
 @pytest.fixture
-def transfer(
-    writer: RunWriter, inbox: Inbox, sources: dict[int, Source], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TransferQueue]:
-    monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 0.05)
+def transfer(writer: RunWriter, inbox: Inbox, sources: dict[int, Source]) -> Iterator[TransferQueue]:
     made = TransferQueue(writer, CheckpointPolicy(), inbox, sources.__getitem__, max_failures=3)
     yield made
     assert made.close(60)
@@ -54,6 +51,7 @@ class FullDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
         self.left = times
         self._function = getattr(run_checkpoints, name)
+        monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 0.05)
         monkeypatch.setattr(run_checkpoints, name, self)
 
     def __call__(self, *args: Any) -> Any:
@@ -114,8 +112,8 @@ def test_after_a_checkpoint_was_given_up_the_next_ones_are_tried_once(
 def test_run_that_ends_with_an_error_does_not_wait_for_other_tries(
     bring: Any, writer: RunWriter, inbox: Inbox, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 1e6)
     FullDisk(monkeypatch, "_publish", 100)
+    monkeypatch.setattr(transfer_queue, "_MAX_PAUSE_S", 1e6)
     event, folder = stage(1)
     transfer = TransferQueue(writer, CheckpointPolicy(), inbox, lambda rank: Source(folder.parent, None))
     transfer._failures = 3

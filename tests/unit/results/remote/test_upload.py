@@ -218,37 +218,6 @@ def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -
     assert [type(error) for error in kept.losses] == [RunLocked]
 
 
-class CountedPath(type(Path())):  # type: ignore[misc]
-    """A path that counts the folders that are listed."""
-
-    n_listed = 0
-
-    def iterdir(self) -> Iterator[Path]:
-        CountedPath.n_listed += 1
-        return super().iterdir()  # type: ignore[no-any-return]
-
-
-def test_file_that_is_not_due_yet_is_not_looked_at_all_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_upload, "_PASS_EVERY_S", 0.1)
-    root = CountedPath(tmp_path / "a-run")
-    root.mkdir()
-    metrics = root / "metrics.jsonl"
-    metrics.write_text("1\n")
-    store, fs = watched_store()
-    uploads = StoreUpload(store, root)
-    uploads.begin()
-    wait_until(lambda: bool(fs.writes))
-    metrics.write_text("1\n2\n")
-    before, until = CountedPath.n_listed, time.monotonic() + 0.5
-    while time.monotonic() < until:
-        time.sleep(0.05)
-    assert CountedPath.n_listed - before < 50  # about two for each of five passes
-    uploads.close(60.0)
-    assert store.read("metrics.jsonl") == b"1\n2\n"
-
-
 def test_large_log_is_uploaded_less_often(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_upload, "_BYTES_PER_S", 10)
     monkeypatch.setattr(remote_upload, "_FILE_EVERY_S", 0.0)

@@ -1,5 +1,8 @@
+"""Curves, charts and pictures of metrics."""
+
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -7,12 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ddptrain.errors import UsageError
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import AttemptRecord, RunRecord
-from ddptrain.results.show.curves import plot_data, plot_of, whole_plot
+from ddptrain.results.run_record import AttemptRecord, BestRecord, RunRecord
+from ddptrain.results.show.curves import Curve, Panel, Plot, plot_data, plot_of, whole_plot
+from ddptrain.results.show.plot import ChartLine, Style, draw_chart, save_picture, terminal_charts
+
+# --- curves ---
 
 
 def view_of(root: Path, *lines: Mapping[str, object], status: str = "succeeded") -> RunView:
@@ -132,3 +140,145 @@ def test_system_metrics_are_drawn_if_they_are_asked_for(tmp_path: Path) -> None:
     assert (drawn.x_name, drawn.panels[0].curves[0].main) == ("time_s", ([0.0, 2.0], [5.0, 7.0]))
     with pytest.raises(UsageError, match='no metric "system/gpu"'):
         plot_of(view, ["system/gpu"])
+
+
+# --- chart ---
+
+
+def test_a_terminal_gets_dots_and_colours_of_the_same_width() -> None:
+    style = Style(width=60, height=8, unicode=True, colour=True)
+    text = draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1]), ChartLine("b", [0, 1], [1, 0])], style)
+    assert "\x1b[36m" in text and "\x1b[33m" in text
+    assert any(0x2800 < ord(char) < 0x2900 for char in text)
+
+
+def test_without_colour_there_is_no_escape_code() -> None:
+    assert "\x1b" not in draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1])], Style(unicode=True))
+
+
+def test_a_gap_interrupts_the_line() -> None:
+    line = ChartLine("a", [0, 1, 2, 3, 4], [1, 1, math.nan, 1, 1])
+    (row,) = [row for row in draw_chart("t", "x", [line], Style(width=60)).split("\n")[1:-1] if "*" in row]
+    assert "* " in row.rstrip()
+
+
+@pytest.mark.parametrize("y", [[math.nan], [], [math.inf, -math.inf]])
+def test_a_curve_of_no_numbers_says_so(y: list[float]) -> None:
+    assert "no finite values" in draw_chart("t", "x", [ChartLine("a", range(len(y)), y)], Style())
+
+
+@given(
+    st.lists(st.tuples(st.floats(), st.floats()), max_size=30),
+    st.integers(0, 200),
+    st.integers(0, 60),
+    st.booleans(),
+)
+def test_any_numbers_make_a_chart_that_fits(
+    points: list[tuple[float, float]], width: int, height: int, unicode: bool
+) -> None:
+    line = ChartLine("a", [x for x, _ in points], [y for _, y in points])
+    text = draw_chart("t", "x", [line], Style(width, height, unicode))
+    assert all(len(row) <= max(40, width) for row in text.split("\n"))
+
+
+FALLING = [ChartLine("down", [0, 5, 10], [8.0, 2.0, 0.0]), ChartLine("flat", [0, 10], [4.0, 4.0])]
+
+
+def test_ascii_chart_is_drawn_dot_by_dot() -> None:
+    assert draw_chart("loss", "step", FALLING, Style(width=20, height=3)).split("\n") == [
+        "loss",
+        "8 |****",
+        "  |    *****",
+        "4 |ooooooooooooooooooooooooooooooooooooo",
+        "  |                ***********",
+        "0 |                           **********",
+        "  +-------------------------------------",
+        "   0               step               10",
+        "** down",
+        "oo flat",
+    ]
+
+
+def test_unicode_chart_is_drawn_dot_by_dot() -> None:
+    assert draw_chart("loss", "step", FALLING, Style(width=44, height=6, unicode=True)).split("\n") == [
+        "loss",
+        "8 │⠉⠒⠤⣀⡀",
+        "  │    ⠈⠑⠢⠤⣀",
+        "  │         ⠉⠑⠢⢄⣀",
+        "4 │⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠛⠭⢍⡉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉",
+        "  │                  ⠈⠑⠒⠒⠤⠤⠤⢄⣀⣀⣀",
+        "0 │                             ⠉⠉⠉⠒⠒⠒⠢⠤⠤⠤⣀⣀",
+        "  └─────────────────────────────────────────",
+        "   0                 step                 10",
+        "⠤⠤ down",
+        "⠤⠤ flat",
+    ]
+
+
+# --- plot ---
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def plot(tmp_path: Path) -> Plot:
+    layout = RunLayout(tmp_path)
+    lines = [
+        {
+            "time_s": 0,
+            "rank": rank,
+            "step": step,
+            "train/loss": 3 / step + rank,
+            "val/$x$_loss": None if step == 2 else step,
+        }
+        for step in (1, 2, 3)
+        for rank in (0, 1)
+    ]
+    layout.metrics_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return plot_of(RunView(layout, RunRecord(run_id="a_$run", status="failed")))
+
+
+def test_a_picture_is_written_whole(plot: Plot, tmp_path: Path) -> None:
+    out = tmp_path / "plot.png"
+    save_picture(plot, out, BestRecord("train/loss", "min", 1.0, 3))
+    assert out.read_bytes().startswith(PNG)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_name_that_the_font_lacks_gives_no_warning(plot: Plot, tmp_path: Path) -> None:
+    save_picture(dataclasses.replace(plot, run_id="名前"), tmp_path / "plot.png")
+
+
+def test_the_ending_decides_the_format(plot: Plot, tmp_path: Path) -> None:
+    save_picture(plot, tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "<svg" in drawn and "<!-- a_$run  ·  failed -->" in drawn  # each text is a comment, too
+    save_picture(plot, tmp_path / "a")
+    assert (tmp_path / "a").read_bytes().startswith(PNG)
+    with pytest.raises(UsageError, match=r"cannot draw a \.docx file"):
+        save_picture(plot, tmp_path / "a.docx")
+
+
+def test_a_folder_that_is_not_there_is_named(plot: Plot, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no/a\.png: No such file or directory; choose another file with --out"):
+        save_picture(plot, tmp_path / "no" / "a.png")
+
+
+def test_charts_name_each_curve_with_its_last_value(plot: Plot) -> None:
+    text = terminal_charts(plot, Style())
+    assert "train/loss, mean of 2 ranks: 1.5" in text
+    assert "val/$x$_loss: 3" in text
+
+
+def test_legend_of_a_chart_has_the_last_number_that_is_known(plot: Plot) -> None:
+    nan = float("nan")
+    curves = (
+        Curve("a", {0: ([1.0, 2.0], [1.23456, nan])}, ([1.0, 2.0], [1.23456, nan])),
+        Curve("b", {}, ([1.0], [nan])),
+    )
+    text = terminal_charts(Plot("r", "failed", "time_s", (Panel("q", curves), Panel("p\n", curves[:1]))), Style())
+    first, second = text.split("\n\n")
+    assert first.split("\n")[0] == "q" and first.split("\n")[-2:] == ["** a: 1.235", "oo b"]
+    assert second.split("\n")[0] == "p\N{REPLACEMENT CHARACTER}" and "seconds" in second

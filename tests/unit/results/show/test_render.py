@@ -1,3 +1,5 @@
+"""Runs as text and tables."""
+
 from __future__ import annotations
 
 import io
@@ -15,14 +17,16 @@ from ddptrain.results.run_record import (
     DriverRecord,
     FailureRecord,
     GitRecord,
-    RankRecord,
     RunRecord,
 )
 from ddptrain.results.selection import Field, RunFields
 from ddptrain.results.show import render
-from ddptrain.results.show.render import HEADER, print_sections, print_table, rows, run_table, sections
+from ddptrain.results.show.explanation import explain_run
+from ddptrain.results.show.render import HEADER, print_table, rows, run_table, sections
 from ddptrain.results.tracker_records import wandb_parts
 from ddptrain.text_tables import number, plain_sections
+
+# --- render ---
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -183,32 +187,6 @@ def test_profiles_and_changes_of_the_code_are_told_with_their_places(tmp_path: P
     assert about["git"] == f"abc with changes: {tmp_path}/git.diff"
 
 
-def test_only_attempt_of_a_run_is_called_ranks(tmp_path: Path) -> None:
-    record = RunRecord(run_id="r", status="failed", attempts=(AttemptRecord(1, ranks=(RankRecord(0, host="h"),)),))
-    assert dict(sections(RunView(RunLayout(tmp_path), record)))["ranks"] == [("rank 0", "h")]
-
-
-def test_profiles_are_in_the_order_of_their_steps_and_eight_are_shown(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
-    for first in range(9, -1, -1):
-        path = layout.artifacts_dir / f"profile/steps-{first}-{first + 1}/rank-0.pt.trace.json.gz"
-        path.parent.mkdir(parents=True)
-        path.touch()
-    shown = dict(sections(RunView(layout, RunRecord(run_id="r")))[0][1])["profile"].split("\n")
-    assert shown == [
-        f"steps {first} to {first + 1} of 1 rank: artifacts/profile/steps-{first}-{first + 1}" for first in range(8)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("note", "shown"), [("x" * 60, "x" * 60), ("x" * 61, "x" * 57 + "..."), ("first\nsecond", "first")]
-)
-def test_a_note_in_the_table_is_its_first_line_of_at_most_60_characters(tmp_path: Path, note: str, shown: str) -> None:
-    (tmp_path / "annotations.json").write_text(json.dumps({"note": note}))
-    table = run_table([RunFields(RunView(RunLayout(tmp_path), RunRecord(run_id="r")))])
-    assert (table[0][-1], table[1][-1]) == ("NOTE", shown)
-
-
 def test_a_row_has_start_duration_and_ranks(tmp_path: Path) -> None:
     started = {"started_at": "2025-01-01T10:00:00+02:00", "duration_s": 61.0}
     record = RunRecord(run_id="r", status="succeeded", world_size=4, **started)  # type: ignore[arg-type]
@@ -237,15 +215,6 @@ def test_status_is_coloured_on_a_terminal() -> None:
     assert all("\x1b[36m" in printed(status) for status in ("running", "waiting"))
 
 
-def test_sections_on_a_terminal_have_names_and_values_in_columns() -> None:
-    file = io.StringIO()
-    console = Console(file=file, width=40, force_terminal=True, color_system="standard", legacy_windows=False)
-    print_sections([("r-1", [("status", "failed"), ("note", "failed")])], console)
-    first, *lines, last = file.getvalue().splitlines()
-    assert first == "\x1b[1mr-1\x1b[0m" and last == ""
-    assert lines[0].count("\x1b[31mfailed") == 1 and "\x1b[31m" not in lines[1] and len(lines) == 2
-
-
 def test_what_was_not_sent_to_w_and_b_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "unsent_parts", lambda parts: True)
     layout = RunLayout(tmp_path)
@@ -261,3 +230,63 @@ def test_metric_that_is_not_finite_is_shown_as_nan(tmp_path: Path) -> None:
     assert rows([view])[0][-1] == "loss nan"
     assert RunFields(view)(Field("loss")) != RunFields(view)(Field("loss"))
     assert [number(value) for value in (None, float("nan"), float("-inf"), 0.12345)] == ["-", "nan", "-inf", "0.1235"]
+
+
+# --- The text of `ddptrain explain RUN` ---
+
+
+def view(tmp_path: Path, **fields: object) -> RunView:
+    return RunView(RunLayout(tmp_path / "r-1"), RunRecord(run_id="r-1", **fields))  # type: ignore[arg-type]
+
+
+def test_failed_run_names_cause_log_and_next_step(tmp_path: Path) -> None:
+    failure = FailureRecord(1, "vm", "exception", "ValueError", "31 samples\nmore", log="runs/r-1/logs/rank-1.log")
+    record = {"status": "failed", "exit_code": 1, "failure": failure, "checkpoints": ("step-20", "step-10")}
+    text = explain_run(view(tmp_path, **record), " --runs-dir x").as_text()
+    assert text[0] == "run r-1 failed (exit code 1)"
+    assert text[3] == "  rank 1 on vm: ValueError: 31 samples"
+    assert "  ddptrain results logs r-1 --rank 1 --runs-dir x" in text
+    assert text[text.index("what to do next:") + 1 :][:2] == [
+        "  fix the root cause",
+        "  the same command again, with --resume r-1 (continues from step-20)",
+    ]
+    assert "  ddptrain explain 1 (likely causes, and what to do)" in text
+
+
+def test_preempted_run_is_only_continued(tmp_path: Path) -> None:
+    found = explain_run(view(tmp_path, status="preempted", exit_code=75, checkpoints=("step-3",)), "")
+    assert found.next == ("the same command again, with --resume r-1 (continues from step-3)",)
+
+
+def test_run_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
+    found = explain_run(view(tmp_path, status="failed", exit_code=5), "")
+    assert found.next == ("fix the root cause, and start the run again: it has no checkpoint to continue from",)
+    assert f"{tmp_path}/r-1/artifacts/stacks/ (the stacks of all ranks)" in found.look
+
+
+def test_running_run_is_followed(tmp_path: Path) -> None:
+    found = explain_run(view(tmp_path, status="running", driver=DriverRecord(7, "vm")), "")
+    assert found.end == "is running in process 7 on vm" and found.exit_code is None
+    assert found.next == ("ddptrain watch r-1", "ddptrain stop r-1")
+
+
+def test_run_that_is_unknown_or_unreadable_is_no_failure_of_the_command(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "r-1")
+    found = explain_run(RunView(layout, RunRecord(run_id="r-1", status="unreadable"), "cannot read run.json"), "")
+    assert found.end == "is not readable: cannot read run.json"
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (None, ""),
+        (FailureRecord(0, "vm", "exit", message="exit code 3\nmore"), "rank 0 on vm: exit code 3"),
+        (FailureRecord(None, "vm", "worker", "OutOfMemory", "OutOfMemory"), "vm: OutOfMemory"),
+        (FailureRecord(None, "", "driver", "ValueError", "no"), "ValueError: no"),
+    ],
+)
+def test_root_cause_has_place_kind_and_message(tmp_path: Path, failure: FailureRecord | None, cause: str) -> None:
+    found = explain_run(view(tmp_path, status="failed", failure=failure), "")
+    assert found.root_cause == cause
+    shown = ["root cause:", f"  {cause}"] if cause else ["where to look:", "  ddptrain results show r-1"]
+    assert found.as_text()[1:4] == ["", *shown]

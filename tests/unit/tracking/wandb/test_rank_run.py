@@ -70,18 +70,6 @@ def of_rank(rank: int, folder: Path, environ: dict[str, str], mode: str = "share
     )
 
 
-def test_shared_run_is_opened_by_all_ranks(
-    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = Opened()
-    monkeypatch.setattr(rank_run, "open_run", opened)
-    for rank in (0, 1):
-        made = of_rank(rank, tmp_path, environ)
-        assert opened_by(made) == (opened, "")
-        assert (made.mode, made.prefix) == ("shared", f"rank_{rank}/")
-    assert opened.modes == [("shared", "w1")] * 2
-
-
 @pytest.mark.parametrize("error", [RuntimeError("refused"), SystemExit(1)])
 def test_all_ranks_record_offline_in_runs_of_their_own_if_rank_0_cannot_open_the_run(
     environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

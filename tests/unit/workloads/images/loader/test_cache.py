@@ -150,22 +150,6 @@ def test_folder_that_can_t_be_written_is_told_once_and_does_not_matter(tmp_path:
     assert text.startswith(f"images can't be cached in {tmp_path / 'cache'}, see params.cache.dir: ")
 
 
-def test_look_that_fails_leaves_nothing_counted_as_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_: Cache) -> int:
-        raise OSError(24, "too many open files")
-
-    cache = Cache(tmp_path, 1 << 20, lambda _: None)
-    with monkeypatch.context() as patched:
-        patched.setattr(Cache, "_shrink", fail)
-        for number in range(200):
-            cache.put(URL, f"a/{number}.jpg", "v1", IMAGE)
-    cache.put(URL, "b/0.jpg", "v1", IMAGE)
-    assert (cache._writing, cache._uncounted) == (0, len(IMAGE) + 12)
-    assert cache.get(URL, "b/0.jpg", "v1") == IMAGE
-
-
 def test_cache_that_can_only_be_read_is_of_use_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(tmp_path, 1 << 20)
     for key in ("a/0.jpg", "a/1.jpg"):

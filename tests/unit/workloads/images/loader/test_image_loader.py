@@ -169,18 +169,6 @@ def test_batches_that_nobody_wants_any_more_are_dropped(drawn: Path) -> None:
         assert len(seen(fed.validate())) == 11
 
 
-def test_what_comes_next_is_made_ahead_within_bounds(drawn: Path) -> None:
-    with feeder(drawn, batch_size=2, requests=2) as fed:
-        batches = fed.train(1)
-        next(batches)
-        assembler = fed._batcher
-        slots = len(assembler._pixels)
-        assert slots <= 8
-        assert sum(len(making.shown) for making in [*assembler._pending]) <= slots
-        rest = [*batches]
-        assert len(rest) == fed.steps(1) - 1
-
-
 def test_images_larger_than_the_bound_come_one_after_the_other(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batcher, "_MOST_READING_BYTES", 1)
     monkeypatch.setattr(image_loader, "_MOST_PIXEL_BYTES", 1)

@@ -210,21 +210,6 @@ def test_many_that_find_the_store_away_ask_for_it_together() -> None:
 class TestProbe:
     """StoreHealth by itself."""
 
-    def test_answer_that_is_newer_needs_no_probe(self, clock: Clock) -> None:
-        health, asked = StoreHealth(), list[str]()
-        clock.now_s = 5.0
-        health.record_answer("a")
-        assert (health.last_answer, health.has_read) == (5.0, True)
-        assert health.probe(5.0, asked.append) and health.probe(4.0, asked.append) and asked == []
-
-    def test_probe_asks_for_what_was_read_last(self, clock: Clock) -> None:
-        health, asked = StoreHealth(), list[str]()
-        health.probe(1.0, asked.append)
-        health.record_answer("a")
-        health.record_answer()
-        assert health.probe(1.0, asked.append)
-        assert asked == [".ddptrain-is-the-store-there", "a"]
-
     def test_any_error_but_a_transient_one_is_an_answer(self, clock: Clock) -> None:
         def fail(error: Exception) -> Callable[[str], object]:
             def get(key: str) -> object:

@@ -63,33 +63,6 @@ def test_model_is_tried_with_an_image_of_its_size(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("others", "told"),
-    [
-        (None, ""),
-        (1000, "; their head of 1,000 outputs is replaced by a new one of 2"),
-        (2, "; their head of 2 outputs is replaced by a new one of 2 (params.label_map keeps it)"),
-    ],
-)
-def test_head_that_is_replaced_is_told(others: int | None, told: str) -> None:
-    assert initial_weights._replaced(others, 2) == told
-
-
-@pytest.mark.parametrize(
-    ("weights", "size", "told"),
-    [
-        ("DEFAULT", 32, "these weights were made for images of 64 pixels, params.image_size is 32\n"),
-        ("DEFAULT", 64, ""),
-        ("model.pth", 32, ""),
-    ],
-)
-def test_other_image_size_of_the_weights_is_told(
-    capsys: pytest.CaptureFixture[str], weights: str, size: int, told: str
-) -> None:
-    initial_weights._tell_size(ImagesParams(image_size=size), weights)
-    assert capsys.readouterr().out == told
-
-
-@pytest.mark.parametrize(
     ("weights", "classes", "others"),
     [
         ("model:dogs@champion", ["cat", "dog"], False),
@@ -108,19 +81,6 @@ def test_model_of_the_registry_may_have_other_classes(
     assert initial_weights._has_other_classes(settings, config, None) is False
     monkeypatch.setattr(StartingWeights, "read", lambda inputs: None)
     assert initial_weights._has_other_classes(settings, config, tmp_path) is False
-
-
-def test_weights_are_fetched_into_the_folder_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def fetch(source: str, target: Path, *, progress: Any, tell: Any) -> Path:
-        asked.append((source, progress))
-        return target
-
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(initial_weights, "fetch_file", fetch)
-    path = initial_weights.weights_file("resnet50", "DEFAULT", None, "p")  # type: ignore[arg-type]
-    assert asked == [(KNOWN.url, "p")] and path == tmp_path / "hub/checkpoints/net-1.pth"
 
 
 def test_download_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,217 @@
+"""Checks of a configuration that need more than its fields."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from collections import OrderedDict
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ddptrain.config import plugin_names
+from ddptrain.config.json_schema import config_schema
+from ddptrain.config.load import load_mapping
+from ddptrain.config.params_check import Parameter, check_params, describe, field_name, make_model
+from ddptrain.config.sections.clusters import ClusterConfig
+from ddptrain.errors import ConfigError, UsageError
+from ddptrain.rank.entrypoint import WrongParams, bind
+from tests.docs.reference import TARGET, configuration_page
+
+# --- Params are checked in the same way from a function's source, and in the rank from the imported function ---
+
+
+QUOTED = "(write the number without quotes, commas or underscores)"
+SOURCE = """
+def train(ctx, epochs: int, lr: float = 0.1, sizes: list[int] | None = None, copy: bool = False, how=None): ...
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Any:
+    file = tmp_path / "own.py"
+    file.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("own", file)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("params", "lines"),
+    [
+        (
+            {"epochs": "3"},
+            ['params.epochs: expected a whole number, got the text "3" (write the number without quotes'],
+        ),
+        ({"epochs": 1, "lr": True}, ["params.lr: expected a number, got true"]),
+        ({"epochs": 1, "sizes": [1, "x"]}, ['params.sizes[1]: expected a whole number, got the text "x"']),
+        ({"epochs": 1, "copy": 1}, ["params.copy: expected true or false, got 1"]),
+        ({}, ["params.epochs: is required, and not given (write params.epochs: VALUE)"]),
+        ({"epochs": 1, "epoch": 2}, ["params.epoch: unknown key (did you mean params.epochs?)"]),
+    ],
+)
+def test_source_and_imported_function_refuse_with_the_same_words(
+    tmp_path: Path, module: Any, params: dict[str, Any], lines: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as before:
+        load_mapping({"workload": "own:train", "params": params}, tmp_path, source="c")
+    with pytest.raises(WrongParams) as inside:
+        bind(module.train, params)
+    assert str(before.value).replace("c: ", "") == str(inside.value)
+    for line, expected in zip(str(inside.value).splitlines(), lines, strict=True):
+        assert line.startswith(expected)
+
+
+def test_good_params_are_taken_by_both(tmp_path: Path, module: Any) -> None:
+    params = {"epochs": 3, "lr": 1, "sizes": None, "how": {"any": "thing"}}
+    assert load_mapping({"workload": "own:train", "params": params}, tmp_path).config.params == params
+    bind(module.train, params)
+
+
+def test_model_knows_parameters_by_alias_and_converts_them() -> None:
+    model = make_model([Parameter("_x", tuple[int, ...], False), Parameter("copy", float, True)], extra=False)
+    values = check_params(model, {"_x": [1, 2]})
+    assert getattr(values, field_name(0)) == (1, 2)
+    assert values.model_fields_set == {field_name(0)}
+    with pytest.raises(ValidationError) as refused:
+        check_params(model, {"_x": ["1"], "more": 1})
+    assert describe(refused.value, {"_x": ["1"], "more": 1}, model).splitlines() == [
+        'params._x[0]: expected a whole number, got the text "1" ' + QUOTED,
+        "params.more: unknown key (known are: _x, copy)",
+    ]
+
+
+def test_others_are_taken_only_if_they_are_allowed() -> None:
+    assert check_params(make_model([], extra=True), {"a": 1}).model_dump() == {"a": 1}
+    with pytest.raises(ValidationError):
+        check_params(make_model([], extra=False), {"a": 1})
+
+
+# --- Workloads and cluster backends by name ---
+
+
+def test_a_built_in_workload_has_a_target_and_a_strict_params_model() -> None:
+    assert plugin_names.workload_target("petnames") == "ddptrain.workloads.petnames.train:train"
+    model = plugin_names.params_model("petnames")
+    assert model is not None
+    assert model.model_config.get("extra") == "forbid"
+
+
+def test_what_is_only_checked_is_left_to_ranks_elsewhere() -> None:
+    names, images = "ddptrain.workloads.petnames.names:check", "ddptrain.workloads.images.data.listing:prepare"
+    mine = {"names": "mine.csv"}
+    assert plugin_names.prepare_target("petnames", mine, here=True) == names
+    assert plugin_names.prepare_target("petnames", mine, here=False) == ""
+    assert plugin_names.prepare_target("petnames", {}, here=True) == ""
+    assert plugin_names.prepare_target("petnames", {"names": "builtin"}, here=True) == ""
+    assert (
+        plugin_names.prepare_target("images", {}, here=True)
+        == plugin_names.prepare_target("images", {}, here=False)
+        == images
+    )
+    assert plugin_names.prepare_target("mine:train", mine, here=True) == ""
+
+
+@pytest.mark.parametrize("name", ["train:main", "my_package.training:Trainer.fit"])
+def test_a_function_of_the_users_is_taken_as_it_is(name: str) -> None:
+    assert plugin_names.workload_target(name) == name
+    assert plugin_names.params_model(name) is None
+
+
+@pytest.mark.parametrize("name", ["a:", ":b", "a/b.py:main", "a.b:c:d", "a..b:c", "a b:c", "1a:b", "a:b\n"])
+def test_a_malformed_target_is_refused_with_the_form(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"package\.module:function"):
+        plugin_names.workload_target(name)
+
+
+def test_a_misspelt_workload_names_the_nearest_one_and_all_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plugin_names.params_model("pet-name")
+    assert str(caught.value).startswith('workload "pet-name": there is no such workload')
+    assert "did you mean petnames?" in str(caught.value)
+
+
+def test_an_installed_package_offers_a_workload_without_being_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry_points(**wanted: Any) -> EntryPoints:
+        points = EntryPoints([EntryPoint("birds", "not_there.train:run [extra]", plugin_names.ENTRY_POINT_GROUP)])
+        return points.select(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert plugin_names.workload_target("birds") == "not_there.train:run"
+    assert plugin_names.params_model("birds") is None
+    with pytest.raises(ConfigError, match="did you mean birds"):
+        plugin_names.workload_target("bird")
+
+
+# --- cluster backends ---
+
+
+@pytest.mark.parametrize("backend", [name for name, target in plugin_names.BACKENDS.items() if target])
+def test_class_of_every_backend_is_found(backend: str) -> None:
+    made = plugin_names.provider_class(backend)()
+    assert all(callable(getattr(made, method)) for method in ("start", "fault", "logs", "stop", "reopen"))
+
+
+def test_backend_that_starts_nothing_says_so() -> None:
+    with pytest.raises(UsageError, match="address uses a cluster that is up"):
+        plugin_names.provider_class("address")
+
+
+def test_installed_package_offers_a_backend_which_is_imported_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry_points(**wanted: Any) -> EntryPoints:
+        points = [
+            EntryPoint("mine", "collections:OrderedDict", plugin_names.BACKEND_GROUP),
+            EntryPoint("broken", "not_there.at_all:Provider", plugin_names.BACKEND_GROUP),
+        ]
+        return EntryPoints(points).select(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert plugin_names.provider_class("mine") is OrderedDict
+    assert ClusterConfig(backend="mine", kwargs={"size": 3}).kwargs == {"size": 3}
+    with pytest.raises(UsageError, match=r"cluster\.backend broken .* can't be used: No module named 'not_there'"):
+        plugin_names.provider_class("broken")
+    with pytest.raises(ValidationError, match="there is no such cluster backend"):
+        ClusterConfig(backend="min")
+
+
+# --- configs/ddptrain.schema.json, which editors use, and docs/reference/configuration.md are current ---
+
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_schema_file_is_current() -> None:
+    shipped = json.loads((CONFIGS / "ddptrain.schema.json").read_text(encoding="utf-8"))
+    assert shipped == config_schema(), "run `make schema`"
+
+
+def test_page_of_the_docs_is_current() -> None:
+    assert TARGET.read_text(encoding="utf-8") == configuration_page(config_schema()), "run `make schema`"
+
+
+def test_each_field_has_a_description_of_its_own() -> None:
+    schema = config_schema()
+    owners = {"": schema, **schema["$defs"]}
+    missing = [
+        f"{owner}.{name}"
+        for owner, content in owners.items()
+        for name, field in content.get("properties", {}).items()
+        if "$ref" in field and not field.get("description")
+    ]
+    assert missing == []
+    assert schema["properties"]["cluster"]["description"] == "Where the ranks run, and how many there are."
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_names_the_schema_for_editors(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=ddptrain.schema.json\n")

@@ -1,0 +1,388 @@
+"""Output streams, terminals, and the logs of ranks."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.driver.display.log_tail import MAX_LINE_CHARS, READ_BYTES, LineAssembler, LogTail, RankLine
+from ddptrain.driver.display.output_stream import Stream
+from ddptrain.driver.display.plain import format_own
+from ddptrain.driver.display.terminal import (
+    choose_mode,
+    cropped,
+    harmless,
+    terminal_size,
+    wants_colour,
+    wrapped,
+)
+from ddptrain.errors import UsageError
+from ddptrain.text_tables import columns_of
+
+# --- The stream never raises and never blocks for good ---
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as file:
+        yield reader, file
+    try:
+        os.close(reader)
+    except OSError:
+        pass  # the test has closed it
+
+
+def read_all(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += os.read(fd, 65536)
+    return data
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_everything_arrives_through_a_pipe_that_takes_little_at_once(pipe: tuple[int, TextIO], blocking: bool) -> None:
+    reader, file = pipe
+    os.set_blocking(file.fileno(), blocking)
+    text = "Zoë\n" * 100_000
+    thread = threading.Thread(target=Stream(file).write, args=[text])
+    thread.start()
+    assert read_all(reader, len(text.encode())).decode() == text
+    thread.join()
+
+
+def test_reader_who_has_gone_is_noted_and_later_writes_go_nowhere(pipe: tuple[int, TextIO]) -> None:
+    reader, file = pipe
+    stream = Stream(file)
+    os.close(reader)
+    stream.write("one")
+    assert stream.broken == "Broken pipe"
+    stream.write("two")
+    file.write("three")
+    file.flush()  # to /dev/null: nobody who prints later fails, nor does the interpreter at its end
+
+
+def test_writing_to_a_stuck_reader_ends_when_told_to_give_up(pipe: tuple[int, TextIO]) -> None:
+    _, file = pipe
+    give_up = threading.Event()
+    stream = Stream(file, give_up.is_set)
+    thread = threading.Thread(target=stream.write, args=["x" * 1_000_000])
+    thread.start()
+    give_up.set()
+    thread.join(60)
+    assert not thread.is_alive() and not stream.broken
+
+
+def test_writing_within_a_time_ends_in_time(pipe: tuple[int, TextIO]) -> None:
+    _, file = pipe
+    started_s = time.monotonic()
+    Stream(file).write_within("x" * 1_000_000, 0.05)
+    assert time.monotonic() - started_s < 30
+
+
+def test_what_has_room_is_written_also_when_the_time_is_over_at_once(pipe: tuple[int, TextIO]) -> None:
+    reader, file = pipe
+    Stream(file).write_within("last word", -1.0)
+    assert os.read(reader, 100) == b"last word"
+
+
+def test_full_disk_is_noted() -> None:
+    with open("/dev/full", "w", encoding="utf-8", buffering=1) as file:
+        stream = Stream(file)
+        stream.write("text")
+        assert stream.broken == "No space left on device"
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", b"Zo? ?\n"), ("utf-8", "Zoë ?\n".encode())])
+def test_characters_that_cannot_be_shown_are_replaced(pipe: tuple[int, TextIO], encoding: str, shown: bytes) -> None:
+    reader, file = pipe
+    with os.fdopen(os.dup(file.fileno()), "w", encoding=encoding) as limited:
+        Stream(limited).write("Zoë \ud800\n")
+    assert os.read(reader, 100) == shown
+
+
+def test_stream_without_a_descriptor_is_written_to() -> None:
+    file = io.StringIO()
+    Stream(file).write("Zoë\n")
+    assert file.getvalue() == "Zoë\n"
+
+
+def test_what_the_file_had_buffered_comes_first(pipe: tuple[int, TextIO]) -> None:
+    reader, file = pipe
+    file.write("before ")
+    Stream(file).write("after")
+    assert os.read(reader, 100) == b"before after"
+
+
+def test_closed_stdout_is_broken_from_the_start() -> None:
+    stream = Stream(None)
+    stream.write("text")
+    assert stream.broken
+
+
+def test_reader_slower_than_the_writer_gets_everything(pipe: tuple[int, TextIO]) -> None:
+    reader, file = pipe
+    fcntl.fcntl(file.fileno(), 1031, 4096)  # F_SETPIPE_SZ: the smallest pipe there is
+    thread = threading.Thread(target=Stream(file).write, args=["x" * 50_000])
+    thread.start()
+    assert len(read_all(reader, 50_000)) == 50_000
+    thread.join()
+
+
+# --- Which output fits, when there are colours, and what may not reach a terminal ---
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_terminal", "environ", "chosen"),
+    [
+        ("auto", True, {"TERM": "xterm"}, "live"),
+        ("auto", True, {"TERM": "xterm", "CI": ""}, "live"),
+        ("auto", True, {"TERM": "xterm", "CI": "false"}, "live"),
+        ("auto", True, {"TERM": "xterm", "CI": "true"}, "plain"),
+        ("auto", True, {"TERM": "xterm", "CI": "woodpecker"}, "plain"),
+        ("auto", True, {"TERM": "dumb"}, "plain"),
+        ("auto", False, {"TERM": "xterm"}, "plain"),
+        ("live", False, {}, "plain"),
+        ("live", True, {"CI": "1"}, "live"),
+        ("plain", True, {}, "plain"),
+        ("json", True, {}, "json"),
+    ],
+)
+def test_output_fits_where_it_goes(mode: str, is_terminal: bool, environ: dict[str, str], chosen: str) -> None:
+    assert choose_mode(mode, is_terminal, environ) == chosen
+
+
+def test_unknown_mode_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="'fancy'; choose one of auto, live, plain, json"):
+        choose_mode("fancy", True, {})
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environ", "wanted"),
+    [
+        (True, {"TERM": "xterm"}, True),
+        (True, {"TERM": "dumb"}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (False, {}, False),
+        (False, {"FORCE_COLOR": "1"}, True),
+        (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        (True, {"FORCE_COLOR": "0"}, False),
+    ],
+)
+def test_colours_are_for_those_who_want_them(is_terminal: bool, environ: dict[str, str], wanted: bool) -> None:
+    assert wants_colour(is_terminal, environ) is wanted
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("plain\ttext ë", "plain\ttext ë"),
+        ("\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m\x1b[0m"),
+        ("\x1b[38;5;9mred", "\x1b[38;5;9mred\x1b[0m"),
+        ("a\x1b[2J\x1b[1;1H\x1b[?25lb", "ab"),
+        ("\x1b]0;title\x07a\x1b]8;;http://x\x1b\\b", "ab"),
+        ("\x1bP1;2|data\x1b\\a\x1b(Bb\x1b7c\x1bc", "abc"),
+        ("a\x00\x07\x08\x0b\x0c\x7f\x9bb", "ab"),
+        ("unfinished \x1b[3", "unfinished "),
+        ("\x1b]0;never ends", "0;never ends"),
+        ("\x1b", ""),
+    ],
+)
+def test_only_colours_reach_a_terminal(printed: str, shown: str) -> None:
+    assert harmless(printed, colour=True) == shown
+
+
+def test_without_colours_none_are_left() -> None:
+    assert harmless("\x1b[31mred\x1b[0m", colour=False) == "red"
+
+
+def test_wide_and_combining_characters_are_measured_and_cropped() -> None:
+    assert [columns_of("abc"), columns_of("日本"), columns_of("e\u0301")] == [3, 4, 1]
+    assert [cropped("abc", 2), cropped("日本", 3), cropped("日本", 4)] == ["ab", "日", "日本"]
+
+
+def test_size_is_that_of_the_environment_where_there_is_no_terminal() -> None:
+    assert terminal_size(-1, {"COLUMNS": "100", "LINES": "x"}) == (100, 24)
+
+
+def test_our_own_lines_may_quote_others_and_are_made_safe_in_a_pipe_too() -> None:
+    assert format_own(["run x failed on host\x1b[2J\x1b]0;t\x07\u202e"], colour=False) == "run x failed on host\n"
+
+
+def test_lines_break_between_words_and_rows_of_the_summary_stay_in_their_column() -> None:
+    assert wrapped("ddptrain: rank 1 failed", 18) == ["ddptrain: rank 1", "  failed"]
+    assert wrapped("  time    start 1.2 s, end 0.5 s", 24) == ["  time    start 1.2 s,", "          end 0.5 s"]
+    assert wrapped("in /a/long/path/of/a/run", 12) == ["in", "  /a/long/path/of/a/run"]
+
+
+# --- A log file is followed from its start, and its bytes become the same lines however they are cut ---
+
+
+def assemble(*chunks: bytes) -> list[RankLine]:
+    assembler = LineAssembler()
+    found = [line for chunk in chunks for line in assembler.feed(chunk)]
+    return found + assembler.finish()
+
+
+def texts(data: bytes) -> list[str]:
+    return [line.text for line in assemble(data)]
+
+
+def test_newline_and_windows_newline_end_a_line() -> None:
+    assert assemble(b"a\nb\r\nc\r\r\n\n") == [RankLine("a"), RankLine("b"), RankLine("c"), RankLine("")]
+
+
+def test_last_line_without_newline_comes_at_the_end_and_is_marked() -> None:
+    assert assemble(b"a\nb") == [RankLine("a"), RankLine("b", ended=False)]
+
+
+def test_nothing_makes_no_line() -> None:
+    assert assemble() == assemble(b"") == []
+
+
+def test_text_after_the_last_carriage_return_wins() -> None:
+    assert texts(b"10%\r50%\r100%\nnext\r") == ["100%", "next"]
+
+
+def test_character_broken_between_chunks_is_whole() -> None:
+    data = "Zoë 🐶\n".encode()
+    assert assemble(*(data[i : i + 1] for i in range(len(data)))) == [RankLine("Zoë 🐶")]
+
+
+def test_broken_utf8_is_replaced_and_the_rest_kept() -> None:
+    assert texts(b"a\xff\xc3(\n\xf0\x9f") == ["a\ufffd\ufffd(", "\ufffd"]
+
+
+def test_other_line_separators_and_nul_stay_in_the_line() -> None:
+    text = "a\x00b\x0bc\x0cd\x85e\u2028f"
+    assert texts(text.encode() + b"\n") == [text]
+
+
+def test_redrawn_tells_the_state_of_an_unfinished_progress_bar_only() -> None:
+    assembler = LineAssembler()
+    states = []
+    for chunk in (b"plain", b" text\r", b"10%\r", b"2", b"0%", b"\ndone"):
+        assembler.feed(chunk)
+        states.append(assembler.redrawn)
+    assert states == ["", "plain text", "10%", "2", "20%", ""]
+
+
+PRINTED = st.lists(st.sampled_from([b"a", b"bcd", b"\r", b"\n", b"\r\n", "ë".encode(), b"\xf0\x9f", b"\xff", b"\0"]))
+
+
+@given(PRINTED.map(b"".join) | st.binary(max_size=60), st.data())
+def test_any_cut_gives_the_same_lines(data: bytes, draws: st.DataObject) -> None:
+    cuts = sorted(draws.draw(st.lists(st.integers(0, len(data)), max_size=8)))
+    chunks = [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+    assert assemble(*chunks) == assemble(data)
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)))
+def test_what_is_printed_is_what_is_shown(printed: list[str]) -> None:
+    assert texts("".join(f"{line}\n" for line in printed).encode()) == printed
+
+
+def test_ten_megabyte_line_loses_nothing() -> None:
+    chunk = b"x" * 100_000
+    found = assemble(*[chunk] * 100, b"\n")
+    assert sum(len(line.text) for line in found) == 10_000_000
+    assert max(len(line.text) for line in found) == MAX_LINE_CHARS
+    assert [line.ended for line in found].count(True) == 1
+
+
+def test_line_is_passed_on_in_pieces_of_64_kibibytes() -> None:
+    lines = LineAssembler()
+    assert lines.feed(b"x" * 65_536) == []
+    assert lines.feed(b"y") == [RankLine("x" * 65_536, ended=False)]
+    assert lines.feed(b"\n" + b"z" * 65_536 + b"\n") == [RankLine("y"), RankLine("z" * 65_536)]
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def test_file_that_comes_later_is_read_from_its_start(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    assert tail.read() == []
+    append(tail.path, b"one\ntw")
+    assert tail.read() == [RankLine("one")]
+    append(tail.path, b"o\n")
+    assert tail.read() == [RankLine("two")]
+    assert tail.read() == []
+    tail.close()
+
+
+def test_one_read_takes_a_bounded_piece(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    append(tail.path, b"x\n" * READ_BYTES)
+    assert len(tail.read()) == READ_BYTES // 2
+    assert tail.offset == READ_BYTES
+    tail.close()
+
+
+def test_nothing_is_read_beyond_the_end(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    append(tail.path, b"one\ntwo\n")
+    tail.end = 4
+    assert tail.read() == [RankLine("one")]
+    assert tail.read() == [] and tail.drained
+    tail.close()
+
+
+def test_reading_goes_on_after_the_file_was_given_back(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    append(tail.path, b"one\n")
+    tail.read()
+    tail.close()
+    append(tail.path, b"two\n")
+    assert tail.read() == [RankLine("two")]
+    tail.close()
+
+
+def test_redrawn_line_is_due_once_an_interval_and_over_when_it_ends(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    due = []
+    for now_s in range(10):
+        append(tail.path, b"\r%d%%" % now_s)
+        tail.read()
+        due.append(tail.redrawn(float(now_s), every_s=3.0))
+    assert due == [None, None, None, "3%", None, None, "6%", None, None, "9%"]
+    append(tail.path, b"\n")
+    tail.read()
+    assert [tail.redrawn(20.0, 3.0), tail.redrawn(21.0, 3.0)] == ["", None]
+    tail.close()
+
+
+def test_redrawn_line_that_does_not_change_is_told_once(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    append(tail.path, b"\r5%")
+    tail.read()
+    assert [tail.redrawn(float(now_s), 1.0) for now_s in range(5)] == [None, "5%", None, None, None]
+    tail.close()
+
+
+def test_closed_tail_holds_no_file_open(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "rank-0.log")
+    append(tail.path, b"one\n")
+    tail.read()
+    assert str(tail.path) in open_files()
+    tail.close()
+    assert str(tail.path) not in open_files()
+
+
+def open_files() -> set[str]:
+    """The files that this process holds open."""
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if link.is_symlink()}

@@ -1,0 +1,304 @@
+"""Faults of ranks: their texts, slow ranks, and whether a run is restarted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ddptrain.config.run_config import FailureConfig
+from ddptrain.driver.attempts import NoRestart, Restart, RestartPolicy
+from ddptrain.driver.failure import fault as failure_fault
+from ddptrain.driver.failure.fault import Fault, FaultKind, find_root_cause
+from ddptrain.driver.ranks import AttemptEnd
+from ddptrain.driver.recorder import STEPS, SlowRank, SlowRanks
+from ddptrain.errors import ClusterError, ExitCode
+from ddptrain.protocol import events
+from ddptrain.protocol.events import StepTimes
+from ddptrain.protocol.worker_notices import RankExit
+
+# --- The first cause is told from its victims ---
+
+
+def fault(
+    rank: int, time_ns: int, *, victim: bool = False, kind: FaultKind = FaultKind.EXCEPTION, message: str = ""
+) -> Fault:
+    return Fault(rank, kind, time_ns, message or f"rank {rank}", victim=victim)
+
+
+def test_earliest_fault_is_the_cause() -> None:
+    assert find_root_cause([fault(0, 5), fault(1, 3)]).rank == 1
+
+
+def test_victim_is_never_the_cause_however_early() -> None:
+    assert find_root_cause([fault(0, 1, victim=True), fault(1, 3)]).rank == 1
+
+
+def test_earliest_victim_is_named_where_there_is_nobody_else() -> None:
+    assert find_root_cause([fault(0, 2, victim=True), fault(1, 1, victim=True)]).rank == 1
+
+
+def test_lost_worker_is_told_of_its_first_rank() -> None:
+    lost = [fault(rank, 10 - rank, kind=FaultKind.WORKER_LOST, message="the worker was lost") for rank in range(3)]
+    assert find_root_cause(lost).rank == 0
+
+
+def test_lost_worker_does_not_hide_an_earlier_exception() -> None:
+    faults = [fault(1, 1), fault(0, 5, kind=FaultKind.WORKER_LOST), fault(1, 6, kind=FaultKind.WORKER_LOST)]
+    assert find_root_cause(faults).kind == FaultKind.EXCEPTION
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (FaultKind.EXCEPTION, ExitCode.TRAINING_FAILED),
+        (FaultKind.EXIT, ExitCode.TRAINING_FAILED),
+        (FaultKind.SIGNAL, ExitCode.TRAINING_FAILED),
+        (FaultKind.REFUSED, ExitCode.TRAINING_FAILED),
+        (FaultKind.WORKER_LOST, ExitCode.CLUSTER),
+        (FaultKind.INFRASTRUCTURE, ExitCode.CLUSTER),
+        (FaultKind.RESULTS, ExitCode.CLUSTER),
+        (FaultKind.HANG, ExitCode.HANG),
+    ],
+)
+def test_exit_code_follows_the_kind_of_fault(kind: FaultKind, code: ExitCode) -> None:
+    assert fault(0, 1, kind=kind).exit_code == code
+
+
+def test_line_is_one_line_with_the_type_and_the_phase() -> None:
+    failure = events.Failure(1, "ValueError", "boom\nand more", "", phase="setup")
+    assert failure_fault.from_failure(2, failure).line == "ValueError: boom (before the process group was up)"
+
+
+def test_type_whose_name_has_several_lines_is_one_line() -> None:
+    failure = events.Failure(1, "Bad\nname", "boom", "", phase="train")
+    assert failure_fault.from_failure(2, failure).line == "Bad: boom"
+
+
+def test_exception_without_a_message_is_its_type_alone() -> None:
+    failure = events.Failure(1, "AssertionError", "", "", phase="train")
+    assert failure_fault.from_failure(2, failure).line == "AssertionError"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_failure_of_the_code() -> None:
+    failure = events.Failure(1, "CheckpointNotWritten", "No space left on device", "", unwritable=True)
+    found = failure_fault.from_failure(0, failure)
+    assert (found.kind, found.exit_code) == (FaultKind.RESULTS, ExitCode.CLUSTER)
+
+
+def test_sys_exit_is_told_as_it_was_called() -> None:
+    failure = events.Failure(1, "SystemExit", "sys.exit(42)", "", exit_code=42)
+    assert (failure_fault.from_failure(0, failure).kind, failure_fault.from_failure(0, failure).line) == (
+        FaultKind.EXIT,
+        "sys.exit(42)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (-9, FaultKind.SIGNAL, "killed by SIGKILL"),
+        (0, FaultKind.EXIT, "exit code 0 in the middle"),
+        (7, FaultKind.EXIT, "exit code 7"),
+    ],
+)
+def test_silent_end_is_told_by_its_status(status: int, kind: FaultKind, words: str) -> None:
+    found = failure_fault.from_exit(RankExit(1, 1, 100, status, 1, 0, 0))
+    assert found.kind == kind
+    assert words in found.line
+
+
+def test_rank_that_returned_is_the_cause_where_all_others_only_lost_it() -> None:
+    first = find_root_cause([fault(0, 5, victim=True), fault(2, 6, victim=True)], finished=[1])
+    assert (first.rank, first.kind, first.exit_code) == (1, FaultKind.EXIT, ExitCode.TRAINING_FAILED)
+    assert first.line == "returned from the workload while rank 0, 2 waited for it in a collective operation"
+
+
+def test_rank_that_returned_is_not_the_cause_of_an_error_of_another() -> None:
+    assert find_root_cause([fault(0, 5)], finished=[1]).rank == 0
+
+
+def test_time_out_in_a_collective_is_a_victims() -> None:
+    found = failure_fault.from_failure(0, events.Failure(1, "RuntimeError", "Timed out waiting", "", timed_out=True))
+    assert (found.victim, found.timed_out) == (True, True)
+    ended = failure_fault.from_exit(RankExit(1, 0, 1, -6, 1, 0, 0, timed_out=True))
+    assert (ended.victim, ended.timed_out) == (True, True)
+
+
+def test_kill_for_want_of_memory_is_told() -> None:
+    text = "out of memory (the memory limit of 2.0 GiB of its control group)"
+    found = failure_fault.from_exit(RankExit(1, 1, 1, -9, 1, 0, 0, reason=text))
+    assert found.line == f"killed by SIGKILL: {text}"
+
+
+def test_rank_that_could_not_write_its_failure_names_the_reason_and_is_not_tried_again() -> None:
+    text = "its events or log have reached the limit on the size of files, 4,096 bytes: ulimit -f"
+    found = failure_fault.from_exit(RankExit(1, 1, 1, 1, 1, 0, 4096, reason=text))
+    assert (found.kind, found.exit_code) == (FaultKind.RESULTS, ExitCode.CLUSTER)
+    assert found.line == (
+        f"the process ended with exit code 1 in the middle of the workload, and could not report why: {text}"
+    )
+
+
+def test_exception_of_a_thread_before_is_told_with_a_fault() -> None:
+    ended = events.ThreadFailure(1, "producer", "ValueError", "no such shard", "Traceback of the thread")
+    failed = Fault(1, FaultKind.EXCEPTION, 5, "no batch came", type="TimeoutError", traceback="Traceback of the rank\n")
+    told = failure_fault.add_thread_failure(failed, ended)
+    assert told.line == "TimeoutError: no batch came (its thread producer had ended with ValueError: no such shard)"
+    assert told.traceback.index("of the rank") < told.traceback.index("of the thread")
+    assert failure_fault.add_thread_failure(fault(1, 0), ended) == fault(1, 0)  # it was earlier
+    assert failure_fault.add_thread_failure(failed, None) is failed
+
+
+def test_missing_network_interface_is_named_with_its_variable() -> None:
+    message = "[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: eth77"
+    fault = Fault(0, FaultKind.EXCEPTION, 0, message, type="RuntimeError", phase="rendezvous")
+    assert fault.line.endswith(
+        "the host has no network interface eth77: change GLOO_SOCKET_IFNAME (`ip link` lists them)"
+    )
+    nccl = Fault(0, FaultKind.EXCEPTION, 0, "Bootstrap : no socket interface found", type="DistBackendError")
+    assert "change NCCL_SOCKET_IFNAME" in nccl.line
+
+
+# --- A rank is slow if the other ranks wait for it for a fifth of each step ---
+
+
+def named(waits: Sequence[Sequence[float]], compute: Sequence[float], step_s: float = 1.0) -> SlowRank | None:
+    """What is found after these waits of each rank in its last steps."""
+    ranks, found = SlowRanks(len(waits)), None
+    for number in range(STEPS):
+        for rank, of_rank in enumerate(waits):
+            found = ranks.after(rank, StepTimes(1, step_s, compute[rank], of_rank[number]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waits", "compute", "expected"),
+    [
+        ([[0.5] * 5, [0.1] * 5], [0.5, 0.9], SlowRank(1, 0.9, 0.5, computes=True)),
+        ([[0.5] * 5, [0.1] * 5], [0.5, 0.5], SlowRank(1, 0.9, 0.5, computes=False)),
+        ([[0.28] * 5, [0.1] * 5], [0.5, 0.9], None),  # the others wait for less than a fifth
+        ([[0.5, 0.0, 0.5, 0.5, 0.0], [0.1] * 5], [0.5, 0.9], None),  # not in each step
+        ([[0.5, 0.0, 0.5, 0.5, 0.5], [0.9, 0.1, 0.1, 0.1, 0.1]], [0.5, 0.9], SlowRank(1, 0.9, 0.5, computes=True)),
+        ([[0.4] * 5, [0.4] * 5, [0.0] * 5, [0.5] * 5], [0.5] * 4, SlowRank(2, 1.0, 0.6, computes=False)),
+        ([[0.4] * 5, [0.4] * 5, [0.4] * 5, [0.4] * 5], [0.5] * 4, None),  # a slow network
+    ],
+)
+def test_slow_rank(waits: Sequence[Sequence[float]], compute: Sequence[float], expected: SlowRank | None) -> None:
+    assert named(waits, compute) == expected
+
+
+def test_no_rank_is_slow_before_all_have_reported_their_steps() -> None:
+    ranks = SlowRanks(2)
+    found = [ranks.after(1, StepTimes(1, 1.0, 0.9, 0.0)) for _ in range(2 * STEPS)]
+    assert found == [None] * (2 * STEPS)
+
+
+# --- Whether another attempt follows: two budgets, and the failures that it can't help ---
+
+
+def restarts(**settings: Any) -> RestartPolicy:
+    return RestartPolicy(FailureConfig.model_validate(settings))
+
+
+def failed(kind: FaultKind = FaultKind.EXCEPTION, message: str = "boom", **more: Any) -> AttemptEnd:
+    return AttemptEnd([], Fault(0, kind, 0, message, **more), None)
+
+
+def after(
+    policy: RestartPolicy, outcome: AttemptEnd, step: int | None = None, there: bool = True
+) -> Restart | NoRestart:
+    return policy.after(outcome, step, scheduler_is_there=there)
+
+
+def test_success_and_signals_are_the_end() -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    assert after(policy, AttemptEnd([], None, None)) == NoRestart()
+    assert after(policy, AttemptEnd([], None, 15, "the driver was sent SIGTERM")) == NoRestart()
+
+
+def test_first_restart_is_at_once_and_pauses_double_until_the_budget_is_spent() -> None:
+    policy = restarts(max_restarts=3)
+    assert after(policy, failed(), 1) == Restart(0.0, "restart 1 of 3")
+    assert after(policy, failed(), 2) == Restart(1.0, "restart 2 of 3")
+    assert after(policy, failed(), 3) == Restart(2.0, "restart 3 of 3")
+    assert after(policy, failed(), 4) == NoRestart()
+
+
+def test_pause_has_an_end() -> None:
+    policy = restarts(max_restarts=1000)
+    pauses = [after(policy, failed(), step) for step in range(1000)]
+    assert pauses[-1] == Restart(60.0, "restart 1000 of 1000")
+
+
+@pytest.mark.parametrize(
+    "outcome", [failed(FaultKind.WORKER_LOST), AttemptEnd([], None, None, "rank 1 was sent SIGTERM")]
+)
+def test_losses_have_a_budget_of_their_own_and_then_take_of_the_other(outcome: AttemptEnd) -> None:
+    policy = restarts(max_restarts=1, max_losses=1)
+    assert after(policy, outcome) == Restart(0.0, "loss 1 of 1")
+    assert after(policy, outcome) == Restart(1.0, "restart 1 of 1")
+    assert after(policy, outcome) == NoRestart()
+
+
+def test_failure_of_the_code_takes_nothing_of_the_budget_for_losses() -> None:
+    assert after(restarts(max_losses=3), failed()) == NoRestart()
+
+
+def test_same_failure_at_the_same_step_is_a_mistake() -> None:
+    policy = restarts(max_restarts=9)
+    assert isinstance(after(policy, failed(), 7), Restart)
+    assert "twice in a row" in after(policy, failed(), 7).reason  # type: ignore[union-attr]
+
+
+def test_same_failure_later_on_is_bad_luck() -> None:
+    policy = restarts(max_restarts=9)
+    assert isinstance(after(policy, failed(), 7), Restart)
+    assert isinstance(after(policy, failed(), 8), Restart)
+    assert isinstance(after(policy, failed(message="other"), 8), Restart)
+
+
+def test_full_disk_and_a_lost_scheduler_are_final() -> None:
+    policy = restarts(max_restarts=1, max_losses=1)
+    assert after(policy, failed(FaultKind.RESULTS)) == NoRestart("a restart would fail in the same way")
+    assert after(policy, failed(FaultKind.WORKER_LOST), there=False) == NoRestart("the Dask scheduler has ended")
+
+
+@pytest.mark.parametrize("kind", [FaultKind.REFUSED, FaultKind.RESULTS])
+def test_refused_path_and_full_disk_are_final_whatever_is_left_of_the_budget(kind: FaultKind) -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    assert after(policy, failed(kind), 5) == NoRestart("a restart would fail in the same way")
+
+
+def test_lost_results_end_the_run_even_with_a_fault_and_a_notice() -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    lost = ClusterError("another driver has the run")
+    fault = Fault(0, FaultKind.WORKER_LOST, 0, "gone")
+    assert after(policy, AttemptEnd([], fault, None, "a host goes", lost)) == NoRestart()
+    assert after(policy, AttemptEnd([], fault, None, "a host goes")) == Restart(0.0, "loss 1 of 9")
+
+
+@pytest.mark.parametrize(
+    ("second", "step", "is_same"),
+    [
+        ({"traceback": "at line 7"}, 5, True),
+        ({"traceback": "at line 8"}, 5, False),  # the same words from another place
+        ({"traceback": "at line 7"}, 6, False),
+        ({"traceback": "at line 7", "message": "bang"}, 5, False),
+        ({"traceback": "at line 7", "type": "KeyError"}, 5, False),
+    ],
+)
+def test_failure_is_the_same_if_line_traceback_and_step_are(second: dict[str, Any], step: int, is_same: bool) -> None:
+    policy = restarts(max_restarts=9)
+    assert after(policy, failed(traceback="at line 7", message="boom"), 5) == Restart(0.0, "restart 1 of 9")
+    answer = after(policy, failed(**{"message": "boom", **second}), step)
+    reason = "the same failure at the same step twice in a row is a mistake in the code"
+    assert answer == (NoRestart(reason) if is_same else Restart(1.0, "restart 2 of 9"))
+
+
+def test_loss_between_two_equal_failures_does_not_make_them_different() -> None:
+    policy = restarts(max_restarts=9, max_losses=9)
+    assert isinstance(after(policy, failed(), 5), Restart)
+    assert isinstance(after(policy, failed(FaultKind.WORKER_LOST), 5), Restart)
+    assert isinstance(after(policy, failed(), 5), NoRestart)

@@ -1,0 +1,371 @@
+"""Hangs: the stacks that are collected, and the rank that is the cause."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import pytest
+
+from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks
+from ddptrain.driver.failure.hang import ANSWERS_S, RankReport, StackCollector, find_missing_rank, judge
+from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog
+from ddptrain.protocol import events
+from ddptrain.protocol.events import users_frame, waits_in
+from tests.unit.driver.attempt.ranks import running
+
+# --- The rank that a worker group waits for is told from those that wait ---
+
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+C10D = f"{TORCH}/distributed/distributed_c10d.py"
+ALL_REDUCE = (
+    f"{C10D}:3100 all_reduce",
+    f"{TORCH}/distributed/c10d_logger.py:83 wrapper",
+    "/home/u/train.py:50 step",
+    "/home/u/train.py:9 main",
+)
+BACKWARD = (
+    f"{TORCH}/autograd/graph.py:841 _engine_run_backward",
+    f"{TORCH}/autograd/__init__.py:2 backward",
+    "/u/train.py:7 main",
+)
+LOADING = ("/home/u/train.py:41 load_batch", "/home/u/train.py:9 main")
+
+
+def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> RankReport:
+    stacks = events.Stacks(1, frames, sequence, more.pop("state", ""), pending=more.pop("pending", ""))
+    return RankReport(rank, more.pop("idle_s", 10.0), stacks, **more)
+
+
+@pytest.mark.parametrize(
+    ("frames", "operation"),
+    [
+        (ALL_REDUCE, "all_reduce"),
+        (BACKWARD, "backward"),
+        (LOADING, ""),
+        ((), ""),
+        ((f"{TORCH}/cuda/__init__.py:1039 synchronize", *LOADING), "synchronize"),
+        (
+            (f"{TORCH}/nn/parallel/distributed.py:1 _pre_forward", f"{TORCH}/nn/parallel/distributed.py:2 forward"),
+            "forward",
+        ),
+        ((f"{TORCH}/nn/modules/linear.py:1 forward", f"{TORCH}/nn/parallel/distributed.py:2 forward"), ""),
+        (
+            (f"{TORCH}/distributed/rendezvous.py:1 _create_c10d_store", f"{C10D}:2 init_process_group"),
+            "init_process_group",
+        ),
+        (("/u/hook.py:1 forward", *ALL_REDUCE), ""),
+        (("no frame at all",), ""),
+    ],
+)
+def test_wait_is_known_by_its_innermost_frames(frames: tuple[str, ...], operation: str) -> None:
+    assert waits_in(frames) == operation
+
+
+def test_a_rank_that_hangs_in_its_clean_up_is_named_with_the_exception_before() -> None:
+    waiting = report(0, ALL_REDUCE)
+    cleaning = RankReport(1, 10.0, events.Stacks(1, LOADING, handles="ValueError: sample 4711"))
+    found = find_missing_rank([waiting, cleaning], 60.0, 1)
+    assert (found.rank, found.kind) == (1, FaultKind.HANG)
+    assert "in all_reduce; it is in an except or finally block after ValueError: sample 4711 (stacks: " in found.message
+
+
+def test_place_is_the_innermost_frame_of_the_users_code() -> None:
+    assert users_frame(ALL_REDUCE) == "train.py:50 in step"
+    assert users_frame((f"{C10D}:3 all_reduce",)) == "distributed_c10d.py:3 in all_reduce"
+    assert users_frame(()) == ""
+
+
+def test_rank_with_the_fewest_collectives_is_missing_and_told_in_full() -> None:
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6), report(2, ALL_REDUCE, 7)], 600.0, 5)
+    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.HANG, 5)
+    assert fault.message == (
+        "no progress for 600 s, it is in train.py:41 in load_batch while rank 0, 2 wait for it in all_reduce "
+        "(stacks: artifacts/stacks/)"
+    )
+
+
+def test_stopped_process_comes_before_every_other_sign() -> None:
+    fault = find_missing_rank([report(0, LOADING, 1), report(1, ALL_REDUCE, 7, state="stopped")], 2.0, 5)
+    assert fault.rank == 1
+    assert "its process is stopped (SIGSTOP)" in fault.message
+
+
+def test_rank_that_waits_in_no_collective_is_missing_where_counts_tell_nothing() -> None:
+    assert find_missing_rank([report(0, BACKWARD), report(1, ALL_REDUCE), report(2, LOADING)], 2.0, 5).rank == 2
+
+
+def test_rank_that_says_nothing_at_all_is_missing() -> None:
+    fault = find_missing_rank([report(0, ALL_REDUCE, 3), RankReport(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
+    assert fault.rank == 1
+    assert "its place in the code is not known while rank 0, 2 wait for it" in fault.message
+
+
+def test_rank_that_has_been_silent_for_longest_is_missing_where_all_are_alike() -> None:
+    assert (
+        find_missing_rank([report(0, ALL_REDUCE, 3, idle_s=3.0), report(1, ALL_REDUCE, 3, idle_s=9.0)], 2.0, 5).rank
+        == 1
+    )
+
+
+def test_rank_that_did_not_start_comes_before_one_that_did() -> None:
+    fault = find_missing_rank(
+        [report(0, LOADING, entered=False), RankReport(1, 9.0, started=False, entered=False)], 60.0, 5
+    )
+    assert fault.rank == 1
+    assert fault.message.startswith("did not start within 60 s")
+
+
+def test_rank_that_has_waited_in_vain_is_not_the_missing_one() -> None:
+    late = report(0, LOADING, 6, timed_out=True)
+    fault = find_missing_rank([late, report(1, LOADING, 6)], None, 5)
+    assert fault.rank == 1
+    assert "a collective operation timed out, it is in train.py:41 in load_batch while rank 0 waits" in fault.message
+
+
+PENDING = events.Stacks(1, LOADING, 7, pending="all_reduce")
+
+
+def test_rank_that_waited_in_vain_is_not_missing_although_the_others_wait_as_well() -> None:
+    ended = RankReport(0, 99.0, timed_out=True)
+    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7), report(2, ALL_REDUCE, 6)], None, 5).rank == 2
+    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7)], None, 5).rank == 1
+
+
+STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING, BACKWARD)}
+
+
+@pytest.mark.parametrize(
+    ("reports", "before", "hangs"),
+    [
+        # All idle: a hang, wherever they are.
+        ([report(0, ALL_REDUCE, 7), report(1, LOADING, 6)], {}, 1),
+        ([report(0, ALL_REDUCE, 7), report(1, ALL_REDUCE, 7)], {}, 0),
+        # The rank that the others wait for works, or evaluates by itself: no hang.
+        ([report(0, LOADING, 6, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+        ([report(0, LOADING, 6, works=True), report(1, LOADING, 6, works=True)], {}, None),
+        # It does not, while the one that waits spins, as with NCCL.
+        ([report(0, ALL_REDUCE, 7, works=True), report(1, LOADING, 6)], {}, 1),
+        ([report(0, LOADING, 7, works=True), report(1, LOADING, 6)], {}, 1),
+        # All spin in collective operations: a hang once they have not gone on between two looks.
+        ([report(0, ALL_REDUCE, 7, works=True), report(1, BACKWARD, 7, works=True)], {}, None),
+        (
+            [report(0, ALL_REDUCE, 7, works=True), report(1, ALL_REDUCE, 7, works=True)],
+            {0: STACKS[ALL_REDUCE], 1: STACKS[ALL_REDUCE]},
+            0,
+        ),
+        (
+            [report(0, ALL_REDUCE, 9, works=True), report(1, ALL_REDUCE, 9, works=True)],
+            {0: STACKS[ALL_REDUCE], 1: STACKS[ALL_REDUCE]},
+            None,
+        ),
+        ([report(0, LOADING, 7, works=True), report(1, ALL_REDUCE, 7)], {0: STACKS[LOADING]}, None),
+        # All wait for their GPU in loss.item(), and the GPU for a collective operation.
+        ([report(0, LOADING, 7, works=True, pending="all_reduce")], {0: events.Stacks(1, LOADING, 7)}, None),
+        ([report(0, LOADING, 7, works=True, pending="all_reduce")], {0: PENDING}, 0),
+        ([report(0, LOADING, 8, works=True, pending="all_reduce")], {0: PENDING}, None),
+        ([report(0, LOADING, 7, works=True)], {0: PENDING}, None),  # it has ended: a silent validation
+        # A stopped process does not work, whatever was measured before.
+        ([report(0, LOADING, 7, works=True, state="stopped"), report(1, LOADING, 7, works=True)], {}, 0),
+        # It works, and did not answer: compiled code.
+        ([RankReport(0, 1.0, works=True), report(1, ALL_REDUCE, 7)], {}, None),
+    ],
+)
+def test_rank_that_others_wait_for_is_judged_by_whether_it_works(
+    reports: list[RankReport], before: dict[int, events.Stacks], hangs: int | None
+) -> None:
+    fault = judge(reports, 600.0, before, 5)
+    assert (fault.rank if fault is not None else None) == hangs
+
+
+def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
+    assert judge([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, {}, 5) is not None
+
+
+def test_message_has_one_number_and_says_that_a_rank_without_progress_uses_the_cpu() -> None:
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, silent_s=3604.0, uses="CPU")], 600.0, 5)
+    assert fault.message == (
+        "no progress for 3604 s, although it uses the CPU, it is in train.py:41 in load_batch while rank 0 waits for "
+        "it in all_reduce (stacks: artifacts/stacks/)"
+    )
+
+
+def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.EXIT, 1)
+    assert "returned from the workload while rank 0 waited for it" in fault.message
+
+
+def test_rank_that_hangs_by_itself_after_another_has_returned_is_the_one() -> None:
+    fault = find_missing_rank([report(0, LOADING, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    assert (fault.rank, fault.kind) == (0, FaultKind.HANG)
+
+
+def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
+    fault = find_missing_rank([RankReport(0, 0.0, finished=True, over=True), report(1, LOADING, finished=True)], 2.0, 5)
+    assert fault.rank == 1
+    assert "after the end of its work" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        (
+            ("/py/threading.py:1590 _shutdown",),
+            "it waits for a non-daemon thread that it has started to end",
+        ),
+        (
+            ("/py/multiprocessing/popen_fork.py:27 poll", "/py/multiprocessing/util.py:357 _exit_function"),
+            "it waits for a process that it has started with multiprocessing to end",
+        ),
+        (("/me/train.py:7 clean_up", "/ddptrain/rank/rank_process.py:98 _run_exit_handlers"), "train.py:7 in clean_up"),
+    ],
+)
+def test_rank_that_cannot_exit_says_what_it_waits_for(frames: tuple[str, ...], text: str) -> None:
+    found = find_missing_rank([report(0, frames, finished=True)], 30.0, 1)
+    assert f"after the end of its work, {text}" in found.message or f"it is in {text}" in found.message
+
+
+def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
+    ended = events.ThreadFailure(1, "reader", "ValueError", "bad shard\nmore", "Traceback ...")
+    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0, 5)
+    assert "its thread reader has ended with ValueError: bad shard (stacks" in fault.message
+    assert fault.traceback == "Traceback ..."
+
+
+def test_many_ranks_are_told_as_spans() -> None:
+    assert format_ranks([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "stage", "text"),
+    [
+        (None, {}, "a collective operation timed out"),
+        (None, {"started": False}, "a collective operation timed out"),
+        (2.5, {"started": False, "entered": False}, "did not start within 2.5 s"),
+        (2.5, {"entered": False}, "did not reach the rendezvous within 2.5 s"),
+        (3.0, {"silent_s": 2.0}, "no progress for 3 s"),
+        (3.0, {"finished": True}, "no progress for 3 s, after the end of its work"),
+    ],
+)
+def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[str, Any], text: str) -> None:
+    found = find_missing_rank([RankReport(0, 1.0, over=True, **stage)], limit_s, 1)
+    assert found.message == f"{text} (stacks: artifacts/stacks/)"
+
+
+# --- One inquiry after another: whom it asks, when it ends, and what it keeps for the next ---
+
+
+LOADING_STACK_COLLECTOR = ("/home/u/train.py:41 load_batch",)
+HANG = Hang(Stage.TRAIN, (1,), 40.0, 41.0)
+STARTED = events.Started(1, 7, "h")
+RANKS = [running(rank, started=STARTED, entered=True) for rank in range(2)]
+THREAD = events.ThreadFailure(5, "loader", "ValueError", "bad", "Traceback")
+
+
+class _Signs:
+    """A watchdog for which rank 1 works, and each rank is idle for ten times its number of seconds."""
+
+    def idle_s(self, rank: Any, activity: Activity, now: float) -> float:
+        return 10.0 * int(rank.spec.rank)
+
+    def works(self, rank: Any, activity: Activity, now: float) -> bool:
+        return bool(rank.spec.rank == 1)
+
+    def uses(self, activity: Activity, now: float) -> str:
+        return ""
+
+
+def begun(before: StackCollector | None = None, hang: Hang | None = HANG, **more: Any) -> StackCollector:
+    """An inquiry of two ranks that begins at 100 s."""
+    collector = before if before is not None else StackCollector()
+    return collector.begin(hang, RANKS, [Activity(), Activity()], cast(Watchdog, _Signs()), 100.0, **more)
+
+
+def answered(
+    collector: StackCollector, rank: int, main: tuple[str, ...] = LOADING_STACK_COLLECTOR, **more: Any
+) -> StackCollector:
+    collector = collector.after(rank, events.Stacks(1, main, **more))
+    return collector.after(rank, events.FileSaved(1, f"stacks/rank-{rank}.txt", "a", 1, ""))
+
+
+def test_an_inquiry_is_under_way_from_its_beginning_until_it_is_closed() -> None:
+    waiting = StackCollector(not_before=90.0)
+    assert (waiting.begun, waiting.under_way) == (False, False)
+    assert [waiting.may_begin(now) for now in (89.9, 90.0)] == [False, True]
+    collector = begun()
+    assert (collector.begun, collector.under_way, collector.may_begin(200.0)) == (True, True, False)
+    assert (collector.until, collector.limit_s) == (100.0 + ANSWERS_S, 40.0)
+    _, fault = collector.result(RANKS, 104.9, 8)
+    assert fault is None
+    closed, fault = begun(hang=None).result(RANKS, 105.0, 8)
+    assert fault is not None and (closed.begun, closed.under_way) == (True, False)
+    assert closed.result(RANKS, 200.0, 9) == (closed, None)
+
+
+def test_the_answer_of_a_rank_replaces_that_of_its_worker_and_not_the_other_way() -> None:
+    of_worker, of_rank = events.Stacks(1, ("w",), state="busy"), events.Stacks(2, ("r",))
+    collector = StackCollector().after(0, of_worker)
+    assert collector.stacks == {0: of_worker}
+    assert collector.after(0, of_rank).stacks == collector.after(0, of_rank).after(0, of_worker).stacks == {0: of_rank}
+    assert collector.after(1, of_worker).stacks == {0: of_worker, 1: of_worker}
+    assert collector.after(1, events.Entered(3)) is collector
+
+
+def test_the_first_thread_that_has_failed_explains_a_later_fault_of_its_rank() -> None:
+    collector = StackCollector().after(1, THREAD)
+    assert collector.after(1, events.ThreadFailure(6, "other", "KeyError", "", "")) is collector
+    fault = Fault(1, FaultKind.EXCEPTION, 9, "it broke")
+    assert collector.explained(fault).message == "it broke (its thread loader had ended with ValueError: bad)"
+    assert collector.explained(Fault(0, FaultKind.EXCEPTION, 9, "it broke")).message == "it broke"
+
+
+def test_an_inquiry_ends_once_every_rank_that_lives_has_answered() -> None:
+    collector = answered(begun(hang=None), 0)
+    assert collector.answered == {0}
+    assert collector.result(RANKS, 101.0, 8) == (collector, None)
+    _, fault = answered(collector, 1).result(RANKS, 101.0, 8)
+    assert fault is not None and (fault.kind, fault.time_ns) == (FaultKind.HANG, 8)
+    _, fault = collector.result([RANKS[0], dataclasses.replace(RANKS[1], lost=True)], 101.0, 8)
+    assert fault is not None and fault.rank == 0
+
+
+def test_the_fault_says_what_was_known_of_the_rank_when_the_ranks_were_asked() -> None:
+    collector = answered(answered(begun(), 0, ("/u/train.py:1 other",)), 1).after(0, THREAD)
+    none, fault = collector.result(RANKS, 101.0, 8)
+    assert fault is None and not none.begun, "rank 1 has been idle for longer, and works"
+    late = answered(answered(begun(), 0), 1)
+    late = late.after(0, THREAD)
+    _, fault = late.result([RANKS[0], dataclasses.replace(RANKS[1], lost=True)], 105.0, 8)
+    assert fault is not None and fault.traceback == "Traceback"
+    assert fault.message == (
+        "no progress for 40 s, it is in train.py:41 in load_batch; its thread loader has ended with ValueError: bad "
+        "(stacks: artifacts/stacks/)"
+    )
+
+
+def test_an_inquiry_that_finds_the_ranks_at_work_keeps_their_stacks_for_the_next() -> None:
+    earlier = {1: events.Stacks(1, ("earlier",))}
+    first = StackCollector(not_before=7.0, before=earlier, threads={1: THREAD})
+    collector = answered(answered(begun(first, HANG), 0), 1)
+    after, fault = collector.result(RANKS, 101.0, 8)
+    assert fault is None
+    assert after == StackCollector(not_before=101.0 + 20.0, before=collector.stacks, threads={1: THREAD})
+
+
+def test_a_rank_that_finishes_during_the_inquiry_ends_it_without_a_fault_unless_a_wait_has_timed_out() -> None:
+    collector = answered(begun(hang=None), 0)
+    finished = [RANKS[0], dataclasses.replace(RANKS[1], finished=True)]
+    after, fault = collector.result(finished, 105.0, 8)
+    assert fault is None and after == StackCollector(not_before=105.0, before=collector.stacks)
+    victim = Fault(0, FaultKind.EXCEPTION, 3, "timed out", victim=True, timed_out=True)
+    _, fault = collector.result([dataclasses.replace(finished[0], fault=victim, lost=True), finished[1]], 105.0, 8)
+    assert fault is not None and fault.rank == 1
+
+
+def test_of_ranks_that_were_not_asked_nothing_is_known() -> None:
+    collector = StackCollector(until=100.0, limit_s=40.0)
+    _, fault = collector.result([RANKS[0]], 100.0, 8)
+    assert fault is not None
+    assert fault.message == "no progress for 40 s, its place in the code is not known (stacks: artifacts/stacks/)"

@@ -1,0 +1,304 @@
+"""Records and files that processes exchange."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddptrain.errors import ClusterError, UsageError
+from ddptrain.protocol import commands, error_file
+from ddptrain.protocol.commands import CommandError, CommandReader
+from ddptrain.protocol.exec_env import (
+    exec_only,
+    leave_working_directory,
+    names_working_directory,
+    without_working_directory,
+)
+from ddptrain.protocol.rank_spec import HostSettings, RankSpec, TrackerSpec, TrackingSpec
+from ddptrain.protocol.starting_weights import FILE, StartingWeights, names_model, same_model, weights_in
+from ddptrain.protocol.typed_json import UnknownFields, decode_json_data
+from tests.unit.specs import make_spec
+
+# --- Rank specs as JSON: what is decoded, and what is refused with the name of the field ---
+
+
+FULL = make_spec(
+    params={"epochs": 3, "layers": [1, 2], "rate": None},
+    local_gpus=("0", "GPU-7"),
+    every_s=30.5,
+    args=("--lr", "1"),
+    tracking=TrackingSpec((TrackerSpec("wandb", {"mode": "process"}, 5.0, {"id": "x"}),), "pets", resumed_from=7),
+    env={"A": "1"},
+    host=HostSettings("0", "/s", 4, {"OMP_NUM_THREADS": {"value": "4", "source": "user"}}),
+)
+
+
+def test_spec_is_the_same_after_its_way_through_json() -> None:
+    assert RankSpec.from_json(FULL.to_json()) == FULL
+    assert RankSpec.from_json(make_spec().to_json()) == make_spec()
+
+
+def test_key_names_run_attempt_and_rank() -> None:
+    assert make_spec(run_id="r", attempt=2, rank=3).key == "ddptrain/r/2/3"
+
+
+def test_port_of_the_store_is_the_only_change() -> None:
+    changed = FULL.with_port(99)
+    assert changed.group.master_port == 99
+    assert changed.with_port(FULL.group.master_port) == FULL
+
+
+def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], None]:
+    def change(raw: dict[str, Any]) -> None:
+        for name in path[:-1]:
+            raw = raw[name]
+        raw[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_set("rank", to="0"), "rank must be an integer, got '0'"),
+        (_set("rank", to=True), "rank must be an integer"),
+        (_set("rank", to=None), "rank must be an integer"),
+        (_set("placement", to=[]), "placement must be a mapping"),
+        (_set("placement", "local_gpus", to="01"), "placement.local_gpus must be a list"),
+        (_set("placement", "local_gpus", to=["0", 1]), "placement.local_gpus\\[1\\] must be text, got '1'"),
+        (_set("placement", "shared", to=1), "placement.shared must be true or false"),
+        (_set("group", "timeout_s", to="60"), "group.timeout_s must be a number"),
+        (_set("supervision", "grace_s", to=None), "supervision.grace_s must be a number"),
+        (_set("checkpointing", "every_epochs", to=0.5), "checkpointing.every_epochs must be an integer"),
+        (_set("env", to={"A": 1}), "env.A must be text"),
+        (_set("host", "environment", to={"A": {"value": 1}}), "host.environment.A.value must be text"),
+        (_set("tracking", "trackers", to=[{"options": {}}]), "tracking.trackers\\[0\\]: .*'name'"),
+        (lambda raw: raw.pop("code"), "RankSpec: .*'code'"),
+        (lambda raw: raw["group"].pop("backend"), "group: .*'backend'"),
+    ],
+)
+def test_malformed_spec_is_refused_with_the_fields_name(change: Callable[[dict[str, Any]], None], words: str) -> None:
+    raw = json.loads(FULL.to_json())
+    change(raw)
+    with pytest.raises(ClusterError, match=f"malformed RankSpec: {words}"):
+        RankSpec.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", "[" * 100_000])
+def test_text_that_is_no_spec_is_refused(text: str) -> None:
+    with pytest.raises(ClusterError, match="malformed RankSpec"):
+        RankSpec.from_json(text)
+
+
+@pytest.mark.parametrize(("change", "name"), [(_set("new", to=1), "new"), (_set("code", "new", to=1), "code.new")])
+def test_field_of_another_version_is_named(change: Callable[[dict[str, Any]], None], name: str) -> None:
+    raw = json.loads(FULL.to_json())
+    change(raw)
+    with pytest.raises(ClusterError, match=f"does not know {name}: driver and workers are of different versions"):
+        RankSpec.from_json(json.dumps(raw))
+
+
+# --- Commands reach their handlers; other lines are counted, and only this process may post what its signals say ---
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[CommandReader, int]]:
+    read_fd, write_fd = os.pipe()
+    reader = CommandReader(read_fd)
+    with ExitStack() as stack:
+        for fd in (read_fd, reader._own_read_fd, reader._own_write_fd):
+            stack.callback(os.close, fd)
+        yield reader, write_fd
+
+
+@given(st.text())
+def test_any_text_is_a_command_or_refused(text: str) -> None:
+    try:
+        assert commands.decode(text) == text
+    except CommandError:
+        assert text not in ("preempt", "stacks", "stop")
+
+
+# --- What torch elastic's record() writes down is read as a failure, once; what is odd is told as it stands ---
+
+
+def test_record_of_torch_elastic_is_a_failure_as_of_when_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    extra = {"py_callstack": "Traceback ...", "timestamp": "1"}
+    path.write_text(json.dumps({"message": {"message": "ValueError: a: b", "extraInfo": extra}}))
+    os.utime(path, ns=(5, 7))
+    found = error_file.read_error_file(path)
+    assert found is not None
+    assert (found.time_ns, found.type, found.message, found.traceback) == (7, "ValueError", "a: b", "Traceback ...")
+    assert error_file.read_error_file(path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"message": "died"}', "died"),
+        ("no JSON", "no JSON"),
+        ('{"message": {"message": null}}', "None"),
+        ("[]", "[]"),
+        ("[" * 100_000, "[" * 4_000),
+    ],
+)
+def test_odd_file_is_told_as_it_stands(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    found = error_file.read_error_file(path)
+    assert found is not None and found.message == message
+
+
+# --- Where Python looks for modules: never in the working directory by accident ---
+
+
+LIBRARY = os.path.dirname(os.__file__)
+
+
+@pytest.mark.parametrize(
+    ("path", "kept", "named"),
+    [
+        (":/a", "/a", True),
+        ("/a:", "/a", True),
+        ("/a::/b", "/a:/b", True),
+        ("", "", False),
+        ("/a", "/a", False),
+    ],
+)
+def test_empty_entries_of_the_path_go_for_they_are_the_working_directory(path: str, kept: str, named: bool) -> None:
+    environ = {"PYTHONPATH": path, "HOME": "/h"}
+    assert names_working_directory(environ) == named
+    assert without_working_directory(environ) == {"PYTHONPATH": kept, "HOME": "/h"}
+    assert exec_only(environ) == {"PYTHONPATH": kept}
+
+
+def test_path_of_empty_entries_alone_goes_as_a_whole() -> None:
+    assert without_working_directory({"PYTHONPATH": ":", "A": "b"}) == {"A": "b"}
+
+
+def test_environment_without_a_path_stays_as_it_is() -> None:
+    assert not names_working_directory({})
+    assert without_working_directory({"A": "b"}) == {"A": "b"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "before", "after"),
+    [
+        ("", ["HERE", "LIBRARY", "/site"], ["LIBRARY", "/site"]),
+        (":/a", ["HERE", "HERE", "/a", "LIBRARY"], ["/a", "LIBRARY"]),
+        ("", ["", "LIBRARY", "/site", "HERE"], ["LIBRARY", "/site", "HERE"]),
+        ("HERE", ["HERE", "LIBRARY"], ["HERE", "LIBRARY"]),
+        ("", ["/bin", "LIBRARY"], ["/bin", "LIBRARY"]),
+    ],
+    ids=["python -m", "empty entry", "editable installation", "named", "script"],
+)
+def test_working_directory_leaves_the_path_unless_it_was_named_or_installed(
+    monkeypatch: pytest.MonkeyPatch, variable: str, before: list[str], after: list[str]
+) -> None:
+    def filled(entries: list[str]) -> list[str]:
+        return [{"HERE": os.getcwd(), "LIBRARY": LIBRARY}.get(entry, entry) for entry in entries]
+
+    monkeypatch.setenv("PYTHONPATH", variable.replace("HERE", os.getcwd()))
+    monkeypatch.setattr(sys, "path", filled(before))
+    leave_working_directory()
+    assert sys.path == filled(after)
+
+
+# --- Decoding of JSON data into dataclasses: types are checked, errors name the field ---
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+    size: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    items: tuple[Inner, ...]
+    by_name: Mapping[str, int]
+    free: Any = None
+    maybe: Inner | None = None
+
+
+def test_nested_data_are_decoded() -> None:
+    data = {"items": [{"name": "a", "size": 2}], "by_name": {"x": 1}, "free": [1, {}], "maybe": {"name": "b"}}
+    assert decode_json_data(Outer, data) == Outer((Inner("a", 2.0),), {"x": 1}, [1, {}], Inner("b"))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "the message must be a mapping, got '[]'"),
+        ({"items": {}, "by_name": {}}, "items must be a list, got '{}'"),
+        ({"items": [1], "by_name": {}}, "items[0] must be a mapping, got '1'"),
+        ({"items": [{"name": 1}], "by_name": {}}, "items[0].name must be text, got '1'"),
+        ({"items": [{"name": "a", "size": True}], "by_name": {}}, "items[0].size must be a number, got 'True'"),
+        ({"items": [], "by_name": {"x": 1.0}}, "by_name.x must be an integer, got '1.0'"),
+    ],
+)
+def test_wrong_type_is_refused_with_the_name_of_the_field(data: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        decode_json_data(Outer, data)
+
+
+def test_missing_and_unknown_fields_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Outer: .*'by_name'"):
+        decode_json_data(Outer, {"items": []})
+    with pytest.raises(UnknownFields, match=r"^maybe\.a, maybe\.b$"):
+        decode_json_data(Outer, {"items": [], "by_name": {}, "maybe": {"name": "x", "b": 1, "a": 2}})
+
+
+# --- Which values of params.weights name a model, and the record of the weights in a run's inputs ---
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ("model:dogs@3", "model:dogs@champion", True),
+        ("model:dogs@3", "model:dogs", True),
+        ("model:dogs@3", "model:dogs@3", False),  # equal texts need no rule
+        ("model:dogs@3", "model:dogs@4", False),
+        ("model:dogs@3", "model:cats@champion", False),
+        ("model:dogs@champion", "model:dogs@staging", False),
+        ("model:dogs@3", "DEFAULT", False),
+        (None, "model:dogs", False),
+        ("model:dogs@3", None, False),
+    ],
+)
+def test_alias_stands_for_the_version_that_was_recorded(before: object, now: object, expected: bool) -> None:
+    assert same_model(before, now) is expected
+
+
+def test_only_text_with_the_prefix_names_a_model() -> None:
+    assert names_model("model:dogs@champion")
+    assert not any(map(names_model, ("DEFAULT", "s3://model:x", "weights.pt", None, 3)))
+
+
+def test_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    record = StartingWeights("dogs", 3, "abc", ("pug", "husky"))
+    record.write(tmp_path)
+    assert StartingWeights.read(tmp_path) == record and record.reference == "model:dogs@3"
+    (tmp_path / "weights.json").write_text('{"model": 3}')
+    assert StartingWeights.read(tmp_path) is None
+    assert StartingWeights.read(tmp_path / "none") is None
+
+
+def test_missing_weights_are_an_error(tmp_path: Path) -> None:
+    for inputs in (None, tmp_path):
+        with pytest.raises(UsageError, match="the weights of the model are missing"):
+            weights_in(inputs)
+    (tmp_path / FILE).write_bytes(b"x")
+    assert weights_in(tmp_path) == tmp_path / FILE

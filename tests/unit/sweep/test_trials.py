@@ -1,0 +1,273 @@
+"""Trials of a sweep: how many run, what they get, and what counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddptrain.config.load import load_data, load_mapping
+from ddptrain.config.resolved import ResolvedConfig
+from ddptrain.errors import RunLocked
+from ddptrain.sweep import capacity
+from ddptrain.sweep.capacity import Capacity
+from ddptrain.sweep.decisions import Failures, Limits, Situation, remaining_s
+from ddptrain.sweep.metric import LiveMetric, best_value, values_by_step
+from ddptrain.sweep.trial import _when_unlocked
+from ddptrain.sweep.trial_config import best_yaml, trial_config
+
+# --- A trial whose run the killed driver of an earlier part still seems to hold ---
+
+
+class Waiter:
+    """A trial that counts its pauses, and is asked to end after `stop_after` of them."""
+
+    def __init__(self, stop_after: int = 1000) -> None:
+        self.record, self.status = SimpleNamespace(number=0), ""
+        self.stopped: list[Any] = []
+        self.pauses, self._stop_after = 0, stop_after
+
+    def wait(self, seconds: float) -> None:
+        self.pauses += 1
+        if self.pauses >= self._stop_after:
+            self.stopped.append(15)
+
+
+def locked_times(count: int) -> Any:
+    left = iter(range(count))
+
+    def work() -> int:
+        if next(left, None) is not None:
+            raise RunLocked("run s-0001 is held by process 12 on there")
+        return 7
+
+    return work
+
+
+def test_it_waits_until_the_lock_has_expired() -> None:
+    trial: Any = Waiter()
+    assert _when_unlocked(trial, locked_times(3)) == 7
+    assert trial.pauses == 3 and "expire" in trial.status
+
+
+def test_it_gives_up_when_it_is_asked_to_end_or_out_of_patience() -> None:
+    trial: Any = Waiter(stop_after=2)
+    with pytest.raises(RunLocked):
+        _when_unlocked(trial, locked_times(9))
+    assert trial.pauses == 2
+    with pytest.raises(RunLocked):
+        _when_unlocked(trial, locked_times(9), patience_s=0.0)
+    assert trial.pauses == 2
+
+
+# --- The configuration of a trial ---
+
+
+def resolved(folder: Path, space: dict[str, Any], **fields: Any) -> ResolvedConfig:
+    sweep = {"space": space, "trials": 2, "ranks": 2}
+    return load_mapping({"workload": "elsewhere:train", "sweep": sweep, **fields}, folder)
+
+
+def test_the_point_is_set_and_the_rest_stays(tmp_path: Path) -> None:
+    space = {"params.lr": [1, 2], "params.model.size": [8], "prepare.precision": ["bf16"], "env.MODE": ["a"]}
+    config = resolved(
+        tmp_path, space, params={"seed": 3, "model": {"layers": 1}}, env={"OTHER": "x"}, tracking={"wandb": {}}
+    )
+    point = {"params.lr": 2, "params.model.size": 8, "prepare.precision": "bf16", "env.MODE": "a"}
+    trial = trial_config(config, point, 2, str(tmp_path / "runs" / "s"), "s").config
+    assert trial.params == {"seed": 5, "model": {"layers": 1, "size": 8}, "lr": 2}
+    assert (trial.prepare.precision, trial.env) == ("bf16", {"OTHER": "x", "MODE": "a", "WANDB_RUN_GROUP": "s"})
+    assert (trial.cluster.ranks, trial.results.dir, trial.sweep) == (2, str(tmp_path / "runs" / "s"), None)
+    assert config.config.params == {"seed": 3, "model": {"layers": 1}}
+
+
+def test_a_script_gets_arguments(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    workload = {"script": "train.py", "args": ["--epochs", 3]}
+    config = resolved(tmp_path, {"args.lr": [0.1]}, workload=workload)
+    script = trial_config(config, {"args.lr": 0.1}, 0, str(tmp_path), "s").config.script
+    assert script is not None and script.args == ["--epochs", "3", "--lr", "0.1"]
+
+
+def test_values_that_begin_with_a_minus_are_not_taken_as_options(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    config = resolved(tmp_path, {"args.shift": [-1e-05]}, workload={"script": "train.py"})
+    script = trial_config(config, {"args.shift": -1e-05}, 0, str(tmp_path), "s").config.script
+    assert script is not None and script.args == ["--shift=-1e-05"]  # argparse takes -1e-05 alone as an option
+
+
+@pytest.mark.parametrize(("default", "third"), [("5", 7), ("None", 2)])
+def test_repeats_count_from_the_default_seed(tmp_path: Path, default: str, third: int) -> None:
+    (tmp_path / "own.py").write_text(f"def train(ctx, lr=0.1, seed={default}): ...\n")
+    config = resolved(tmp_path, {"params.lr": [1]}, workload="own:train")
+    assert trial_config(config, {}, 0, str(tmp_path), "s").config.params == {}
+    assert trial_config(config, {}, 2, str(tmp_path), "s").config.params == {"seed": third}
+
+
+def test_repeats_of_no_seed_count_from_zero(tmp_path: Path) -> None:
+    config = resolved(tmp_path, {"params.lr": [1]}, params={"seed": None})
+    assert trial_config(config, {}, 2, str(tmp_path), "s").config.params == {"seed": 2}
+
+
+def test_the_best_configuration_has_the_sweeps_own_folders_and_no_secrets(tmp_path: Path) -> None:
+    config = resolved(tmp_path, {"params.lr": [1]}, env={"API_TOKEN": "hunter22hunter22"}, results={"dir": "there"})
+    trial = trial_config(config, {"params.lr": 1}, 0, str(tmp_path / "s"), "s")
+    text = best_yaml(config, trial, "The best.")
+    assert text.startswith("# The best.\nworkload: elsewhere:train\n")
+    assert "hunter22" not in text and "dir: there" in text and "sweep:" not in text
+    retrain = load_data(text.encode(), "best.yaml")["retrain"]
+    assert retrain == {"model": config.config.name, "gate": [{"metric": "val/loss"}]}
+
+
+def test_the_best_configuration_keeps_the_section_retrain(tmp_path: Path) -> None:
+    config = resolved(tmp_path, {"params.lr": [1]}, retrain={"model": "m", "gate": {"metric": "accuracy"}})
+    text = best_yaml(config, trial_config(config, {"params.lr": 1}, 0, str(tmp_path / "s"), "s"), "The best.")
+    retrain = load_data(text.encode(), "best.yaml")["retrain"]
+    assert retrain["model"] == "m" and [rule["metric"] for rule in retrain["gate"]] == ["accuracy"]
+
+
+def test_wrong_points_are_refused(tmp_path: Path) -> None:
+    config = resolved(tmp_path, {"params.lr": [1]})
+    with pytest.raises(ValueError, match="precision"):
+        trial_config(config, {"prepare.precision": "fp7"}, 0, str(tmp_path), "s")
+
+
+# --- How many trials may run at the same time on a cluster that is shared ---
+
+
+def cluster(*workers: tuple[int, int], waiting: int = 0) -> Any:
+    """A client of a cluster whose workers have (slots, held) each."""
+    seen = {"workers": [{"slots": slots, "held": held} for slots, held in workers], "waiting": ["run"] * waiting}
+    return SimpleNamespace(run_on_scheduler=lambda function: seen)
+
+
+def test_slots_of_running_trials_count_besides_free_ones() -> None:
+    assert Capacity(None, 2, cluster((4, 4), (4, 1))).trials(running=2) == 3
+    assert Capacity(None, 2, cluster((4, 4))).trials(running=0) == 1  # it waits for its slots
+
+
+def test_free_slots_make_room_for_whole_trials() -> None:
+    clusters = [cluster((2 + free, 2)) for free in (0, 1, 2, 5)]
+    assert [Capacity(None, 2, each).trials(running=1) for each in clusters] == [1, 1, 2, 3]
+
+
+def test_a_fixed_number_is_the_most_and_no_trial_starts_without_slots() -> None:
+    assert Capacity(3, 1, cluster((8, 0))).trials(running=0) == 3
+    assert Capacity(3, 1, cluster((2, 2))).trials(running=2) == 2
+
+
+def test_no_trial_is_added_while_another_run_waits() -> None:
+    assert Capacity(None, 1, cluster((8, 2), waiting=1)).trials(running=2) == 1
+
+
+def test_it_follows_the_size_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "_LOOK_EVERY_S", 0.0)
+    client = cluster((2, 2))
+    found = Capacity(None, 1, client)
+    assert found.trials(running=2) == 2
+    client.run_on_scheduler = cluster((2, 2), (2, 0)).run_on_scheduler
+    assert found.trials(running=2) == 4
+
+
+def test_the_embedded_cluster_is_made_for_the_number_of_trials() -> None:
+    assert Capacity(2, 2, None).trials(running=0) == 2
+
+
+# --- When a trial starts, and when a sweep ends ---
+
+
+NOW = Situation(chosen=2, waiting=0, running=1, capacity=2, elapsed_s=10.0, ending=False)
+
+
+@pytest.mark.parametrize(
+    ("limits", "change", "starts", "over"),
+    [
+        (Limits(4, None), {}, True, False),
+        (Limits(4, None), {"running": 2}, False, False),  # no room
+        (Limits(2, None), {}, False, False),  # all points are chosen, one runs
+        (Limits(2, None), {"running": 0}, False, True),
+        (Limits(2, None), {"running": 0, "waiting": 1}, True, False),  # a trial of an earlier driver
+        (Limits(None, 10.0), {}, False, False),  # the time is over
+        (Limits(None, 10.1), {}, True, False),
+        (Limits(None, 10.0), {"running": 0}, False, True),
+        (Limits(None, 10.0), {"running": 0, "waiting": 1}, True, False),
+        (Limits(4, None), {"ending": True}, False, False),
+        (Limits(4, None), {"ending": True, "running": 0, "waiting": 2}, False, True),
+        (Limits(4, None), {"capacity": 0, "running": 0}, True, False),  # it waits for its slots
+    ],
+)
+def test_limits_decide_what_starts(limits: Limits, change: dict[str, int], starts: bool, over: bool) -> None:
+    now = dataclasses.replace(NOW, **change)  # type: ignore[arg-type]
+    assert limits.may_start(now) is starts
+    assert limits.is_over(now) is over
+
+
+def test_the_third_equal_failure_ends_the_sweep() -> None:
+    failures = Failures()
+    assert [failures.add(cause) for cause in ("a", "b", "a", "b", "a")] == [False, False, False, False, True]
+
+
+def test_remaining_time_follows_the_mean_duration() -> None:
+    assert remaining_s([10.0, 20.0], 4, 2) == 30.0
+    assert remaining_s([], 4, 2) is None
+    assert remaining_s([10.0], None, 2) is None
+
+
+# --- The value of the metric at each step ---
+
+
+def test_a_step_is_complete_when_all_ranks_have_logged_it() -> None:
+    live = LiveMetric(world_size=2)
+    assert live.logged(0, 10, 1.0) == []
+    assert live.logged(1, 10, 3.0) == [(10.0, 2.0)]
+
+
+def test_a_step_that_one_rank_logs_is_complete_with_the_next_and_later_at_once() -> None:
+    live = LiveMetric(world_size=2)
+    assert live.logged(0, 10, 1.0) == []
+    assert live.logged(0, 20, 2.0) == [(10.0, 1.0), (20.0, 2.0)]
+    assert live.logged(0, 30, 3.0) == [(30.0, 3.0)]
+
+
+def test_who_logs_is_known_from_an_earlier_trial() -> None:
+    live = LiveMetric(world_size=2)
+    live.logged(0, 10, 1.0)
+    live.saved(20, 1.0)
+    assert live.usual == {0}
+    assert LiveMetric(world_size=2, usual=live.usual).logged(0, 10, 1.0) == [(10.0, 1.0)]
+
+
+def test_the_value_of_a_checkpoint_counts() -> None:
+    live = LiveMetric(world_size=2)
+    assert live.logged(0, 10, 1.0) == []
+    assert live.saved(10, 1.5) == [(10.0, 1.5)]
+    assert live.saved(20, 1.2) == [(20.0, 1.2)]
+
+
+def test_steps_that_a_restart_repeats_are_ignored() -> None:
+    live = LiveMetric(world_size=1)
+    assert live.logged(0, 10, 1.0) == [(10.0, 1.0)]
+    assert live.logged(0, 5, 9.0) == []
+    assert live.saved(10, 9.0) == []
+    assert live.logged(0, 11, 2.0) == [(11.0, 2.0)]
+
+
+def test_values_without_a_step_are_counted() -> None:
+    live = LiveMetric(world_size=1)
+    assert live.logged(0, None, 5.0) == [(1.0, 5.0)]
+    assert live.logged(0, None, 4.0) == [(2.0, 4.0)]
+
+
+def test_values_of_a_run_are_means_unless_a_checkpoint_has_them() -> None:
+    logged = [(2.0, 4.0), (1.0, 1.0), (1.0, 3.0)]
+    assert list(values_by_step(logged, {2.0: 3.5, 3.0: 1.0}).items()) == [(1.0, 2.0), (2.0, 3.5), (3.0, 1.0)]
+
+
+def test_the_best_value_is_finite() -> None:
+    assert best_value([3.0, math.nan, 1.0, -math.inf], "min") == 1.0
+    assert best_value([3.0, math.inf], "max") == 3.0
+    assert best_value([math.nan], "min") is None

@@ -1,0 +1,265 @@
+"""The host of a worker: its facts, its metrics and its memory."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddptrain.protocol import worker_notices
+from ddptrain.protocol.host_facts import HostFacts
+from ddptrain.protocol.system_metrics import HOST_METRICS, RANK_METRICS
+from ddptrain.protocol.worker_notices import MAX_SAMPLED_RANKS, SystemSample
+from ddptrain.worker.host_facts import host_facts
+from ddptrain.worker.process_monitor import MemoryWatch, groups_of
+from ddptrain.worker.system_metrics import GpuReader, Rates, SampledRank, SystemSampler, members, rank_use
+
+# --- Facts of a host ---
+
+
+def test_facts_of_this_host_survive_the_way_to_the_driver(tmp_path: Path) -> None:
+    facts = host_facts(tmp_path, "lo")
+    assert facts.cores >= 1 and facts.memory_mb > 0 and facts.open_files > 0 and facts.scratch_mb > 0
+    assert HostFacts.from_json(facts.to_json()) == facts
+
+
+def test_folder_that_is_missing_is_a_problem_and_not_an_error(tmp_path: Path) -> None:
+    (problem,) = host_facts(tmp_path / "missing", "lo").problems
+    assert problem.endswith("No such file or directory")
+
+
+def test_facts_that_are_nested_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        HostFacts.from_json("[" * 100_000)
+
+
+# --- An out-of-memory kill is distinguished from any other SIGKILL by the counters of control groups ---
+
+
+GIB = 1 << 30
+
+
+class Machine:
+    """A fake /proc and /sys/fs/cgroup. The rank is process 7."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc, self.root = folder / "proc", folder / "cgroup"
+        (self.proc / "7").mkdir(parents=True)
+        self.put(self.proc / "vmstat", "pgfault 3\noom_kill 0\n")
+
+    def put(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def group(self, version: int, path: str, *, kills: int, limit: str) -> None:
+        if version == 2:
+            self.put(self.proc / "7" / "cgroup", f"0::/{path}\n")
+            folder, names = self.root / path, ("memory.events", "memory.max")
+        else:
+            self.put(self.proc / "7" / "cgroup", f"5:cpu,cpuacct:/x\n4:memory:/{path}\n0::/\n")
+            folder = self.root / "memory" / path
+            names = ("memory.oom_control", "memory.limit_in_bytes")
+        for name, text in zip(names, (f"oom 9\noom_kill {kills}\n", f"{limit}\n"), strict=True):
+            self.put(folder / name, text)
+
+    def watch(self) -> MemoryWatch:
+        return MemoryWatch(7, self.root, self.proc)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limit_of_the_group_that_has_counted_a_kill_is_named(machine: Machine, version: int) -> None:
+    machine.group(version, "jobs/a", kills=1, limit=str(2 * GIB))
+    watch = machine.watch()
+    assert watch.explain_kill() == ""
+    machine.group(version, "jobs/a", kills=2, limit=str(2 * GIB))
+    assert watch.explain_kill() == "out of memory (the memory limit of 2.0 GiB of its control group)"
+
+
+def test_kill_in_a_group_without_a_limit_means_that_the_host_was_out_of_memory(machine: Machine) -> None:
+    machine.group(2, "jobs/a", kills=0, limit="max")
+    watch = machine.watch()
+    machine.group(2, "jobs/a", kills=1, limit="max")
+    assert watch.explain_kill() == "out of memory (the host's)"
+
+
+def test_kill_elsewhere_on_the_host_makes_it_likely(machine: Machine) -> None:
+    watch = machine.watch()
+    machine.put(machine.proc / "vmstat", "oom_kill 1\n")
+    assert watch.explain_kill().startswith("likely out of memory (the kernel has killed")
+
+
+def test_no_explanation_without_a_sign_of_a_memory_shortage(machine: Machine) -> None:
+    machine.group(2, "a", kills=3, limit=str(2 * GIB))
+    watch = machine.watch()
+    assert watch.explain_kill() == ""
+
+
+def test_machine_without_counters_is_no_error(tmp_path: Path) -> None:
+    watch = MemoryWatch(7, tmp_path / "none", tmp_path / "none")
+    assert (groups_of(7, tmp_path, tmp_path), watch.explain_kill()) == ([], "")
+
+
+# --- The use of a host, its ranks and GPUs: real processes, and an NVML with known answers ---
+
+
+Sent = queue.SimpleQueue[SystemSample]
+
+
+class Nvml:  # with the names of NVIDIA's module
+    """NVML with one GPU; a MIG instance has no utilization, and is asked for it once."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        """An error of NVML."""
+
+    class NVMLError_NotSupported(NVMLError):  # noqa: N801
+        """This GPU can't measure it."""
+
+    NVMLError_FunctionNotFound = NVMLError_NoPermission = NVMLError_NotSupported
+
+    def __init__(self) -> None:
+        self.refused = 0
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
+        if index:
+            raise self.NVMLError
+        return "GPU"
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:  # noqa: N802
+        return name
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: str) -> Any:  # noqa: N802
+        if gpu.startswith("MIG"):
+            self.refused += 1
+            raise self.NVMLError_NotSupported
+        return SimpleNamespace(gpu=93)
+
+    def __getattr__(self, name: str) -> Any:
+        answers: dict[str, Any] = {
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=6, total=8),
+            "nvmlDeviceGetPowerUsage": 350_500,
+            "nvmlDeviceGetTemperature": 71,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4,
+        }
+        return lambda *_: answers[name]
+
+
+def test_metrics_of_a_gpu() -> None:
+    assert GpuReader(Nvml()).read("0") == {
+        "gpu_percent": 93,
+        "gpu_memory_bytes": 6,
+        "gpu_memory_total_bytes": 8,
+        "gpu_power_w": 350.5,
+        "gpu_temperature_c": 71,
+        "gpu_throttle": 4,
+    }
+
+
+def test_what_a_gpu_cannot_measure_is_asked_for_once() -> None:
+    nvml = Nvml()
+    reader = GpuReader(nvml)
+    for _ in range(3):
+        assert "gpu_percent" not in reader.read("MIG-1")
+    assert nvml.refused == 1
+    assert "gpu_percent" in reader.read("0")
+
+
+@pytest.mark.parametrize(("name", "percent"), [("0", 93), ("GPU-abc", 93), ("1", None), ("MIG-abc", None)])
+def test_use_is_asked_by_index_or_uuid(name: str, percent: int | None) -> None:
+    assert GpuReader(Nvml()).percent(name) == percent
+
+
+@pytest.mark.gpu
+def test_metrics_of_a_real_gpu() -> None:
+    found = GpuReader().read("0")
+    assert found["gpu_memory_total_bytes"] > found["gpu_memory_bytes"] > 0
+    assert 0 < found["gpu_temperature_c"] < 120
+    assert found.keys() <= RANK_METRICS.keys()
+
+
+def test_rank_and_its_children_are_measured_together() -> None:
+    code = "import subprocess, sys; print(1, flush=True); subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, process_group=0) as leader:
+        try:
+            assert leader.stdout is not None
+            leader.stdout.readline()
+            deadline = time.monotonic() + 60
+            rates = Rates()
+            use: dict[str, float] = {}
+            while use.get("processes") != 2 or use.get("cpu_percent", 0) < 5:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+                use = rank_use(members([leader.pid])[leader.pid], rates, time.monotonic())
+            assert use["rss_bytes"] > 1_000_000
+        finally:
+            os.killpg(leader.pid, 9)
+
+
+def test_ended_rank_has_no_metrics() -> None:
+    assert rank_use([1 << 30], Rates(), time.monotonic()) == {}
+
+
+def test_counter_of_a_child_that_has_ended_does_not_count_backwards() -> None:
+    rates = Rates()
+    now = time.monotonic()
+    assert rates.of({"a": 5.0, "b": 0.0}, now + 1) == {}
+    assert rates.of({"a": 1.0, "b": 10.0, "c": 3.0}, now + 3) == {"a": 0.0, "b": 5.0}
+
+
+def rank(number: int, sent: Sent, run_id: str = "a-run") -> SampledRank:
+    return SampledRank(run_id, 1, number, os.getpgid(0), None, 0.2, sent.put)
+
+
+def test_ranks_of_a_run_are_in_one_message() -> None:
+    sampler, sent = SystemSampler(), Sent()
+    for number in range(3):
+        sampler.add(f"key-{number}", rank(number, sent))
+    first, second = sent.get(timeout=60), sent.get(timeout=60)
+    for number in range(3):
+        sampler.remove(f"key-{number}")
+    assert second.ranks.keys() == {"0", "1", "2"}
+    assert second.time_ns > first.time_ns
+    assert {"cpu_percent", "memory_bytes", "network_bytes_s"} <= second.use.keys() <= HOST_METRICS.keys()
+    assert 0 <= second.use["cpu_percent"] <= 120
+    assert {"cpu_percent", "rss_bytes", "processes"} == second.ranks["0"].keys() <= RANK_METRICS.keys()
+    assert worker_notices.decode(worker_notices.encode(second)) == second
+
+
+def test_each_run_has_messages_of_its_own_also_after_the_last_rank_has_ended() -> None:
+    sampler, one, other = SystemSampler(), Sent(), Sent()
+    sampler.add("a", rank(0, one))
+    sampler.add("b", rank(0, other, "b-run"))
+    assert one.get(timeout=60).ranks.keys() == other.get(timeout=60).ranks.keys() == {"0"}
+    sampler.remove("a")
+    sampler.remove("b")
+    sampler.add("a", rank(5, one))
+    while "5" not in one.get(timeout=60).ranks:
+        pass
+    sampler.remove("a")
+
+
+def test_many_ranks_are_split_into_messages_of_limited_size() -> None:
+    sampler, sent = SystemSampler(), Sent()
+    count = MAX_SAMPLED_RANKS + 1
+    for number in range(count):
+        sampler.add(str(number), rank(number, sent))
+    found: set[str] = set()
+    while len(found) < count:
+        sample = sent.get(timeout=60)
+        assert len(sample.ranks) <= MAX_SAMPLED_RANKS
+        found |= sample.ranks.keys()
+    for number in range(count):
+        sampler.remove(str(number))

@@ -1,0 +1,424 @@
+"""Ranks of a worker: how they are started and stopped, and what they are given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+from distributed import Worker
+
+from ddptrain.errors import ClusterError
+from ddptrain.protocol import events, worker_notices
+from ddptrain.protocol.rank_spec import SLOT_RESOURCE, RankSpec, key_prefix
+from ddptrain.protocol.worker_notices import Broken, Growth, Notice, OutputBytes, RankExit
+from ddptrain.worker import foreign_worker, rank_environment, rank_task
+from ddptrain.worker.rank_host import RankHost, slot_resources
+from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
+from tests.unit.specs import make_spec
+
+# --- When the worker plugin stops ranks, and which slot each of them has ---
+
+
+class FakeServer:
+    """Records which children it is asked to stop."""
+
+    def __init__(self) -> None:
+        self.stopped: list[tuple[str, float]] = []
+        self.fault: str | None = None
+        self.closed = False
+
+    def listen(self) -> None:
+        """Does nothing."""
+
+    def stop(self, child_id: str, grace_s: float) -> None:
+        self.stopped.append((child_id, grace_s))
+
+
+@pytest.fixture
+def server() -> FakeServer:
+    return FakeServer()
+
+
+def host_with(server: FakeServer, folder: Path, *gpus: str) -> RankHost:
+    host = RankHost(
+        cast(RankServerClient, server), lambda: cast(RankServerClient, FakeServer()), {}, gpus, folder / "scratch"
+    )
+    tasks = {"r": SimpleNamespace(state="executing")}
+    host.setup(cast(Worker, SimpleNamespace(name="w-1", state=SimpleNamespace(tasks=tasks))))
+    return host
+
+
+def test_released_rank_gets_its_grace_period_up_to_a_limit(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.register("patient", "patient", 30.0)
+    host.register("quick", "quick", 1.5)
+    host.register("patient", "patient/store", 0.0)
+    host.transition("patient", "executing", "memory")
+    assert server.stopped == []
+    host.transition("patient", "executing", "cancelled")
+    host.transition("quick", "executing", "released")
+    host.transition("quick", "released", "forgotten")
+    assert server.stopped == [("patient", 5.0), ("patient/store", 0.0), ("quick", 1.5)]
+
+
+def test_stopped_rank_gets_the_grace_period_of_the_driver(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.register("r", "r", 30.0)
+    host.stop("r")
+    host.stop("r", 2.0)
+    host.stop("unknown")
+    assert server.stopped == [("r", 30.0), ("r", 2.0)]
+
+
+def test_rank_that_was_stopped_before_its_start_is_stopped_after_it(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.stop("ddptrain/a/1/0", 2.0)  # the driver's SIGTERM, while the task of the rank begins
+    host.register("r", "ddptrain/a/1/0", 30.0)
+    host.register("r", "ddptrain/a/1/1", 30.0)
+    for key in ("ddptrain/a/1/0", "ddptrain/a/1/1"):
+        host.stop_if_told(key)
+    assert server.stopped == [("ddptrain/a/1/0", 2.0)]
+
+
+def test_stops_of_a_run_are_forgotten_with_it(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    keys = [f"{key_prefix(run)}1/0" for run in ("a", "b")]
+    for key in keys:
+        host.stop(key, 2.0)
+    host.remove_run("a")
+    for key in keys:
+        host.register(key, key, 30.0)
+        host.stop_if_told(key)
+    assert server.stopped == [(keys[1], 2.0)]
+
+
+def test_key_that_is_released_while_its_rank_starts_is_recognized(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.register("r", "r", 30.0)
+    assert not host.is_released("r")
+    host.worker.state.tasks["r"].state = "cancelled"  # before it was registered
+    assert host.is_released("r")
+    host.worker.state.tasks["r"].state = "executing"
+    host.transition("r", "executing", "cancelled")  # before it was started
+    assert host.is_released("r")
+    host.register("unknown", "unknown", 30.0)
+    assert host.is_released("unknown")
+    server.stopped.clear()
+    host.kill("r")
+    assert server.stopped == [("r", 0.0), ("r/store", 0.0)]
+
+
+def test_only_a_lost_server_is_replaced(server: FakeServer, tmp_path: Path) -> None:
+    host = host_with(server, tmp_path)
+    host.replace_lost_server()
+    assert host.server is cast(RankServerClient, server)
+    server.fault = "the rank server was closed"
+    server.closed = True
+    host.replace_lost_server()
+    assert host.server is cast(RankServerClient, server)
+    server.closed = False
+    host.replace_lost_server()
+    assert host.server is not cast(RankServerClient, server)
+
+
+def test_resources_say_how_many_ranks_fit_and_how_many_have_a_gpu() -> None:
+    assert slot_resources(3, ()) == {"slot": 3.0}
+    assert slot_resources(2, ("0", "1", "2")) == {"slot": 2.0, "GPU": 2.0}
+    for slots, gpus in ((0, ()), (1025, ()), (2, ("0",))):
+        with pytest.raises(ClusterError, match=f"{slots} slots were asked for"):
+            slot_resources(slots, gpus)
+
+
+# --- The task of all ranks of a worker: how their notices travel, and what the failure of one means for the ---
+
+
+class RankTaskFakeServer:
+    """Ranks that write an event and exit with their number, at once; the rank `refused` cannot be started."""
+
+    def __init__(self, refused: int = -1) -> None:
+        self.refused = refused
+        self.started: list[RankSpec] = []
+        self.exits: dict[str, dict[str, Any]] = {}
+        self.stores: list[str] = []
+        self.killed: list[str] = []
+        self.fault, self.closed, self.ranks = None, False, 0
+
+    def listen(self) -> None:
+        """Do nothing."""
+
+    def start_store(self, store_id: str, *_: object) -> None:
+        self.stores.append(store_id)
+
+    def start_rank(
+        self, rank_id: str, spec_json: str, log: int, written: int, slot: str, woken: threading.Event
+    ) -> None:
+        spec = RankSpec.from_json(spec_json)
+        if spec.rank == self.refused:
+            raise RankServerLost("it is gone")
+        with open(written, "wb", closefd=False) as file:
+            file.write(events.encode(events.Entered(1)))
+        self.started.append(spec)
+        self.exits[rank_id] = {"report": "exited", "pid": 9, "status": spec.rank, "time_ns": 1}
+        woken.set()
+
+    def wait_exit(self, rank_id: str, timeout_s: float) -> dict[str, Any] | None:
+        return self.exits.pop(rank_id, None)
+
+    def start_of(self, rank_id: str) -> None:
+        """Not reported."""
+
+    def pid_of(self, rank_id: str) -> None:
+        """Not known."""
+
+    def stop(self, child_id: str, grace_s: float) -> None:
+        self.killed.append(child_id)
+
+
+class Stage:
+    """A worker with a host of ranks, and the messages that it has sent."""
+
+    def __init__(self, folder: Path, server: RankTaskFakeServer) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.tasks = {"ddptrain/r-1/1/0": SimpleNamespace(state="executing")}
+        state = SimpleNamespace(tasks=self.tasks, total_resources={SLOT_RESOURCE: 2}, nthreads=2)
+        worker = SimpleNamespace(name="w", address="tcp://127.0.0.1:1", state=state, plugins={}, nanny=None)
+        worker.log_event = self._take
+        self.worker = cast(Worker, worker)
+        client = cast(RankServerClient, server)
+        self.host = RankHost(client, lambda: client, {}, (), folder / "scratch")
+        self.host.setup(self.worker)
+
+    def _take(self, topic: str, message: dict[str, Any]) -> None:
+        if topic == rank_task.topic("r-1"):
+            self.messages.append(message)
+
+    def run(self, *specs: RankSpec) -> list[RankExit | Exception]:
+        return rank_task._RanksTask(self.worker, self.host, specs).run()
+
+    @property
+    def notices(self) -> list[Notice]:
+        return [cast(Notice, notice) for message in self.messages for notice in worker_notices.decode_all(message)]
+
+
+def specs(count: int, **changes: Any) -> list[RankSpec]:
+    return [make_spec(rank=rank, slot=rank, master_addr="127.0.0.1", **changes) for rank in range(count)]
+
+
+def test_ranks_of_a_worker_start_together_and_their_notices_share_messages(tmp_path: Path) -> None:
+    server = RankTaskFakeServer()
+    stage = Stage(tmp_path, server)
+    ended = stage.run(*specs(3, master_port=0))
+    assert [each.status for each in ended if isinstance(each, RankExit)] == [0, 1, 2]
+    opened = stage.notices[0]
+    assert isinstance(opened, worker_notices.StoreOpened)
+    assert {spec.group.master_port for spec in server.started} == {opened.port}
+    assert server.stores == ["ddptrain/r-1/1/0/store"]
+    assert [len(message["notices"]) for message in stage.messages] == [1, 6]  # the store; growth and exit of each
+    assert [type(notice) for notice in stage.notices[1:]] == [Growth, RankExit] * 3
+    assert server.killed == []
+
+
+def test_rank_that_cannot_be_started_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, RankTaskFakeServer(refused=1))
+    ended = stage.run(*specs(3))
+    assert [type(each) for each in ended] == [RankExit, RankServerLost, RankExit]
+    assert Broken(1, 1, "it is gone") in stage.notices
+
+
+def test_ranks_of_a_key_that_was_released_meanwhile_are_killed(tmp_path: Path) -> None:
+    server = RankTaskFakeServer()
+    stage = Stage(tmp_path, server)
+    stage.tasks["ddptrain/r-1/1/0"].state = "released"
+    stage.run(*specs(2))
+    assert {"ddptrain/r-1/1/0", "ddptrain/r-1/1/1"} <= set(server.killed)
+
+
+def test_message_that_would_be_too_large_is_sent_before(tmp_path: Path) -> None:
+    sent: list[dict[str, object]] = []
+    batch = rank_task.NoticeBatch(sent.append)
+    for offset in (0, 12_000):
+        batch.add(OutputBytes(1, 0, "log", offset, b"x" * 12_000))
+    batch.add(Growth(1, 0, 24_000, 0))
+    assert len(sent) == 1
+    batch.flush()
+    batch.flush()
+    assert [len(cast("list[object]", message["notices"])) for message in sent] == [1, 2]
+
+
+# --- A rank's environment: the user's values win, tuned values are reported, and torchrun's variables are set ---
+
+
+def completed(
+    environ: Mapping[str, str],
+    *,
+    gpu: str | None = None,
+    cores: int = 8,
+    slots: int = 2,
+    interface: str | None = "eth7",
+    **changes: Any,
+) -> RankSpec:
+    spec = make_spec(**{"rank": 3, "local_rank": 1, "node_rank": 1, "slot": 1, **changes})
+    host = rank_environment.HostResources(cores, slots, interface)
+    return rank_environment.complete(spec, environ, rank_environment.RankResources(gpu, host, staging="/s"))
+
+
+def test_torchruns_variables_are_set() -> None:
+    env = completed({}).env
+    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")} == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+    }
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]) == ("10.0.0.1", "1234", "r-1")
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "slots", "threads"),
+    [
+        (8, 2, 2, 4),
+        (8, 2, 1, 4),  # two workers with a slot each
+        (8, 1, 4, 2),  # the other slots may get ranks of other runs
+        (8, 1, 1, 8),
+        (1, 2, 2, 1),
+    ],
+)
+def test_cores_are_shared_by_the_ranks_and_slots_of_a_host(cores: int, ranks: int, slots: int, threads: int) -> None:
+    spec = completed({}, cores=cores, slots=slots, local_world_size=ranks)
+    assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads) == (str(threads), threads)
+
+
+def test_users_environment_wins_over_tuned_values() -> None:
+    spec = completed({"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1"})
+    assert (spec.env["OMP_NUM_THREADS"], spec.host.cpu_threads, spec.env["MALLOC_TRIM_THRESHOLD_"]) == ("3", 3, "1")
+    assert spec.host.environment["OMP_NUM_THREADS"] == {"value": "3", "source": "user"}
+
+
+def test_tuned_values_are_reported_as_ours() -> None:
+    assert completed({}).host.environment["OMP_NUM_THREADS"]["source"] == "ddptrain"
+
+
+def test_configuration_wins_over_the_workers_environment() -> None:
+    assert completed({"A": "worker"}, env={"A": "config"}).env["A"] == "config"
+
+
+def test_torchruns_variables_win_over_everything() -> None:
+    assert completed({"RANK": "9"}, env={"WORLD_SIZE": "9"}).env["RANK"] == "3"
+
+
+def test_rank_sees_its_one_gpu_or_none() -> None:
+    assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}, gpu="1").env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert completed({"CUDA_VISIBLE_DEVICES": "0,1"}).env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_rank_that_must_not_use_a_gpu_sees_none() -> None:
+    spec = completed({}, gpu="GPU-1", use_gpu=False)
+    assert (spec.host.gpu, spec.env["CUDA_VISIBLE_DEVICES"]) == (None, "")
+
+
+def test_gloo_gets_the_workers_interface_unless_the_user_has_chosen_one() -> None:
+    spec = completed({})
+    assert spec.env["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert spec.host.environment["GLOO_SOCKET_IFNAME"] == {"value": "eth7", "source": "ddptrain"}
+    chosen = completed({"GLOO_SOCKET_IFNAME": "ib0"})
+    assert chosen.host.environment["GLOO_SOCKET_IFNAME"] == {"value": "ib0", "source": "user"}
+    assert completed({}, env={"GLOO_SOCKET_IFNAME": "ib1"}).env["GLOO_SOCKET_IFNAME"] == "ib1"
+    assert "GLOO_SOCKET_IFNAME" not in completed({}, interface=None).env
+
+
+def test_interface_is_the_one_that_carries_the_address() -> None:
+    lo = rank_environment.interface_of("127.0.0.1")
+    assert lo in psutil.net_if_addrs()
+    assert rank_environment.interface_of("127.0.0.77") == lo
+    assert rank_environment.interface_of("203.0.113.1") is None
+
+
+def test_variables_of_the_nanny_are_removed_and_those_of_the_user_stay() -> None:
+    nanny = {"OMP_NUM_THREADS": 1, "MKL_NUM_THREADS": 1}
+    cleaned = rank_environment.without_nanny({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "4", "A": "b"}, nanny)
+    assert cleaned == {"MKL_NUM_THREADS": "4", "A": "b"}
+
+
+def test_restart_count_is_the_number_of_earlier_attempts() -> None:
+    assert [completed({}, attempt=n).env["TORCHELASTIC_RESTART_COUNT"] for n in (1, 2, 3)] == ["0", "1", "2"]
+
+
+def test_dasks_own_configuration_reaches_neither_the_rank_server_nor_a_rank() -> None:
+    environ = {"DASK_INTERNAL_INHERIT_CONFIG": "e30=", "DASK_DISTRIBUTED__LOGGING": "kept"}
+    own = rank_environment.without_nanny(environ, {})
+    assert own == {"DASK_DISTRIBUTED__LOGGING": "kept"}
+    assert "DASK_INTERNAL_INHERIT_CONFIG" not in rank_environment.server_environment(environ)
+    assert "DASK_INTERNAL_INHERIT_CONFIG" not in completed(own).env
+
+
+def test_rank_server_has_one_blas_thread_unless_the_user_wants_more() -> None:
+    assert rank_environment.server_environment({})["OPENBLAS_NUM_THREADS"] == "1"
+    assert rank_environment.server_environment({"OPENBLAS_NUM_THREADS": "4"})["OPENBLAS_NUM_THREADS"] == "4"
+
+
+def test_repr_shows_no_environment() -> None:
+    assert "hunter2" not in repr(completed({}, env={"TOKEN": "hunter2"}))
+
+
+def test_nccls_flight_recorder_is_on_unless_the_user_turns_it_off() -> None:
+    assert not [name for name in completed({}).env if "NCCL" in name]
+    env = completed({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, backend="nccl").env
+    assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert env["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == "/s/flight-record-"
+
+
+def test_script_sees_the_gpus_of_all_ranks_beside_it_and_torchruns_other_variables() -> None:
+    spec = completed({}, gpu="3", script="train.py", hosts=2, local_gpus=("7", "3"))
+    assert (spec.env["CUDA_VISIBLE_DEVICES"], spec.host.gpu) == ("7,3", "3")
+    names = ("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE")
+    assert [spec.env[name] for name in names] == ["2", "default", "3", "4", "/s/error.json"]
+    assert completed({}, gpu="3", local_gpus=("7", "3")).env["CUDA_VISIBLE_DEVICES"] == "3"
+    assert completed({}, script="train.py").env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+# --- What foreign workers offer ---
+
+
+def worker(*, nthreads: int = 1, nanny: str | None = None, **resources: float) -> Worker:
+    """The used part of a Dask worker."""
+    state = SimpleNamespace(total_resources=resources, nthreads=nthreads)
+    return cast(Worker, SimpleNamespace(plugins={}, state=state, nanny=nanny))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four GPUs; CUDA_VISIBLE_DEVICES selects some of them."""
+
+    def visible(environ: dict[str, str]) -> tuple[str, ...]:
+        return tuple(environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
+
+    monkeypatch.setattr(foreign_worker, "visible_gpus", visible)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("chosen", "known", "offered"),
+    [
+        (None, {}, (1, ())),  # dask worker without resources
+        ("2,3,0,1", {}, (1, ("2",))),  # dask cuda worker rotates the list: the first GPU is its own
+        (None, {"GPU": 1.0}, (1, ("0",))),  # Coiled
+        (None, {"slot": 2.0, "nthreads": 8}, (2, ())),
+        (None, {"slot": 4.0, "GPU": 2.0, "nthreads": 8}, (4, ("0", "1"))),
+        ("3,1", {"slot": 4.0, "GPU": 4.0, "nthreads": 8}, (4, ("3", "1"))),
+        (None, {"slot": 4.0, "nthreads": 2}, (2, ())),  # it has only two threads
+    ],
+)
+def test_offer_is_a_slot_with_its_gpu_or_what_the_resources_say(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, known: dict[str, Any], offered: tuple[int, tuple[str, ...]]
+) -> None:
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert foreign_worker.offered_slots(worker(**known)) == offered

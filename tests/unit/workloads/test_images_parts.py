@@ -1,0 +1,226 @@
+"""Parts of the image workload: addresses, a dataset, parameters, and validation."""
+
+from __future__ import annotations
+
+import csv
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from ddptrain.errors import UsageError
+from ddptrain.storage.options import settings_for
+from ddptrain.storage.store import Location, NotFound, StoreUnreachable, open_store
+from ddptrain.storage.synthetic import SHAPES, SyntheticImages
+from ddptrain.workloads.images import validation
+from ddptrain.workloads.images.dataset import ImageFolder, UnreadableImage
+from ddptrain.workloads.images.model.build_model import describe
+from ddptrain.workloads.images.prediction_tables import (
+    COLUMNS,
+    PredictionTable,
+    TrainingTable,
+    answer_names,
+    example_strip,
+    example_words,
+    table_file,
+)
+from ddptrain.workloads.images.validation import _sums
+from tests.servers.images_on_s3 import draw_folder
+
+# --- Addresses of stores that can't be right, or lead nowhere ---
+
+
+@pytest.mark.parametrize("url", ["s3://me:hush@box/x", "gs://hush@box", "abfs://me:hush@acc/dogs"])
+def test_credentials_in_an_address_are_refused_before_they_are_sent_anywhere(url: str) -> None:
+    with pytest.raises(UsageError, match=r"<left out>@.* contains credentials.*params\.source_options") as caught:
+        open_store(Location(url))
+    assert "hush" not in str(caught.value)
+
+
+def test_a_bucket_whose_name_is_none_has_no_region() -> None:
+    bucket = "no bucket:x"
+    assert (
+        settings_for(Location(f"s3://{bucket}/p", {"skip_signature": True}), "s3", bucket, 1.0)[1]["region"]
+        == "us-east-1"
+    )
+
+
+def test_a_server_that_is_down_is_no_mistake_in_the_options() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(StoreUnreachable, match=rf"ftp://<left out>@{where}/x can't be opened: .*refused"):
+            open_store(Location(f"ftp://me:hush@{where}/x"))
+
+
+# --- images dataset ---
+
+
+CLASSES = ("beagle", "chow", "pug")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve images; never changed."""
+    made = tmp_path_factory.mktemp("images")
+    draw_folder(made, CLASSES, 4, (24, 20))
+    return made
+
+
+def as_array(image: Any) -> NDArray[np.uint8]:
+    return np.asarray(image)
+
+
+def as_tensor(image: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(image))
+
+
+def test_images_come_in_the_order_of_classes_and_keys(folder: Path) -> None:
+    data = ImageFolder(str(folder), transform=as_array, target_transform=lambda label: label * 10)
+    assert len(data) == 12 and data.classes == [*CLASSES] and data.class_to_idx["pug"] == 2
+    assert data.keys == sorted(data.keys) and data.labels == [0] * 4 + [1] * 4 + [2] * 4
+    image, label = data[5]
+    assert label == 10
+    with Image.open(folder / data.keys[5]) as expected:
+        assert np.array_equal(image, np.asarray(expected))
+
+
+def test_batch_has_the_order_that_was_asked_for(folder: Path) -> None:
+    data = ImageFolder(str(folder), transform=as_array)
+    order = [7, 0, 11, 3, 3]
+    for (image, label), index in zip(data.__getitems__(order), order, strict=True):
+        assert label == data.labels[index] and np.array_equal(image, data[index][0])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_data_loader_reads_whole_batches_also_in_forked_workers(folder: Path) -> None:
+    data = ImageFolder(str(folder), transform=as_tensor)
+    data[0]
+    loader = DataLoader(data, batch_size=5, num_workers=1, multiprocessing_context="fork")
+    batches = [*loader]
+    assert [tuple(images.shape) for images, _ in batches] == [(5, 20, 24, 3), (5, 20, 24, 3), (2, 20, 24, 3)]
+    assert torch.cat([labels for _, labels in batches]).tolist() == data.labels
+
+
+def test_cache_serves_what_was_read_before(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "images"
+    draw_folder(source, CLASSES, 2, (24, 20))
+    data = ImageFolder(str(source), transform=as_array, cache_dir=tmp_path / "cache")
+    first = data.__getitems__(range(6))
+    for path in source.rglob("*.jpg"):
+        path.unlink()
+    for (image, label), (again, label_again) in zip(first, data.__getitems__(range(6)), strict=True):
+        assert label == label_again and np.array_equal(image, again)
+
+
+def test_image_that_can_t_be_had_is_an_error_that_names_it(tmp_path: Path) -> None:
+    draw_folder(tmp_path, CLASSES, 1, (24, 20))
+    data = ImageFolder(str(tmp_path), deadline_s=1)
+    (tmp_path / data.keys[0]).unlink()
+    (tmp_path / data.keys[1]).write_bytes(b"x" * (tmp_path / data.keys[1]).stat().st_size)
+    with pytest.raises(UnreadableImage, match=rf"{data.keys[0]}: it is no longer there"):
+        data[0]
+    with pytest.raises(UnreadableImage, match=rf"{data.keys[1]}: cannot identify image"):
+        data.__getitems__([2, 1])
+
+
+def test_folder_without_images_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        ImageFolder(str(tmp_path))
+
+
+def test_s3_image_folder_keeps_its_files_classes_and_transforms() -> None:
+    theirs: Any = SimpleNamespace(
+        s3_bucket="bucket",
+        anon=True,
+        all_files=["dogs/pug/2.jpg", "dogs/chow/1.jpg"],
+        classes=["chow", "pug"],
+        class_to_idx={"chow": 0, "pug": 1},
+        transform=as_array,
+        target_transform=None,
+        _get_class=lambda key: key.split("/")[-2],
+    )
+    ours = ImageFolder.of(theirs)
+    assert (ours.keys, ours.labels, ours.classes) == (theirs.all_files, [1, 0], theirs.classes)
+    assert ours.transform is as_array
+    assert (ours.location.url, ours.location.options) == ("s3://bucket", {"skip_signature": True})
+
+
+# --- What the last validation leaves: tables, names of outputs, and pictures ---
+
+
+CONFIG = describe("small_cnn", 8, ["cat", "dog"], outputs=[2, 0], output_names=["n0 dog", "n1 car", "n2 cat"])
+
+
+def test_outputs_are_called_by_the_classes_of_the_data_where_they_have_one() -> None:
+    assert answer_names(CONFIG) == ["dog", "n1 car", "cat"]
+
+
+def test_predictions_are_a_table_of_key_label_prediction_and_probability() -> None:
+    table = PredictionTable(["cat/a,b.png", 'dog/"c".png'], CONFIG)
+    table.add(torch.tensor([1]), torch.tensor([1]), torch.tensor([1]), torch.tensor([0.5]))
+    table.add(torch.tensor([0]), torch.tensor([0]), torch.tensor([2]), torch.tensor([0.25]))
+    header, *rows = csv.reader(table_file(table.rows()).decode().splitlines())
+    assert tuple(header) == COLUMNS
+    assert [(*row[:3], float(row[3])) for row in rows] == [
+        ('dog/"c".png', "dog", "n1 car", 0.5),
+        ("cat/a,b.png", "cat", "cat", 0.25),
+    ]
+
+
+def test_rank_without_images_leaves_an_empty_table() -> None:
+    assert tuple(table_file([]).decode().strip().split(",")) == COLUMNS
+
+
+def test_images_that_could_not_be_had_do_not_count_even_where_their_loss_is_no_number() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, -3.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [float("nan")] * 6])
+    sums = _sums(logits, torch.tensor([0, 0, 0]), torch.tensor([True, True, False])).tolist()
+    assert sums[1:] == [1, 1, 2]
+    assert sums[0] == pytest.approx(torch.nn.functional.cross_entropy(logits[:2], torch.tensor([0, 0])).item() * 2)
+
+
+def test_table_of_what_was_trained_on_has_the_first_batch_and_every_fourth_after_it_within_its_bound() -> None:
+    table = TrainingTable(CONFIG, 3)
+    for step in range(9):
+        table.add(torch.full((2, 3, 4, 4), step, dtype=torch.uint8), torch.tensor([0, 1]), torch.zeros(2, 3))
+    assert [int(image[0, 0, 0]) for image, *_ in table.rows()] == [0, 0, 4], "also where an epoch has three steps"
+
+
+def test_picture_of_examples_shows_eight_at_most_with_what_they_are_taken_for() -> None:
+    images = torch.zeros(10, 3, 4, 4, dtype=torch.uint8)
+    assert example_strip(images).shape == (3, 4, 32)
+    words = example_words(torch.eye(3)[[2, 0]] * 100, torch.tensor([0, 0]), CONFIG)
+    assert words == "cat: cat 100%, cat: dog 100%"
+
+
+def test_drawings_are_the_same_everywhere_and_of_every_shape() -> None:
+    first, second = (SyntheticImages(Location("builtin")) for _ in range(2))
+    keys = [listed.key for listed in first.listing()]
+    assert {key.split("/")[0] for key in keys} == set(SHAPES)
+    assert [first.get(key) for key in keys[::97]] == [second.get(key) for key in keys[::97]]
+    assert len({first.get(key) for key in keys}) == len(keys) == 600
+    with pytest.raises(NotFound):
+        first.get("circle/../secret")
+
+
+def test_unreadable_images_of_all_ranks_are_counted_with_the_reasons_that_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def other_rank(is_bad: torch.Tensor, op: object) -> None:
+        assert is_bad.tolist() == [0, 1, 0, 0] and op == torch.distributed.ReduceOp.MAX
+        is_bad[3] = 1
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", other_rank)
+    checked: list[Any] = []
+    monkeypatch.setattr(validation, "check_bad", lambda *given: checked.extend(given))
+    manifest: Any = SimpleNamespace(keys="abcd", train=[0, 1, 2], val=[3], name=lambda index: "abcd"[index])
+    loader: Any = SimpleNamespace(bad_index=[1], bad=[("b", "truncated")])
+    validation.check_bad_on_all_ranks(loader, manifest, 0.25, torch.device("cpu"))
+    assert checked == [2, 4, 0.25, {"b": "truncated", "d": "see the logs of the other ranks"}]
