@@ -180,11 +180,16 @@ def _tls_context(target: Target) -> ssl.SSLContext | None:
     if not target.address.startswith("tls://"):
         return None
     security = target.security or Security()
-    context: ssl.SSLContext | None = security.get_connection_args("client").get("ssl_context")
+    try:
+        context: ssl.SSLContext | None = security.get_connection_args("client").get("ssl_context")
+    except OSError as error:
+        files = security.get_tls_config_for_role("client")
+        named = ", ".join(str(files[name]) for name in ("ca_file", "cert", "key"))
+        raise ClusterError(f"the TLS files of Dask's configuration can't be used ({named}): {error}") from error
     if context is None:
         raise ClusterError(
-            f"the scheduler at {target.address} wants a certificate, and none was given: set cluster.tls.ca_file, "
-            "cert_file and key_file, or name a cluster that `ddptrain cluster up` has started"
+            f"the scheduler at {target.address} wants a certificate, and none was given: set distributed.comm.tls "
+            "in Dask's configuration, or name a cluster that `ddptrain cluster up` has started"
         )
     return context
 
@@ -199,7 +204,7 @@ def _tls_problem(target: Target, plain: socket.socket) -> str:
     except ssl.SSLCertVerificationError as error:
         raise ClusterError(
             f"the scheduler at {target.address} shows a certificate that our CA has not signed "
-            f"({error.verify_message}): it belongs to another cluster, or cluster.tls.ca_file is the wrong one"
+            f"({error.verify_message}): it belongs to another cluster, or distributed.comm.tls.ca-file is wrong"
         ) from error
     except TimeoutError:
         return _SILENT
@@ -211,7 +216,7 @@ def _tls_problem(target: Target, plain: socket.socket) -> str:
             ) from error
         raise ClusterError(
             f"the scheduler at {target.address} refuses our certificate ({error.reason or error}): it belongs to "
-            "another cluster, or cluster.tls.cert_file and key_file are the wrong ones"
+            "another cluster, or cert and key of distributed.comm.tls are the wrong ones"
         ) from error
     return ""
 
@@ -235,6 +240,6 @@ def _refuse_tls(target: Target, plain: socket.socket) -> str:
         return _SILENT
     address = target.address.replace("tcp", "tls", 1)
     raise ClusterError(
-        f"the scheduler at {target.address} uses TLS: write the address as {address}, and give cluster.tls.ca_file, "
-        "cert_file and key_file"
+        f"the scheduler at {target.address} uses TLS: write the address as {address}, and set distributed.comm.tls "
+        "in Dask's configuration"
     )

@@ -29,6 +29,7 @@ from ddptrain.text_tables import clean_line
 
 _log = Log(__name__)
 
+TIMEOUT_S = 20.0  # for all messages together
 _START_S = 30.0  # for the start of the process and for loading Apprise, about 1 s on an idle machine
 _SHORTEST_SECRET = 4
 _PROBLEM_CHARS = 300
@@ -77,7 +78,7 @@ def send(
     message: Message,
     urls: Sequence[str],
     *,
-    timeout_s: float,
+    timeout_s: float = TIMEOUT_S,
     retries: int = 3,
     secrets: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,

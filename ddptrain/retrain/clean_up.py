@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddptrain.config.sections.retraining import KeepConfig
 from ddptrain.config.wording import counted
 from ddptrain.errors import UsageError
 from ddptrain.model_registry.model_reader import ModelReader, ModelState
@@ -58,20 +57,17 @@ class CleanUpReport:
         }
 
 
-def policy_of(keep: KeepConfig, name: str) -> PrunePolicy:
-    """Return which runs of that name `retrain.keep` keeps."""
-    return PrunePolicy(keep=keep.runs, failed_keep=keep.failed_runs, name=name)
-
-
-def clean_up(registry: ModelRegistry, model: str, keep: KeepConfig, runs_dir: str, name: str) -> CleanUpReport:
-    """Delete the versions of a model, and the runs of a name, that `keep` does not keep.
+def clean_up(registry: ModelRegistry, model: str, keep: int, runs_dir: str, name: str) -> CleanUpReport:
+    """Delete the versions of a model, and the runs of a name, that `retrain.keep` does not keep.
 
     Runs that other models use stay. A run that cannot be deleted is one of the problems of the report.
 
     Raises StoreError, RegistryDamaged or UsageError if registry or runs cannot be read or written.
     """
-    versions = prune_versions(registry, model, keep.versions)
-    runs = prune(open_runs_dir(runs_dir), policy_of(keep, name), protected_runs(registry))
+    versions = prune_versions(registry, model, keep)
+    runs = prune(
+        open_runs_dir(runs_dir), PrunePolicy(keep=2 * keep, failed_keep=keep // 2, name=name), protected_runs(registry)
+    )
     return CleanUpReport(versions, runs)
 
 

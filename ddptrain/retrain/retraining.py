@@ -253,18 +253,17 @@ def check_data(start: Start) -> RetrainRecord | None:
     changes = difference(before, listing) if before is not None else []
     has_sources = names_data(start.resolved)
     is_seen = has_sources or is_built_in(start.resolved.config.workload)
-    limit = start.resolved.config.data.max_shrink
-    if problem := plan.data_problem(before, listing, limit, has_sources=has_sources):
+    if problem := plan.data_problem(before, listing, has_sources=has_sources):
         if not start.options.force:
             raise UsageError(f"{problem}; nothing was trained. If the data are right, add --force")
         start.out.notice(f"{problem}; training anyway, because of --force", level="warning")
     text = _describe(start, listing, changes, known=before is not None, has_sources=has_sources)
     start.out.stage(Stage.CHECK_DATA, text, difference=changes, files=len(listing.files), size_bytes=listing.size_bytes)
     data = listing.digest
-    if is_seen and not start.options.force and (start.record is None or not start.record.run_id):
-        moment = datetime.now(UTC)
-        if same := plan.unchanged(start.earlier, champion, start.digest, data, start.settings, moment):
-            return _unchanged(start, data, listing, same)
+    is_new = start.record is None or not start.record.run_id
+    same = plan.unchanged(start.earlier, champion, start.digest, data, start.settings)
+    if same and is_seen and is_new and not start.options.force:
+        return _unchanged(start, data, listing, same)
     if start.options.dry_run:
         return would(start, "train")
     start.begin(data, listing, champion)
@@ -434,7 +433,7 @@ def _notify(start: Start, end: RetrainRecord, duration_s: float) -> Sequence[str
         with suppress(DdptrainError):
             end = replace(end, champion=start.champion())
     message = compose(events[0], end, start.resolved, duration_s)
-    deliveries = send(message, settings.urls, timeout_s=settings.timeout_s, secrets=start.resolved.secrets)
+    deliveries = send(message, settings.urls, secrets=start.resolved.secrets)
     for warning in filter(None, (delivery.warning for delivery in deliveries)):
         start.out.notice(warning, level="warning")
     delivered = [delivery.target for delivery in deliveries if delivery.delivered]

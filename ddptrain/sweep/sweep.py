@@ -19,7 +19,6 @@ from ddptrain.config.run_config import RunConfig
 from ddptrain.config.sections.retraining import GateRule, RetrainConfig
 from ddptrain.config.sections.sweeping import SweepConfig
 from ddptrain.config.wording import counted
-from ddptrain.config.workload_check import check_tls
 from ddptrain.driver.cluster_session import LocalResources, Session, SharedCluster, SharedRun, cluster_for
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
@@ -81,7 +80,6 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
         hint = "add one, with at least space and trials"
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
     check_trackers(resolved.config)
-    check_tls(resolved)
     sweep = resolved.config.sweep
     if any(options or name not in _PLAIN for name, options in {**sweep.search, **sweep.prune}.items()):
         from ddptrain.sweep.study import check_choice

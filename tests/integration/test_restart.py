@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import os
 import shutil
@@ -93,7 +94,7 @@ class Trainer:
 
     def config(self, max_restarts: int = 0, **params: object) -> Path:
         path = self.cli.folder / "steps.yaml"
-        failure = {"max_restarts": max_restarts, "backoff_s": 0.1, "grace_s": 2.0}
+        failure = {"max_restarts": max_restarts, "grace_s": 2.0}
         content = {"workload": "work:steps", "params": params, "cluster": self.cluster, "failure": failure}
         path.write_text(json.dumps({**content, "checkpoint": {"metric": None}}))
         return path
@@ -145,16 +146,6 @@ def test_mistake_in_the_code_is_not_tried_again_and_again(trainer: Trainer) -> N
     assert ended.rc == 1
     assert "not started again: the same failure at the same step twice in a row" in ended.stderr
     assert len(trainer.record("broken")["attempts"]) == 2
-
-
-def test_exit_code_that_no_restart_names_is_not_tried_again(trainer: Trainer) -> None:
-    named = ("--set", "failure.no_restart=[42]")
-    ended = trainer.train("--run-id", "named", *named, max_restarts=2, die_in=2, how="exit")
-    assert ended.rc == 1 and "not started again: failure.no_restart names 42" in ended.stderr
-    assert len(trainer.record("named")["attempts"]) == 1
-    other = ("--set", "failure.no_restart=[43]")
-    ended = trainer.train("--run-id", "other", *other, max_restarts=2, die_in=2, how="exit")
-    assert ended.rc == 0 and len(trainer.record("other")["attempts"]) == 2
 
 
 def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer) -> None:
@@ -278,9 +269,11 @@ def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None
 def names_config(trainer: Trainer, die_at: int) -> Path:
     """A dozen steps an epoch, a checkpoint after every third, and a rate and dropout that change with each step."""
     model = {"hidden_size": 8, "layers": 2, "dropout": 0.3, "lr_schedule": "one_cycle", "learning_rate": 0.01}
-    params = {**model, "context": "full", "batch_size": 40, "epochs": 2, "max_name_length": 4, "die_at": die_at}
+    params = {**model, "context": "full", "batch_size": 40, "epochs": 2, "die_at": die_at, "names": "short.txt"}
+    names = importlib.resources.files("ddptrain.workloads.petnames").joinpath("names.txt").read_text().splitlines()
+    (trainer.cli.folder / "short.txt").write_text("\n".join(name for name in names if len(name) <= 4))
     path = trainer.cli.folder / "names.yaml"
-    failure = {"backoff_s": 0.1, "grace_s": 2.0}
+    failure = {"grace_s": 2.0}
     content = {"workload": "work:names", "params": params, "cluster": trainer.cluster, "failure": failure}
     path.write_text(json.dumps({**content, "checkpoint": {"every_epochs": None, "every_steps": 3}}))
     return path

@@ -28,7 +28,7 @@ def send_test(
             metavar="CONFIG", autocompletion=complete.configurations, help="YAML file with a section notify."
         ),
     ],
-    overrides: Annotated[list[str] | None, set_option("notify.timeout_s=5")] = None,
+    overrides: Annotated[list[str] | None, set_option("notify.heartbeat=null")] = None,
     json: JsonOption = False,
 ) -> int:
     """Send a test message to every URL of notify.urls, and a /log to the heartbeat.
@@ -46,9 +46,9 @@ def send_test(
         raise UsageError(f"{config} has neither notify.urls nor notify.heartbeat: there is nothing to test")
     body = f"ddptrain can send messages from {code(this_host().name)}. The configuration is {code(str(resolved.path))}."
     message = Message("Test message of ddptrain", body)
-    deliveries = send(message, settings.urls, timeout_s=settings.timeout_s, retries=0, secrets=resolved.secrets)
+    deliveries = send(message, settings.urls, retries=0, secrets=resolved.secrets)
     if settings.heartbeat:
-        heartbeat = Heartbeat(settings.heartbeat, timeout_s=settings.timeout_s, secrets=resolved.secrets)
+        heartbeat = Heartbeat(settings.heartbeat, secrets=resolved.secrets)
         heartbeat.log(message.body)
         deliveries.append(Delivery(heartbeat.target, "; ".join(heartbeat.problems)))
     data = [{"target": each.target, "delivered": each.delivered, "problem": each.problem} for each in deliveries]

@@ -56,7 +56,6 @@ def cases(root: Path) -> list[dict[str, Any]]:
         "batch_size": 3,
         "augmentation": "none",
         "loader_workers": 0,
-        "examples_every": 2,
         "base_lr": 0.01,
         "train_pct": 0.7,
         "epochs": 2,
@@ -73,7 +72,6 @@ def cases(root: Path) -> list[dict[str, Any]]:
         "base_lr": 1e-9,
         "weights": str(root / "five.safetensors"),
         "label_map": str(root / "labels.json"),
-        "predictions": "csv",
     }
     return [
         {"inputs": "some-inputs", "params": uneven},
