@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -22,6 +23,7 @@ from ddptrain.config.sections.retraining import FROM_ENV
 from ddptrain.config.wording import shorten
 from ddptrain.errors import one_line
 from ddptrain.log import Log
+from ddptrain.optional_packages import install_command
 from ddptrain.protocol.exec_env import without_working_directory
 from ddptrain.redact import hide_credentials, hide_known
 from ddptrain.sanitize import sanitized
@@ -152,6 +154,9 @@ def _without(message: Message, secrets: Iterable[str]) -> Message:
 
 
 def _send_named(message: Message, named: list[tuple[str, str]], timeout_s: float, retries: int) -> list[list[Delivery]]:
+    if find_spec("apprise") is None:
+        problem = f"the package apprise is not installed: {install_command('notify')}"
+        return [[Delivery(name, problem)] for name, _ in named]
     request = {**dataclasses.asdict(message), "urls": named, "timeout_s": timeout_s, "retries": retries}
     command = [sys.executable, "-P", "-W", "ignore", "-m", "ddptrain.notify.sender_process"]
     output, trouble = b"", ""

@@ -74,7 +74,7 @@ def clean_up(registry: ModelRegistry, model: str, keep: int, runs_dir: str, name
 def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsReport:
     """Delete all but the newest `keep` versions of a model.
 
-    Versions with an alias (champion, previous, or a user's) and pinned versions stay as well, also if they get it at
+    Versions with an alias (champion, previous, or a user's) stay as well, also if they get it at
     this moment. What a killed process had begun to delete, or to write a day ago, is deleted too.
 
     Raises StoreError if the registry cannot be read or written; RegistryDamaged.
@@ -87,7 +87,7 @@ def prune_versions(registry: ModelRegistry, model: str, keep: int) -> VersionsRe
         try:
             registry.remove(model, record.version, reason=f"{keep} newer versions")
             removed.append(record)
-        except UsageError:  # another process has just pinned or promoted it, or given it an alias
+        except UsageError:  # another process has just promoted it, or given it an alias
             kept[record.version] = "in use"
     registry.delete_leftovers(model)
     numbers = tuple(record.version for record in removed)
@@ -101,8 +101,6 @@ def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int
     for record in versions:
         if aliases := state.aliases_of(record.version):
             kept[record.version] = ", ".join(aliases)
-        elif record.version in state.pinned:
-            kept[record.version] = "pinned"
         elif record.version in newest:
             kept[record.version] = f"one of the {keep} newest"
     return kept
@@ -111,7 +109,7 @@ def _reasons_to_stay(versions: list[VersionRecord], state: ModelState, keep: int
 def protected_runs(registry: ModelReader) -> dict[str, str]:
     """Return the runs that must stay: run id -> the reason, as "champion of petnames".
 
-    These are the runs of versions with an alias or a pin, and the runs that an unfinished retraining continues.
+    These are the runs of versions with an alias, and the runs that an unfinished retraining continues.
 
     Raises StoreError or RegistryDamaged if that cannot be read: then nothing may be deleted.
     """
@@ -119,8 +117,7 @@ def protected_runs(registry: ModelReader) -> dict[str, str]:
     for model in registry.models():
         state = registry.state(model)
         for record in registry.versions(model):
-            roles = state.aliases_of(record.version) + (["pinned"] if record.version in state.pinned else [])
-            if roles:
+            if roles := state.aliases_of(record.version):
                 reasons[record.run_id] = f"{', '.join(roles)} of {model}"
         newest = RetrainRecords(registry.folder, model).newest(_LOOKED_AT)
         continued = to_continue(newest)

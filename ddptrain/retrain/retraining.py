@@ -38,6 +38,7 @@ from ddptrain.log import Log
 from ddptrain.model_registry.registry import user_name
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
 from ddptrain.notify.sender import missing_variables, send
+from ddptrain.optional_packages import require
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.remote.runs import open_runs_dir
@@ -70,8 +71,11 @@ _TO_BE_CONTINUED = (RetrainStatus.DEADLINE, RetrainStatus.INTERRUPTED)  # no fai
 def retrain(resolved: ResolvedConfig, options: RetrainOptions) -> int:
     """Retrain the model of a configuration; return the exit code.
 
-    Raises UsageError if the configuration has no section retrain, or the registry cannot be opened; StoreError.
+    Raises UsageError if the configuration has no section retrain, the registry cannot be opened, or what sends its
+    messages is not installed; StoreError.
     """
+    if resolved.config.notify.urls:
+        require("apprise", "notify", "leave out notify.urls")
     return Retraining(Start.of(resolved, resolved.retrain, options)).run()
 
 

@@ -28,6 +28,7 @@ from ddptrain.driver.tracking.setup import check_trackers
 from ddptrain.errors import ConfigError, DdptrainError, ExitCode, Interrupted, Problem, UsageError, one_line
 from ddptrain.gpus import usable_cores, visible_gpus
 from ddptrain.log import Log
+from ddptrain.optional_packages import require
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.run_record import FailureRecord, RunStatus, utc_now
 from ddptrain.results.secure_files import write_file
@@ -79,6 +80,7 @@ def run_sweep(resolved: ResolvedConfig, options: SweepOptions) -> int:
     if resolved.config.sweep is None:
         hint = "add one, with at least space and trials"
         raise ConfigError([Problem(str(resolved.path), "sweep", "the configuration has no such section", hint)])
+    require("optuna", "sweep", "train single configurations with `ddptrain train`")
     check_trackers(resolved.config)
     sweep = resolved.config.sweep
     if any(options or name not in _PLAIN for name, options in {**sweep.search, **sweep.prune}.items()):

@@ -39,11 +39,14 @@ def send_test(
     from ddptrain.host_identity import this_host
     from ddptrain.notify.heartbeat import Heartbeat
     from ddptrain.notify.sender import Delivery, Message, code, send
+    from ddptrain.optional_packages import require
 
     resolved = checked(partial(load_config, config), overrides or [], {})
     settings = resolved.config.notify
     if not settings.urls and not settings.heartbeat:
         raise UsageError(f"{config} has neither notify.urls nor notify.heartbeat: there is nothing to test")
+    if settings.urls:
+        require("apprise", "notify", "leave out notify.urls")
     body = f"ddptrain can send messages from {code(this_host().name)}. The configuration is {code(str(resolved.path))}."
     message = Message("Test message of ddptrain", body)
     deliveries = send(message, settings.urls, retries=0, secrets=resolved.secrets)

@@ -82,7 +82,7 @@ def test_versions_and_runs_beyond_keep_are_deleted(tmp_path: Path, monkeypatch: 
         registry.promote("names", registry.add_version("names", {"w": b"w" * 100}, record).version)
     put("other", 1, name="dogs")
     other = registry.add_version("others", {"w": b"w"}, VersionRecord("", 0, "", "run-1", "petnames", 1, {}, ()))
-    registry.pin("others", other.version, pinned=True)
+    registry.set_alias("others", "night", other.version)
 
     report = clean_up(registry, "names", 3, "runs", "pets")
     assert report.versions.removed == (1, 2, 3, 4, 5) and report.versions.kept.keys() == {6, 7, 8}
@@ -145,18 +145,15 @@ def put_protected_runs(registry: ModelRegistry, run_id: str, status: RetrainStat
     records.update(dataclasses.replace(made, status=status, **fields))  # type: ignore[arg-type]
 
 
-def test_runs_of_versions_with_an_alias_or_a_pin_are_protected(registry: ModelRegistry) -> None:
+def test_runs_of_versions_with_an_alias_are_protected(registry: ModelRegistry) -> None:
     assert protected_runs(registry) == {}
     registry.promote("names", 1)
     registry.promote("names", 2)
     registry.set_alias("names", "staging", 3)
-    registry.pin("names", 3, pinned=True)
-    registry.pin("names", 4, pinned=True)
     assert protected_runs(registry) == {
         "run-1": "previous of names",
         "run-2": "champion of names",
-        "run-3": "staging, pinned of names",
-        "run-4": "pinned of names",
+        "run-3": "staging of names",
     }
 
 
