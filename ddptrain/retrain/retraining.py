@@ -42,7 +42,7 @@ from ddptrain.optional_packages import require
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.remote.runs import open_runs_dir
-from ddptrain.results.run_record import utc_now
+from ddptrain.results.run_record import root_cause, utc_now
 from ddptrain.results.run_store import NeededFiles
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
@@ -388,7 +388,7 @@ def _error(start: Start, code: int) -> DdptrainError:
     reason = ""
     with suppress(DdptrainError):  # the run may not have begun, or its store cannot be read
         failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure
-        reason = failure.line if failure else ""
+        reason = root_cause(failure)
     run = f"(run {start.began.run_id})"
     if code in _SIGNALLED:
         return RunPreempted(f"{reason or 'stopped by a signal'} {run}")
