@@ -40,9 +40,8 @@ from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, St
 from ddptrain.notify.sender import missing_variables, send
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import utc_now
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data

@@ -124,7 +124,8 @@ class ObjectStore(Store):
         while True:
             try:
                 for page in self._store.list(f"{folder}/" if folder else None, chunk_size=_PAGE, offset=last):
-                    yield from (Listed(item["path"], item["size"], _version(item)) for item in page)
+                    for item in page:
+                        yield Listed(item["path"], item["size"], _version(item), item["last_modified"].timestamp())
                     last = page[-1]["path"] if page else last
             except Exception as error:  # obstore has its own kinds of errors
                 broken += 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddptrain.results.lookup import load_run
-from ddptrain.results.remote.runs import open_runs_dir
+from ddptrain.results.runs import open_runs_dir
 from ddptrain.results.sweep_record import SweepRecord, find_sweep, read_sweep
 from tests.conftest import PATIENCE_S, Cli
 from tests.servers.seaweed import seaweed

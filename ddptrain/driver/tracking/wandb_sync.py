@@ -26,7 +26,7 @@ from ddptrain.results.layout import ARTIFACTS as ARTIFACTS_FOLDER
 from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.recorded_config import parsed_config
-from ddptrain.results.remote import runs
+from ddptrain.results.remote.checkpoints import download_checkpoints
 from ddptrain.results.remote.lease import StoreLock
 from ddptrain.results.secure_files import append, is_own_folder, make_folder, read_bytes, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
@@ -335,7 +335,7 @@ class StoredWandbRun:
         self._fetch([*tables, *filter(is_plain, images)], until)
         if wanted.checkpoints:
             _check(until)
-            runs.download_checkpoints(self.store, self.layout.root)
+            download_checkpoints(self.store, self.layout.root)
 
     def _fetch(self, paths: Iterable[str], until: float) -> None:
         for path in paths:

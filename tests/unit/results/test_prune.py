@@ -22,22 +22,18 @@ from ddptrain.errors import RunLocked
 from ddptrain.results.layout import PRUNED, RunLayout
 from ddptrain.results.lookup import list_runs
 from ddptrain.results.prune import (
-    MARK,
     Decision,
-    FolderRemoval,
     PrunePolicy,
     PruneReport,
     RunFacts,
-    StoredRemoval,
     decide,
     prune,
     size_bytes,
 )
 from ddptrain.results.remote.lease import LOCK, Claim
-from ddptrain.results.remote.runs import StoreRuns
 from ddptrain.results.run_record import DriverRecord, RunRecord, RunStatus
-from ddptrain.results.run_store import LocalRuns
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns, StoreRuns
 from ddptrain.results.show.render import size
 from tests.unit.results.stores import WatchedStore, watched_store
 
@@ -117,14 +113,14 @@ def test_run_that_is_resumed_after_the_decision_stays(runs: Path) -> None:
     [seen] = [view for view in list_runs(runs) if view.run_id == "night"]
     with RunWriter.reopen(folder, "", seen.record.driver) as writer:
         with pytest.raises(RunLocked, match="held by process"):
-            FolderRemoval(LocalRuns(runs)).remove(seen)
+            LocalRuns(runs).delete(seen)
         report = prune(LocalRuns(runs), ALL)
         assert [(each.run.folder, each.reason) for each in report.kept] == [("night", "running")]
         writer.finish(RunStatus.FAILED, 1)
     resumed = dataclasses.replace(writer.record, driver=dataclasses.replace(writer.record.driver, pid=1))
     RunLayout(folder).run_json.write_text(resumed.to_json())
     with pytest.raises(RunLocked, match="has changed since it was chosen"):
-        FolderRemoval(LocalRuns(runs)).remove(seen)
+        LocalRuns(runs).delete(seen)
     assert (folder / "checkpoints/step-1/model.safetensors").is_file()
 
 
@@ -468,9 +464,8 @@ def test_run_that_was_resumed_meanwhile_stays(runs_prune_store: StoreRuns) -> No
     put_prune_store(runs_prune_store, "night", "failed")
     [seen] = runs_prune_store.list()
     put_prune_store(runs_prune_store, "night", "failed", driver=DriverRecord(7, "elsewhere", "boot"))
-    removal = StoredRemoval(runs_prune_store)
     with pytest.raises(RunLocked, match="has changed since it was chosen"):
-        removal.remove(seen)
+        runs_prune_store.delete(seen)
     assert runs_prune_store.store.read("night/checkpoints/step-1/checkpoint.json") is not None
 
 
@@ -478,7 +473,7 @@ def test_leftover_is_no_run_and_is_finished_unless_its_prune_is_alive(runs_prune
     put_prune_store(runs_prune_store, "night")
     runs_prune_store.store.remove("night/run.json")
     assert not prune(runs_prune_store, ALL).finished_bytes  # no mark: perhaps a run that has just begun
-    runs_prune_store.store.write(f"night/{MARK}", b"{}")
+    runs_prune_store.store.write("night/.pruned.json", b"{}")
     claim(runs_prune_store, "night")
     assert prune(runs_prune_store, ALL).finished_bytes == {} and len(runs_prune_store.store.files()) == 5
     claim(runs_prune_store, "night", released=True)

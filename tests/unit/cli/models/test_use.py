@@ -126,7 +126,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     run_dir.mkdir()
     (run_dir / "run.json").write_text("{}")
     monkeypatch.setattr(sampler, "generate_names", fake)
-    monkeypatch.setattr("ddptrain.results.run_store.find_run", lambda runs_dir, run: run_dir)
+    monkeypatch.setattr("ddptrain.results.runs.find_run", lambda runs_dir, run: run_dir)
     return seen
 
 
