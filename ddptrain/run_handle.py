@@ -254,6 +254,8 @@ class Run:
 
     def _raise(self) -> None:
         """Raise the error of a run that did not succeed."""
+        from ddptrain.results.run_record import root_cause
+
         record = self._view().record
         code = self._process.returncode if self._process is not None else record.exit_code
         if code == ExitCode.SUCCEEDED:
@@ -261,10 +263,9 @@ class Run:
         failure = record.failure
         if failure is None:
             raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id} ended with exit code {code}")
-        place = f"rank {failure.rank} on {failure.host}: " if failure.rank is not None else ""
         log = f"; log: {failure.log}" if failure.log else ""
         again = f"; continue with resume={self.id!r}" if code == ExitCode.PREEMPTED else ""
-        raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id}: {place}{failure.line}{log}{again}")
+        raise error_of(ExitCode.CLUSTER if code is None else code, f"run {self.id}: {root_cause(failure)}{log}{again}")
 
     def release_driver(self) -> None:
         """Let the driver continue without this process; only for `launch`."""

@@ -22,12 +22,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ddptrain.driver import inbox
-from ddptrain.driver.display import output_api
 from ddptrain.driver.failure import fault as failure_fault
 from ddptrain.driver.failure.fault import Fault, FaultKind, Loss, find_root_cause
-from ddptrain.driver.failure.hang import StackCollector
+from ddptrain.driver.failure.hang import Inquiry
 from ddptrain.driver.failure.run_end import was_sent
-from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file
+from ddptrain.driver.failure.watchdog import Hang, Watchdog, is_stacks_file
 from ddptrain.driver.output import RankOutput
 from ddptrain.driver.ranks import AttemptEnd, Rank
 from ddptrain.driver.recorder import Recorder
@@ -99,8 +98,7 @@ class Attempt:
         self.stop_until: float | None = None  # when stopped ranks are given up
         self.spare_until: float | None = None  # when also the rank that failed is stopped
         self._now, self._time_ns = now
-        self._activities = [Activity() for _ in self.ranks]
-        self._inquiry = StackCollector()
+        self._inquiry = Inquiry()
         self._stacks: list[tuple[int, events.FileSaved]] = []  # stored only if the inquiry finds a fault
         self._outside = len(self.ranks)  # ranks that have not entered the workload
         self._noticed_at = 0.0
@@ -194,7 +192,8 @@ class Attempt:
             for worker in dict.fromkeys(rank.worker for rank in self.ranks):
                 self._on_worker_lost(worker, worker_fault)
         if slept_s > _SUSPENDED_S:
-            self._activities = [activity.shifted(slept_s, self._now) for activity in self._activities]
+            for rank in self.ranks:
+                rank.activity.skip(slept_s, self._now)
         if read_until is not None:
             self._check_silence(read_until)
             self._suspect(read_until)
@@ -210,10 +209,17 @@ class Attempt:
         if rank >= len(self.ranks):
             self.workers.reject(f"{notice.kind}: there is no rank {rank}")
             return
-        before = self._activities[rank]
-        activity = self._activities[rank] = self._activity_after(before.noticed(self._now), notice)
-        if activity.log_size > before.log_size:
-            self.recorder.display.log_grew(rank)
+        activity = self.ranks[rank].activity
+        activity.noticed(self._now)
+        match notice:
+            case worker_notices.Growth() | RankExit():
+                if activity.grew(notice.log_size, self._now):
+                    self.recorder.display.log_grew(rank)
+            case worker_notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
+                if cpu_s is not None:
+                    self.watchdog.on_cpu(activity, cpu_s, self._now)
+                if gpu_percent is not None:
+                    activity.used_gpu(gpu_percent, self._now)
         match notice:
             case worker_notices.Growth(log_size=log_size, events_size=events_size):
                 self.output.read(rank, log_size, events_size, lambda found, error: self._take(rank, found, error))
@@ -236,16 +242,6 @@ class Attempt:
                 self.leaving = True
                 self.workers.avoid(place.slot.worker)
                 self._preempt(f"the worker on host {place.host} was sent SIGTERM")
-
-    def _activity_after(self, activity: Activity, notice: Notice) -> Activity:
-        match notice:
-            case worker_notices.Growth(log_size=log_size) | RankExit(log_size=log_size):
-                return activity.grew(log_size, self._now)
-            case worker_notices.Alive(cpu_s=cpu_s, gpu_percent=gpu_percent):
-                if cpu_s is not None:
-                    activity = self.watchdog.after_cpu(activity, cpu_s, self._now)
-                return activity if gpu_percent is None else activity.used_gpu(gpu_percent, self._now)
-        return activity
 
     def _submit(self, chosen: Sequence[Rank], port: int = 0) -> None:
         """Start ranks: those of rank 0's worker, which opens the store, or all others, which join it on `port`."""
@@ -277,8 +273,8 @@ class Attempt:
     def _on_event(self, rank: int, event: events.Event, count: int = 1) -> None:
         """Handle an event of a rank; of consecutive numbers the last one of `count`."""
         watched = self.ranks[rank]
-        self._activities[rank] = self.watchdog.after_event(self._activities[rank], event, self._now, count)
-        self._inquiry = self._inquiry.after(rank, event)
+        self.watchdog.on_event(watched.activity, event, self._now, count)
+        self._inquiry.on_event(rank, event)
         had_entered = watched.entered
         watched.on_event(event)
         match event:
@@ -494,11 +490,7 @@ class Attempt:
         """Give up ranks whose workers are silent for too long, because a cut network closes no connection, and ranks
         that their workers have not started in time.
         """
-        waiting = [
-            (rank, activity.notice_at)
-            for rank, activity in zip(self.ranks, self._activities, strict=True)
-            if rank.submitted_at and not rank.over
-        ]
+        waiting = [(rank, rank.activity.notice_at) for rank in self.ranks if rank.submitted_at and not rank.over]
         heard = [pair for pair in waiting if pair[1]]
         silent = [rank for rank, notice_at in heard if read_until - notice_at > self.lost_after_s]
         alone = len(silent) < len(heard) or len({rank.place.slot.host for rank, _ in heard}) == 1
@@ -518,30 +510,28 @@ class Attempt:
 
     def _suspect(self, read_until: float) -> None:
         """Begin an inquiry if the ranks may hang, judged by what had arrived at `read_until`. Show their silence."""
-        known = self.ranks, self._activities, read_until
-        quiet = "" if self.stopping else self.watchdog.silence(*known)
+        quiet = "" if self.stopping else self.watchdog.silence(self.ranks, read_until)
         if quiet != self._quiet:
             self._quiet = quiet
-            self.recorder.display.handle(output_api.Silence(quiet))
+            self.recorder.display.silence(quiet)
         if self.stopping or self.faults or not self._inquiry.may_begin(self._now):
             return
-        if (hang := self.watchdog.overdue(*known)) is not None:
+        if (hang := self.watchdog.overdue(self.ranks, read_until)) is not None:
             if read_until - hang.silent_s >= self._inquiry.not_before:  # else it has just found a rank working
                 silent = f"no report or line for {hang.silent_s:.0f} s"
                 self.recorder.status(f"{silent}: asking the ranks where they are")
             self._begin_inquiry(hang)
 
     def _begin_inquiry(self, hang: Hang | None = None) -> None:
-        parts = (self.ranks, self._activities, self.watchdog, self._now)
-        self._inquiry = self._inquiry.begin(hang, *parts)
-        _log.info("asking all ranks for their stacks", signs_of_life=self._inquiry.signs)
+        self._inquiry.begin(hang, self.ranks, self.watchdog, self._now)
+        _log.info("asking all ranks for their stacks")
         self.workers.tell(self._alive(), Command.STACKS)
 
     def _conclude_inquiry(self) -> None:
         """End the attempt if the stacks show which rank is missing."""
         if self.stopping or not self._inquiry.under_way:
             return
-        self._inquiry, hung = self._inquiry.result(self.ranks, self._now, self._time_ns)
+        hung = self._inquiry.conclude(self.ranks, self._now, self._time_ns)
         if hung is None:
             if not self._inquiry.begun:
                 self._stacks.clear()

@@ -87,7 +87,7 @@ class Attempts:
                     if reason:
                         self.recorder.warn(f"not started again: {reason}")
                     self._warn_of_rejected()
-                    if end.fault is not None and not end.fault.victim and end.fault.line not in run_end.cause:
+                    if end.fault is not None and not end.fault.victim and end.fault.line not in run_end.line:
                         self.recorder.show_cause(end.fault)  # the run ends for another reason, such as a signal
                     return run_end
                 case Restart() as again:

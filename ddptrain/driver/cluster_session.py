@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ddptrain.clusters.resolve import Target
     from ddptrain.driver.control.signals import Signals
-    from ddptrain.driver.display.output_api import RunDisplay
+    from ddptrain.driver.display import RunDisplay
     from ddptrain.driver.inbox import Inbox
     from ddptrain.driver.workers import ClusterNews
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,68 @@ def rank_places(
     return places
 
 
+CUT_S = 5.0  # a worker sends a notice every 2 s; without one for this time, the rank's activity is unknown
+_GPU_PERCENT = 5  # GPU use that counts as activity
+
+
+@dataclass(slots=True)
+class Activity:
+    """The activity of one rank. Times are monotonic seconds, 0: never.
+
+    spoke_at: of the last event or line. cpu_at, gpu_at: of the last use of the CPU, the GPU. excused_until: the rank
+    has announced that it will be quiet. notice_at: of the last notice of its worker. cpu_s: CPU time at the last
+    activity. newest_cpu_s: the newest CPU time. reports: whether the rank reports progress more often than required;
+    None before its first report. log_size: bytes. report_count: reports so far. longest_pause_s: the longest time
+    without an event or a line since the first report.
+    """
+
+    spoke_at: float = 0.0
+    cpu_at: float = 0.0
+    gpu_at: float = 0.0
+    entered_at: float = 0.0
+    excused_until: float = 0.0
+    notice_at: float = 0.0
+    cpu_s: float = 0.0
+    newest_cpu_s: float = 0.0
+    reports: bool | None = None
+    log_size: int = 0
+    report_count: int = 0
+    longest_pause_s: float = 0.0
+
+    def noticed(self, now: float) -> None:
+        """Note a notice of the rank's worker. Time in which the worker was cut off is not counted."""
+        if self.notice_at and now - self.notice_at > CUT_S:
+            self.skip(now - self.notice_at, now)
+        self.notice_at = now
+
+    def spoke(self, now: float) -> None:
+        """Note an event or a printed line of the rank."""
+        if self.report_count:
+            self.longest_pause_s = max(self.longest_pause_s, now - self.spoke_at)
+        self.spoke_at, self.cpu_s = now, self.newest_cpu_s
+
+    def grew(self, log_size: int, now: float) -> bool:
+        """Note the size of the rank's log; return whether it has grown, that is, whether the rank has printed."""
+        if log_size <= self.log_size:
+            return False
+        self.log_size = log_size
+        self.spoke(now)
+        return True
+
+    def used_gpu(self, percent: float, now: float) -> None:
+        """Note a GPU use in percent, as NVML reports it."""
+        if percent >= _GPU_PERCENT:
+            self.gpu_at = now
+
+    def skip(self, seconds: float, now: float) -> None:
+        """Handle these seconds as if they had not passed."""
+        for name in ("spoke_at", "cpu_at", "gpu_at", "entered_at", "notice_at"):
+            if at := getattr(self, name):
+                setattr(self, name, min(now, at + seconds))
+        if self.excused_until:
+            self.excused_until += seconds
+
+
 @dataclass(slots=True)
 class Rank:
     """The driver's knowledge of one rank.
@@ -100,6 +162,7 @@ class Rank:
     lost: bool = False
     submitted_at: float = 0.0
     step: int | None = None
+    activity: Activity = field(default_factory=Activity)
 
     def on_event(self, event: events.Event) -> None:
         """Note an event of the rank. The attempt handles faults that end it."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
-from ddptrain.driver.display import output_api
-from ddptrain.driver.display.run_facts import Pace
+from ddptrain.driver.display import RunDisplay
+from ddptrain.driver.display.facts import Pace
 from ddptrain.driver.failure.fault import Fault, describe_thread
 from ddptrain.log import Log
 from ddptrain.protocol import events
@@ -49,7 +49,7 @@ class Recorder:
     def __init__(
         self,
         writer: RunWriter,
-        display: output_api.RunDisplay,
+        display: RunDisplay,
         metric: str | None = None,
         activity: str = "training",
         nan: Literal["warn", "stop", "ignore"] = "warn",
@@ -88,13 +88,11 @@ class Recorder:
         """Show and record what the run waits for; `announced`: a notice says it, too."""
         if text != self._status:
             self._status = text
-            self._recorded("status", {"message": text})
-        self.display.status(text, announced=announced)
+            self.event("status", message=text, **({"announced": True} if announced else {}))
 
     def notice(self, text: str, level: str = "info") -> None:
         """Show and record a message; level is "info", "warning" or "error". `ddptrain watch` shows what is recorded."""
-        self._recorded("notice", {"level": level, "message": text})
-        self.display.notice(text, level=level)
+        self.event("notice", level=level, message=text)
 
     def training(self, ranks: tuple[RankRecord, ...]) -> None:
         """Record in run.json where each rank runs, when every rank has entered the workload.
@@ -121,10 +119,10 @@ class Recorder:
             self.writer.add_metrics(metrics, rank)
         for each in metrics:
             self._logged |= each.values.keys()
-            self.display.handle(output_api.RankMetrics(rank, each))
+            self.display.rank_event(rank, each)
         progress = [event for event in numbers if isinstance(event, events.Progress)]
         for event in progress:
-            self.display.handle(output_api.RankProgress(rank, event))
+            self.display.rank_event(rank, event)
         if progress:
             self._progress(rank, progress[-1])
 
@@ -154,7 +152,7 @@ class Recorder:
                 self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
-                self.display.handle(output_api.RankCheckpoint(rank, event))
+                self.display.rank_event(rank, event)
                 self._check_metric(event)
             case _:
                 self._rare_event(rank, event)
@@ -193,8 +191,7 @@ class Recorder:
             case events.Returned():
                 self._returned(rank, event)
             case events.Epochs(total=total) if rank == 0:
-                self.event("epochs", total=total)
-                self.display.handle(output_api.Epochs(total))
+                self.event("epochs", total=total, epoch=event.epoch)
             case events.Tracked():
                 self._tracked(rank, event)
             case events.StepTimes():
@@ -239,13 +236,11 @@ class Recorder:
             if problem := other_versions(self.writer.last_versions, versions):
                 self.warn(problem)
             self.writer.last_versions = versions
-        self._recorded("rank_started", {"rank": rank, "host": event.host, "pid": event.pid, "device": event.device})
-        self.display.handle(output_api.RankStarted(rank, event.host, event.pid))
+        self.event("rank_started", rank=rank, host=event.host, pid=event.pid, device=event.device)
 
     def rank_ended(self, record: RankRecord, *, ok: bool, stopped: bool) -> None:
         """Record the end of a rank's process; `stopped`: the driver stopped it."""
-        self._recorded("rank_ended", {"ok": ok, "stopped": stopped, **dataclasses.asdict(record)})
-        self.display.handle(output_api.RankEnded(record.rank, ok, stopped))
+        self.event("rank_ended", ok=ok, stopped=stopped, **dataclasses.asdict(record))
 
     def fault(self, fault: Fault) -> None:
         """Record the fault of a rank. The end of the run names the root cause, so that nothing is shown here."""
@@ -270,7 +265,7 @@ class Recorder:
     def system(self, sample: SystemSample) -> None:
         """Record and show the use of a host and its ranks."""
         self.writer.system(sample)
-        self.display.handle(output_api.SystemUse(sample))
+        self.display.system(sample)
 
     def _step_times(self, rank: int, step: events.StepTimes) -> None:
         """Record and show, once in an attempt, that a rank is slow."""
@@ -291,8 +286,8 @@ class Recorder:
     def stored(self, rank: int, path: str, step: int | None) -> None:
         """Record that a checkpoint (with its step) or another file of a rank is in the run directory."""
         if step is not None:
-            self.event("checkpoint_saved", rank=rank, step=step, path=path)
-            self.display.handle(output_api.Saved(step, time.time(), self.writer.record.best))
+            best = self.writer.record.best
+            self.event("checkpoint_saved", rank=rank, step=step, path=path, best=best and dataclasses.asdict(best))
         else:
             self.event("artifact_saved", rank=rank, path=path)
 

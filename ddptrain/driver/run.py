@@ -25,8 +25,7 @@ from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_f
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
 from ddptrain.driver.control.stop import stop_requests
-from ddptrain.driver.display import open_display, run_summary
-from ddptrain.driver.display.output_api import RunDisplay
+from ddptrain.driver.display import RunDisplay, open_display, summary
 from ddptrain.driver.failure import run_end as run_ends
 from ddptrain.driver.inbox import Inbox, ResultsLost
 from ddptrain.driver.recorder import Recorder
@@ -135,7 +134,7 @@ def _already_done(view: RunView, reason: str, options: LaunchOptions) -> int:
     if options.ready_fd is not None:
         tell_done(options.ready_fd, view.layout, reason)
     if options.output == "json":
-        print(json.dumps(run_summary.past_run_event(view)), flush=True)
+        print(json.dumps(summary.finished_event(view)), flush=True)
     elif options.shared is None:
         print(f"ddptrain: {reason}", file=sys.stderr, flush=True)
     if options.ended is not None:
@@ -281,27 +280,27 @@ class Run:
         Return another run_end if a run that succeeded could not be stored.
         """
         run_end = self._flushed(run_ends.name_stop_command(run_end) if self.signals.asked else run_end)
-        _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.cause or None)
+        _log.info("run ends", status=run_end.status, exit_code=int(run_end.exit_code), cause=run_end.line or None)
         last_event = self._finish(run_end)
         if (kept := self._flushed(run_end)) is not run_end:
             run_end, last_event = kept, self._finish(kept)
-        duration_s = float(last_event["duration_s"])
         display = self.display
-        if run_end.cause and self.options.evaluation is None:  # the caller of an evaluation gets its error
+        if run_end.line and self.options.evaluation is None:  # the caller of an evaluation gets its error
             level = "error" if run_end.status == RunStatus.FAILED else "warning"
-            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.cause}", level=level)
+            display.notice(f"run {self.writer.run_id} {self.writer.record.status_text}: {run_end.line}", level=level)
         sizes = {rank: path.stat().st_size for rank, path in self.writer.layout.logs().items()}
         plan = self.options.evaluation
-        lines = run_summary.summary_lines if plan is None else run_summary.evaluation_lines
-        display.close(sizes, lines(self.writer, run_end, duration_s), last_event)
+        lines = summary.summary_lines if plan is None else summary.evaluation_lines
+        view = RunView(self.writer.layout, self.writer.record)
+        display.close(sizes, lines(view), last_event)
         if self.options.ended is not None:
-            self.options.ended(RunView(self.writer.layout, self.writer.record))
+            self.options.ended(view)
         return run_end
 
     def _finish(self, run_end: run_ends.RunEnd) -> dict[str, Any]:
         """Write the end of the run; return the last event."""
         self.writer.finish(run_end.status, run_end.exit_code, run_end.failure)
-        last_event = run_summary.last_event(self.writer, run_end, self.writer.record.duration_s or 0.0)
+        last_event = summary.last_event(self.writer)
         self.writer.event(last_event)
         return last_event
 

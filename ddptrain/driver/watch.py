@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ddptrain.driver.display import open_display, output_api
-from ddptrain.driver.display.run_summary import exit_code_of, past_run_event, past_run_lines
+from ddptrain.driver.display import RunDisplay, open_display
+from ddptrain.driver.display.summary import exit_code_of, finished_event, summary_lines
 from ddptrain.errors import ExitCode, UsageError
 from ddptrain.protocol.events import Metrics, Progress
 from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import MetricsReader, json_object
-from ddptrain.results.run_record import BestRecord, ProgressRecord, RunStatus
+from ddptrain.results.run_record import ProgressRecord, RunStatus, root_cause
 from ddptrain.results.runs import RunsDir
 from ddptrain.results.show.log_follower import LogCursor, start_of_last
 from ddptrain.results.system import SystemLine, parse_line
@@ -69,24 +67,17 @@ def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
             return ExitCode.INTERRUPTED
         if view.is_running:
             return _BROKEN_PIPE
-        if cause := _cause(view):
+        if cause := root_cause(view.record.failure):
             level = "error" if view.status == RunStatus.FAILED else "warning"
             display.notice(f"run {view.run_id} {view.status_text}: {cause}", level=level)
-        display.close(None, past_run_lines(view), past_run_event(view))
+        display.close(None, summary_lines(view), finished_event(view))
     return exit_code_of(view.record)
-
-
-def _cause(view: RunView) -> str:
-    failure = view.record.failure
-    if failure is None:
-        return ""
-    return failure.line if failure.rank is None else f"rank {failure.rank} on {failure.host}: {failure.line}"
 
 
 class _Feed:
     """Passes what is new in the files of a run to a display."""
 
-    def __init__(self, layout: RunLayout, display: output_api.RunDisplay, lines: int) -> None:
+    def __init__(self, layout: RunLayout, display: RunDisplay, lines: int) -> None:
         self._display = display
         self._offsets = {rank: start_of_last(path, lines) for rank, path in layout.logs().items()}
         self._events = LogCursor(layout.events_jsonl, _EARLIER_EVENTS)
@@ -109,46 +100,23 @@ class _Feed:
             events = events[starts[-1] if starts else 0 :]
             self._is_first = False
         for event in events:
-            self._show(event, record.best)
+            if event.get("event") != "run_finished":  # the caller shows the end
+                self._display.event(event)
         attempt = record.attempts[-1].attempt if record.attempts else 1
         for line in self._metrics.read():
             if line.attempt == attempt:
                 values = {name: math.nan if value is None else value for name, value in line.values.items()}
                 step = None if line.step is None else int(line.step)
-                logged = Metrics(int(line.time_s * 1e9), values, step, line.epoch)
-                self._display.handle(output_api.RankMetrics(line.rank, logged))
+                self._display.rank_event(line.rank, Metrics(int(line.time_s * 1e9), values, step, line.epoch))
         for text in self._system.read():
             if (measured := parse_line(text.encode())) is not None:
                 self._show_use(measured)
-        if record.progress is not None and record.progress != self._progress:
-            self._progress = record.progress
-            self._show_progress(record.progress)
-
-    def _show(self, event: Mapping[str, Any], best: BestRecord | None) -> None:
-        text, rank = str(event.get("message", "")), event.get("rank")
-        if not (isinstance(rank, int) and 0 <= rank < self._world_size):
-            rank = -1  # another program may have written the file
-        match event.get("event"):
-            case "epochs" if isinstance(total := event.get("total"), int):
-                self._display.handle(output_api.Epochs(total))
-            case "checkpoint_saved" if isinstance(step := event.get("step"), int):
-                at = event.get("time_s")
-                self._display.handle(output_api.Saved(step, at if isinstance(at, float) else time.time(), best))
-                self._display.event(event)
-            case "notice":
-                self._display.notice(text, str(event.get("level")))
-            case "status":
-                self._display.status(text)
-            case "rank_started" if rank >= 0:
-                host, pid = str(event.get("host", "")), event.get("pid")
-                self._display.handle(output_api.RankStarted(rank, host, pid if isinstance(pid, int) else 0))
-            case "rank_ended" if rank >= 0:
-                ended = output_api.RankEnded(rank, event.get("ok") is True, event.get("stopped") is True)
-                self._display.handle(ended)
-            case "run_finished":
-                pass  # the caller shows the end
-            case _:
-                self._display.event(event)
+        if (progress := record.progress) is not None and progress != self._progress:
+            self._progress = progress
+            for rank, done in progress.ranks.items():
+                if rank.isdecimal() and int(rank) < self._world_size:
+                    moved = Progress(int(progress.time_s * 1e9), done, progress.total, progress.unit)
+                    self._display.rank_event(int(rank), moved)
 
     def _show_use(self, line: SystemLine) -> None:
         """Show a line of system.jsonl together with the last one of its host."""
@@ -159,10 +127,4 @@ class _Feed:
         else:
             ranks = {**ranks, str(line.rank): line.values}
         self._samples[line.host] = SystemSample(1, line.rank or 0, int(line.time_s * 1e9), line.host, use, ranks)
-        self._display.handle(output_api.SystemUse(self._samples[line.host]))
-
-    def _show_progress(self, progress: ProgressRecord) -> None:
-        for rank, done in progress.ranks.items():
-            if rank.isdecimal() and int(rank) < self._world_size:
-                event = Progress(int(progress.time_s * 1e9), done, progress.total, progress.unit)
-                self._display.handle(output_api.RankProgress(int(rank), event))
+        self._display.system(self._samples[line.host])

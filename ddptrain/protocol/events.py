@@ -68,9 +68,10 @@ class Progress(Event):
 
 @dataclass(frozen=True, slots=True)
 class Epochs(Event):
-    """The number of epochs that the workload trains."""
+    """An epoch begins, counted from 1; the workload trains `total`."""
 
     total: int
+    epoch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +156,10 @@ class Stacks(Event):
     """The stack of the rank's main thread: `main` has its frames as "file:line function", innermost first.
 
     sequence: number of collective operations begun in the default group; None if not known. state: "" if the rank has
-    answered itself, else as its worker sees it: "stopped" (SIGSTOP), "uninterruptible" (in the kernel) or "busy" (in
-    compiled code that stops Python). handles: the exception whose `except` or `finally` block it executes. pending: the
-    oldest collective operation that has begun and not ended, "" if none or not known; the main thread may wait for it
-    outside of torch.distributed, as in `loss.item()`.
+    written its stacks itself, else as its worker sees it: "stopped" (SIGSTOP), "uninterruptible" (in the kernel) or
+    "busy" (in compiled code that stops Python). handles: the exception whose `except` or `finally` block it executes.
+    pending: the oldest collective operation that has begun and not ended, "" if none or not known; the main thread may
+    wait for it outside of torch.distributed, as in `loss.item()`.
     """
 
     main: tuple[str, ...]

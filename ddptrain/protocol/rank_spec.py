@@ -20,9 +20,11 @@ DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of 
 SLOT_RESOURCE = "slot"  # a Dask resource: room for one rank on a worker
 WORKER_METRIC = "ddptrain"  # the metric that our own workers send with each heartbeat
 GPU_RESOURCE = "GPU"  # how many slots of a worker have a GPU
-# A rank that reads no commands writes its stacks to this file in its staging folder (by faulthandler).
+# A rank writes its stacks to STACKS_DUMP in its staging folder: on a command, with a last line that begins with
+# STACKS_END and is JSON, or, if it reads no commands, by faulthandler because of STACKS_SIGNAL, without that line.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 STACKS_DUMP = "stacks-dump"
+STACKS_END = "collective operations: "
 ERROR_FILE = "error.json"  # in the staging folder: where torch elastic's record() writes a script's error
 STACKS_FOLDER = "stacks"  # below artifacts/
 MAX_PROFILED_STEPS = 100  # the trace of more steps is too large for memory and for viewers

@@ -8,16 +8,14 @@ import importlib
 import inspect
 import json
 import sys
-import typing
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from ddptrain.config.plugin_names import takes_context
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, TypeAdapter
+    from pydantic import TypeAdapter
 
-    from ddptrain.config.function_signature import Parameter
     from ddptrain.rank.context import RankContext
 
 MAX_RESULT_BYTES = 64 << 10
@@ -62,114 +60,86 @@ def load_function(target: str) -> Callable[..., Any]:
 def bind(function: Callable[..., Any], params: Mapping[str, Any]) -> Callable[[RankContext], Any]:
     """Bind the params to the function; return a function whose only argument is the context.
 
+    Params are converted to their type hints, as far as pydantic knows the types. A function whose only parameter is a
+    dataclass or a pydantic model gets all params in it.
+
     Raises:
         WrongParams: the message names each wrong params.<key>.
     """
     try:
-        parameters = list(_signature(function).parameters.values())
+        parameters = _parameters(function)
     except (TypeError, ValueError):  # compiled functions may have no signature
         return lambda ctx: function(ctx, **params)
     with_context = bool(parameters) and _is_for_context(parameters[0])
-    is_explicit = with_context and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
-    call = _bound(function, parameters[1:] if is_explicit else parameters, params)
+    if with_context and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[0]
+    values: Mapping[str, Any] = params
+    if len(parameters) == 1 and _is_model(kind := parameters[0].annotation):
+        values = {parameters[0].name: _built(kind, params)}
+    elif params or parameters:
+        values = _converted(parameters, params)
+    call = functools.partial(function, **values)
     return call if with_context else lambda ctx: call()
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature; type hints may be names that exist for type checkers only."""
-    if sys.version_info >= (3, 14):  # hints are evaluated on request
-        from annotationlib import Format
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters; their type hints are texts (or ForwardRef) if one of them cannot be resolved.
 
-        return inspect.signature(function, annotation_format=Format.STRING)
-    return inspect.signature(function)
+    Raises TypeError or ValueError if the function has no signature.
+    """
+    try:
+        return list(inspect.signature(function, eval_str=True).parameters.values())
+    except Exception:  # a name for type checkers only, or whatever else the user's annotations raise
+        more: dict[str, Any] = {}
+        if sys.version_info >= (3, 14):  # hints are evaluated on request
+            from annotationlib import Format
+
+            more["annotation_format"] = Format.FORWARDREF
+        return list(inspect.signature(function, **more).parameters.values())
 
 
 def _is_for_context(first: inspect.Parameter) -> bool:
     """Return whether the first parameter takes the context; also for *args, which may be that of a decorator."""
-    if first.kind is inspect.Parameter.VAR_POSITIONAL:
+    if first.kind is first.VAR_POSITIONAL:
         return True
     hint = first.annotation
-    name = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
-    by_position = first.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return by_position and takes_context(first.name, name)
+    name = hint if isinstance(hint, str) else getattr(hint, "__forward_arg__", getattr(hint, "__name__", str(hint)))
+    return first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD) and takes_context(first.name, name)
 
 
-def _bound(
-    function: Callable[..., Any], parameters: list[inspect.Parameter], params: Mapping[str, Any]
-) -> Callable[..., Any]:
-    hints = _hints(function)
-    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    extra = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    if len(named) == 1 and not extra and _is_model(model := hints.get(named[0].name)):
-        return functools.partial(function, **{named[0].name: _built(model, params)})
-    if not named and (extra or not params):
-        return functools.partial(function, **params)
-    return functools.partial(function, **_checked(named, hints, params, extra=extra))
-
-
-def _checked(
-    named: list[inspect.Parameter], hints: Mapping[str, Any], params: Mapping[str, Any], *, extra: bool
-) -> dict[str, Any]:
+def _converted(parameters: list[inspect.Parameter], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the params, those with a type hint converted to it. Raises WrongParams."""
-    from ddptrain.config.function_signature import Parameter, field_name
-
-    expected = [Parameter(each.name, _kind(each, hints), each.default is not each.empty) for each in named]
-    values = _validated(expected, params, extra=extra)
-    converted = {
-        each.name: getattr(values, field_name(number))
-        for number, each in enumerate(expected)
-        if each.name in params and each.type is not Any
-    }
-    return {**params, **converted}
-
-
-def _validated(expected: list[Parameter], params: Mapping[str, Any], *, extra: bool) -> BaseModel:
     from pydantic import ValidationError
 
-    from ddptrain.config.function_signature import check_params, describe, make_model
+    from ddptrain.config.function_signature import Parameter, check_params, describe, field_name, make_model
 
-    model = make_model(expected, extra=extra)
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    kinds = [_kind(each) for each in named]
+    expected = [Parameter(one.name, kind, one.default is not one.empty) for one, kind in zip(named, kinds, strict=True)]
+    model = make_model(expected, extra=any(each.kind is each.VAR_KEYWORD for each in parameters))
     try:
-        return check_params(model, params)
+        checked = check_params(model, params)
     except ValidationError as error:
         raise WrongParams(describe(error, params, model)) from None
+    typed = {each.name: field_name(number) for number, each in enumerate(expected) if each.type is not Any}
+    return {name: getattr(checked, typed[name]) if name in typed else value for name, value in params.items()}
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the type hints. If one cannot be resolved (a name for type checkers only), omit all that are texts."""
-    target = inspect.unwrap(function)
-    target = target if inspect.isroutine(target) else getattr(type(target), "__call__", target)  # noqa: B004
-    try:
-        return typing.get_type_hints(target, include_extras=True)
-    except Exception:  # the user's annotations may raise anything
-        return {name: hint for name, hint in _annotations(target).items() if not isinstance(hint, str)}
-
-
-def _annotations(target: Any) -> Mapping[str, Any]:
-    """Return the annotations; from Python 3.14 on those that can be evaluated."""
-    if sys.version_info >= (3, 14):
-        from annotationlib import Format, ForwardRef, get_annotations
-
-        found = get_annotations(target, format=Format.FORWARDREF)
-        return {name: hint for name, hint in found.items() if not isinstance(hint, ForwardRef)}
-    return getattr(target, "__annotations__", {})
-
-
-def _kind(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
-    """Return the type hint of a parameter; Any if it has none, or if pydantic cannot check the type."""
-    kind = hints.get(parameter.name, Any)
-    try:
-        kind = kind | None if parameter.default is None and kind is not Any else kind  # for example lr: float = None
-        return kind if _adapter(kind) is not None else Any
-    except TypeError:
+def _kind(parameter: inspect.Parameter) -> Any:
+    """Return the type of a parameter; Any if it has none, or if pydantic cannot check it."""
+    hint = parameter.annotation
+    if _adapter(hint) is None:
         return Any
+    return Optional[hint] if parameter.default is None else hint  # noqa: UP045  # a type created at run time
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any] | None:
-    """Return pydantic's validator for a type; None if there is none, as for a type of another library."""
+    """Return pydantic's validator for a type; None if there is none, as for a type of another library or a text."""
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
 
+    if kind is inspect.Parameter.empty or isinstance(kind, str):
+        return None
     try:
         adapter = TypeAdapter(kind)
         return adapter if adapter.pydantic_complete else None  # incomplete: a name that exists for type checkers only
@@ -187,29 +157,16 @@ def _built(model: Any, params: Mapping[str, Any]) -> Any:
     """Create the dataclass or pydantic model from the params. Raises WrongParams."""
     from pydantic import ValidationError
 
-    from ddptrain.config.function_signature import Parameter, describe
+    from ddptrain.config.function_signature import describe
 
-    names, required, extra = _fields(model)
-    _validated([Parameter(name, Any, name not in required) for name in names], params, extra=extra)
-    adapter = _adapter(model)
-    if adapter is None:
+    # The names first, because pydantic ignores unknown ones.
+    _converted([each.replace(annotation=Any) for each in inspect.signature(model).parameters.values()], params)
+    if (adapter := _adapter(model)) is None:
         return model(**params)
     try:
         return adapter.validate_json(json.dumps(params), strict=True)
     except ValidationError as error:
         raise WrongParams(describe(error, params)) from None
-
-
-def _fields(model: Any) -> tuple[list[str], set[str], bool]:
-    """Return the names of all fields, the names of the required fields, and whether other names are allowed."""
-    if dataclasses.is_dataclass(model):
-        fields = [field for field in dataclasses.fields(model) if field.init]
-        missing = dataclasses.MISSING
-        required = {each.name for each in fields if each.default is missing and each.default_factory is missing}
-        return [field.name for field in fields], required, False
-    aliased = any(field.validation_alias or field.alias for field in model.model_fields.values())
-    is_open = aliased or model.model_config.get("extra") == "allow"
-    return list(model.model_fields), set(), is_open
 
 
 def as_json(value: Any) -> str:
@@ -227,9 +184,8 @@ def as_json(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    model: BaseModel | Any = value
-    if hasattr(model, "model_dump"):
-        return model.model_dump(mode="json")
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} is not JSON")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime as dt
 import faulthandler
-import itertools
 import json
 import os
 import signal
@@ -18,17 +17,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
-from ddptrain.file_ops import open_append, sha256
+from ddptrain.file_ops import open_append
 from ddptrain.protocol import deadlines, error_file, events
 from ddptrain.protocol.commands import Command, CommandReader
-from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec
 from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank import failure as failures
-from ddptrain.rank.agreement import EXIT_PREEMPTED, CheckpointCalls, PreemptedExit, WorkerGroupStore
+from ddptrain.rank.agreement import EXIT_PREEMPTED, Agreement, PreemptedExit
 from ddptrain.rank.entrypoint import as_json, bind, load_function
 from ddptrain.rank.failure import (
     clipped,
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 
 
 _EXIT_S = 1.0  # time for a finished rank to exit by itself
-_MAX_FRAMES = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +63,7 @@ class CommandHandler:
     spec: RankSpec
     emitter: Emitter
     commands: CommandReader
-    calls: CheckpointCalls
+    agreement: Agreement
     tracked: RankTrackers
     state: Callable[[], State]
     complete_saves: Callable[[], None]
@@ -82,7 +79,7 @@ class CommandHandler:
         self.commands.on(Command.HANG_UP, lambda: self._preempt(signal.SIGHUP))
         self.commands.on(Command.QUIT, lambda: self._preempt(signal.SIGQUIT))
         self.commands.on(Command.STOP, self._stop)
-        self.commands.on(Command.STACKS, StackReporter(self.spec, self.emitter).report)
+        self.commands.on(Command.STACKS, StackWriter(self.spec).write)
         self.commands.listen()
 
     def _on_sigterm(self, *_: object) -> None:
@@ -101,12 +98,12 @@ class CommandHandler:
 
     def _preempt(self, signum: int = signal.SIGTERM) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
-        self.calls.notified = True
+        self.agreement.notified = True
         self.tracked.hurry(deadlines.preempt_s(self.spec))
         if self.state() != "crashed":
             return  # the rank is already ending
-        if self.calls.saves:
-            self.calls.tell_to_end()
+        if self.agreement.saves:
+            self.agreement.end()
         elif signum != signal.SIGTERM:
             if signal.getsignal(signum) == signal.SIG_DFL:
                 self.tracked.finish("preempted")
@@ -127,7 +124,7 @@ class CommandHandler:
         if not is_own:
             return
         self.tracked.finish(self.state())
-        if self.tracked.is_on and self.state() != "crashed":
+        if self.tracked.manager is not None and self.state() != "crashed":
             time.sleep(_EXIT_S)  # the main thread has also finished, and is about to exit with its own code
         process_control.die_of_sigterm()
 
@@ -147,7 +144,7 @@ class RankLifecycle:
         self.finished = False
         self.failed = False
         self.preempted = False
-        self.calls = CheckpointCalls(spec, WorkerGroupStore(spec))
+        self.agreement = Agreement(spec)
         self.tracked = RankTrackers(spec, emitter)
         self.context: RankContext | None = None
         self.waiting: WaitingTime | None = None
@@ -197,7 +194,7 @@ class RankLifecycle:
         return 0
 
     def _handle_commands(self) -> None:
-        parts = (self.spec, self.emitter, self.commands, self.calls, self.tracked)
+        parts = (self.spec, self.emitter, self.commands, self.agreement, self.tracked)
         CommandHandler(*parts, self._state, self._complete_saves, self._report_handled).start()
 
     def _set_up_torch(self) -> torch.device:
@@ -285,7 +282,7 @@ class RankLifecycle:
         from ddptrain.rank.context import RankContext
 
         if self.context is None:
-            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked)
+            self.context = RankContext(self.spec, self.emitter, device, self.agreement, self.tracked)
         return self.context
 
     def _run_user_code(self, code: Callable[[], None]) -> None:
@@ -338,9 +335,9 @@ class RankLifecycle:
             note_unused(self.spec, self.emitter)
             return
         self.context.close()
-        if not self.calls.ends_early:
+        if not self.agreement.ends_early:
             return
-        if self.calls.has_saved:
+        if self.agreement.has_saved:
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             raise PreemptedExit
         text = (
@@ -359,7 +356,7 @@ class RankLifecycle:
 
     def _report_result(self, value: Any) -> None:
         """Report what rank 0's function has returned, if it can be stored as JSON."""
-        if self.spec.rank != 0 or value is None or self.calls.ends_early:
+        if self.spec.rank != 0 or value is None or self.agreement.ends_early:
             return
         try:
             event: events.Event = events.Returned(time.time_ns(), as_json(value))
@@ -392,7 +389,7 @@ class RankLifecycle:
         if code == 0:
             self._finish()
             return
-        if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.calls.notified):
+        if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.agreement.notified):
             self.preempted = True
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             return
@@ -447,49 +444,25 @@ def _print_to_log(text: str) -> None:
         sys.stderr.flush()
 
 
-class StackReporter:
-    """Reports a rank's stacks: those of the main thread as an event, those of all threads as a file."""
+class StackWriter:
+    """Writes the stacks of all threads to the file from which the worker reports them.
 
-    def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
-        self._spec = spec
-        self._emitter = emitter
-        self._counter = itertools.count()
+    This process writes them by itself on a command, else faulthandler does because of the worker's signal.
+    """
+
+    def __init__(self, spec: RankSpec) -> None:
         # Opened now, because faulthandler's C code cannot open files.
-        dump_fd = open_append(Path(spec.host.staging) / STACKS_DUMP, create_mode=0o600)
-        faulthandler.register(STACKS_SIGNAL, file=dump_fd, all_threads=True)
+        self._dump_fd = open_append(Path(spec.host.staging) / STACKS_DUMP, create_mode=0o600)
+        faulthandler.register(STACKS_SIGNAL, file=self._dump_fd, all_threads=True)
 
-    def report(self) -> None:
-        """Emit the stacks now. Must be called in a thread other than the main thread."""
-        with contextlib.suppress(OSError):  # a full disk must not end the thread that handles commands
-            self._report()
-
-    def _report(self) -> None:
-        frames = sys._current_frames()  # noqa: SLF001  # no public API
-        main = frames.get(threading.main_thread().ident or 0)
-        self._emitter.emit(self._event(main))
-        data = _text(self._spec, frames).encode("utf-8", "backslashreplace")
-        staged = Path(self._spec.host.staging) / f"stacks-{next(self._counter)}"
-        staged.write_bytes(data)
-        path = stacks_path(self._spec.attempt, self._spec.rank)
-        digest = sha256(data).hexdigest()
-        self._emitter.emit(events.FileSaved(time.time_ns(), path, staged.name, len(data), digest))
-
-    def _event(self, main: FrameType | None) -> events.Stacks:
+    def write(self) -> None:
+        """Write the stacks, and then what is known about collective operations. For any thread but the main thread."""
         error = handled_error()
-        handles = (
-            clipped(one_line(f"{type(error).__qualname__}: {message_of(error)}"), 300) if error is not None else ""
-        )
-        frames = _innermost_first(main)
-        return events.Stacks(time.time_ns(), frames, _sequence(), "", handles, _pending())
-
-
-def _innermost_first(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the frames as "file:line function", at most _MAX_FRAMES."""
-    frames: list[str] = []
-    while frame is not None and len(frames) < _MAX_FRAMES:
-        frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return tuple(frames)
+        handles = clipped(one_line(f"{type(error).__qualname__}: {message_of(error)}"), 300) if error else ""
+        known = {"sequence": _sequence(), "handles": handles, "pending": _pending()}
+        with contextlib.suppress(OSError):  # a full disk must not end the thread that handles commands
+            faulthandler.dump_traceback(self._dump_fd, all_threads=True)
+            os.write(self._dump_fd, f"{STACKS_END}{json.dumps(known)}\n".encode())
 
 
 def _sequence() -> int | None:
@@ -521,18 +494,6 @@ def _is_pending(entry: dict[str, Any], groups: dict[str, Any]) -> bool:
     """Return whether all ranks must join the operation, and neither it nor a later one of its group has ended."""
     ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
     return not entry["retired"] and not entry["is_p2p"] and entry["collective_seq_id"] > ended
-
-
-def _text(spec: RankSpec, frames: dict[int, FrameType]) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    parts = [f"rank {spec.rank}, attempt {spec.attempt}, pid {os.getpid()}, {when} UTC\n"]
-    threads = {thread.ident: thread for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    for ident, frame in sorted(frames.items(), key=lambda item: item[0] != main):
-        thread = threads.get(ident)
-        name = thread.name if thread is not None else "a thread that Python did not start"
-        parts.append(f"\n{name} (most recent call last):\n" + "".join(traceback.format_stack(frame)))
-    return "".join(parts)
 
 
 def report_thread_failures(emitter: Emitter) -> None:

@@ -8,26 +8,67 @@ import shutil
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import one_line
-from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, StepProfile
 from ddptrain.rank.output import ArtifactFiles, Emitter
 
 if TYPE_CHECKING:
     import torch
-    from torch.profiler import profile, record_function
+    from torch.profiler import profile
 
 FOLDER = "profile"  # below artifacts/
 HOW_TO_REPORT = "report each step, with ctx.checkpoint(step=...), ctx.log(..., step=...) or ctx.progress(unit='steps')"
-_END_BYTES = 4096
-STEP_MARK = "ProfilerStep"  # the name by which TensorBoard's plugin and HolisticTraceAnalysis find steps
 _GZIP_LEVEL = 3  # a fifth of the size, in a tenth of the time of level 9
 
 
-class StepProfiler:
+class Profiles:
+    """The profiles of a rank, one at a time: that of the configuration, and those of ctx.profile."""
+
+    def __init__(self, spec: RankSpec, device: torch.device, files: ArtifactFiles, emitter: Emitter) -> None:
+        self._rank, self._world_size = spec.rank, spec.placement.world_size
+        self._device, self._files, self._emitter = device, files, emitter
+        self._last = 0  # the last step of the profile before
+        self._current: _StepProfiler | None = None  # None while there is no profile, which costs no time
+        if spec.profile is not None:
+            self._watch(spec.profile)
+
+    def record(self, wanted: StepProfile, step: int) -> None:
+        """Record the steps for ctx.profile; `step` is the newest that is known. Raises ValueError."""
+        if problem := wanted.problem:
+            raise ValueError("ctx.profile(steps={}): {}; {}".format((wanted.first, wanted.last), *problem))
+        if self._current is not None:
+            raise ValueError(
+                f"ctx.profile: the profile of {self._current.wanted} is not over; leave out one of them (the section "
+                "`profile` of the configuration counts, too)"
+            )
+        self._watch(wanted)
+        self.reported(max(step, self._last))
+
+    def _watch(self, wanted: StepProfile) -> None:
+        missing = sorted(rank for rank in set(wanted.ranks) if not 0 <= rank < self._world_size)
+        if missing and self._rank == 0:
+            names = ", ".join(map(str, missing[:10]))
+            note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self._world_size - 1}")
+        if wanted.includes(self._rank):
+            self._current = _StepProfiler(wanted, self._rank, self._device, self._files, self._emitter)
+
+    def reported(self, step: int) -> None:
+        """Handle the report that the workload has completed a step."""
+        if self._current is not None:
+            self._current.reported(step)
+            if self._current.is_over:
+                self._current, self._last = None, step
+
+    def close(self, *, complete: bool) -> None:
+        """End the current profile with the workload: save it if `complete`, else discard it."""
+        if self._current is not None:
+            self._current.close(complete=complete)
+            self._current = None
+
+
+class _StepProfiler:
     """Records the steps of `wanted` on one rank. The workload reports the number of each step.
 
     The profile begins at the first report of a step >= wanted.first - 1 and ends at the first report of a step >=
@@ -45,7 +86,6 @@ class StepProfiler:
         self._step = -1  # the last reported step
         self._began_after = 0
         self._profile: profile | None = None
-        self._step_mark: record_function | None = None
 
     def reported(self, step: int) -> None:
         """Handle the report that the workload has completed `step` (0: that it is about to begin)."""
@@ -53,120 +93,97 @@ class StepProfiler:
             return
         before, self._step = self._step, step
         try:
-            if self._profile is not None:
-                if step < self.wanted.last:
-                    self._mark(step + 1)
-                else:
-                    self._save()
+            if self._profile is not None and step < self.wanted.last:
+                self._profile.step_num = step
+                self._profile.step()  # marks the next step in the trace
+            elif self._profile is not None:
+                self._save(self._profile)
             elif step >= self.wanted.last:
                 between = f"they are between two reports, of steps {before} and {step}; {HOW_TO_REPORT}"
-                self._give_up(between if before > 0 else f"the first report is of step {step}")
+                self._end(between if before > 0 else f"the first report is of step {step}")
             elif step >= self.wanted.first - 1:
                 self._begin(step)
         except Exception as error:  # the training continues, whatever torch.profiler raises
-            self._discard(f"{type(error).__name__}: {one_line(error)}")
+            self._fail(error)
 
     def close(self, *, complete: bool) -> None:
         """End the profile with the workload: save the recorded steps if `complete`, else discard them."""
         if self.is_over:
             return
         try:
-            if complete and self._profile is not None and self._step > self._began_after:
-                self._save()
-            elif complete:
-                self._give_up(self._why_unseen)
-            elif self._profile is not None:
+            if not complete:
                 # The profile is not stopped: this takes seconds, and a rank that is being stopped may not have them.
-                self._note(f"{self.wanted} were not recorded: rank {self._rank} has ended before", "info")
+                self._end("the rank has ended before", "info" if self._profile is not None else "")
+            elif self._profile is not None and self._step > self._began_after:
+                self._save(self._profile)
+            elif self._step <= 0:
+                self._end(f"the workload has reported no step; {HOW_TO_REPORT}")
+            else:
+                self._end(f"the last reported step is {self._step}")
         except Exception as error:  # whatever torch.profiler raises, it must not replace the result of the rank
-            self._discard(f"{type(error).__name__}: {one_line(error)}")
-        self.is_over = True
+            self._fail(error)
 
     def _begin(self, step: int) -> None:
         import torch
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto writes its state to stderr
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(self._device)  # kernels of earlier steps are not in the profile
-        started = profile(activities=activities)
+        # Only the reports say when the profile ends, because a workload may not report every step.
+        started = profile(activities=activities, schedule=lambda _: ProfilerAction.RECORD)
+        started.step_num = step + 1
         started.start()
         self._profile, self._began_after = started, step
-        self._mark(step + 1)
 
-    def _mark(self, step: int | None) -> None:
-        """End the mark of the current step in the trace, and begin the mark of `step` (None: of no step)."""
-        from torch.profiler import record_function
-
-        if self._step_mark is not None:
-            self._step_mark.__exit__(None, None, None)
-            self._step_mark = None
-        if step is not None:
-            self._step_mark = record_function(f"{STEP_MARK}#{step}")
-            self._step_mark.__enter__()
-
-    def _save(self) -> None:
+    def _save(self, recorded: profile) -> None:
+        """Stop recording, compress the trace and announce it as an artifact. Raises OSError."""
+        self.is_over = True
         began = time.monotonic()
-        stopped = self._stop()
-        assert stopped is not None, "only during a profile"
+        recorded.stop()
         steps = StepProfile(self._began_after + 1, self._step)
         folder = f"{FOLDER}/steps-{steps.first}-{steps.last}"
-        self._save_trace(stopped, f"{folder}/rank-{self._rank}.pt.trace.json.gz")
-        took_s = time.monotonic() - began
-        self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
-
-    def _stop(self) -> profile | None:
-        """End the recording and return it; None if there is none."""
-        stopped, self._profile, self.is_over = self._profile, None, True
-        if stopped is not None:
-            self._mark(None)
-            stopped.stop()
-        return stopped
-
-    def _save_trace(self, recorded: profile, path: str) -> None:
-        """Compress the trace and announce it as an artifact. Raises OSError."""
         raw, staged = (self._files.new_staging(FOLDER) for _ in range(2))
         try:
             recorded.export_chrome_trace(str(raw))
-            _require_complete(raw)
             with raw.open("rb") as source, gzip.open(staged, "wb", _GZIP_LEVEL) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-            self._files.announce(path, staged)
+                source.seek(-8, os.SEEK_END)
+                if not source.read().rstrip().endswith(b"}"):  # torch.profiler ignores a full disk
+                    raise OSError(f"the trace is cut off after {source.tell():,} bytes: is the disk full?")
+            self._files.announce(f"{folder}/rank-{self._rank}.pt.trace.json.gz", staged)
         except BaseException:
             staged.unlink(missing_ok=True)
             raise
         finally:
             raw.unlink(missing_ok=True)
+        took_s = time.monotonic() - began
+        self._note(f"{steps} recorded in artifacts/{folder}, which took {took_s:.1f} s to write", "info")
 
-    def _discard(self, reason: str) -> None:
-        with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
-            self._stop()
+    def _fail(self, error: Exception) -> None:
+        if self._profile is not None and not self.is_over:
+            with suppress(Exception):  # torch.profiler may fail again; the first failure is the reason
+                self._profile.stop()
         self.is_over = True
-        self._note(f"{self.wanted} of rank {self._rank} were not recorded: {reason}")
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        note(self._emitter, f"{self.wanted} of rank {self._rank} were not recorded: {reason}")
 
-    def _give_up(self, reason: str) -> None:
-        """End a profile that has not begun."""
+    def _end(self, reason: str, level: str = "warning") -> None:
+        """End a profile that has recorded nothing."""
         self.is_over = True
+        if level:
+            self._note(f"{self.wanted} were not recorded: {reason}", level)
+
+    def _note(self, text: str, level: str) -> None:
         if self._rank == self.wanted.speaker:
-            self._note(f"{self.wanted} were not recorded: {reason}")
-
-    @property
-    def _why_unseen(self) -> str:
-        if self._step <= 0:
-            return f"the workload has reported no step; {HOW_TO_REPORT}"
-        return f"the last reported step is {self._step}"
-
-    def _note(self, text: str, level: str = "warning") -> None:
-        if level == "warning" or self._rank == self.wanted.speaker:
             note(self._emitter, text, level)
 
 
 def note(emitter: Emitter, text: str, level: str = "warning") -> None:
-    """Tell the user about a profile."""
-    with suppress(OSError):  # the disk is full
-        emitter.emit(events.Note(time.time_ns(), f"profile: {text}", level))
+    """Send the user a line about a profile."""
+    emitter.note(f"profile: {text}", level)
 
 
 def note_unused(spec: RankSpec, emitter: Emitter) -> None:
@@ -174,13 +191,3 @@ def note_unused(spec: RankSpec, emitter: Emitter) -> None:
     if spec.profile is not None and spec.rank == spec.profile.speaker:
         text = f"{spec.profile} were not recorded: the script has not called ddptrain.context(); {HOW_TO_REPORT}"
         note(emitter, text)
-
-
-def _require_complete(path: Path) -> None:
-    """Raise OSError if a trace is incomplete, because torch.profiler ignores a full disk."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _END_BYTES))
-        end = file.read()
-    if b'"traceName"' not in end or not end.rstrip().endswith(b"}"):
-        raise OSError(f"the trace is cut off after {size:,} bytes: is the disk full?")

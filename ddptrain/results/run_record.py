@@ -137,7 +137,10 @@ def _seconds(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FailureRecord(_Part):
-    """The root cause. `kind` is exception, exit, signal, worker, driver, ...; `log` is the path of a log to read."""
+    """Why a run did not succeed. `kind` is exception, exit, signal, worker, driver, ...; `log` is the path of a log.
+
+    cause: the same in one line, as the last line of the command has it; root_cause() returns it.
+    """
 
     rank: int | None = None
     host: str = ""
@@ -146,6 +149,7 @@ class FailureRecord(_Part):
     message: str = ""
     traceback: str = ""
     log: str = ""
+    cause: str = ""
 
     @property
     def is_order(self) -> bool:
@@ -163,15 +167,13 @@ class FailureRecord(_Part):
         """Type and message, which may have several lines."""
         return ": ".join(filter(None, (self.type, self.message)))
 
-    @property
-    def line(self) -> str:
-        """Type, and the first line of the message."""
-        return ": ".join(filter(None, (self.type, one_line(self.message))))
 
-    @property
-    def located_line(self) -> str:
-        """The line after the rank and the host, such as "rank 1 on vm: ValueError: no"."""
-        return self.line if self.rank is None else f"rank {self.rank} on {self.host}: {self.line}"
+def root_cause(failure: FailureRecord | None) -> str:
+    """Return why a run did not succeed, in one line; "" if it did. Whatever shows or sends a root cause uses this."""
+    if failure is None or failure.cause:
+        return failure.cause if failure is not None else ""
+    line = one_line(failure.summary or failure.kind)  # of an earlier version, or the driver was killed
+    return line if failure.rank is None else f"rank {failure.rank} on {failure.host}: {line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,7 @@ class RunRecord(_Part):
     def failed_attempts(self) -> list[tuple[str, str]]:
         """The root causes of the attempts that were followed by another one, by "attempt 1" and so on."""
         failed = [(attempt.attempt, attempt.failure) for attempt in self.attempts[:-1]]
-        return [(f"attempt {number}", failure.located_line) for number, failure in failed if failure is not None]
+        return [(f"attempt {number}", root_cause(failure)) for number, failure in failed if failure is not None]
 
     @property
     def status_text(self) -> str:

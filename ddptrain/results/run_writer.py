@@ -227,10 +227,11 @@ class RunWriter:
     def _redacted(self, failure: FailureRecord | None) -> FailureRecord | None:
         if failure is None:
             return None
-        message, traceback = (
-            hide_credentials(str(hide_known(text, self.secrets))) for text in (failure.message, failure.traceback)
-        )
-        return dataclasses.replace(failure, message=message, traceback=traceback)
+        names = ("message", "traceback", "cause")
+        texts: dict[str, Any] = {
+            name: hide_credentials(str(hide_known(getattr(failure, name), self.secrets))) for name in names
+        }
+        return dataclasses.replace(failure, **texts)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Append one line to events.jsonl, stamped with `time_s` unless it has one."""

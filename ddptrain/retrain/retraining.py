@@ -40,7 +40,7 @@ from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, St
 from ddptrain.notify.sender import missing_variables, send
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.run_record import utc_now
+from ddptrain.results.run_record import root_cause, utc_now
 from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
@@ -384,7 +384,7 @@ def _error(start: Start, code: int) -> DdptrainError:
     reason = ""
     with suppress(DdptrainError):  # the run may not have begun, or its store cannot be read
         failure = open_runs_dir(start.resolved.config.results.dir).find(start.began.run_id).record.failure
-        reason = failure.line if failure else ""
+        reason = root_cause(failure)
     run = f"(run {start.began.run_id})"
     if code in _SIGNALLED:
         return RunPreempted(f"{reason or 'stopped by a signal'} {run}")

@@ -6,14 +6,12 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddptrain import text_tables
 from ddptrain.config.wording import counted
-from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.live import Piece, Row
 from ddptrain.results.lookup import time_text
 from ddptrain.results.sweep_record import FoundSweep, SweepRecord, TrialRecord, TrialState
 
@@ -32,28 +30,16 @@ class RunningTrial:
     status: str = ""
 
 
-class TrialRows:
-    """The rows of the live display."""
-
-    def __init__(self, sweep: Callable[[], SweepRecord], running: Callable[[], Sequence[RunningTrial]]) -> None:
-        self.status = ""
-        self._sweep, self._running = sweep, running
-
-    def handle(self, message: output_api.Message) -> None:
-        """Take the status."""
-        if isinstance(message, output_api.DriverStatus):
-            self.status = message.text
-
-    def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
-        """Return a row for each running trial, and one for the sweep."""
-        sweep, trials = self._sweep(), self._running()
-        room = max(rows // 2 - 1, 1)
-        shown = [_running_row(trial, sweep.metric) for trial in trials[:room]]
-        more = f", {len(trials) - room} more run" if len(trials) > room else ""
-        parts = [self.status, text_tables.duration(elapsed_s), ended_words(sweep) + more, best_words(sweep)]
-        parts.append(_left(sweep, len(trials), elapsed_s))
-        last = " · ".join(part for part in parts if part)
-        return [[Piece(terminal.cropped(text, columns))] for text in [*shown, last]]
+def live_rows(
+    sweep: SweepRecord, trials: Sequence[RunningTrial], status: str, elapsed_s: float, height: int
+) -> list[str]:
+    """Return the rows of the live display: one for each running trial, and one for the sweep."""
+    room = max(height // 2 - 1, 1)
+    shown = [_running_row(trial, sweep.metric) for trial in trials[:room]]
+    more = f", {len(trials) - room} more run" if len(trials) > room else ""
+    parts = [status, text_tables.duration(elapsed_s), ended_words(sweep) + more, best_words(sweep)]
+    parts.append(_left(sweep, len(trials), elapsed_s))
+    return [*shown, " · ".join(part for part in parts if part)]
 
 
 def trial_event(kind: str, record: TrialRecord) -> dict[str, Any]:

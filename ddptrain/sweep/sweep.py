@@ -122,7 +122,10 @@ class Sweep:
         self._earlier_s = self.record.duration_s or 0.0
         self._began_s = time.monotonic()
         self._saved_s = 0.0
-        rows = output.TrialRows(lambda: self.record, self._shown)
+
+        def rows(status: str, elapsed_s: float, height: int) -> list[str]:
+            return output.live_rows(self.record, self._shown(), status, elapsed_s, height)
+
         self.display: Display = open_display(options.output, home.folder, "", rows=rows, elapsed_s=self._earlier_s)
 
         def lost(error: DdptrainError) -> None:

@@ -16,10 +16,11 @@ from pydantic import ValidationError
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.driver.cluster_session import SharedRun
 from ddptrain.driver.control.signals import ThreadSignals
-from ddptrain.driver.display import output_api
+from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.inbox import Inbox
 from ddptrain.errors import DdptrainError, ExitCode, RunLocked, UsageError, one_line
 from ddptrain.log import Log, own_context
+from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.results.lookup import RunView
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.sweep_record import TrialRecord, TrialState
@@ -204,7 +205,9 @@ class Trial:
             self.record.state = TrialState.PRUNED  # by `ddptrain stop`
         else:
             failure = view.record.failure
-            text = failure.line if failure else ""
+            text = (
+                one_line(failure.summary) if failure else ""
+            )  # not the rank and its host, which differ from trial to trial
             return self._fail(text or f"the run is {view.status}", view.record.exit_code or self.exit_code)
         return False
 
@@ -233,7 +236,7 @@ def _no_value(metric: str, values: Mapping[float, float], view: RunView) -> str:
     return f"the run has logged no metric {metric}; it has logged: {logged}"
 
 
-class TrialDisplay(output_api.RunDisplay):
+class TrialDisplay(RunDisplay):
     """The display of a trial's run: passes the metric to the pruner, progress and status to that of the sweep."""
 
     def __init__(
@@ -258,24 +261,34 @@ class TrialDisplay(output_api.RunDisplay):
         """The ranks that log the metric; none if that is not known yet."""
         return self._live.usual
 
-    def handle(self, message: output_api.Message) -> None:
-        """Take what the sweep needs from the message."""
+    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
+        """Wait for the metric of these ranks."""
+        self._live.world_size = world_size
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Take the status."""
+        match line:
+            case {"event": "rank_started"}:
+                self._trial.status = "training"
+            case {"event": "status", "message": str(text)}:
+                self._trial.status = text
+            case {
+                "event": "notice",
+                "message": text,
+                "level": "warning" | "error",
+            }:  # the files of the run have it, too
+                _log.info("notice of a trial", trial=self._trial.record.number, message=text)
+
+    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
+        """Take the metric and the progress."""
         metric, trial = self._trial.plan.metric, self._trial
-        match message:
-            case output_api.WorldSize(world_size):
-                self._live.world_size = world_size
-            case output_api.RankStarted():
-                trial.status = "training"
-            case output_api.RankMetrics(rank, event) if (value := event.values.get(metric)) is not None:
+        match event:
+            case Metrics() if (value := event.values.get(metric)) is not None:
                 self._take(self._live.logged(rank, event.step, value))
-            case output_api.RankCheckpoint(rank, saved) if (value := saved.metrics.get(metric)) is not None:
-                self._take(self._live.saved(saved.step, value))
-            case output_api.RankProgress(0, progress):
-                trial.done, trial.total = progress.done, progress.total
-            case output_api.DriverStatus(text):
-                trial.status = text
-            case output_api.DriverNotice(text, level) if level != "info":  # the files of the run have it, too
-                _log.info("notice of a trial", trial=trial.record.number, message=text)
+            case CheckpointSaved() if (value := event.metrics.get(metric)) is not None:
+                self._take(self._live.saved(event.step, value))
+            case Progress() if rank == 0:
+                trial.done, trial.total = event.done, event.total
 
     def _take(self, complete: Sequence[tuple[float, float]]) -> None:
         trial = self._trial

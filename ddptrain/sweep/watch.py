@@ -28,7 +28,9 @@ def watch_sweep(sweep: FoundSweep, mode: str) -> int:
         progress = view.record.progress if view is not None else None
         return output.RunningTrial(trial, progress.done if progress else None, progress.total if progress else None)
 
-    rows = output.TrialRows(lambda: record, lambda: running)
+    def rows(status: str, elapsed_s: float, height: int) -> list[str]:
+        return output.live_rows(record, running, status, elapsed_s, height)
+
     with open_display(mode, Path(where), "", rows=rows, elapsed_s=record.duration_s or 0.0) as display:
         display.notice(f"sweep {record.sweep_id} in {where}: {output.ended_words(record)} ended")
         known: dict[int, TrialState] = {trial.number: trial.state for trial in record.trials}

@@ -80,7 +80,7 @@ async def send_command(run_id: str, keys: list[str], order: str, dask_worker: Wo
             if command is Command.STACKS and (pid := host.server.pid_of(key)) is not None:
                 attempt, rank = (int(part) for part in key.removeprefix(key_prefix(run_id)).split("/"))
                 files = spool.rank_spool(host.scratch, run_id, attempt, rank)
-                stack_reports.report_if_silent(files, pid, attempt, rank)
+                stack_reports.report_stacks(files, pid, attempt, rank)
             host.server.send_command(key, command)
 
 

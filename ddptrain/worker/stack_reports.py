@@ -1,4 +1,4 @@
-"""Reports about a rank that cannot report: it is stopped, compiled code blocks Python, or it has ended.
+"""Reports about a rank: its stacks, also if it is stopped or compiled code blocks Python, and why it has ended.
 
 The events are appended to the rank's events file, and the files are written to its staging folder. The driver handles
 both as if they came from the rank.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,12 +22,12 @@ from ddptrain.file_ops import hash_file, open_append
 from ddptrain.protocol import error_file, events
 from ddptrain.protocol.events import users_frame, waits_in
 from ddptrain.protocol.peer_errors import is_lost_peer, is_time_out
-from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_SIGNAL, RankSpec, stacks_path
+from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec, stacks_path
 from ddptrain.worker.process_monitor import ProcessMonitor, has_handler
 from ddptrain.worker.rank_environment import FLIGHT_RECORD
 from ddptrain.worker.spool import RankSpool
 
-_ANSWER_S = 1.5  # time for the rank itself to report its stacks
+_ANSWER_S = 1.5  # time for the rank itself to write its stacks
 _DUMP_S = 2.0  # time for faulthandler to write the stacks
 _DUMP_QUIET_S = 0.15  # the dump is complete if it has not grown for this long
 _POLL_S = 0.05
@@ -37,10 +39,12 @@ _STATES = {
     psutil.STATUS_DISK_SLEEP: "uninterruptible",
 }
 _EXPLANATIONS = {
+    "": "innermost frame first; the main thread comes last",
     "stopped": "the process is stopped (SIGSTOP, or a debugger): its stacks cannot be read",
     "uninterruptible": "the process waits in the kernel and takes no signal, as with a file system that hangs",
     "busy": "Python did not run, so these stacks were written by C code; the main thread comes last",
 }
+_UNKNOWN: dict[str, Any] = {"sequence": None, "handles": "", "pending": ""}
 _DUMPED_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _CPP_EXCEPTION = re.compile(rb"terminate called after throwing an instance of '([^'\n]*)'\n  what\(\):  ([^\n]*)")
 _NCCL_TIMED_OUT = "Watchdog caught collective operation timeout"
@@ -48,31 +52,41 @@ _NCCL_TIMED_OUT = "Watchdog caught collective operation timeout"
 _NCCL_ABORTED = re.compile(rb"Aborting process on rank \d+ due to ([^\n]*)")
 
 
-def report_if_silent(spool: RankSpool, pid: int, attempt: int, rank: int) -> None:
-    """Report the stacks of a rank if the rank does not do so itself. Must be called before the rank is asked."""
-    arguments = (spool, pid, attempt, rank, _size(spool.events))
-    threading.Thread(target=_report_if_silent, args=arguments, name="ddptrain-stacks", daemon=True).start()
+def report_stacks(spool: RankSpool, pid: int, attempt: int, rank: int) -> None:
+    """Report the stacks of a rank, in a thread. Must be called before the rank is asked to write them."""
+    arguments = (spool, pid, attempt, rank, _size(spool.staging / STACKS_DUMP))
+    threading.Thread(target=_report_stacks, args=arguments, name="ddptrain-stacks", daemon=True).start()
 
 
-def _report_if_silent(spool: RankSpool, pid: int, attempt: int, rank: int, events_size: int) -> None:
+def _report_stacks(spool: RankSpool, pid: int, attempt: int, rank: int, dump_from: int) -> None:
+    dump, known = _own_dump(spool, pid, dump_from)
+    if known is None and not (status := ProcessMonitor(pid).status()):
+        return  # the rank has ended
+    state = "" if known is not None else _STATES.get(status, "busy")
+    if state == "busy":
+        dump = _dump_by_signal(spool, pid)
+    heading = f"rank {rank}, attempt {attempt}, pid {pid}\n{_EXPLANATIONS[state]}\n\n"
+    staged = f"stacks-{time.time_ns()}"
+    (spool.staging / staged).write_text(heading + dump, encoding="utf-8")
+    _announce_file(spool, stacks_path(attempt, rank), staged)
+    fields = {name: (known or {}).get(name, default) for name, default in _UNKNOWN.items()}
+    _emit(spool, events.Stacks(time.time_ns(), _main_frames(dump), state=state, **fields))
+
+
+def _own_dump(spool: RankSpool, pid: int, dump_from: int) -> tuple[str, dict[str, Any] | None]:
+    """Return the stacks that the rank writes by itself, and what it knows; None if it writes nothing in time."""
     monitor = ProcessMonitor(pid)
     deadline = time.monotonic() + _ANSWER_S
-    while _STATES.get(monitor.status()) != "stopped" and time.monotonic() < deadline:
-        if b'{"event":"stacks"' in _tail(spool.events, events_size):
-            return
+    while time.monotonic() < deadline and _STATES.get(monitor.status()) != "stopped":
+        dump, end, line = _tail(spool.staging / STACKS_DUMP, dump_from).decode("utf-8", "replace").partition(STACKS_END)
+        if end and line.endswith("\n"):
+            with contextlib.suppress(ValueError, TypeError):
+                return dump, dict(json.loads(line))
         time.sleep(_POLL_S)
-    if not (status := monitor.status()):
-        return  # the rank has ended
-    state = _STATES.get(status, "busy")
-    dump = _dump(spool, pid) if state == "busy" else ""
-    _emit(spool, events.Stacks(time.time_ns(), _main_frames(dump), state=state))
-    text = f"rank {rank}, attempt {attempt}, pid {pid}\n{_EXPLANATIONS[state]}\n\n{dump}"
-    staged = f"stacks-worker-{time.time_ns()}"
-    (spool.staging / staged).write_text(text, encoding="utf-8")
-    _announce_file(spool, stacks_path(attempt, rank), staged)
+    return "", None
 
 
-def _dump(spool: RankSpool, pid: int) -> str:
+def _dump_by_signal(spool: RankSpool, pid: int) -> str:
     """Return the stacks that faulthandler writes in the rank; "" if the rank has no handler for the signal."""
     path = spool.staging / STACKS_DUMP
     before = _size(path)
@@ -90,8 +104,8 @@ def _dump(spool: RankSpool, pid: int) -> str:
 
 
 def _main_frames(dump: str) -> tuple[str, ...]:
-    """Return the frames of the main thread, which is the last one in the dump."""
-    return _frames(dump.rpartition("(most recent call first):\n")[2])
+    """Return the frames of the main thread, which is the last one in the dump; () if it has too many threads."""
+    return () if dump.endswith("\n...\n") else _frames(dump.rpartition("(most recent call first):\n")[2])
 
 
 def _frames(dumped: str) -> tuple[str, ...]:

@@ -117,7 +117,7 @@ def test_class_is_scaled_to_the_ranks_if_its_arguments_have_no_number(project: P
     assert "rank 1 of 2" in done.stdout
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_class_whose_run_ends_while_it_is_created_is_closed_all_the_same(project: Project, sent: int) -> None:
     config = configured(project, "pass", **{"class": "classes.Slow"})
     running = project.start("train", config)
@@ -156,6 +156,7 @@ def test_class_whose_cluster_ends_with_its_process_is_not_started_by_cluster_up(
     assert "give its class to a run" in done.stderr and listed(project) == []
 
 
+@pytest.mark.long
 def test_class_of_a_cloud_lives_from_up_to_down(project: Project) -> None:
     project.write("coiled.py", COILED)
     config = configured(project, "print('rank', ctx.rank)", **{"class": "coiled.Cluster", "name": "lab"})

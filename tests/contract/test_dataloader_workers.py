@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_workers_ignore_sigterm_of_others_but_their_children_do_not(
     project: Project, shared_cluster: str, method: str
 ) -> None:

@@ -120,7 +120,7 @@ def test_module_starts_itself_with_the_same_command(project: Project, shared_clu
 
 @pytest.mark.parametrize(("name", "value", "expression", "printed"), [
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "torch.distributed.get_debug_level()", "DebugLevel.DETAIL"),
-    ("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False"),
+    pytest.param("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_variable_that_torch_reads_at_its_import_works_from_configuration_and_shell(
     project: Project, shared_cluster: str, name: str, value: str, expression: str, printed: str
@@ -136,7 +136,8 @@ def test_variable_that_torch_reads_at_its_import_works_from_configuration_and_sh
 def test_numbers_in_env_reach_the_ranks_as_they_are_written(project: Project, shared_cluster: str) -> None:
     project.write("printing.py", "import os\nprint(os.environ['ONE'], os.environ['TWO'])\n")
     options = ("--set", "env.ONE=12.10", "--set", "env.TWO=007")
-    done = project("run", "--cluster", shared_cluster, "--ranks", "1", *options, "printing.py", rc=0)
+    shell = {"ONE": "of the shell", "TWO": "of the shell"}
+    done = project("run", "--cluster", shared_cluster, "--ranks", "1", *options, "printing.py", env=shell, rc=0)
     assert "[rank 0] 12.10 007" in done.stdout
 
 

@@ -50,11 +50,11 @@ def test_ranks_that_train_alone_are_warned_of_once(project: Project, shared_clus
     ("ranks", "params"),
     [
         (2, {"exchange": "ddp"}),
-        (2, {"exchange": "prepare"}),
+        pytest.param(2, {"exchange": "prepare"}, marks=pytest.mark.long),
         (2, {"exchange": "own"}),
         (2, {"evaluates": True, "steps": 70}),
-        (2, {"steps": 30}),
-        (1, {}),
+        pytest.param(2, {"steps": 30}, marks=pytest.mark.long),
+        pytest.param(1, {}, marks=pytest.mark.long),
     ],
 )
 def test_exchange_in_any_form_and_a_rank_alone_are_no_warning(

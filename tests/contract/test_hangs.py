@@ -63,7 +63,6 @@ def failure(project: Project, cluster: str, fault: str, at: int) -> dict[str, ob
 @pytest.mark.parametrize(
     ("fault", "at", "text"),
     [
-        ("load", 1, "it is in work.py:8 in load while rank 0 waits for it in all_reduce"),
         ("load", 150, "it is in work.py:8 in load while rank 0 waits for it in all_reduce"),
         ("validate", 30, "it is in work.py:8 in load while rank 0 waits for it in all_reduce"),
         ("stop", 3, "its process is stopped (SIGSTOP) while rank 0 waits for it in all_reduce"),
@@ -203,16 +202,26 @@ ABORTS = """
             fail()
 """
 
+LONG = pytest.mark.long  # the texts of the other of NCCL's two watchdogs
+
 
 @pytest.mark.parametrize(
     ("text", "other", "rc", "cause"),
     [
         ("nccl_timeout", "hangs", 5, "hung: a collective operation timed out, it is in work.py"),
-        ("nccl2_timeout", "hangs", 5, "hung: a collective operation timed out, it is in work.py"),
+        pytest.param(
+            "nccl2_timeout", "hangs", 5, "hung: a collective operation timed out, it is in work.py", marks=LONG
+        ),
         ("unknown", "hangs", 5, "hung: a collective operation timed out, it is in work.py"),
-        ("nccl_remote", "returns", 1, "failed first: returned from the workload while rank 0 waited for it"),
+        pytest.param(
+            *("nccl_remote", "returns", 1, "failed first: returned from the workload while rank 0 waited for it"),
+            marks=LONG,
+        ),
         ("nccl2_remote", "returns", 1, "failed first: returned from the workload while rank 0 waited for it"),
-        ("nccl2_remote", "fails", 1, "failed first: ValueError: bad sample (failed as a consequence: rank 0)"),
+        pytest.param(
+            *("nccl2_remote", "fails", 1, "failed first: ValueError: bad sample (failed as a consequence: rank 0)"),
+            marks=LONG,
+        ),
         ("dist_error", "fails", 1, "failed first: ValueError: bad sample (failed as a consequence: rank 0)"),
     ],
 )

@@ -60,6 +60,7 @@ def test_run_that_another_driver_holds_is_not_changed(project: Project, shared_c
     assert (folder / "config.yaml").read_bytes() == written[1]
     (project.folder / "go").touch()
     assert first.finish().rc == 0
+    project(*command, rc=2)  # a run that has succeeded is not written over
 
 
 def test_run_that_waits_for_slots_is_stopped_from_another_shell(project: Project, shared_cluster: str) -> None:

@@ -38,6 +38,20 @@ def test_function_that_only_logs_has_a_line_for_each_epoch_in_a_pipe(project: Pr
     assert "epoch 1/3" not in done.stdout
 
 
+def test_metrics_without_epoch_belong_to_the_epoch_of_the_loop(project: Project, shared_cluster: str) -> None:
+    config = project.function(
+        """
+        def train(ctx):
+            for epoch in ctx.epochs(2):
+                ctx.log({"loss": 1.0 / epoch})
+        """
+    )
+    done = project("train", config, "--cluster", shared_cluster, "--ranks", "1", rc=0)
+    first, second = epoch_lines(done.stderr)
+    assert first.startswith("ddptrain: epoch 1/2, loss 1")
+    assert second.startswith("ddptrain: epoch 2/2, loss 0.5")
+
+
 def test_function_that_prints_its_epochs_has_no_second_line_for_them(project: Project, shared_cluster: str) -> None:
     config = project.function(LOGS, params={"prints": True})
     done = project("train", config, "--cluster", shared_cluster, "--ranks", "2", rc=0)
@@ -85,7 +99,7 @@ WAITS = """
         model = torch.nn.Linear(1, 1)
         for epoch in ctx.epochs(3):
             ctx.progress(epoch, 3, unit="steps")
-            ctx.log({"val/loss": 1.0 / epoch}, step=epoch, epoch=epoch)
+            ctx.log({"val/loss": 1.0 / epoch}, step=epoch)
             ctx.checkpoint(model=model, step=epoch, epoch=epoch, metrics={"val/loss": 1.0 / epoch})
             while epoch == 2 and not (Path(folder) / "go").exists():
                 time.sleep(0.05)

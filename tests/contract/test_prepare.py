@@ -14,7 +14,12 @@ def run(project: Project, cluster: str, code: str, ranks: int = 2, **config: obj
 
 @pytest.mark.parametrize(
     "prepare",
-    [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"activation_checkpointing": ["Sequential", "Linear"]}],
+    [
+        {},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.long),
+        {"precision": "fp16"},
+        pytest.param({"activation_checkpointing": ["Sequential", "Linear"]}, marks=pytest.mark.long),
+    ],
     ids=["plain", "bf16", "fp16", "activation checkpointing"],
 )
 def test_copies_compute_with_their_own_weights(project: Project, shared_cluster: str, prepare: object) -> None:

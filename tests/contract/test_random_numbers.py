@@ -49,7 +49,9 @@ def drawn_by(project: Project, cluster: str, kind: str, *options: str, seed: int
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("script", ()), ("function", ()), ("script", COLD)], ids=["script", "function", "cold"]
+    ("kind", "options"),
+    [("script", ()), ("function", ()), pytest.param("script", COLD, marks=pytest.mark.long)],
+    ids=["script", "function", "cold"],
 )
 def test_ranks_and_runs_draw_different_numbers(
     project: Project, shared_cluster: str, kind: str, options: tuple[str, ...]

@@ -31,7 +31,7 @@ def test_cause_of_a_failed_attempt_is_named_after_the_next_one_succeeded(project
     assert project.record()["attempts"][0]["failure"]["message"] == "killed by SIGKILL"
     assert project.record()["attempts"][1]["failure"] is None
     shown = project("results", "show", "latest", rc=0).stdout
-    assert "failed attempts" in shown and f"rank 1 on {host}: killed by SIGKILL" in shown
+    assert "failed attempts" in shown and f"rank 1 on {host} failed first: killed by SIGKILL" in shown
     project("results", "report", "latest", "--output", "page.html", rc=0)
     assert f"Failed {cause}" in (project.folder / "page.html").read_text()
 

@@ -196,8 +196,8 @@ _ENDS_WITH_ZERO = """
     [
         ("SIGTERM", 75, "preempted"),
         ("SIGINT", 130, "cancelled"),
-        ("SIGHUP", 129, "cancelled"),
-        ("SIGQUIT", 131, "cancelled"),
+        pytest.param("SIGHUP", 129, "cancelled", marks=pytest.mark.long),
+        pytest.param("SIGQUIT", 131, "cancelled", marks=pytest.mark.long),
     ],
 )
 def test_script_gets_the_signal_and_is_not_succeeded(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.contract.conftest import Project, lines
 
 STEPS = """
@@ -74,6 +76,7 @@ def test_rank_with_a_slow_forward_pass_is_named(project: Project, shared_cluster
     assert line.endswith("they wait for it, because its forward and backward passes take longer")
 
 
+@pytest.mark.long
 def test_rank_of_a_script_with_slow_data_is_named(project: Project, shared_cluster: str) -> None:
     project.write("script.py", SCRIPT)
     (line,), (slow,), _ = shown_and_recorded(project, "run", "--cluster", shared_cluster, "--ranks", "2", "script.py")

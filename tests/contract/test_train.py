@@ -8,11 +8,19 @@ from tests.contract.conftest import Project, events, lines
 
 
 def test_function_is_trained_by_every_rank(project: Project, shared_cluster: str) -> None:
-    config = project.function("def train(ctx):\n    ctx.log({'loss': 1.0 + ctx.rank}, step=1)\n")
+    config = project.function(
+        "def train(ctx):\n    ctx.log({'loss': 1.0 + ctx.rank}, step=1)\n    print('of', ctx.rank)\n"
+    )
     done = project("train", config, "--cluster", shared_cluster, "--ranks", "2", "--output", "json", rc=0)
-    last = events(done.stdout)[-1]
-    assert (last["event"], last["status"], last["exit_code"]) == ("run_finished", "succeeded", 0)
-    assert project.record()["world_size"] == 2
+    told = events(done.stdout)
+    assert {(each["rank"], each["line"]) for each in told if each["event"] == "log"} == {(0, "of 0"), (1, "of 1")}
+    assert sorted(each["rank"] for each in told if each["event"] == "rank_started") == [0, 1]
+    last, record = told[-1], project.record()
+    assert (last["event"], last["status"], last["exit_code"], last["failure"]) == ("run_finished", "succeeded", 0, None)
+    assert last["run_dir"] == str(project.run_directories()[0]) and last["duration_s"] > 0
+    for name in ("run_id", "result", "best", "last_metrics"):
+        assert last[name] == record[name]
+    assert record["world_size"] == 2
 
 
 def test_saved_checkpoints_and_files_are_events_with_plain_names_on_stdout_and_in_the_run_directory(

@@ -80,7 +80,15 @@ def user(home: Path, **environ: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("chosen", ["key alone", "settings", "netrc", "default of netrc"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "key alone",
+        pytest.param("settings", marks=pytest.mark.long),
+        "netrc",
+        pytest.param("default of netrc", marks=pytest.mark.long),
+    ],
+)
 def test_key_is_not_sent_to_a_server_that_only_the_run_names(
     chosen: str, tmp_path: Path, own: Backend, foreign: Backend, run_cli: Cli
 ) -> None:
@@ -103,7 +111,14 @@ def sync(run_cli: Cli, run: Path, environ: dict[str, str], cwd: Path | None = No
     return run_cli("results", "sync", run, env={"WANDB_API_KEY": "", **environ}, cwd=cwd)
 
 
-@pytest.mark.parametrize("inside", [".", "tracking", "tracking/wandb/offline-run-20240101_000000-w1/files"])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        ".",
+        pytest.param("tracking", marks=pytest.mark.long),
+        pytest.param("tracking/wandb/offline-run-20240101_000000-w1/files", marks=pytest.mark.long),
+    ],
+)
 def test_settings_and_modules_in_the_run_directory_are_not_read(
     inside: str, tmp_path: Path, own: Backend, foreign: Backend, run_cli: Cli
 ) -> None:

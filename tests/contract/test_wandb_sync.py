@@ -111,6 +111,7 @@ def test_online_run_that_was_killed_with_its_host_is_sent_later_and_each_row_is_
     assert rows(backend.run.history) == ONCE
 
 
+@pytest.mark.long
 def test_ranks_that_shared_a_run_are_sent_later_as_a_run_each(project: Project, backend: Backend) -> None:
     """Their rows have the same steps, by which the server would take them for one."""
     run = killed_with_its_host(project, config(project, mode="shared", pause_s=600), 2, backend.environment)

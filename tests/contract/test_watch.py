@@ -152,6 +152,7 @@ def test_display_of_train_and_watch_has_epoch_best_metric_and_what_ctrl_c_does(
         assert running.finish().rc == 130
 
 
+@pytest.mark.long
 def test_watch_shows_a_run_in_a_store(project: Project) -> None:
     config = project.function(WORK, params={"folder": str(project.folder), "fails": False})
     (project.folder / "seaweed").mkdir()

@@ -6,10 +6,6 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
-
-import ddptrain
-from ddptrain.errors import UsageError
 from tests.conftest import Cli, Running
 
 WORK = """
@@ -104,13 +100,6 @@ def test_program_launches_in_background_in_a_thread_and_in_an_event_loop(run_cli
     assert "ValueError: no more; log: " in said["failed"]
     assert "[rank 0] token t0ken" in done.stdout and "step 0" not in done.stdout
     assert "s3cret" not in done.stdout + done.stderr
-
-
-def test_what_the_driver_refuses_is_raised_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r'^"../outside" is not a run id'):
-        ddptrain.launch("petnames", run_id="../outside", runs_dir="runs", output="none")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_interrupt_of_the_program_stops_the_gang(run_cli: Cli, warm_cluster: str) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
-from distributed import Client, Scheduler, Security, Worker
+from distributed import Scheduler, Security, Worker
 from safetensors.numpy import load_file
 
-from tests.conftest import PATIENCE_S, Cli, Finished, Running
+from tests.conftest import Cli, Finished, Running
+from tests.servers.dask_cluster import DaskCluster, wait_until
 from tests.support.environments import make_environment
-from tests.unit.worker.daskbench import DaskBench
-from tests.unit.worker.stubs import until
 
 WORKLOAD = '''
 import os, pathlib, time
@@ -37,6 +36,8 @@ def steps(ctx, until=""):
     ctx.save_file(f"samples/rank-{ctx.rank}.txt", f"of rank {ctx.rank}")
     total = torch.tensor([ctx.rank + 1.0])
     dist.all_reduce(total)
+    nannys = {"PYTHONHASHSEED", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"} & os.environ.keys()
+    assert os.environ["MINE"] == "mine" and not nannys, "the user's environment, and not the nanny's"
     print("rank", ctx.rank, "local", ctx.local_rank, "sum", int(total), flush=True)
     while until and not os.path.exists(until):
         time.sleep(0.02)
@@ -46,34 +47,17 @@ def steps(ctx, until=""):
 class Others:
     """A Dask cluster as `dask scheduler` and `dask worker` start it, and the command that trains on it."""
 
-    def __init__(self, bench: DaskBench, cli: Cli) -> None:
-        self.bench, self.cli = bench, cli
-        self.folder = cli.folder
+    def __init__(self, cli: Cli, env: dict[str, str]) -> None:
+        self.cli, self.env, self.folder = cli, env, cli.folder
+        self.cluster: DaskCluster
         (self.folder / "work.py").write_text(WORKLOAD)
 
-    def start_scheduler(self, *tls: str) -> None:
-        """`dask scheduler`, which may want a certificate."""
-        where = ("--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(self.bench.scheduler_file))
-        http = ("--no-dashboard", "--dashboard-address", "127.0.0.1:0")
-        self.bench.start("scheduler", "-P", "-m", "distributed.cli.dask_scheduler", *where, *http, *tls)
-        until(lambda: bool(self._told()), "the scheduler's file", timeout_s=PATIENCE_S)
-
-    def _told(self) -> dict[str, Any]:
-        try:
-            told: dict[str, Any] = json.loads(self.bench.scheduler_file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return told
-
-    @property
-    def address(self) -> str:
-        """Where the scheduler listens."""
-        return str(self._told()["address"])
-
-    def start_workers(self, *options: str, count: int = 2) -> None:
-        """`dask worker`, each with a nanny, one thread, and a folder of its own."""
-        for number in range(count):
-            self.bench.foreign(*options, name=f"worker-{number}")
+    def start(self, *tls: str, workers: int = 0) -> DaskCluster:
+        """Start the scheduler, which may want a certificate, and workers."""
+        self.cluster = DaskCluster(self.folder / "cluster", *tls, env=self.env)
+        for number in range(workers):
+            self.cluster.add_dask_worker(f"worker-{number}", *tls, MINE="mine")
+        return self.cluster
 
     def config(self, cluster: dict[str, object], **params: object) -> Path:
         """A configuration of two ranks."""
@@ -98,10 +82,10 @@ class Others:
 
     def state(self, workers: int = 2) -> dict[str, Any]:
         """All of the cluster's processes that a run could have changed, and what runs and lies beside them."""
-        with Client(self.address, set_as_default=False, timeout=20) as client:
-            until(lambda: len(client.nthreads()) == workers, f"{workers} workers", timeout_s=PATIENCE_S)
+        with self.cluster.client() as client:
+            wait_until(lambda: len(client.nthreads()) == workers, f"{workers} workers")
             told = {"scheduler": client.run_on_scheduler(_state_of_scheduler()), **client.run(_state_of_worker())}
-        temporary = self.bench.env["TMPDIR"]
+        temporary = self.env["TMPDIR"]
         return told | {"ours": _ranks_and_servers(temporary), "files": sorted(os.listdir(temporary))}
 
     def wait_for_state(self, wanted: dict[str, Any]) -> None:
@@ -113,7 +97,7 @@ class Others:
             return last == wanted
 
         try:
-            until(is_again, "the cluster is as it was found", timeout_s=PATIENCE_S)
+            wait_until(is_again, "the cluster is as it was found")
         except AssertionError:
             for part in wanted:
                 assert last[part] == wanted[part], part
@@ -186,9 +170,9 @@ def others(tmp_path: Path, run_cli: Cli) -> Iterator[Others]:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "cluster").mkdir()
     # PyTorch makes its cache wherever it is imported: that is not ours.
-    env = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    with DaskBench(tmp_path / "cluster", {**os.environ, **env}) as bench:
-        yield Others(bench, run_cli)
+    made = Others(run_cli, {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    yield made
+    made.cluster.close()
 
 
 # --- trained on, and left alone ---
@@ -196,10 +180,9 @@ def others(tmp_path: Path, run_cli: Cli) -> Iterator[Others]:
 
 @pytest.mark.timeout(240)
 def test_run_brings_all_home_and_leaves_nothing_and_so_does_a_killed_driver(others: Others) -> None:
-    others.start_scheduler()
-    others.start_workers()
+    others.start(workers=2)
     before = others.state()
-    ended = others.train({}, "--cluster", str(others.bench.scheduler_file))
+    ended = others.train({}, "--cluster", str(others.cluster.file))
     assert ended.rc == 0, ended.stderr
     assert "Warning" not in ended.stderr
     assert "[rank 1] rank 1 local 1 sum 3" in ended.stdout
@@ -219,9 +202,19 @@ def test_run_brings_all_home_and_leaves_nothing_and_so_does_a_killed_driver(othe
     others.wait_for_state(before)
 
 
+def test_worker_with_a_resource_has_as_many_slots(others: Others) -> None:
+    cluster = others.start()
+    cluster.add_dask_worker("slots", "--resources", "slot=2", "--nthreads", "8", MINE="mine")
+    ended = others.train({}, "--cluster", cluster.address)
+    assert ended.rc == 0, ended.stderr
+    assert "[rank 1] rank 1 local 1 sum 3" in ended.stdout
+    refused = others.train({}, "--cluster", cluster.address, "--ranks", "3", "--set", "cluster.start_timeout_s=3")
+    assert refused.rc == 4 and "3 slots are needed, but only 2 joined" in refused.stderr, refused.stderr
+
+
 def start_and_wait(others: Others) -> Running:
     """A run that would go on for ever, once both ranks train."""
-    config = others.config({"scheduler_file": str(others.bench.scheduler_file)}, until=str(others.folder / "never"))
+    config = others.config({"scheduler_file": str(others.cluster.file)}, until=str(others.folder / "never"))
     running = others.cli.start("train", config)
     for rank in range(2):
         running.wait_for(f"rank {rank} local {rank} sum 3")
@@ -232,17 +225,16 @@ def start_and_wait(others: Others) -> Running:
 
 
 def test_worker_without_ddptrain_ends_with_4_and_the_table(others: Others) -> None:
-    others.start_scheduler()
-    others.start_workers(count=1)
+    cluster = others.start(workers=1)
     python = make_environment(others.folder / "env", without="ddptrain")
-    where = ("--scheduler-file", str(others.bench.scheduler_file), "--local-directory", str(others.folder / "bare"))
+    where = ("--scheduler-file", str(cluster.file), "--local-directory", str(others.folder / "bare"))
     worker = ("-E", "-P", "-m", "distributed.cli.dask_worker", *where, "--no-dashboard", "--nthreads", "1")
-    others.bench.start("bare", "-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", str(python), *worker)
+    cluster.start(str(python), *worker)
     before = others.state()
-    ended = others.train({}, "--cluster", others.address)
+    ended = others.train({}, "--cluster", cluster.address)
     assert ended.rc == 4, ended.stderr
     lines = ended.stderr.splitlines()
-    (header,) = [line for line in lines if line.split()[1:4] == ["Python", "ddptrain", "torch"]]
+    (header,) = [line for line in lines if line.split()[1:4] == ["python", "ddptrain", "torch"]]
     (row,) = [line for line in lines if "missing !" in line]
     assert row[header.rindex("ddptrain") :].startswith("missing !") and row.count(" !") == 1
     assert "To do: install what is marked there (pip install ddptrain==" in ended.stderr
@@ -277,18 +269,18 @@ class Keys:
 
 def test_cluster_with_tls_is_trained_on_with_its_certificate(others: Others) -> None:
     keys = Keys(others.folder / "keys")
-    others.start_scheduler("--protocol", "tls", *keys.options)
-    others.start_workers(*keys.options)
-    assert others.address.startswith("tls://")
-    ended = others.train({"address": others.address, **keys.settings()})
+    cluster = others.start("--protocol", "tls", *keys.options)
+    for name in ("one", "two"):
+        cluster.add_dask_worker(name, *keys.options, MINE="mine")
+    assert cluster.address.startswith("tls://")
+    ended = others.train({"address": cluster.address, **keys.settings()})
     assert ended.rc == 0, ended.stderr
     assert "[rank 1] rank 1 local 1 sum 3" in ended.stdout
 
 
 def test_cluster_with_tls_refuses_who_has_no_certificate_of_it(others: Others) -> None:
     keys, wrong = Keys(others.folder / "keys"), Keys(others.folder / "wrong")
-    others.start_scheduler("--protocol", "tls", *keys.options)
-    address = others.address
+    address = others.start("--protocol", "tls", *keys.options).address
     stranger = keys.settings(cert_file=wrong.cert, key_file=wrong.key)
     refusals: list[tuple[dict[str, object], str]] = [
         ({"address": address}, "wants a certificate, and none was given: set cluster.tls.ca_file"),

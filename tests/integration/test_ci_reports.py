@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import pytest
+
 from tests.conftest import PATIENCE_S, Cli
 from tests.servers.seaweed import seaweed
 
@@ -100,6 +102,7 @@ def test_wrong_configuration_is_annotated_and_reported(run_cli: Cli) -> None:
     assert (folder / "summary.md").read_text().startswith("## ❌ `toy`: failed\n")
 
 
+@pytest.mark.long
 def test_detached_run_writes_its_files_and_nothing_for_the_job(run_cli: Cli, warm_cluster: str) -> None:
     folder = run_cli.folder
     write(folder, warm_cluster)
@@ -114,6 +117,7 @@ def test_detached_run_writes_its_files_and_nothing_for_the_job(run_cli: Cli, war
     assert not (folder / "summary.md").exists()
 
 
+@pytest.mark.long
 def test_run_in_an_object_store_is_reported_completely(run_cli: Cli, warm_cluster: str) -> None:
     folder = run_cli.folder
     write(folder, warm_cluster)
@@ -139,6 +143,7 @@ def main(ctx, loss: float = 1.0):
 """
 
 
+@pytest.mark.long
 def test_retraining_is_compared_with_the_champion_and_its_failure_annotated(run_cli: Cli, warm_cluster: str) -> None:
     folder = run_cli.folder
     (folder / "mine.py").write_text(RETRAINED)

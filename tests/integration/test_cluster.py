@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
+from tests.servers.dask_cluster import write_tls
 
 IDLE_S = 6.0  # a run has begun before, unless the machine is very busy
 SOON_S = 15.0  # for a command that takes one second on an idle machine
@@ -180,6 +181,7 @@ def test_killed_scheduler_is_told_soon_and_cleared_away(clusters: Clusters) -> N
     assert clusters.entries() == []
 
 
+@pytest.mark.long
 def test_killed_worker_is_named_with_what_to_do(clusters: Clusters) -> None:
     clusters.up()
     clusters.process("worker").kill()
@@ -208,6 +210,7 @@ def test_status_shows_who_holds_slots_and_who_waits_for_them_and_down_now_ends_b
     assert (first.finish().rc, second.finish().rc) == (4, 4)
 
 
+@pytest.mark.long
 def test_two_ups_at_once_make_one_cluster(clusters: Clusters) -> None:
     both = [clusters.cli.start("cluster", "up", "--name", "dev", "--ranks", "1", "--gpus", "0") for _ in range(2)]
     done = [running.finish() for running in both]
@@ -233,7 +236,9 @@ def test_two_ups_if_needed_at_once_both_succeed_with_one_cluster(clusters: Clust
     assert "nothing to end" in clusters("down", "dev").stderr
 
 
-@pytest.mark.parametrize(("number", "rc"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "rc"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 143)]
+)
 def test_interrupted_up_takes_everything_back(clusters: Clusters, number: int, rc: int) -> None:
     waiting = clusters.folder / "waiting" / "torch"
     waiting.mkdir(parents=True)
@@ -249,6 +254,7 @@ def test_interrupted_up_takes_everything_back(clusters: Clusters, number: int, r
     assert all(is_gone(process) for process in processes)
 
 
+@pytest.mark.long
 def test_up_whose_worker_can_not_work_says_why_and_leaves_nothing(clusters: Clusters) -> None:
     broken = clusters.folder / "broken" / "torch"
     broken.mkdir(parents=True)
@@ -287,9 +293,7 @@ def test_cluster_with_tls_takes_only_those_who_have_its_certificate(clusters: Cl
     assert clusters.finish(clusters.start_run("dev")).rc == 0
     assert clusters.finish(clusters.start_run(address)).rc == 0  # the address of an own cluster is recognised
 
-    from ddptrain.clusters.security import make_tls
-
-    make_tls(tmp_path)
+    write_tls(tmp_path)
     other = {f"cluster.tls.{name}_file": str(tmp_path / pem) for name, pem in _PEM.items()}
     wrong = [word for key, path in other.items() for word in ("--set", f"{key}={path}")]
     stranger = {"XDG_STATE_HOME": str(tmp_path / "stranger")}

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import Cli
@@ -120,6 +121,7 @@ class Taken:
 """
 
 
+@pytest.mark.long
 def test_run_that_is_killed_within_an_accumulation_window_ends_with_equal_weights(
     run_cli: Cli, warm_cluster: str
 ) -> None:

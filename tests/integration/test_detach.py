@@ -108,6 +108,7 @@ def test_detached_run_is_followed_shown_stopped_and_resumed_from_other_shells(de
     assert late.rc == 0 and f"run {run} is not running, it has ended: stopped (saved)" in late.stdout
 
 
+@pytest.mark.long
 def test_logs_of_a_killed_driver_come_to_an_end_and_stop_says_that_it_is_gone(detached: Detached) -> None:
     run = detached.start("--run-id", "killed")
     assert run == "killed"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cli, Finished
-from tests.integration.test_train import UpCluster, up_cluster
+from tests.servers.dask_cluster import DaskCluster, up_cluster
 from tests.unit.workloads.pictures import COLOURS, picture
 
 __all__ = ["up_cluster"]
@@ -52,6 +52,7 @@ def colours(folder: Path, names: list[str], count: int) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_seven_images_give_the_same_scores_on_one_and_on_three_ranks(run_cli: Cli, warm_cluster: str) -> None:
     colours(run_cli.folder / "pets", [*COLOURS], 12)
     colours(run_cli.folder / "seven", [*COLOURS], 7)
@@ -100,9 +101,10 @@ def _can_unshare() -> bool:
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
 def test_workers_that_see_no_files_of_the_driver_get_weights_and_checkpoints(
-    run_cli: Cli, up_cluster: UpCluster, tmp_path: Path
+    run_cli: Cli, up_cluster: DaskCluster, tmp_path: Path
 ) -> None:
     project = tmp_path / "project"
     project.mkdir()

@@ -39,6 +39,7 @@ def test_what_init_writes_trains_and_goes_on(run_cli: Cli, warm_cluster: str) ->
     assert record(demo / "runs" / "mine")["checkpoints"][0] == "step-128"
 
 
+@pytest.mark.long
 def test_migrated_notebook_brings_its_logs_and_its_model_home(run_cli: Cli) -> None:
     out = run_cli.folder / "out"
     done = run_cli(EXAMPLES / "migrate_from_dask_pytorch_ddp.py", out, program=(sys.executable,), timeout_s=110)
@@ -65,6 +66,7 @@ def cluster_with_transformers(run_cli: Cli) -> Iterator[str]:
     assert run_cli("cluster", "down", "hf", "--now").rc == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_transformers
 def test_hugging_face_trainer_saves_by_its_evaluation_is_preempted_and_goes_on(

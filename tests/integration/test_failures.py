@@ -37,8 +37,6 @@ def fail(fault):
     open(os.environ["FAULT_FILE"], "w").write(str(time.time()))
     if fault == "raise":
         raise ValueError("boom")
-    if fault == "exit":
-        sys.exit(42)
     if fault == "os_exit":
         os._exit(0)
     victim, number = {
@@ -167,9 +165,7 @@ def assert_failed(bench: Bench, ended: Finished, *, code: int, rank: int, kind: 
     ("fault", "kind", "words", "exit_status"),
     [
         ("raise", "exception", "boom", 1),
-        ("exit", "exit", "sys.exit(42)", 42),
         ("os_exit", "exit", "exit code 0 in the middle", 0),
-        ("kill", "signal", "killed by SIGKILL", -9),
         ("segv", "signal", "killed by SIGSEGV", -11),
     ],
 )
@@ -204,24 +200,6 @@ def test_killed_dask_worker_is_a_cluster_failure(bench: Bench) -> None:
 def test_killed_rank_server_is_a_cluster_failure(bench: Bench) -> None:
     ended = bench.run("server")
     assert_failed(bench, ended, code=4, rank=0, kind="infrastructure", words="rank server")
-
-
-@pytest.mark.parametrize(("on_own", "signum", "code"), [(True, signal.SIGINT, 130), (False, signal.SIGTERM, 143)])
-def test_signal_to_the_driver_cancels_the_run(
-    bench: Bench, warm_cluster: str, on_own: bool, signum: int, code: int
-) -> None:
-    if not on_own:
-        bench.use({"ranks": 2, "address": warm_cluster})
-    running = bench.start("none")
-    running.wait_for("[rank 1] under way")
-    began = time.monotonic()
-    running.popen.send_signal(signum)
-    ended = running.finish()
-    assert time.monotonic() - began < PROMPT_S
-    assert ended.rc == code
-    assert (bench.record["status"], bench.record["exit_code"]) == ("cancelled", code)
-    assert signal.Signals(signum).name in ended.stderr
-    assert "under way" in bench.log(1)
 
 
 def test_ctrl_c_during_the_start_cancels_the_run(bench: Bench) -> None:

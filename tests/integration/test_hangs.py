@@ -27,8 +27,6 @@ def load_batch(fault):
     open(os.environ["FAULT_FILE"], "w").write(str(time.time()))
     if fault == "sleep":
         time.sleep(60)
-    if fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "compiled":
         import ctypes
         libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # calls hold the interpreter
@@ -123,15 +121,8 @@ def test_missing_rank_is_named_with_what_befell_its_thread_and_not_the_one_that_
     )
     assert "in produce" in record["failure"]["traceback"]
     waiting, missing = stacks(tmp_path)
-    assert "distributed.all_reduce(ones)" in waiting
-    assert "load_batch\n    batches.get()" in missing
-    assert "ddptrain-commands" in missing
-
-
-def test_stopped_rank_is_named_though_it_can_not_answer(train: Train, tmp_path: Path) -> None:
-    ended, record = train("stop")
-    assert_hung(ended, record, "its process is stopped (SIGSTOP)", "rank 0 waits for it in all_reduce")
-    assert "SIGSTOP" in stacks(tmp_path)[1]
+    assert "in all_reduce" in waiting
+    assert 'hanging.py", line 24 in load_batch' in missing
 
 
 def test_rank_whose_interpreter_is_held_by_compiled_code_has_its_stack_taken(train: Train, tmp_path: Path) -> None:
@@ -226,7 +217,7 @@ def quiet(tmp_path: Path, run_cli: Cli, warm_cluster: str) -> Callable[..., Fini
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["validate_on_all", "validate_on_one"])
+@pytest.mark.parametrize("function", [pytest.param("validate_on_all", marks=pytest.mark.long), "validate_on_one"])
 def test_silent_validation_of_five_times_the_limit_is_no_hang(
     quiet: Callable[..., Finished], tmp_path: Path, function: str
 ) -> None:

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from ddptrain.clusters.security import make_tls
 from tests.conftest import PATIENCE_S, Cli, Running
 from tests.servers import netns
+from tests.servers.dask_cluster import write_tls
 from tests.servers.netns import Host, Network
 
 pytestmark = [
@@ -25,10 +25,10 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-LOST_AFTER_S = 12.0
-CUT_S = 30.0  # from a cut cable to the word of it: 12 to 20 on a calm machine
+LOST_AFTER_S = 12.0  # of a run; that of the cluster, to which it attaches, stays at 60 s
+CUT_S = 100.0  # from a cut cable to the word of it, at most
 STEPS = 40
-ALONE_S = PATIENCE_S  # from a cut cable to the end of everything on the host that was cut off
+ALONE_S = 200.0  # from a cut cable to the end of everything on the host that was cut off, at most
 LINES = 5_000
 
 WORKLOAD = f"""
@@ -82,23 +82,16 @@ def hold(ctx):
             print("under way", flush=True)
         time.sleep(0.2)  # four ranks are up for a minute
 """
-OVERVIEW = """
-import json, sys
-from distributed import Client
-from ddptrain.clusters.scheduler import slots
-print(json.dumps(Client(sys.argv[1]).run_on_scheduler(slots.overview)))
-"""
 
 
 class Cluster:
     """A scheduler, two workers with two slots each, and the command, each on a host of its own.
 
-    The workers do not see the run directory, and nobody sees what they write. A network cut ends connections after
-    `limit_s` seconds.
+    The workers do not see the run directory, and nobody sees what they write.
     """
 
-    def __init__(self, network: Network, cli: Cli, *, tls: bool = False, limit_s: float = LOST_AFTER_S) -> None:
-        self.network, self.cli, self.tls, self.limit_s = network, cli, tls, limit_s
+    def __init__(self, network: Network, cli: Cli, *, tls: bool = False) -> None:
+        self.network, self.cli, self.tls = network, cli, tls
         self.site, self.home, self.scratch = (cli.folder / name for name in ("site", "home", "scratch"))
         for folder in (self.site, self.home):
             folder.mkdir()
@@ -106,7 +99,7 @@ class Cluster:
         self.head, self.desk = network.add("head"), network.add("desk")
         self.workers = [network.add(name, self.home, self.scratch) for name in ("w1", "w2")]
         if tls:
-            make_tls(self.site)
+            write_tls(self.site)
         self._python(
             self.head,
             "ddptrain.clusters.scheduler.scheduler_process",
@@ -123,7 +116,7 @@ class Cluster:
             self._python(host, "ddptrain.worker", "--scheduler", self.address, *options)
 
     def _python(self, host: Host, module: str, *words: str) -> None:
-        host.start(sys.executable, "-P", "-m", "tests.servers.with_limit", str(self.limit_s), module, *words)
+        host.start(sys.executable, "-P", "-m", module, *words)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> float:
         """Wait for a condition; the seconds that it took, less those that the machine stood still."""
@@ -230,18 +223,15 @@ def cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network: Network, clu
     cluster.until(lambda: not cut.processes(), "the end of everything on the host that was cut off", ALONE_S)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("whose", ["driver", "scheduler"])
-@pytest.mark.parametrize(
-    ("cut_s", "limit_s"), [(10.0, 20.0), pytest.param(30.0, 60.0, marks=pytest.mark.long)], ids=["short", "long"]
-)
 def test_cut_between_driver_and_workers_that_is_shorter_than_the_limit_is_survived(
-    network: Network, run_cli: Cli, whose: str, cut_s: float, limit_s: float
+    network: Network, run_cli: Cli, whose: str
 ) -> None:
     """The ranks still reach each other. What they log and save meanwhile arrives once the network is back."""
-    cluster = Cluster(network, run_cli, limit_s=limit_s)
-    running = cluster.train("steady", env={"CUT_S": str(cut_s)}, lost_after_s=limit_s)
+    cut_s = 20.0
+    cluster = Cluster(network, run_cli)
+    running = cluster.train("steady", env={"CUT_S": str(cut_s)}, lost_after_s=60.0)
     running.wait_for("[rank 0] under way")
     host = cluster.desk if whose == "driver" else cluster.head
     network.cut(host)
@@ -260,18 +250,16 @@ def test_cut_between_driver_and_workers_that_is_shorter_than_the_limit_is_surviv
     cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_cut_cable_of_the_driver_frees_the_slots_and_that_of_a_host_ends_all(network: Network, run_cli: Cli) -> None:
     cluster = Cluster(network, run_cli)
     running = cluster.train("hold", lost_after_s=LOST_AFTER_S)
     running.wait_for("[rank 3] under way")
     network.cut(cluster.desk)
-    cluster.until(lambda: running.popen.poll() is not None, "the end of the command", CUT_S + 15)
-    ended = running.finish()
+    ended = running.finish(CUT_S)
     assert ended.rc == 4, ended.stderr
     cluster.until(lambda: not any(cluster.ranks(host) for host in cluster.workers), "the end of the ranks", ALONE_S)
-    told = json.loads(cluster.head.run(sys.executable, "-c", OVERVIEW, cluster.address))
-    assert told["runs"] == [] and [worker["slots"] for worker in told["workers"]] == [2, 2]
     network.join(cluster.desk)
+    ended = cluster.train("talk", "free").finish()
+    assert ended.rc == 0, ended.stderr  # all four slots are free
     cut_cable_of_a_host_is_told_with_its_name_and_all_ends(network, cluster)

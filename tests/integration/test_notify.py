@@ -1,33 +1,16 @@
-"""Notifications with real servers: Apprise to HTTP and SMTP, silent servers, and a check server."""
+"""`ddptrain notify test` with real servers."""
 
 from __future__ import annotations
 
-import email
-import email.policy
 import json
-import logging
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from aiosmtpd.controller import Controller
-from aiosmtpd.handlers import Message as MessageHandler
 
-from ddptrain.notify.heartbeat import Heartbeat
-from ddptrain.notify.sender import Delivery, Message, send
-from tests.servers.notify_servers import CheckServer, SilentServer, WebServer, serving
-from tests.servers.ports import free_ports
-from tests.support.command import PATIENCE_S, Cli
+from tests.servers.notify_servers import CheckServer, WebServer, serving
+from tests.support.command import Cli
 
-MESSAGE = Message(
-    "petnames: retraining failed: rank 1: ValueError: no_names in *data*",
-    "**petnames**: the retraining failed.\n\n- root cause: `rank 1: ValueError: no_names in *data*`\n- host: `vm`",
-    "failure",
-)
 SECRET = "s3cr3t-t0ken-0123456789"
 
 
@@ -41,81 +24,6 @@ def web() -> Iterator[WebServer]:
 def check() -> Iterator[CheckServer]:
     with serving(server := CheckServer()):
         yield server
-
-
-class Mailbox(MessageHandler):
-    """Keeps the messages that an SMTP server got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[email.message.EmailMessage] = []
-
-    def prepare_message(self, session: object, envelope: object) -> email.message.EmailMessage:
-        content = envelope.content  # type: ignore[attr-defined]
-        return email.message_from_bytes(content, policy=email.policy.default)
-
-    def handle_message(self, message: email.message.EmailMessage) -> None:  # type: ignore[override]
-        self.messages.append(message)
-
-
-def test_webhook_gets_the_message_and_other_targets_do_not_matter(web: WebServer) -> None:
-    urls = [f"json://user:{SECRET}@{web.address}/hooks/{SECRET}?format=text", "env:NO_URL", "json://127.0.0.1:1/x"]
-    found = send(MESSAGE, urls, timeout_s=PATIENCE_S, retries=0, environ={})
-    assert found[0] == Delivery(f"notify.urls[0] (json://{web.address})")
-    assert found[1].problem == "the environment variable NO_URL is not set; it should contain a URL"
-    assert "Connection refused" in found[2].problem
-    (request,) = web.requests
-    assert request.path == f"/hooks/{SECRET}"
-    body = json.loads(request.body)
-    assert body["title"] == "petnames: retraining failed: rank 1: ValueError: no_names in *data*"
-    assert body["message"] == MESSAGE.body
-    assert body["type"] == "failure"
-
-
-def test_server_that_is_unavailable_for_a_moment_gets_the_message(web: WebServer) -> None:
-    web.statuses = [503]
-    assert send(MESSAGE, [f"json://{web.address}/"], timeout_s=PATIENCE_S, retries=1) == [
-        Delivery(f"notify.urls[0] (json://{web.address})")
-    ]
-    assert len(web.requests) == 2
-
-
-def test_mail_server_gets_the_message_as_html_with_names_as_they_are() -> None:
-    mailbox = Mailbox()
-    (port,) = free_ports(1)  # aiosmtpd connects to the port that it was given
-    controller = Controller(mailbox, hostname="127.0.0.1", port=port)
-    controller.start()
-    try:
-        url = f"mailto://127.0.0.1:{port}/?from=alerts@example.com&to=ops@example.com"
-        (found,) = send(MESSAGE, [url], timeout_s=PATIENCE_S)
-    finally:
-        controller.stop()
-    assert found.delivered, found.problem
-    (message,) = mailbox.messages
-    assert message["Subject"] == "petnames: retraining failed: rank 1: ValueError: no_names in *data*"
-    assert "ops@example.com" in message["To"] and "alerts@example.com" in message["From"]
-    html = message.get_body(("html",)).get_content()  # type: ignore[union-attr]
-    assert "<p><strong>petnames</strong>: the retraining failed.</p>" in html
-    assert "<li>root cause: <code>rank 1: ValueError: no_names in *data*</code></li>" in html
-    text = message.get_body(("plain",)).get_content()  # type: ignore[union-attr]
-    assert "rank 1: ValueError: no_names in *data*" in text.splitlines()
-
-
-def test_silent_servers_end_at_the_deadline_and_leave_nothing(web: WebServer) -> None:
-    with SilentServer() as silent, SilentServer(drips=True) as dripping:
-        urls = [
-            f"json://{silent.address}/{SECRET}",
-            f"json://{dripping.address}/{SECRET}",
-            f"mailto://{silent.address}/?from=alerts@example.com&to=ops@example.com",
-            f"json://{web.address}/",
-        ]
-        started = time.monotonic()
-        found = send(MESSAGE, urls, timeout_s=2)
-        took_s = time.monotonic() - started
-        assert (silent.connections, dripping.connections) >= (2, 1)
-    assert [each.problem for each in found[:3]] == ["no answer within 2 s"] * 3
-    assert found[3].delivered
-    assert 2 <= took_s < 30  # leak_guard looks for processes
 
 
 def test_secret_is_in_no_output_log_or_file(web: WebServer, check: CheckServer, tmp_path: Path, run_cli: Cli) -> None:
@@ -159,92 +67,3 @@ def test_command_delivers_to_all_targets(web: WebServer, check: CheckServer, tmp
     assert json.loads(web.requests[0].body)["title"] == "Test message of ddptrain"
     assert [kind for kind, _, _ in check.pings] == ["log"]
     assert check.state == "new"
-
-
-def test_check_server_follows_a_retraining(check: CheckServer) -> None:
-    beat = Heartbeat(check.url + "/?create=1", interval_s=0.05)
-    beat.begin()
-    beat.progress("epoch 1\nloss 2.5")
-    _wait_until(lambda: len(check.pings) == 2)
-    assert check.state == "started"
-    assert beat.end(0, "version 4 is the champion") == []
-    assert check.state == "up"
-    assert [(kind, body) for kind, _, body in check.pings] == [
-        ("start", ""),
-        ("log", "epoch 1\nloss 2.5"),
-        ("success", "version 4 is the champion"),
-    ]
-    assert len({rid for _, rid, _ in check.pings}) == 1
-    for exit_code, state in ((7, "down"), (0, "up"), (None, "down")):
-        beat = Heartbeat(check.url)
-        beat.begin()
-        beat.end(exit_code, "bad")
-        assert check.state == state
-    assert [kind for kind, _, _ in check.pings[3:]] == ["start", "7", "start", "success", "start", "fail"]
-    assert len({rid for _, rid, _ in check.pings}) == 4
-    assert check.pings[-1][2] == "bad"
-
-
-def test_check_server_that_is_unavailable_gets_the_messages_later(check: CheckServer) -> None:
-    check.statuses = [503, 503]
-    beat = Heartbeat(check.url)
-    beat.begin()
-    _wait_until(lambda: len(check.pings) == 1)
-    assert beat.end(0) == []
-    assert [kind for kind, _, _ in check.pings] == ["start", "success"]
-
-
-def test_killed_retraining_is_detected_by_its_silence() -> None:
-    program = """
-import sys, time
-from ddptrain.notify.heartbeat import Heartbeat
-beat = Heartbeat(sys.argv[1])
-beat.begin()
-time.sleep(600)
-"""
-    with serving(check := CheckServer(grace_s=1)):
-        process = subprocess.Popen([sys.executable, "-c", program, check.url])
-        try:
-            _wait_until(lambda: bool(check.pings))
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        _wait_until(lambda: check.state == "down")
-    assert [kind for kind, _, _ in check.pings] == ["start"]
-
-
-def test_process_ends_although_servers_are_silent() -> None:
-    program = """
-import sys
-from ddptrain.notify.heartbeat import Heartbeat
-first = Heartbeat(sys.argv[1], timeout_s=1)
-first.begin()
-first.end(0)
-Heartbeat(sys.argv[1], timeout_s=600).begin()  # its thread still waits when the process ends
-print(*first.warnings, sep="\\n")
-"""
-    with SilentServer(drips=True) as dripping, SilentServer() as silent:
-        for server in (silent, dripping):
-            url = f"http://{server.address}/{SECRET}"
-            done = subprocess.run(
-                [sys.executable, "-c", program, url], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-            )
-            assert (done.returncode, done.stderr) == (0, "")
-            assert done.stdout.splitlines()[-1].endswith("the server does not answer")
-            assert SECRET not in done.stdout
-
-
-def test_apprise_stays_out_of_the_logs_of_this_process(web: WebServer, caplog: pytest.LogCaptureFixture) -> None:
-    web.statuses = [401]
-    with caplog.at_level(logging.DEBUG):
-        send(MESSAGE, [f"json://{web.address}/{SECRET}"], timeout_s=PATIENCE_S, retries=0)
-    assert "message not delivered" in caplog.text
-    assert SECRET not in caplog.text
-    assert not any(record.name.startswith(("apprise", "urllib3", "requests")) for record in caplog.records)
-
-
-def _wait_until(is_reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-import ddptrain
+from tests.support.release import version_of_the_package
 
 ROOT = Path(__file__).parents[2]
+VERSION = version_of_the_package()
 SOURCES = {f"ddptrain/{path.relative_to(ROOT / 'ddptrain')}" for path in (ROOT / "ddptrain").rglob("*.py")}
 CONFIGS = {path.name for path in (ROOT / "configs").iterdir()}
 
@@ -78,7 +79,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     extra = {"ddptrain/py.typed", "ddptrain/workloads/petnames/names.txt"}
     extra |= {"ddptrain/starter/gitignore", "ddptrain/starter/train.yaml", "ddptrain/starter/script.yaml"}
-    extra |= {f"ddptrain-{ddptrain.__version__}.data/data/share/man/man1/ddptrain.1"}
+    extra |= {f"ddptrain-{VERSION}.data/data/share/man/man1/ddptrain.1"}
     scripts, templates = ("chart.js", "curves.js", "page.js", "sweep.js", "report.css"), "page parts runs sweep"
     extra |= {f"ddptrain/reports/html/static/{name}" for name in scripts}
     extra |= {f"ddptrain/reports/html/templates/{name}.html.j2" for name in templates.split()}
@@ -90,7 +91,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 def test_wheel_brings_the_license_and_the_command(wheel: Path) -> None:
-    info = f"ddptrain-{ddptrain.__version__}.dist-info"
+    info = f"ddptrain-{VERSION}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
         assert "ddptrain = ddptrain.__main__:main" in archive.read(f"{info}/entry_points.txt").decode()
@@ -98,7 +99,7 @@ def test_wheel_brings_the_license_and_the_command(wheel: Path) -> None:
 
 def test_metadata_is_complete(wheel: Path) -> None:
     about = metadata(wheel)
-    assert (about["Name"], about["Version"]) == ("ddptrain", ddptrain.__version__)
+    assert (about["Name"], about["Version"]) == ("ddptrain", VERSION)
     assert (about["License-Expression"], about["Requires-Python"]) == ("Apache-2.0", ">=3.11")
     assert about["Description-Content-Type"] == "text/markdown"
     assert about["Summary"] and about["Keywords"] and about.get_payload()
@@ -129,7 +130,7 @@ def test_source_archive_is_enough_to_build_test_and_lint(dist: Path) -> None:
 
 
 def test_installed_command_works_away_from_the_checkout(installed: Path, tmp_path: Path) -> None:
-    assert run(installed / "ddptrain", "--version", cwd=tmp_path) == f"ddptrain {ddptrain.__version__}\n"
+    assert run(installed / "ddptrain", "--version", cwd=tmp_path) == f"ddptrain {VERSION}\n"
     assert run(installed / "python", "-m", "ddptrain", "--version", cwd=tmp_path).startswith("ddptrain ")
 
 

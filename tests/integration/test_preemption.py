@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
-from distributed import Client
 from safetensors.numpy import load_file
 
 from tests.conftest import Cli, Finished, Running
-from tests.integration.test_train import UpCluster, up_cluster
+from tests.servers.dask_cluster import DaskCluster, up_cluster
 
 __all__ = ["up_cluster"]
 
@@ -161,31 +159,6 @@ def test_worker_that_is_told_to_go_with_all_its_processes_costs_no_step(trainer:
     assert [rank["exit"] for rank in first["ranks"]] == [75, 75]
 
 
-def test_second_signal_stops_at_once_and_a_rank_that_never_saves_is_stopped_after_the_grace_period(
-    on_warm: Trainer,
-) -> None:
-    settings: dict[str, Any] = {"saves": False, "n": 4000, "failure": {"grace_s": 90.0}}
-    running = on_warm.start("--run-id", "twice", **settings)  # it has asked to resume: so it may save
-    running.wait_for("ddptrain: training")
-    running.wait_for("under way")
-    os.kill(running.popen.pid, signal.SIGTERM)
-    running.wait_for("the ranks finish their step and save, within 90 s")
-    os.kill(running.popen.pid, signal.SIGTERM)
-    ended = running.finish(timeout_s=PROMPT_S)  # long before the 90 s are over
-    assert ended.rc == 143
-    assert on_warm.record("twice")["status"] == "cancelled"
-
-    running = on_warm.start("--run-id", "once", **{**settings, "failure": {"grace_s": 3.0}})
-    running.wait_for("under way")
-    began = time.monotonic()
-    os.kill(running.popen.pid, signal.SIGTERM)
-    running.wait_for("the ranks finish their step and save, within 3 s")
-    ended = running.finish()
-    assert 2.25 <= time.monotonic() - began < 3.0 + PROMPT_S  # a quarter of the grace period is left for SIGTERM
-    assert ended.rc == 143
-    assert on_warm.record("once")["status"] == "cancelled"
-
-
 def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) -> None:
     running = trainer.start("--run-id", "lost", every_steps=4, failure={"max_losses": 1})
     running.wait_for("under way")
@@ -199,15 +172,14 @@ def test_killed_worker_is_replaced_where_losses_are_allowed(trainer: Trainer) ->
 
 
 @pytest.fixture
-def two_workers(up_cluster: UpCluster) -> UpCluster:
+def two_workers(up_cluster: DaskCluster) -> DaskCluster:
     for _ in range(2):
         up_cluster.add_worker(slots=1)
-    with Client(up_cluster.address, set_as_default=False) as client:
-        client.wait_for_workers(2, timeout=100)
+    up_cluster.wait_for_workers(2)
     return up_cluster
 
 
-def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, two_workers: UpCluster) -> None:
+def test_gang_is_formed_again_with_what_is_left_after_a_loss(trainer: Trainer, two_workers: DaskCluster) -> None:
     settings = {"ranks": {"min": 1, "max": 2}, "every_steps": 2, "failure": {"max_losses": 1, "rejoin_wait_s": 1.0}}
     running = trainer.start("--run-id", "fewer", "--cluster", two_workers.address, **settings)
     running.wait_for("under way")
@@ -298,6 +270,7 @@ def test_function_that_returns_because_it_is_to_end_is_preempted_and_goes_on(pol
     assert poller.record("polled")["status"] == "succeeded"
 
 
+@pytest.mark.long
 def test_function_that_exits_with_75_has_seen_to_its_state_itself(poller: Poller) -> None:
     ended, record = poller.told_to_go("exits", then="exit", every=0)
     assert (ended.rc, record["status"], record["checkpoints"]) == (75, "preempted", []), ended.stderr
@@ -313,6 +286,7 @@ def test_function_that_returns_with_nothing_saved_has_been_cancelled_and_says_so
     assert f"has saved no checkpoint with {advice}" in ended.stderr
 
 
+@pytest.mark.long
 def test_function_that_has_saved_its_last_step_has_succeeded_though_it_was_to_end(poller: Poller) -> None:
     ended, record = poller.told_to_go("complete", then="complete")
     assert (ended.rc, record["status"]) == (0, "succeeded"), ended.stderr

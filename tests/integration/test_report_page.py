@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ddptrain.results.run_record import RunRecord, RunStatus
 from tests.conftest import Cli
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.hostile_run import ATTACKS, MARK, write_hostile_run
@@ -40,8 +39,8 @@ IDS = ("toy-20260101-000000-0001", "toy-20260101-000000-0002")
 def write_run(runs: Path, run_id: str, factor: float) -> None:
     folder = runs / run_id
     folder.mkdir(parents=True)
-    record = RunRecord(run_id=run_id, status=RunStatus.SUCCEEDED, started_at="2026-01-01T00:00:00Z", duration_s=factor)
-    (folder / "run.json").write_text(record.to_json())
+    record = {"run_id": run_id, "status": "succeeded", "started_at": "2026-01-01T00:00:00Z", "duration_s": factor}
+    (folder / "run.json").write_text(json.dumps(record))
     (folder / "config.yaml").write_text(f"workload: petnames\nname: toy\nparams: {{learning_rate: {factor}}}\n")
     lines = [
         {
@@ -137,6 +136,7 @@ def test_hostile_run_changes_nothing(tmp_path: Path, run_cli: Cli) -> None:
     assert in_browser(tmp_path, visit) == "Run evil"
 
 
+@pytest.mark.long
 def test_selection_on_an_axis_of_a_sweep(tmp_path: Path, run_cli: Cli) -> None:
     folder = tmp_path / "runs" / "sweep-1"
     folder.mkdir(parents=True)

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conftest import PATIENCE_S, Cli, Finished, Running
-from tests.integration.test_train import UpCluster, up_cluster
+from tests.servers.dask_cluster import DaskCluster, up_cluster
 
 __all__ = ["up_cluster"]
 
@@ -147,16 +147,6 @@ def test_mistake_in_the_code_is_not_tried_again_and_again(trainer: Trainer) -> N
     assert len(trainer.record("broken")["attempts"]) == 2
 
 
-def test_exit_code_that_no_restart_names_is_not_tried_again(trainer: Trainer) -> None:
-    named = ("--set", "failure.no_restart=[42]")
-    ended = trainer.train("--run-id", "named", *named, max_restarts=2, die_in=2, how="exit")
-    assert ended.rc == 1 and "not started again: failure.no_restart names 42" in ended.stderr
-    assert len(trainer.record("named")["attempts"]) == 1
-    other = ("--set", "failure.no_restart=[43]")
-    ended = trainer.train("--run-id", "other", *other, max_restarts=2, die_in=2, how="exit")
-    assert ended.rc == 0 and len(trainer.record("other")["attempts"]) == 2
-
-
 def test_run_of_a_killed_driver_is_resumed_and_says_from_where(trainer: Trainer) -> None:
     assert trainer.train("--run-id", "undisturbed").rc == 0
     go = str(trainer.cli.folder / "go")
@@ -207,16 +197,7 @@ def test_damaged_newest_checkpoint_gives_way_to_the_one_before(trainer: Trainer)
     assert trainer.weights("damaged") == trainer.weights("undisturbed")
 
 
-def test_run_that_goes_on_is_not_resumed_by_another_driver(trainer: Trainer) -> None:
-    go = trainer.cli.folder / "go"
-    running = trainer.start("--run-id", "busy", die_in=1, how="wait", wait_for=str(go))
-    running.wait_for("waiting")
-    second = trainer.train("--resume", "busy", die_in=1, how="wait", wait_for=str(go))
-    assert second.rc == 6 and "run busy is held by process" in second.stderr
-    go.touch()
-    assert running.finish().rc == 0
-
-
+@pytest.mark.long
 def test_of_two_overlapping_resumes_one_gets_the_run_and_the_other_names_it(trainer: Trainer) -> None:
     go = trainer.cli.folder / "go"
     params: dict[str, Any] = {"die_in": 3, "how": "wait", "wait_for": str(go), "always": True}
@@ -253,6 +234,7 @@ def test_driver_whose_run_was_taken_over_on_another_host_ends_and_leaves_the_run
     assert (root / "run.lock").read_text() == "process 7 on far\n"
 
 
+@pytest.mark.long
 def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None:
     command = ("--run-id", "nightly", "--resume", "auto")
     failed = trainer.train(*command, die_in=3)
@@ -275,42 +257,14 @@ def test_run_id_with_auto_can_be_given_again_and_again(trainer: Trainer) -> None
     assert os.listdir(trainer.cli.folder / "runs") == ["nightly"]
 
 
-def names_config(trainer: Trainer, die_at: int) -> Path:
-    """A dozen steps an epoch, a checkpoint after every third, and a rate and dropout that change with each step."""
-    model = {"hidden_size": 8, "layers": 2, "dropout": 0.3, "lr_schedule": "one_cycle", "learning_rate": 0.01}
-    params = {**model, "context": "full", "batch_size": 40, "epochs": 2, "max_name_length": 4, "die_at": die_at}
-    path = trainer.cli.folder / "names.yaml"
-    failure = {"backoff_s": 0.1, "grace_s": 2.0}
-    content = {"workload": "work:names", "params": params, "cluster": trainer.cluster, "failure": failure}
-    path.write_text(json.dumps({**content, "checkpoint": {"every_epochs": None, "every_steps": 3}}))
-    return path
-
-
-def test_run_that_was_killed_in_mid_epoch_ends_bit_equal_and_other_ranks_go_on_from_there(trainer: Trainer) -> None:
-    undisturbed = trainer.cli("train", names_config(trainer, 0), "--run-id", "undisturbed")
-    assert undisturbed.rc == 0, undisturbed.stderr
-    (last,) = {os.path.basename(path) for path in (trainer.cli.folder / "runs/undisturbed/checkpoints").glob("latest")}
-    step = int((trainer.cli.folder / "runs/undisturbed/checkpoints" / last).read_text().strip().removeprefix("step-"))
-    config = names_config(trainer, step // 2 + 5)
-    killed = trainer.cli("train", config, "--run-id", "killed", "--set", "failure.max_restarts=1")
-    assert killed.rc == 0, killed.stderr
-    assert "restart 1 of 1" in killed.stderr
-    assert f"continuing after epoch 1, step {(step // 2 + 4) // 3 * 3}" in killed.stdout
-    assert trainer.weights("killed", step) == trainer.weights("undisturbed", step)
-    assert trainer.losses("killed") == trainer.losses("undisturbed")
-    assert trainer.cli("train", config, "--run-id", "shrunk").rc == 1
-    shrunk = trainer.cli("train", config, "--resume", "shrunk", "--ranks", "1")
-    assert shrunk.rc == 0, shrunk.stderr
-    assert "the checkpoint is of 2 ranks, this run has 1" in shrunk.stderr
-
-
 def _can_unshare() -> bool:
     command = ["unshare", "--mount", "true"]
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
-def test_worker_with_another_file_system_is_brought_the_checkpoint(trainer: Trainer, up_cluster: UpCluster) -> None:
+def test_worker_with_another_file_system_is_brought_the_checkpoint(trainer: Trainer, up_cluster: DaskCluster) -> None:
     folder = trainer.cli.folder
     scratch, runs = folder / "hidden", folder / "runs"
     scratch.mkdir()

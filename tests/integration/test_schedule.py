@@ -65,7 +65,7 @@ def analyze() -> str:
     return found
 
 
-@pytest.mark.parametrize("system", [False, True], ids=["user", "system"])
+@pytest.mark.parametrize("system", [False, pytest.param(True, marks=pytest.mark.long)], ids=["user", "system"])
 def test_systemd_accepts_the_units(
     homes: Path, run_cli: Cli, analyze: str, system: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +135,7 @@ def processes_below(folder: Path) -> list[psutil.Process]:
     return [process for process in running if any(str(folder) in word for word in process.info["cmdline"] or ())]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_cron_retrains_at_the_next_minute(cron_daemon: None, homes: Path, run_cli: Cli) -> None:
     (homes / "train.py").write_text(SCRIPT)

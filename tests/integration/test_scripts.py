@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from tests.conftest import Cli, Finished
 
 SCRIPTS = Path(__file__).with_name("scripts")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# The command `torchrun`, as a script that the tests can fork.
 # The DDP tutorial's script, torch elastic's ImageNet, and minGPT-ddp: each in miniature.
 SHAPES = [
     (EXAMPLES / "torchrun_script.py", ["--epochs", "2", "--snapshot", "snapshot.pt"]),
-    (SCRIPTS / "imagenet.py", ["-j", "1", "--epochs", "2"]),
-    (SCRIPTS / "mingpt" / "main.py", ["trainer.max_epochs=2"]),
+    pytest.param(SCRIPTS / "imagenet.py", ["-j", "1", "--epochs", "2"], marks=pytest.mark.long),
+    pytest.param(SCRIPTS / "mingpt" / "main.py", ["trainer.max_epochs=2"], marks=pytest.mark.long),
 ]
 
 
@@ -114,6 +112,7 @@ def test_module_fails_with_its_own_frames_first(run_cli: Cli, tmp_path: Path, wa
     assert "/torch/nn/modules/container.py" not in said.stdout
 
 
+@pytest.mark.long
 def test_error_that_a_script_has_written_down_is_its_failure(run_cli: Cli, tmp_path: Path, warm_cluster: str) -> None:
     options = ("--ranks", "2", "--cluster", warm_cluster, "--set", "failure.grace_s=1")
     said = run_cli("run", *options, SCRIPTS / "ends.py", "recorded")
@@ -121,19 +120,6 @@ def test_error_that_a_script_has_written_down_is_its_failure(run_cli: Cli, tmp_p
     assert "rank 1 on" in said.stderr and "failed first: ValueError: written down" in said.stderr
     failure = run_json(tmp_path)["failure"]
     assert 'raise ValueError("written down")' in failure["traceback"]
-
-
-def test_script_with_a_handler_is_told_to_go_and_ends_as_preempted(
-    run_cli: Cli, tmp_path: Path, warm_cluster: str
-) -> None:
-    running = run_cli.start("run", "--ranks", "2", "--cluster", warm_cluster, SCRIPTS / "ends.py", "told")
-    running.wait_for("[rank 0] ready")
-    running.wait_for("[rank 1] ready")
-    running.popen.send_signal(signal.SIGTERM)
-    said = running.finish()
-    assert (said.rc, run_json(tmp_path)["status"]) == (75, "preempted")
-    assert said.stdout.count("saving") == 2
-    assert "it has saved its state: run it again to continue" in said.stderr
 
 
 def test_detached_script_is_stopped_and_resumed_in_its_run_directory(

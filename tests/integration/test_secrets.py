@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from distributed import Client, Scheduler
+from distributed import Scheduler
 
 from tests.conftest import Cli
-from tests.unit.worker.daskbench import DaskBench
-from tests.unit.worker.stubs import until
+from tests.servers.dask_cluster import DaskCluster, wait_until
 
 KEY = "5ecre7" * 7  # wandb takes none that is shorter than 40
 OPTIONS = {"api_key": "own-5ecre7", "login": {"secret": {"words": ["open 5esame"]}}, "every": 3}
@@ -75,21 +72,6 @@ def _arguments() -> list[str]:
     return found
 
 
-SPY = """
-import sys
-from ddptrain.cli.main import main
-from ddptrain.driver.workers import Workers
-
-submit = Workers.submit
-
-def spied(self, specs, slots):
-    with open("orders.txt", "a") as file:
-        file.writelines(spec.to_json() + chr(10) for spec in specs)
-    submit(self, specs, slots)
-
-Workers.submit = spied
-sys.exit(main(sys.argv[1:]))
-"""
 FAILING = """
 import os
 
@@ -100,25 +82,20 @@ def fail(ctx, db_password, source_options, words):
 """
 
 
-def test_secrets_of_params_and_environment_are_sealed_on_the_embedded_cluster_too(tmp_path: Path) -> None:
+def test_secrets_of_params_and_environment_are_in_no_record_of_a_run(
+    tmp_path: Path, run_cli: Cli, warm_cluster: str
+) -> None:
     (tmp_path / "work.py").write_text(FAILING)
-    (tmp_path / "spy.py").write_text(SPY)
     params = {
         "db_password": "param-5ecre7",
         "source_options": {"account_key": "option-5ecre7", "anon": False},
         "words": ["s3://bucket/f?sig=sig-5ecre7", "plain"],
     }
     config = {"workload": "work:fail", "params": params, "env": {"OWN_PASS": "env-5ecre7", "PLAIN": "seen"}}
-    (tmp_path / "run.yaml").write_text(json.dumps({**config, "cluster": {"ranks": 2, "gpus": 0}}))
-    done = subprocess.run(
-        [sys.executable, "spy.py", "train", "run.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1, done.stderr
+    (tmp_path / "run.yaml").write_text(json.dumps({**config, "cluster": {"ranks": 2, "address": warm_cluster}}))
+    done = run_cli("train", "run.yaml")
+    assert done.rc == 1, done.stderr
     assert "no way in with" in done.stdout + done.stderr
-    orders = (tmp_path / "orders.txt").read_text()
-    assert len(orders.splitlines()) == 2
-    assert "5ecre7" not in orders
-    assert "seen" not in orders, "the whole environment is sealed"
     (run,) = (tmp_path / "runs").iterdir()
     record, kept = (run / "run.json").read_text(), (run / "config.yaml").read_text()
     assert "no way in with <left out>, <left out> and" in record
@@ -137,17 +114,15 @@ def test_key_reaches_ranks_on_a_cluster_of_others_and_nobody_else(tmp_path: Path
     config |= {"tracking": {"wandb": {"mode": "rank0"}, "other": [own]}}
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     cluster_env = {"TMPDIR": str(tmp_path / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    with DaskBench(tmp_path / "cluster", {**os.environ, **cluster_env}) as bench:
-        bench.scheduler()
-        bench.foreign()
+    with contextlib.closing(DaskCluster(tmp_path / "cluster", env=cluster_env)) as cluster:
+        cluster.add_dask_worker("foreign")
         env = {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}
-        running = run_cli.start("train", "run.yaml", "--cluster", bench.scheduler_file, "--verbose", env=env)
+        running = run_cli.start("train", "run.yaml", "--cluster", cluster.file, "--verbose", env=env)
         running.wait_for(f"key {hashlib.sha256(KEY.encode()).hexdigest()}")
         running.wait_for(" ".join(["options", *(hashlib.sha256(text.encode()).hexdigest() for text in SECRETS[2:])]))
-        address = json.loads(bench.scheduler_file.read_text())["address"]
-        with Client(address, set_as_default=False, timeout=60) as client:
+        with cluster.client() as client:
             (run,) = (tmp_path / "runs").iterdir()
-            until(lambda: list((run / "tracking/wandb").glob("offline-run-*/*.wandb")), "the run is recorded")
+            wait_until(lambda: list((run / "tracking/wandb").glob("offline-run-*/*.wandb")), "a record of the run")
             held = client.run_on_scheduler(_all_of_scheduler())
         arguments = _arguments()
         (tmp_path / "go").touch()

@@ -106,7 +106,7 @@ def test_other_user_runs_nothing_through_an_embedded_cluster(run_cli: Cli, marke
 
 
 @needs_root
-@pytest.mark.parametrize("options", [[], ["--tls"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--tls"], marks=pytest.mark.long)])
 def test_other_user_runs_nothing_through_a_local_cluster(clusters: Clusters, marker: Path, options: list[str]) -> None:
     address = clusters.up(*options)["address"]
     folder = Path(address.removeprefix("unix://")).parent
@@ -176,7 +176,7 @@ def test_forged_scheduler_executes_code_in_a_client_that_trusts_it(marker: Path)
 
 @pytest.mark.slow
 @needs_root
-@pytest.mark.parametrize("options", [[], ["--tls"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--tls"], marks=pytest.mark.long)])
 def test_forged_scheduler_of_a_stale_record_executes_nothing(
     clusters: Clusters, marker: Path, options: list[str]
 ) -> None:

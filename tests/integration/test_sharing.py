@@ -81,6 +81,7 @@ def shared(run_cli: Cli, state: Path) -> Shared:
     return Shared(run_cli, state)
 
 
+@pytest.mark.long
 def test_two_runs_at_once_get_slots_of_their_own(shared: Shared) -> None:
     runs = [shared.run(name, ranks=1, wait_s=0) for name in ("one", "two")]
     for run in runs:
@@ -143,6 +144,7 @@ def test_driver_that_dies_gives_its_slots_back_but_no_slot_has_two_ranks(shared:
     assert ended.rc == 0, ended.stderr
 
 
+@pytest.mark.long
 def test_waiting_driver_that_dies_leaves_the_line(shared: Shared) -> None:
     holder = shared.run("holder")
     holder.wait_for("holding")
@@ -155,17 +157,3 @@ def test_waiting_driver_that_dies_leaves_the_line(shared: Shared) -> None:
     shared.let_end("patient")
     shared.let_end("holder")
     assert (holder.finish().rc, patient.finish().rc) == (0, 0)
-
-
-def test_interrupted_wait_leaves_the_line(shared: Shared) -> None:
-    holder = shared.run("holder")
-    holder.wait_for("holding")
-    waiting = shared.run("waiting")
-    waiting.wait_for("number 1 in line")
-    waiting.popen.terminate()
-    assert waiting.finish().rc == 143
-    assert shared.wait_until(lambda status: status["waiting"] == [])["runs"][0]["run_id"] == "holder"
-    shared.let_end("holder")
-    assert holder.finish().rc == 0
-    record = json.loads((Path(shared.cli.folder) / "runs" / "waiting" / "run.json").read_text())
-    assert (record["status"], record["exit_code"]) == ("cancelled", 143)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cli, Finished
-from tests.integration.test_train import UpCluster, up_cluster
+from tests.servers.dask_cluster import DaskCluster, up_cluster
 
 __all__ = ["up_cluster"]
 
@@ -32,7 +32,7 @@ def _can_unshare() -> bool:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
-def test_code_goes_along_once_and_an_edit_is_seen(run_cli: Cli, up_cluster: UpCluster, tmp_path: Path) -> None:
+def test_code_goes_along_once_and_an_edit_is_seen(run_cli: Cli, up_cluster: DaskCluster, tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "helpers").mkdir(parents=True)
     (project / "helpers" / "words.py").write_text("def word():\n    return 'first'\n")
@@ -72,7 +72,7 @@ def test_code_goes_along_once_and_an_edit_is_seen(run_cli: Cli, up_cluster: UpCl
 
 @pytest.mark.skipif(os.geteuid() != 0 or not _can_unshare(), reason="needs root and mount namespaces")
 def test_script_named_by_its_whole_path_goes_along_and_one_that_would_not_is_told(
-    run_cli: Cli, up_cluster: UpCluster, tmp_path: Path
+    run_cli: Cli, up_cluster: DaskCluster, tmp_path: Path
 ) -> None:
     project = tmp_path / "project"
     project.mkdir()

@@ -106,6 +106,7 @@ def host_that_is_gone_is_named_by_down_which_ends_the_others(cli: Cli, hosts: Ss
     config.write_text(hosts.config.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(bool(netns.why_not()), reason=netns.why_not())
 def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves(run_cli: Cli, tmp_path: Path) -> None:
@@ -145,6 +146,7 @@ def test_hosts_of_a_network_are_reached_by_names_that_are_loopback_to_themselves
                 time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_start_that_is_killed_is_cleared_away_by_down(run_cli: Cli, hosts: SshHosts) -> None:
     up = run_cli.start("cluster", "up", "--name", "dev", *hosts.settings, "--ranks", "2")
     deadline = time.monotonic() + PATIENCE_S
@@ -156,6 +158,7 @@ def test_start_that_is_killed_is_cleared_away_by_down(run_cli: Cli, hosts: SshHo
     assert remote_folders(hosts) == []
 
 
+@pytest.mark.long
 def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHosts) -> None:
     (run_cli.folder / "work.py").write_text(WORKLOAD)
     ssh = {
@@ -177,7 +180,11 @@ def test_yaml_with_hosts_gets_a_cluster_for_its_run(run_cli: Cli, hosts: SshHost
     ("change", "told"),
     [
         (["--set", "cluster.ssh.python=/nowhere/python"], "there is no /nowhere/python there"),
-        (["--set", "cluster.ssh.python=python3"], "ddptrain is missing there: python3 -m pip install ddptrain=="),
+        pytest.param(
+            ["--set", "cluster.ssh.python=python3"],
+            "ddptrain is missing there: python3 -m pip install ddptrain==",
+            marks=pytest.mark.long,
+        ),
         (["--host", "nowhere.invalid"], "nowhere.invalid: ssh can't connect: ssh: Could not resolve"),
         (["--host", "-oProxyCommand=true"], "is not a host: ssh would read it as an option"),
         (["--set", "cluster.ssh.ranks_per_host=1", "--ranks", "9"], "9 slots don't fit on 2 hosts with 1 each"),
@@ -197,6 +204,7 @@ def test_host_that_cannot_be_used_is_told_in_a_line(
     assert json.loads(cluster(run_cli, "status", "--json").stdout) == []
 
 
+@pytest.mark.long
 def test_wrong_key_is_refused_by_the_host_and_told(run_cli: Cli, hosts: SshHosts) -> None:
     other = run_cli.folder / "other"
     other.write_text(hosts.config.read_text().replace("user_key", "host_key"))

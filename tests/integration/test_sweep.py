@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddptrain.results.lookup import load_run
-from ddptrain.results.runs import open_runs_dir
-from ddptrain.results.sweep_record import SweepRecord, find_sweep, read_sweep
 from tests.conftest import PATIENCE_S, Cli
 from tests.servers.seaweed import seaweed
 
@@ -60,8 +55,12 @@ def write_config(
     return path
 
 
-def sweep_in(folder: Path) -> SweepRecord:
-    return read_sweep(folder / "runs" / "s")
+def shown(cli: Cli, name: str = "s", **options: Any) -> dict[str, Any]:
+    """What `results show` says of a sweep, or of a run."""
+    done = cli("results", "show", name, "--json", **options)
+    assert done.rc == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def test_six_trials_share_a_cluster_and_the_best_one_can_be_trained(project: Path, run_cli: Cli) -> None:
@@ -76,20 +75,20 @@ def test_six_trials_share_a_cluster_and_the_best_one_can_be_trained(project: Pat
     assert values == {5: 4.25, 4: 1.25, 3: 0.25, 2: 1.25, 1: 4.25, 0: None}
     (failed,) = [each for each in ended if each["state"] == "failed"]
     assert failed["error"] == "ValueError: lr is 0"
-    assert sweep_in(project).parallel == 2
-    run = load_run(project / "runs" / "s" / "s-0002")
-    assert run.status == "succeeded" and run.record.checkpoints == ("step-4",)
-    log = run.layout.decision_log.read_text()
+    run = shown(run_cli, "s/2")
+    assert (run["status"], run["checkpoints"]) == ("succeeded", ["step-4"])
+    log = (project / "runs" / "s" / "s-0002" / "logs" / "ddptrain.log").read_text()
     assert "run=s-0002" in log and "run=s-0001" not in log
 
     best = run_cli("train", project / "runs" / "s" / "best.yaml", "--run-id", "again")
     assert best.rc == 0, best.stderr
-    assert load_run(project / "runs" / "again").record.last_metrics == {"loss": 0.25}
+    assert shown(run_cli, "again")["last_metrics"] == {"loss": 0.25}
     retrained = run_cli("retrain", project / "runs" / "s" / "best.yaml")
     assert retrained.rc == 0, retrained.stderr
     assert "retrain mine promoted: version 1 is the champion (loss 0.25" in retrained.stdout
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_every_result_counts_once(project: Path, run_cli: Cli) -> None:
     config = write_config(project, [6, 5, 4, 3, 2, 1], {"steps": 12, "pause_s": 0.1})
     chance = random.Random(4)
@@ -104,38 +103,17 @@ def test_killed_at_random_moments_every_result_counts_once(project: Path, run_cl
         resume = ["--resume"]
     done = run_cli("sweep", config, "--sweep-id", "s", "--resume")
     assert done.rc == 0, done.stderr
-    record = sweep_in(project)
-    assert [(each.number, each.params["params.lr"]) for each in record.trials] == list(enumerate([6, 5, 4, 3, 2, 1]))
-    assert [each.value for each in record.trials] == pytest.approx(
-        [(lr - 3) ** 2 + 1 / 12 for lr in (6, 5, 4, 3, 2, 1)]
-    )
-    attempts = [load_run(project / "runs" / "s" / each.run_ids[0]).record.attempts for each in record.trials]
-    resumed = [attempt.resumed_from for each in attempts for attempt in each[1:]]
+    trials = shown(run_cli)["trials"]
+    assert [(each["number"], each["params"]["params.lr"]) for each in trials] == list(enumerate([6, 5, 4, 3, 2, 1]))
+    assert [each["value"] for each in trials] == pytest.approx([(lr - 3) ** 2 + 1 / 12 for lr in (6, 5, 4, 3, 2, 1)])
+    attempts = [shown(run_cli, f"s/{number}")["attempts"] for number in range(6)]
+    resumed = [attempt["resumed_from"] for each in attempts for attempt in each[1:]]
     assert resumed and any(step is not None for step in resumed)  # from a checkpoint, not from the start
 
 
-def test_sigterm_saves_and_a_resume_knows_its_configuration(project: Path, run_cli: Cli) -> None:
-    config = write_config(project, [3, 2], {"steps": 40, "pause_s": 0.1})
-    running = run_cli.start("sweep", config, "--sweep-id", "s")
-    deadline = time.monotonic() + PATIENCE_S
-    while len(list(project.glob("runs/s/*/checkpoints/latest"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    os.kill(running.popen.pid, signal.SIGTERM)
-    ended = running.finish()
-    assert ended.rc == 75
-    assert [str(each.state) for each in sweep_in(project).trials] == ["interrupted", "interrupted"]
-    assert [load_run(project / "runs" / "s" / name).status for name in ("s-0000", "s-0001")] == ["preempted"] * 2
-
-    done = run_cli("sweep", "--resume")
-    assert done.rc == 0, done.stderr
-    record = sweep_in(project)
-    assert [each.value for each in record.trials] == pytest.approx([1 / 40, 1 + 1 / 40])
-
-
+@pytest.mark.long
 @pytest.mark.slow
-def test_a_sweep_in_a_store_is_resumed_on_another_machine(
-    project: Path, run_cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_in_a_store_is_resumed_on_another_machine(project: Path, run_cli: Cli, tmp_path: Path) -> None:
     place = "s3://bucket/runs"
     config = write_config(project, [5, 4, 3], {"steps": 6, "pause_s": 0.1}, results_dir=place)
     (tmp_path / "store").mkdir()
@@ -148,8 +126,6 @@ def test_a_sweep_in_a_store_is_resumed_on_another_machine(
             }
             for name in ("first", "second")
         )
-        for name, value in second.items():
-            monkeypatch.setenv(name, value)
         running = run_cli.start("sweep", config, "--sweep-id", "s", env=first)
         running.wait_for("trial 0 complete")
         locked = run_cli("sweep", config, "--sweep-id", "s", "--resume", env=second)
@@ -159,17 +135,15 @@ def test_a_sweep_in_a_store_is_resumed_on_another_machine(
         done = run_cli("sweep", config, "--resume", env=second)
         assert done.rc == 0, done.stderr
         assert f"best: trial 2, loss 0.1667: {place}/s/best.yaml" in done.stdout + done.stderr
-        found = find_sweep(place, "s")
-        assert found is not None
-        record = found.record
-        assert [(each.params["params.lr"], str(each.state)) for each in record.trials] == [
+        trials = shown(run_cli, f"{place}/s", env=second)["trials"]
+        assert [(each["params"]["params.lr"], each["state"]) for each in trials] == [
             (lr, "complete") for lr in (5, 4, 3)
         ]
-        assert [each.value for each in record.trials] == pytest.approx([(lr - 3) ** 2 + 1 / 6 for lr in (5, 4, 3)])
-        runs = open_runs_dir(f"{place}/s")
-        assert {view.run_id: view.status for view in runs.list()} == dict.fromkeys(
+        assert [each["value"] for each in trials] == pytest.approx([(lr - 3) ** 2 + 1 / 6 for lr in (5, 4, 3)])
+        listed = json.loads(run_cli("results", "list", "--runs-dir", f"{place}/s", "--json", env=second).stdout)
+        assert {run["run_id"]: run["status"] for run in listed} == dict.fromkeys(
             ("s-0000", "s-0001", "s-0002"), "succeeded"
         )
-        assert not list(runs.folder.parent.glob("*/s-*"))  # everything is in the store: no working folder is left
+        assert not list(Path(second["XDG_STATE_HOME"]).glob("ddptrain/runs/*/s-*")), "everything is in the store"
         again = run_cli("train", f"{place}/s/best.yaml", "--run-id", "again", env=second)
         assert again.rc == 0, again.stderr

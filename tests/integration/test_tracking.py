@@ -200,6 +200,7 @@ def test_strict_run_fails_where_only_its_tracker_did_also_as_a_script(
         assert [line.get("kind") or line.get("state") for line in lines[1:]] == ["Numbers", "finished"]
 
 
+@pytest.mark.long
 def test_preempted_run_waits_for_its_slow_tracker_within_the_grace(
     run_cli: Cli, folder: Path, warm_cluster: str
 ) -> None:

@@ -84,6 +84,7 @@ def test_shared_mode_is_one_run_with_a_client_of_each_rank(backend: Backend, tra
     assert told["url"] in training.cli("results", "show", "latest").stdout
 
 
+@pytest.mark.long
 def test_process_mode_is_a_run_of_each_rank_in_one_group(backend: Backend, training: Training) -> None:
     names = [f"{first}{last}" for first in ("rex", "bella", "max") for last in "aeiou"]
     (training.folder / "few.txt").write_text("\n".join(names))
@@ -107,6 +108,7 @@ def test_process_mode_is_a_run_of_each_rank_in_one_group(backend: Backend, train
     training.assert_key_is_nowhere(ended)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_failed_attempts_and_a_resumed_one_go_on_in_one_run_that_says_so(backend: Backend, training: Training) -> None:
     params = {"fail_at": [15, 25]}
@@ -132,6 +134,7 @@ def test_failed_attempts_and_a_resumed_one_go_on_in_one_run_that_says_so(backend
     training.assert_key_is_nowhere(first, second)
 
 
+@pytest.mark.long
 def test_without_a_key_ranks_record_offline_with_all_that_a_later_sync_needs(training: Training) -> None:
     ended = training.train({"WANDB_ERROR_REPORTING": "false"}, mode="shared")
     training.assert_unharmed(ended, ranks=2)

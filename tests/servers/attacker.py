@@ -15,8 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from distributed import Client, rpc
-
-import ddptrain.protocol.unix_comm  # noqa: F401 - before this process becomes another user, who can't read it
+from distributed.comm.registry import get_backend
 
 NOBODY = 65534
 PATIENCE_S = 6.0
@@ -50,6 +49,7 @@ async def run_on_worker(address: str, marker: str) -> Any:
 
 
 if __name__ == "__main__":
+    get_backend("unix")  # the entry point of ddptrain, while this process can read it
     if sys.argv[4:]:
         os.setgroups([])
         os.setgid(NOBODY)

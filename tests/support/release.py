@@ -20,7 +20,6 @@ from pathlib import Path
 
 import yaml
 
-import ddptrain
 from tests.support.release_environments import environment_problems
 from tests.support.release_wheel import archive_problems
 
@@ -32,6 +31,13 @@ NEEDED_FILES = (
     "ddptrain/py.typed",
 )
 UNWANTED_FOLDERS = ("tests/", "docs/", "runs/", ".ci/")
+
+
+def version_of_the_package() -> str:
+    """`ddptrain.__version__`, without an import of the package."""
+    source = (ROOT / "ddptrain" / "__init__.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)
+    return str(found)
 
 
 def changelog_problems(changelog: str, version: str) -> list[str]:
@@ -135,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tag", required=True, help="the tag of the release, v and the version")
     parser.add_argument("--quick", action="store_true", help="do not install the dependencies")
     options = parser.parse_args(arguments)
-    tag, version = options.tag, ddptrain.__version__
+    tag, version = options.tag, version_of_the_package()
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     problems = tag_problems(tag, version, _git("tag", "--points-at", "HEAD"))

@@ -11,16 +11,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddptrain.config.wording import counted
-from ddptrain.driver.display import output_api, terminal
-from ddptrain.driver.display.log_tail import RankLine
-from ddptrain.driver.display.output_stream import Stream
-from ddptrain.driver.display.plain import format_lines, format_notice, format_own
-from ddptrain.driver.display.run_facts import Pace, RunFacts, clock, number
+from ddptrain.driver.display import terminal
+from ddptrain.driver.display.facts import Pace, RunFacts, clock, number
+from ddptrain.driver.display.logs import RankLine
+from ddptrain.driver.display.renderers import Renderer, format_lines, format_notice, format_own
+from ddptrain.driver.display.terminal import Stream
+from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
 from ddptrain.results.system import SystemSummary
 from ddptrain.text_tables import columns_of
+
+if TYPE_CHECKING:
+    from ddptrain.protocol.worker_notices import SystemSample
 
 LOCKSTEP_FROM = 3  # the smallest run whose ranks share a row
 BEHIND_S = 5.0  # a rank whose progress differs from that of the others by more than they do in this time has a row
@@ -31,6 +35,9 @@ _SHARED_UNITS = {"step", "steps", "batch", "batches", "epoch", "epochs", "iterat
 _CLEAR_ROW, _UP_AND_CLEAR_ROW = "\r\x1b[2K", "\x1b[1A\x1b[2K"
 _NOTICE_COLOURS = {"warning": terminal.YELLOW, "error": terminal.RED}
 _STATE_COLOURS = {"done": terminal.GREEN, "failed": terminal.RED}
+
+# Returns the rows of a sweep, for its status, the seconds since its start, and the rows of the terminal.
+OtherRows = Callable[[str, float, int], Sequence[str]]
 
 
 class Piece(NamedTuple):
@@ -43,92 +50,9 @@ class Piece(NamedTuple):
 Row = Sequence[Piece]
 
 
-class LiveRows(Protocol):
-    """The rows at the bottom of the terminal, and a status."""
-
-    status: str
-
-    def handle(self, message: output_api.Message) -> None:
-        """Update the rows after a message."""
-
-    def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
-        """Return the rows as they are now, at most half of the terminal's `rows`, none wider than `columns`."""
-
-
-class LiveRenderer:
-    """Draws on any terminal that can move its cursor up and clear a row.
-
-    The cursor stays visible at the start of the row below the block, so that the terminal is usable even after a kill.
-    Log lines and rows are written together, to avoid flicker.
-    """
-
-    redraw_every_s = 0.1
-
-    def __init__(
-        self,
-        stdout: Stream,
-        stderr: Stream,
-        size: Callable[[], tuple[int, int]],
-        colour: bool,
-        rows: LiveRows,
-        elapsed_s: float = 0.0,
-    ) -> None:
-        """`size` returns columns and rows. `elapsed_s`: how long the run has already been running."""
-        self._stdout, self._stderr, self._size, self._colour, self._rows = stdout, stderr, size, colour, rows
-        self._above: list[str] = []  # to be printed above the rows with the next frame
-        self._drawn: list[str] = []
-        self._widths: list[int] = []  # of the rows of the last frame
-        self._drawn_size = (0, 0)
-        self._started_s = time.monotonic() - elapsed_s
-
-    def log(self, ranks: Sequence[int], lines: Sequence[RankLine]) -> None:
-        """Print the lines above the rows, with the next frame."""
-        self._above.append(format_lines(ranks, lines, self._colour, on_terminal=True))
-
-    def handle(self, message: output_api.Message) -> None:
-        """Handle a message; notices and ddptrain's log are printed above the rows, the summary below them."""
-        self._rows.handle(message)
-        match message:
-            case output_api.DriverNotice(text, level):
-                self._print_above(format_notice(text), _NOTICE_COLOURS.get(level, ""))
-            case output_api.LogLine(text) if self._stderr.is_terminal:
-                self._print_above(text, terminal.DIM)
-            case output_api.LogLine(text):  # `2> file`
-                self._stderr.write(f"{text}\n")
-            case output_api.Closing(summary, _):
-                self._rows.status = ""
-                self.refresh(time.monotonic())
-                self._stdout.write(format_own(summary, self._colour, self._size()[0]))
-                self._drawn, self._widths = [], []  # the rows stay as they are, above the summary
-            case _:
-                pass
-
-    def _print_above(self, text: str, colour: str) -> None:
-        columns = self._size()[0]
-        for line in text.splitlines():
-            for part in terminal.wrapped(terminal.harmless(line, False), columns):
-                self._above.append(terminal.coloured(part, colour if self._colour else "") + "\n")
-
-    def refresh(self, now_s: float) -> None:
-        """Draw a frame, if anything has changed."""
-        size = columns, rows = self._size()
-        block = self._rows.block(now_s - self._started_s, max(columns - 1, 1), rows)
-        drawn = ["".join(terminal.coloured(*piece) if self._colour else piece.text for piece in row) for row in block]
-        if not self._above and drawn == self._drawn and size == self._drawn_size:
-            return
-        # A terminal that has become narrower has wrapped the rows of the last frame. A single sequence that clears the
-        # rest of the screen would be shorter, but if this is the whole screen, tmux copies it into its history.
-        height = sum(max(-(-width // columns), 1) for width in self._widths)
-        erase = _CLEAR_ROW + _UP_AND_CLEAR_ROW * min(height, rows - 1)
-        self._stdout.write("".join([erase, *self._above, *(f"{row}\n" for row in drawn)]))
-        self._above.clear()
-        self._drawn, self._drawn_size = drawn, size
-        self._widths = [sum(columns_of(piece.text) for piece in row) for row in block]
-
-
 @dataclass
 class _Rank:
-    """What is known about one rank."""
+    """What is known about one rank in this attempt."""
 
     rank: int
     host: str = ""
@@ -137,23 +61,6 @@ class _Rank:
     redrawn: str = ""
     is_slow: bool = False
     pace: Pace = field(default_factory=Pace)
-
-    def handle(self, message: output_api.Message) -> None:
-        """Handle a message about this rank. A new start clears the values of the last attempt."""
-        match message:
-            case output_api.RankStarted(_, host, _):
-                self.host, self.state, self.value = terminal.harmless(host, False), "running", None
-                self.redrawn, self.is_slow, self.pace = "", False, Pace()
-            case output_api.RankEnded(_, ok, stopped):
-                self.state = "done" if ok else "stopped" if stopped else "failed"
-            case output_api.RankMetrics(_, event):
-                for name in ("loss", "train/loss"):
-                    if name in event.values:
-                        self.value = (name, event.values[name])
-            case output_api.RankProgress(_, event):
-                self.pace.update(event)
-            case output_api.RedrawnLine(_, text):
-                self.redrawn = text
 
     @property
     def is_known(self) -> bool:
@@ -173,7 +80,7 @@ class _RankRow:
     redrawn: str
 
 
-class RunRows:
+class RunRows(Renderer):
     """The rows of a run."""
 
     def __init__(self, run_id: str, *, is_unicode: bool, all_ranks: bool = False) -> None:
@@ -189,39 +96,54 @@ class RunRows:
         self._silence = ""
         self._facts = RunFacts()
 
-    def handle(self, message: output_api.Message) -> None:
-        """Update the state after a message."""
-        self._facts.handle(message)
-        match message:
-            case output_api.SystemUse(sample):
-                self._use.add(sample)
-            case output_api.DriverStatus(text):
+    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
+        """Show these ranks; what is known of them stays until they start again."""
+        self._ranks = {rank: self._ranks.get(rank) or _Rank(rank) for rank in range(world_size)}
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Update the rows after a line of events.jsonl."""
+        self._facts.event(line)
+        rank = self._ranks.get(rank) if isinstance(rank := line.get("rank"), int) else None
+        match line:
+            case {"event": "status", "message": str(text)}:
                 self.status = terminal.harmless(" ".join(text.split()), False)
-            case output_api.Silence(text):
-                self._silence = text
-            case output_api.WorldSize(world_size):
-                self._ranks = {rank: self._rank(rank) for rank in range(world_size)}
-            case output_api.RawEvent({"event": "slow_rank", "rank": int(rank)}):
-                self._rank(rank).is_slow = True
-            case (
-                output_api.RankStarted(rank=rank)
-                | output_api.RankEnded(rank=rank)
-                | output_api.RankMetrics(rank=rank)
-                | output_api.RankProgress(rank=rank)
-                | output_api.RedrawnLine(rank=rank)
-            ):
-                self._rank(rank).handle(message)
-            case _:
-                pass
+            case {"event": "rank_started"} if rank is not None:
+                host = terminal.harmless(str(line.get("host", "")), False)
+                self._ranks[rank.rank] = _Rank(rank.rank, host, "running")
+            case {"event": "rank_ended"} if rank is not None:
+                rank.state = "done" if line.get("ok") is True else "stopped" if line.get("stopped") else "failed"
+            case {"event": "slow_rank"} if rank is not None:
+                rank.is_slow = True
+
+    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
+        """Update the rows after an event of a rank."""
+        self._facts.rank_event(rank, event)
+        match event:
+            case Metrics(values=values) if rank in self._ranks:
+                for name in ("loss", "train/loss"):
+                    if name in values:
+                        self._ranks[rank].value = (name, values[name])
+            case Progress() if rank in self._ranks:
+                self._ranks[rank].pace.update(event)
+
+    def redrawn(self, rank: int, text: str) -> None:
+        """Show the rank's own progress bar below its row."""
+        if rank in self._ranks:
+            self._ranks[rank].redrawn = text
+
+    def system(self, sample: SystemSample) -> None:
+        """Update the use of the hosts."""
+        self._use.add(sample)
+
+    def silence(self, text: str) -> None:
+        """Show for how long a rank has not reported."""
+        self._silence = text
 
     def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
         """Return at most half of the terminal's `rows` (but at least one), none wider than `columns`."""
         room = max(rows // 2, 1) - 1
         shown = self._rank_rows(self._groups(), columns, room) if room else []
         return [_cropped(row, columns) for row in [*shown, self._status_row(elapsed_s, columns)]]
-
-    def _rank(self, rank: int) -> _Rank:
-        return self._ranks.setdefault(rank, _Rank(rank))
 
     # --- which ranks have a row ---
 
@@ -383,3 +305,85 @@ def _cropped(row: Row, columns: int) -> Row:
         columns -= columns_of(text)
         kept.append(Piece(text, piece.colour))
     return kept
+
+
+class LiveRenderer(RunRows):
+    """Draws on any terminal that can move its cursor up and clear a row.
+
+    The cursor stays visible at the start of the row below the block, so that the terminal is usable even after a kill.
+    Log lines and rows are written together, to avoid flicker.
+    """
+
+    redraw_every_s = 0.1
+
+    def __init__(
+        self,
+        stdout: Stream,
+        stderr: Stream,
+        size: Callable[[], tuple[int, int]],
+        colour: bool,
+        run_id: str,
+        *,
+        all_ranks: bool = False,
+        rows: OtherRows | None = None,
+        elapsed_s: float = 0.0,
+    ) -> None:
+        """`size` returns columns and rows. `elapsed_s`: how long the run has already been running."""
+        super().__init__(run_id, is_unicode=stdout.encoding.startswith("utf"), all_ranks=all_ranks)
+        self._stdout, self._stderr, self._size, self._colour, self._other = stdout, stderr, size, colour, rows
+        self._above: list[str] = []  # to be printed above the rows with the next frame
+        self._drawn: list[str] = []
+        self._widths_drawn: list[int] = []  # of the rows of the last frame
+        self._drawn_size = (0, 0)
+        self._started_s = time.monotonic() - elapsed_s
+
+    def log(self, rank: int, lines: Sequence[RankLine]) -> None:
+        """Print the lines above the rows, with the next frame."""
+        self._above.append(format_lines(rank, lines, self._colour, on_terminal=True))
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Update the rows; print a notice above them."""
+        super().event(line)
+        match line:
+            case {"event": "notice", "message": str(text)}:
+                self._print_above(format_notice(text), _NOTICE_COLOURS.get(str(line.get("level")), ""))
+
+    def log_line(self, text: str) -> None:
+        """Print it above the rows, unless stderr is a file."""
+        if self._stderr.is_terminal:
+            self._print_above(text, terminal.DIM)
+        else:
+            self._stderr.write(f"{text}\n")
+
+    def end(self, summary: Sequence[str], last_event: Mapping[str, Any]) -> None:
+        """Print the summary below the rows, which stay as they are."""
+        self.status = ""
+        self.refresh(time.monotonic())
+        self._stdout.write(format_own(summary, self._colour, self._size()[0]))
+        self._drawn, self._widths_drawn = [], []
+
+    def _print_above(self, text: str, colour: str) -> None:
+        columns = self._size()[0]
+        for line in text.splitlines():
+            for part in terminal.wrapped(terminal.harmless(line, False), columns):
+                self._above.append(terminal.coloured(part, colour if self._colour else "") + "\n")
+
+    def refresh(self, now_s: float) -> None:
+        """Draw a frame, if anything has changed."""
+        size = columns, rows = self._size()
+        elapsed_s, width = now_s - self._started_s, max(columns - 1, 1)
+        if self._other is None:
+            block = self.block(elapsed_s, width, rows)
+        else:
+            block = [_cropped([Piece(text)], width) for text in self._other(self.status, elapsed_s, rows)]
+        drawn = ["".join(terminal.coloured(*piece) if self._colour else piece.text for piece in row) for row in block]
+        if not self._above and drawn == self._drawn and size == self._drawn_size:
+            return
+        # A terminal that has become narrower has wrapped the rows of the last frame. A single sequence that clears the
+        # rest of the screen would be shorter, but if this is the whole screen, tmux copies it into its history.
+        height = sum(max(-(-width // columns), 1) for width in self._widths_drawn)
+        erase = _CLEAR_ROW + _UP_AND_CLEAR_ROW * min(height, rows - 1)
+        self._stdout.write("".join([erase, *self._above, *(f"{row}\n" for row in drawn)]))
+        self._above.clear()
+        self._drawn, self._drawn_size = drawn, size
+        self._widths_drawn = [sum(columns_of(piece.text) for piece in row) for row in block]

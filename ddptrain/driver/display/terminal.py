@@ -1,16 +1,24 @@
-"""Chooses the kind of output and colours, and removes control sequences from text for a terminal."""
+"""A terminal, pipe or file that is written to: which output and colours it gets, and a stream that never blocks."""
 
 from __future__ import annotations
 
+import codecs
+import errno
 import os
 import re
+import select
+import stat
 import textwrap
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
 
 from ddptrain.errors import UsageError
 from ddptrain.sanitize import sanitized
 from ddptrain.text_tables import columns_of
 
+POLL_MS = 100
+FILE_CHUNK_BYTES = 1 << 20
 MODES = ("auto", "live", "plain", "json")
 RESET = "\x1b[0m"
 CYAN, YELLOW, RED, GREEN, DIM = "36", "33", "31", "32", "2"
@@ -90,3 +98,71 @@ def terminal_size(fd: int, environ: Mapping[str, str]) -> tuple[int, int]:
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     value = environ.get(name, "")
     return int(value) if value.isascii() and value.isdigit() and int(value) > 0 else default
+
+
+class Stream:
+    """Writes text to a file, and never raises; `broken` is the reason why nothing can be written any more, or "".
+
+    Before each write it waits for room, so that a reader that has stopped cannot block this thread for ever.
+    """
+
+    def __init__(self, file: TextIO | None, give_up: Callable[[], bool] = lambda: False) -> None:
+        self.broken = "" if file is not None else "closed"
+        self.sent_bytes = 0
+        self.encoding = codecs.lookup(getattr(file, "encoding", None) or "utf-8").name
+        self.fd = -1
+        self._file, self._give_up = file, give_up
+        self._poll = select.poll()
+        try:
+            if file is not None:
+                file.flush()
+                self.fd = file.fileno()
+        except (OSError, ValueError, AttributeError):
+            return  # it has no descriptor
+        if self.fd >= 0:
+            self._poll.register(self.fd, select.POLLOUT)
+            # A pipe that polls as ready takes PIPE_BUF bytes without blocking.
+            is_file = stat.S_ISREG(os.fstat(self.fd).st_mode)
+            self._chunk_bytes = FILE_CHUNK_BYTES if is_file else select.PIPE_BUF
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self.fd >= 0 and os.isatty(self.fd)
+
+    def write(self, text: str) -> None:
+        """Write whole lines, as fast as the reader reads; characters that the encoding does not have become "?"."""
+        self._write(text, self._give_up)
+
+    def write_within(self, text: str, timeout_s: float) -> None:
+        """Write as much as the reader reads within `timeout_s`; at least one write is tried."""
+        end_s, not_tried = time.monotonic() + timeout_s, iter([True])  # this process may have been suspended
+        self._write(text, lambda: not next(not_tried, False) and time.monotonic() > end_s)
+
+    def _write(self, text: str, give_up: Callable[[], bool]) -> None:
+        if self.broken or not text:
+            return
+        rest = memoryview(text.encode(self.encoding, "replace"))
+        try:
+            if self.fd < 0 and self._file is not None:
+                self._file.write(bytes(rest).decode(self.encoding))
+                self._file.flush()
+                self.sent_bytes += len(rest)
+                return
+            while rest and not give_up():
+                if not self._poll.poll(POLL_MS):
+                    continue
+                try:
+                    count = os.write(self.fd, rest[: self._chunk_bytes])
+                except BlockingIOError:
+                    time.sleep(0.005)  # another process made it non-blocking, and there is too little room
+                    continue
+                rest = rest[count:]
+                self.sent_bytes += count
+        except (OSError, ValueError) as error:
+            self.broken = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            if self.fd >= 0 and isinstance(error, OSError) and error.errno != errno.EBADF:
+                # Later writes of this process, also at the exit of the interpreter, go to /dev/null.
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, self.fd)
+                os.close(devnull)

@@ -1,41 +1,44 @@
-"""Collects the stacks of all ranks if the group may hang, and finds the missing rank."""
+"""Finds the rank that the others wait for, from the stacks of all ranks, which are requested if the group may hang."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from ddptrain.driver.failure import fault as failure_fault
-from ddptrain.driver.failure.fault import Fault, FaultKind, describe_thread, format_ranks, returned_early
-from ddptrain.driver.failure.watchdog import Activity, Hang, Watchdog, is_stacks_file, silent_s
+from ddptrain.driver.failure.fault import (
+    Fault,
+    FaultKind,
+    add_thread_failure,
+    describe_thread,
+    format_ranks,
+    returned_early,
+)
+from ddptrain.driver.failure.watchdog import Hang, Watchdog, silent_s
 from ddptrain.driver.ranks import Rank
 from ddptrain.protocol import events
 from ddptrain.protocol.events import FRAME, ctx_method, users_frame, waits_in
 from ddptrain.protocol.rank_spec import STACKS_FOLDER
 
-ANSWERS_S = 5.0  # time for every rank, or its worker, to answer
+ANSWERS_S = 5.0  # time for every worker to report the stacks of its ranks
 _AGAIN = 0.5  # of the limit: the time between an inquiry that found the ranks working and the next one
 
 
-@dataclass(frozen=True, slots=True)
-class StackCollector:
-    """The state of an inquiry: a request for the stacks of all ranks, and their answers.
+class Inquiry:
+    """A request for the stacks of all ranks, and the answers. A run has one inquiry after another.
 
-    until: its deadline (monotonic seconds), None before it has begun. limit_s: the limit of the suspected hang; None if
-    a rank has ended its wait by itself. not_before: when the next inquiry may begin. signs: what was known about each
-    rank when the inquiry began. before: the stacks of the last inquiry.
+    until: its deadline (monotonic seconds), None before it has begun. closed: it has found a fault. limit_s: the limit
+    of the suspected hang; None if a rank has ended its wait by itself. not_before: when the next one may begin.
     """
 
-    until: float | None = None
-    closed: bool = False
-    limit_s: float | None = None
-    not_before: float = 0.0
-    signs: Mapping[int, RankReport] = field(default_factory=dict)
-    stacks: Mapping[int, events.Stacks] = field(default_factory=dict)
-    answered: frozenset[int] = frozenset()
-    before: Mapping[int, events.Stacks] = field(default_factory=dict)
-    threads: Mapping[int, events.ThreadFailure] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.until: float | None = None
+        self.closed = False
+        self.limit_s: float | None = None
+        self.not_before = 0.0
+        self._signs: dict[int, RankReport] = {}  # what was known about each rank when the inquiry began
+        self._stacks: dict[int, events.Stacks] = {}
+        self._before: dict[int, events.Stacks] = {}  # the stacks of the last inquiry
+        self._threads: dict[int, events.ThreadFailure] = {}
 
     @property
     def begun(self) -> bool:
@@ -51,86 +54,69 @@ class StackCollector:
         """Return whether an inquiry may begin: none is in progress, and the last one was not too recently."""
         return not self.begun and now >= self.not_before
 
-    def begin(
-        self,
-        hang: Hang | None,
-        ranks: Sequence[Rank],
-        activities: Sequence[Activity],
-        watchdog: Watchdog,
-        now: float,
-    ) -> StackCollector:
-        """Return the inquiry after its start; `hang` is None if a rank has ended its wait by itself."""
-        signs = {
-            rank.spec.rank: RankReport(
+    def begin(self, hang: Hang | None, ranks: Sequence[Rank], watchdog: Watchdog, now: float) -> None:
+        """Note what is known; `hang` is None if a rank has ended its wait by itself."""
+        self.until, self.limit_s = now + ANSWERS_S, hang.limit_s if hang is not None else None
+        self._stacks = {}
+        for rank in ranks:
+            self._signs[rank.spec.rank] = RankReport(
                 rank.spec.rank,
-                watchdog.idle_s(rank, activity, now),
-                silent_s=silent_s(rank, activity, now),
-                uses=watchdog.uses(activity, now),
+                watchdog.idle_s(rank, now),
+                silent_s=silent_s(rank, now),
+                uses=watchdog.uses(rank.activity, now),
                 finished=rank.finished,
-                works=watchdog.works(rank, activity, now),
+                works=watchdog.works(rank, now),
             )
-            for rank, activity in zip(ranks, activities, strict=True)
-        }
-        limit_s = hang.limit_s if hang is not None else None
-        return dataclasses.replace(self, until=now + ANSWERS_S, limit_s=limit_s, signs=signs)
 
-    def after(self, rank: int, event: events.Event) -> StackCollector:
-        """Return the inquiry after an event of a rank. A late answer of the rank replaces the answer of its worker."""
-        if isinstance(event, events.Stacks) and (rank not in self.stacks or not event.state):
-            return dataclasses.replace(self, stacks={**self.stacks, rank: event})
-        if is_stacks_file(event):
-            return dataclasses.replace(self, answered=self.answered | {rank})
-        if isinstance(event, events.ThreadFailure) and rank not in self.threads:
-            return dataclasses.replace(self, threads={**self.threads, rank: event})
-        return self
+    def on_event(self, rank: int, event: events.Event) -> None:
+        """Note an event of a rank."""
+        if isinstance(event, events.Stacks) and self.begun:
+            self._stacks[rank] = event
+        elif isinstance(event, events.ThreadFailure):
+            self._threads.setdefault(rank, event)
 
-    def result(self, ranks: Sequence[Rank], now: float, time_ns: int) -> tuple[StackCollector, Fault | None]:
-        """Return the next state, and the fault when every rank has answered or the time is over; None before and after.
+    def conclude(self, ranks: Sequence[Rank], now: float, time_ns: int) -> Fault | None:
+        """Return the fault when every rank has answered or the time is over; None before and after.
 
         If the rank that other ranks wait for is working, there is no fault, and another inquiry may begin later.
         `time_ns` becomes the time of the fault.
         """
         if self.until is None or self.closed:
-            return self, None
-        if now < self.until and any(not rank.over and rank.spec.rank not in self.answered for rank in ranks):
-            return self, None
+            return None
+        if now < self.until and any(not rank.over and rank.spec.rank not in self._stacks for rank in ranks):
+            return None
         reports = [self._report(rank) for rank in ranks]
-        fault = None
-        if any(report.timed_out for report in reports) or not self._has_moved_on(ranks):
-            fault = judge(reports, self.limit_s, self.before, time_ns)
-        if fault is not None:
-            return dataclasses.replace(self, closed=True), fault
-        return self._reset(now), None
-
-    def _has_moved_on(self, ranks: Sequence[Rank]) -> bool:
-        """Return whether a rank has finished since the start of the inquiry; other ranks may not wait any more."""
-        return any(rank.finished and not self.signs[rank.spec.rank].finished for rank in ranks)
-
-    def _reset(self, now: float) -> StackCollector:
-        """Return the state before the next inquiry, with the stacks of this one."""
-        not_before = now + _AGAIN * (self.limit_s or 0.0)
-        return StackCollector(threads=self.threads, not_before=not_before, before=self.stacks)
+        # If a rank has finished since the start of the inquiry, other ranks may not wait any more.
+        has_moved_on = any(rank.finished and not self._signs[rank.spec.rank].finished for rank in ranks)
+        if any(report.timed_out for report in reports) or not has_moved_on:
+            fault = diagnose(reports, self.limit_s, self._before, time_ns)
+            if fault is not None:
+                self.closed = True
+                return fault
+        self.not_before = now + _AGAIN * (self.limit_s or 0.0)
+        self.until, self._before = None, self._stacks
+        return None
 
     def explained(self, fault: Fault) -> Fault:
         """Return the fault with the exception that ended a thread of its rank earlier, if there is one."""
-        return failure_fault.add_thread_failure(fault, self.threads.get(fault.rank))
+        return add_thread_failure(fault, self._threads.get(fault.rank))
 
     def _report(self, rank: Rank) -> RankReport:
         number = rank.spec.rank
         timed_out = rank.fault is not None and rank.fault.timed_out
-        return dataclasses.replace(
-            self.signs.get(number, RankReport(number, 0.0)),
-            stacks=self.stacks.get(number),
+        return replace(
+            self._signs[number],
+            stacks=self._stacks.get(number),
             started=rank.started is not None,
             entered=rank.entered,
             finished=rank.finished,
             over=rank.over and not timed_out,
             timed_out=timed_out,
-            thread=self.threads.get(number),
+            thread=self._threads.get(number),
         )
 
 
-# --- the rank that a worker group waits for, from the stacks of all ranks, not from the first reported error ---
+# --- the diagnosis ---
 
 
 # What a process that exits waits for, by the frame of Python that joins them; atexit functions have neither frame.
@@ -151,7 +137,7 @@ _WAITING_METHODS = ("ctx.mean", "ctx.all_finite", "ctx.resume")
 class RankReport:
     """The driver's knowledge of one rank of a worker group that makes no progress.
 
-    stacks: None if neither the rank nor its worker has answered. timed_out: the rank has ended its wait by itself.
+    stacks: None if its worker has not answered. timed_out: the rank has ended its wait by itself.
     works: its CPU or GPU use still counts as progress. silent_s: since its last event or line. uses: "CPU" or "GPU" if
     it was in use lately.
     """
@@ -202,19 +188,32 @@ def _exit_wait(frames: Sequence[str]) -> str:
     return next((text for frame, text in _EXIT_WAITS.items() if frame in names), "")
 
 
-def judge(
+def diagnose(
     reports: Sequence[RankReport], limit_s: float | None, before: Mapping[int, events.Stacks], time_ns: int
 ) -> Fault | None:
-    """Return the fault of a worker group that may hang; None if the rank that other ranks wait for is working.
+    """Return the fault of the rank that is missing from the collective operation; None if that rank is working.
 
-    `before` are the stacks of the previous inquiry, which found the rank working. CPU or GPU use during a collective
-    operation may be a busy wait: it counts as work only in the first inquiry, or if another operation has begun since.
+    `limit_s`: the group was silent for this time; None if a rank has ended its wait by itself. `before` are the stacks
+    of the previous inquiry, which found the rank working. CPU or GPU use during a collective operation may be a busy
+    wait: it counts as work only in the first inquiry, or if another operation has begun since.
     """
-    fault = find_missing_rank(reports, limit_s, time_ns)
-    missing = next(report for report in reports if report.rank == fault.rank)
-    if limit_s is None or fault.kind is not FaultKind.HANG or not missing.works or _still_waits(missing, before):
-        return fault
-    return None
+    alive = [report for report in reports if not report.over and not report.finished]
+    returned = [report for report in reports if report.finished]
+    if returned and all(report.operation for report in alive) and alive:
+        return returned_early(returned[0].rank, [report.rank for report in alive], time_ns)
+    first = _first(alive or [report for report in reports if not report.over] or list(reports))
+    if limit_s is not None and first.works and not _still_waits(first, before):
+        return None
+    others = [report for report in alive if report is not first]
+    message = ", ".join(part for part in (_since(first, limit_s), first.place) if part) + _waiting_text(others)
+    if first.stacks is not None and first.stacks.handles:
+        message += f"; it is in an except or finally block after {first.stacks.handles}"
+    trace = ""
+    if first.thread is not None:
+        message += f"; its thread {first.thread.thread} has ended with {describe_thread(first.thread)}"
+        trace = first.thread.traceback
+    text = f"{message} (stacks: artifacts/{STACKS_FOLDER}/)"
+    return Fault(first.rank, FaultKind.HANG, time_ns, text, traceback=trace)
 
 
 def _still_waits(report: RankReport, before: Mapping[int, events.Stacks]) -> bool:
@@ -226,24 +225,6 @@ def _still_waits(report: RankReport, before: Mapping[int, events.Stacks]) -> boo
     return (
         bool(report.operation) and same and last is not None and report.operation in (waits_in(last.main), last.pending)
     )
-
-
-def find_missing_rank(reports: Sequence[RankReport], limit_s: float | None, time_ns: int) -> Fault:
-    """Return the fault of the rank that is missing from the collective operation of a worker group.
-
-    `limit_s`: the group was silent for this time; None if a rank has ended its wait by itself.
-    """
-    alive = [report for report in reports if not report.over and not report.finished]
-    gone = [report for report in reports if report.finished]
-    if gone and all(report.operation for report in alive) and alive:
-        return returned_early(gone[0].rank, [report.rank for report in alive], time_ns)
-    first = _first(alive or [report for report in reports if not report.over] or list(reports))
-    others = [report for report in alive if report is not first]
-    message = ", ".join(part for part in (_since(first, limit_s), first.place) if part)
-    message += _waiting_text(others) + _exception_text(first) + _thread_text(first)
-    trace = first.thread.traceback if first.thread is not None else ""
-    text = f"{message} (stacks: artifacts/{STACKS_FOLDER}/)"
-    return Fault(first.rank, FaultKind.HANG, time_ns, text, traceback=trace)
 
 
 def _first(alive: list[RankReport]) -> RankReport:
@@ -289,14 +270,3 @@ def _waiting_text(others: Sequence[RankReport]) -> str:
     operations = {report.operation for report in waiting} - {"a collective operation"}
     operation = operations.pop() if len(operations) == 1 else "a collective operation"
     return f" while rank {format_ranks([report.rank for report in waiting])} {verb} for it in {operation}"
-
-
-def _exception_text(first: RankReport) -> str:
-    handles = first.stacks.handles if first.stacks is not None else ""
-    return f"; it is in an except or finally block after {handles}" if handles else ""
-
-
-def _thread_text(first: RankReport) -> str:
-    if first.thread is None:
-        return ""
-    return f"; its thread {first.thread.thread} has ended with {describe_thread(first.thread)}"

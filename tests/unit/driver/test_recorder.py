@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from ddptrain.driver.display import output_api
+from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.recorder import Recorder, metric_problem, other_versions
 from ddptrain.protocol import events
@@ -16,15 +17,15 @@ from ddptrain.results.run_record import AttemptRecord, RankRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
 
 
-class Heard(output_api.RunDisplay):
+class Heard(RunDisplay):
     """A display that keeps what it is told."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def handle(self, message: output_api.Message) -> None:
-        if isinstance(message, output_api.DriverStatus | output_api.DriverNotice):
-            self.lines.append(message.text)
+    def event(self, line: Mapping[str, Any]) -> None:
+        if line["event"] in ("status", "notice"):
+            self.lines.append(line["message"])
 
 
 def test_ranks_of_which_one_has_failed_are_recorded_and_not_said_to_train(tmp_path: Path) -> None:

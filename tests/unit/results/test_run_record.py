@@ -80,7 +80,7 @@ def test_run_json_has_the_fields_of_the_contract() -> None:
         "gpu": "1",
         "exit": -9,
     }
-    assert set(data["failure"]) == {"rank", "host", "kind", "type", "message", "traceback", "log"}
+    assert set(data["failure"]) == {"rank", "host", "kind", "type", "message", "traceback", "log", "cause"}
     assert data["rank_environment"] == {"OMP_NUM_THREADS": {"value": "1", "source": "user"}}
 
 

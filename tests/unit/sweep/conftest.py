@@ -11,7 +11,6 @@ import pytest
 
 from ddptrain.config.load import load_mapping
 from ddptrain.config.resolved import ResolvedConfig
-from ddptrain.driver.display import output_api
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.run_record import FailureRecord, RunStatus
 from ddptrain.results.run_writer import RunWriter
@@ -44,7 +43,7 @@ class StubRun:
         event = Metrics(time.time_ns(), values, step)
         self._writer.add_metrics([event], 0)
         self._writer.flush()
-        self._display.handle(output_api.RankMetrics(0, event))
+        self._display.rank_event(0, event)
 
 
 class Sweeper:

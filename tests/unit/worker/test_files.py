@@ -151,8 +151,8 @@ def test_stopped_process_is_reported_at_once_with_a_file(
     sleeper.send_signal(signal.SIGSTOP)
     while ProcessMonitor(sleeper.pid).status() != "stopped":
         time.sleep(0.01)
-    stack_reports.report_if_silent(spool_stack_reports, sleeper.pid, 2, 1)
-    stacks, file = told(spool_stack_reports, 2)
+    stack_reports.report_stacks(spool_stack_reports, sleeper.pid, 2, 1)
+    file, stacks = told(spool_stack_reports, 2)
     assert isinstance(stacks, events.Stacks)
     assert stacks.state == "stopped"
     assert isinstance(file, events.FileSaved)
@@ -164,11 +164,43 @@ def test_process_that_would_die_of_the_signal_is_not_sent_it(
     spool_stack_reports: RankSpool, sleeper: subprocess.Popen[bytes]
 ) -> None:
     assert not has_handler(sleeper.pid, STACKS_SIGNAL)
-    stack_reports.report_if_silent(spool_stack_reports, sleeper.pid, 1, 1)
-    stacks, _ = told(spool_stack_reports, 2)
+    stack_reports.report_stacks(spool_stack_reports, sleeper.pid, 1, 1)
+    _, stacks = told(spool_stack_reports, 2)
     assert isinstance(stacks, events.Stacks)
     assert (stacks.state, stacks.main) == ("busy", ())
     assert sleeper.poll() is None
+
+
+WRITES = """
+import os, sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from ddptrain.rank.lifecycle import StackWriter
+
+def wait():
+    print("up", flush=True)
+    time.sleep(600)
+
+writer = StackWriter(SimpleNamespace(host=SimpleNamespace(staging=sys.argv[1])))
+threading.Thread(target=lambda: (sys.stdin.readline(), writer.write())).start()
+wait()
+"""
+
+
+def test_rank_writes_its_stacks_without_a_signal(spool_stack_reports: RankSpool) -> None:
+    command = [sys.executable, "-c", WRITES, str(spool_stack_reports.staging)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        stack_reports.report_stacks(spool_stack_reports, process.pid, 1, 1)
+        process.stdin.write(b"now\n")
+        process.stdin.flush()
+        file, stacks = told(spool_stack_reports, 2)
+        process.kill()
+    assert isinstance(stacks, events.Stacks) and isinstance(file, events.FileSaved)
+    assert (stacks.state, stacks.sequence, stacks.pending, stacks.handles) == ("", None, "", "")
+    assert [frame.rpartition(" ")[2] for frame in stacks.main] == ["wait", "<module>"]
+    assert " in write\n" in (spool_stack_reports.staging / file.staging).read_text()  # of the other threads, too
 
 
 def test_flight_record_is_announced_if_there_is_one(spool_stack_reports: RankSpool) -> None:

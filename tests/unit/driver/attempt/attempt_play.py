@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from ddptrain.driver import inbox
 from ddptrain.driver.attempt import Attempt, Moment
-from ddptrain.driver.display import output_api
 from ddptrain.driver.failure.fault import Fault
 from ddptrain.driver.failure.watchdog import Watchdog
 from ddptrain.driver.output import Take
@@ -106,10 +105,7 @@ class Play:
     def warn(self, text: str, **more: object) -> None:
         self._note("text", text)
 
-    notice = status = warn
-
-    def handle(self, message: output_api.Silence) -> None:
-        self.warn(message.text)
+    notice = status = silence = warn
 
     def not_finite(self, rank: int, event: events.Event) -> str:
         return ""

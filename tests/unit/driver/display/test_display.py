@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import pytest
 
 from ddptrain import log
-from ddptrain.driver.display import Display, open_display, output_api
+from ddptrain.driver.display import Display, open_display
 from ddptrain.errors import UsageError
 from ddptrain.protocol.events import Metrics, Progress
 
@@ -106,7 +106,7 @@ def test_plain_keeps_its_own_words_to_stderr(tmp_path: Path) -> None:
     shown.display.status("starting 2 ranks")
     shown.display.notice("one\ntwo", "warning")
     shown.display.event({"event": "x"})
-    shown.display.handle(output_api.RankStarted(0, "node", 1))
+    shown.display.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 1})
     shown.close()
     assert shown.out == ""
     assert shown.err == "ddptrain: starting 2 ranks\nddptrain: one\nddptrain: two\n"
@@ -144,14 +144,14 @@ def test_json_is_one_object_a_line_and_the_last_is_the_end(tmp_path: Path) -> No
     began_s = time.monotonic()
     shown = Shown(tmp_path, "json")
     display = shown.display
-    display.handle(output_api.RankStarted(1, "node", 42))
-    display.handle(output_api.RankMetrics(1, Metrics(5 * 10**9, {"loss": math.nan, "acc": 0.5}, step=3, epoch=1.0)))
+    display.event({"event": "rank_started", "rank": 1, "host": "node", "pid": 42})
+    display.rank_event(1, Metrics(5 * 10**9, {"loss": math.nan, "acc": 0.5}, step=3, epoch=1.0))
     for done in range(100):
-        display.handle(output_api.RankProgress(0, Progress(done, float(done), 99.0, "samples")))
+        display.rank_event(0, Progress(done, float(done), 99.0, "samples"))
     display.notice("Zoë\nsaved", "warning")
     display.status("stopping")
     display.event({"event": "checkpoint", "step": 3, "loss": math.inf})
-    display.handle(output_api.RankEnded(1, ok=False))
+    display.event({"event": "rank_ended", "rank": 1, "ok": False})
     shown.print(1, b'say "\xc3\xab"\x00\nlast')
     end = {"event": "run_finished", "exit_code": 1, "failure": None}
     shown.close(summary=["not here"], last_event=end)
@@ -237,7 +237,7 @@ def test_reader_who_leaves_silences_the_display_and_stderr_says_so_once(tmp_path
         wait_until(lambda: display.broken, "the broken pipe")
         for _ in range(10):
             display.notice("unseen")
-            display.handle(output_api.RankMetrics(0, Metrics(0, {})))
+            display.rank_event(0, Metrics(0, {}))
         display.close(summary=["the end"])
     said = (tmp_path / "err").read_text()
     assert said.count("stdout can't be written any more (Broken pipe)") == 1
@@ -253,7 +253,7 @@ def test_stuck_reader_never_delays_the_driver_and_is_given_up_at_the_end(tmp_pat
         time.sleep(0.05)
         started_s = time.monotonic()
         for _ in range(60_000):
-            display.handle(output_api.RankMetrics(0, Metrics(0, {"loss": 1.0})))
+            display.rank_event(0, Metrics(0, {"loss": 1.0}))
             display.log_grew()
         assert time.monotonic() - started_s < 40
         display.close(last_event={"event": "run_finished"}, deadline_s=0.1)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.driver.display.display import MAX_HELD_CHARS, DifferingLines, TracebackFilter
-from ddptrain.driver.display.log_tail import RankLine
+from ddptrain.driver.display.logs import MAX_HELD_CHARS, DifferingLines, RankLine, RankLines, TracebackFilter
 
 
-def texts(groups: Iterable[tuple[Sequence[int], Sequence[RankLine]]]) -> list[tuple[int, str]]:
-    return [(rank, line.text) for (rank,), lines in groups for line in lines]
+def texts(groups: Iterable[RankLines]) -> list[tuple[int, str]]:
+    return [(rank, line.text) for rank, lines in groups for line in lines]
 
 
 def lines(*words: str) -> list[RankLine]:
@@ -70,19 +69,22 @@ TRACE = ("Traceback (most recent call last):", '  File "train.py", line 3, in tr
 
 def test_traceback_of_another_rank_is_replaced_by_its_last_line() -> None:
     shown = TracebackFilter()
-    assert shown.add(0, lines("before", *TRACE, "after")) == lines("before", *TRACE, "after")
-    assert not shown.add(1, lines(*TRACE[:2]))  # its end is missing
-    assert shown.add(2, lines("between")) == lines("between")
-    (same, after) = shown.add(1, lines(*TRACE[2:], "after"))
-    assert same.text == "ValueError: no (the traceback is that of rank 0)" and after.text == "after"
-    assert shown.add(0, lines(*TRACE)) == lines(*TRACE)  # the same rank again
+
+    def of(rank: int, *words: str) -> list[str]:
+        return [text for _, text in texts(shown.add(rank, lines(*words), 0.0))]
+
+    assert of(0, "before", *TRACE, "after") == ["before", *TRACE, "after"]
+    assert not of(1, *TRACE[:2])  # its end is missing
+    assert of(2, "between") == ["between"]
+    assert of(1, *TRACE[2:], "after") == ["ValueError: no (the traceback is that of rank 0)", "after"]
+    assert of(0, *TRACE) == list(TRACE)  # the same rank again
     other = (*TRACE[:-1], "ValueError: yes")
-    assert shown.add(1, lines(*other)) == lines(*other)
+    assert of(1, *other) == list(other)
 
 
 def test_traceback_without_an_end_is_shown_at_the_next_flush() -> None:
     shown = TracebackFilter()
-    assert not shown.add(1, lines(*TRACE[:3]))
-    assert list(shown.flush()) == [([1], lines(*TRACE[:3]))]
+    assert not shown.add(1, lines(*TRACE[:3]), 0.0)
+    assert texts(shown.flush()) == [(1, text) for text in TRACE[:3]]
     assert not list(shown.flush())
-    assert shown.add(1, lines("after")) == lines("after")
+    assert texts(shown.add(1, lines("after"), 0.0)) == [(1, "after")]

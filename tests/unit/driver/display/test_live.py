@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.display import Display, open_display, output_api
-from ddptrain.driver.display.live import Row
+from ddptrain.driver.display import Display, open_display
 from ddptrain.protocol.events import Metrics, Progress
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -76,10 +75,10 @@ def live(terminal: Terminal, logs: Path, ranks: int = 2, **environ: str) -> Disp
 def train(display: Display) -> None:
     display.status("training")
     for rank in (0, 1):
-        display.handle(output_api.RankStarted(rank, "node", 10 + rank))
+        display.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 10 + rank})
         for second in (0, 1):
-            display.handle(output_api.RankProgress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples")))
-        display.handle(output_api.RankMetrics(rank, Metrics(0, {"train/loss": 1.25})))
+            display.rank_event(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
+        display.rank_event(rank, Metrics(0, {"train/loss": 1.25}))
 
 
 def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Terminal, tmp_path: Path) -> None:
@@ -89,8 +88,8 @@ def test_bars_stand_below_the_logs_and_the_summary_below_the_bars(terminal: Term
     terminal.wait_for("hello")
     terminal.wait_for("50%")
     display.notice("checkpoint step-12 saved", "warning")
-    display.handle(output_api.RankEnded(0, ok=True))
-    display.handle(output_api.RankEnded(1, ok=True))
+    display.event({"event": "rank_ended", "rank": 0, "ok": True})
+    display.event({"event": "rank_ended", "rank": 1, "ok": True})
     display.close(summary=["run-1 succeeded"])
     terminal.wait_for("run-1 succeeded\r\n")
     text = terminal.text
@@ -164,21 +163,13 @@ def test_terminal_that_goes_away_silences_the_display(tmp_path: Path) -> None:
     assert (tmp_path / "err").read_text().endswith("end\n")
 
 
-class FailingRows:
-    """Rows that can't be drawn."""
-
-    status = ""
-
-    def handle(self, message: object) -> None:
-        pass
-
-    def block(self, elapsed_s: float, columns: int, rows: int) -> list[Row]:
-        raise RuntimeError("boom")
+def failing_rows(status: str, elapsed_s: float, height: int) -> list[str]:
+    raise RuntimeError("boom")
 
 
 def test_fault_of_the_display_itself_does_not_stop_the_run(terminal: Terminal, tmp_path: Path) -> None:
     files = terminal.file, terminal.file
-    display = open_display("auto", tmp_path, "run-1", *files, {"TERM": "xterm"}, rows=FailingRows())
+    display = open_display("auto", tmp_path, "run-1", *files, {"TERM": "xterm"}, rows=failing_rows)
     terminal.wait_for("the display failed (RuntimeError: boom); the run continues")
     assert display.broken
     display.close(summary=["the end"])
@@ -188,7 +179,7 @@ def test_fault_of_the_display_itself_does_not_stop_the_run(terminal: Terminal, t
 DEMO = """
 import sys, time
 from pathlib import Path
-from ddptrain.driver.display import open_display, output_api
+from ddptrain.driver.display import open_display
 from ddptrain.log import Log, to_stderr
 from ddptrain.protocol.events import Metrics, Progress
 logs = Path(sys.argv[1])
@@ -198,9 +189,9 @@ display.expect(ranks)
 to_stderr({"DDPTRAIN_LOG": "debug"})
 display.status("training")
 for rank in range(ranks):
-    display.handle(output_api.RankStarted(rank, "node", 10 + rank))
+    display.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 10 + rank})
     for second in (0, 1):
-        display.handle(output_api.RankProgress(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples")))
+        display.rank_event(rank, Progress(second * 10**9, 50.0 * second, 100.0, "samples"))
 while not (logs / "end").exists():
     if (logs / "decide").exists():
         (logs / "decide").unlink()

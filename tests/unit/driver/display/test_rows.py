@@ -9,15 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from ddptrain.driver.display import output_api
+from ddptrain.driver.display.facts import Pace
 from ddptrain.driver.display.live import Row, RunRows
-from ddptrain.driver.display.log_tail import RankLine
-from ddptrain.driver.display.output_stream import Stream
-from ddptrain.driver.display.plain import PlainRenderer
-from ddptrain.driver.display.run_facts import Pace
-from ddptrain.driver.display.terminal import RED
+from ddptrain.driver.display.logs import RankLine
+from ddptrain.driver.display.renderers import PlainRenderer
+from ddptrain.driver.display.terminal import RED, Stream
 from ddptrain.protocol.events import Metrics, Progress
-from ddptrain.results.run_record import BestRecord
 from ddptrain.text_tables import columns_of
 
 # --- The rows below the log of a live display: ranks in lockstep have one, every fact fits the terminal ---
@@ -38,18 +35,18 @@ def names(rows: RunRows, height: int = 24) -> list[str]:
 def running(ranks: int, *, all_ranks: bool = False, host: str = "node", unit: str = "samples") -> RunRows:
     """All ranks have done 1,200 of 2,400 in 1 s."""
     rows = RunRows("petnames-20250101-120000-ab12", is_unicode=False, all_ranks=all_ranks)
-    rows.handle(output_api.WorldSize(ranks))
-    rows.handle(output_api.DriverStatus("training"))
+    rows.expect(ranks)
+    rows.event({"event": "status", "message": "training"})
     for rank in range(ranks):
-        rows.handle(output_api.RankStarted(rank, host.format(rank), 100 + rank))
+        rows.event({"event": "rank_started", "rank": rank, "host": host.format(rank), "pid": 100 + rank})
         for second in (0, 1):
             move(rows, rank, second, second * 1200.0, unit)
-        rows.handle(output_api.RankMetrics(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1})))
+        rows.rank_event(rank, Metrics(0, {"train/loss": 2.5 + rank, "lr": 0.1}))
     return rows
 
 
 def move(rows: RunRows, rank: int, second: float, done: float, unit: str = "samples") -> None:
-    rows.handle(output_api.RankProgress(rank, Progress(int(second * 1e9), done, 2400.0, unit)))
+    rows.rank_event(rank, Progress(int(second * 1e9), done, 2400.0, unit))
 
 
 def test_two_ranks_have_a_row_each() -> None:
@@ -73,20 +70,20 @@ def test_rank_that_differs_is_slow_or_has_failed_has_a_row_of_its_own() -> None:
     for second in range(2, 30):
         for rank in range(8):
             move(rows, rank, second, 1200.0 + (1 if rank == 5 else 100) * (second - 1))
-    rows.handle(output_api.RawEvent({"event": "slow_rank", "rank": 3}))
+    rows.event({"event": "slow_rank", "rank": 3})
     assert names(rows) == ["6 ranks", "rank 3", "rank 5"]
     assert drawn(rows)[1].endswith(" slow")
-    rows.handle(output_api.RankEnded(0, ok=False))
+    rows.event({"event": "rank_ended", "rank": 0, "ok": False})
     assert names(rows) == ["5 ranks", "rank 0", "rank 3", "rank 5"]
     assert drawn(rows)[1].endswith("failed")
-    rows.handle(output_api.RankEnded(7, ok=True))
+    rows.event({"event": "rank_ended", "rank": 7, "ok": True})
     assert "1 done" in drawn(rows)[0]
 
 
 def test_only_rank_that_reports_progress_stands_for_all() -> None:
     rows = running(4)
     for rank in (1, 2, 3):
-        rows.handle(output_api.RankStarted(rank, "node", 7))
+        rows.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 7})
     assert names(rows) == ["4 ranks"] and "1,200/2,400" in drawn(rows)[0]
 
 
@@ -96,16 +93,16 @@ def test_host_is_shown_where_there_are_several() -> None:
 
 def test_nothing_is_shown_of_ranks_that_have_reported_nothing() -> None:
     rows = RunRows("run-1", is_unicode=True)
-    rows.handle(output_api.WorldSize(2))
-    rows.handle(output_api.RankStarted(0, "node", 1))
+    rows.expect(2)
+    rows.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 1})
     assert len(drawn(rows)) == 1
-    rows.handle(output_api.RankEnded(0, ok=False))
+    rows.event({"event": "rank_ended", "rank": 0, "ok": False})
     assert names(rows) == ["rank 0", "rank 1"]
 
 
 def test_no_row_is_wider_than_the_terminal() -> None:
     rows = running(3, host="node{}.example.com")
-    rows.handle(output_api.RedrawnLine(1, "日本" * 100))
+    rows.redrawn(1, "日本" * 100)
     for columns in range(1, 130):
         assert max(columns_of(row) for row in drawn(rows, columns)) <= columns
 
@@ -118,8 +115,8 @@ def test_narrow_terminal_keeps_rank_percent_loss_and_time_left() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 16, 64])
 def test_block_takes_half_of_the_terminal_at_most(ranks: int) -> None:
     rows = running(ranks, all_ranks=True)
-    rows.handle(output_api.RedrawnLine(0, "10%"))
-    rows.handle(output_api.RankEnded(ranks - 1, ok=False))
+    rows.redrawn(0, "10%")
+    rows.event({"event": "rank_ended", "rank": ranks - 1, "ok": False})
     for height in range(1, 150):
         assert 1 <= len(drawn(rows, height=height)) <= max(height // 2, 1)
     if ranks == 64:
@@ -129,7 +126,7 @@ def test_block_takes_half_of_the_terminal_at_most(ranks: int) -> None:
 
 def test_new_start_of_a_rank_forgets_the_attempt_before() -> None:
     rows = running(1)
-    rows.handle(output_api.RankStarted(0, "node", 7))
+    rows.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 7})
     assert len(drawn(rows)) == 1
 
 
@@ -142,42 +139,49 @@ def test_columns_do_not_shrink_so_that_bars_stay_in_place() -> None:
 
 def test_bar_that_a_rank_draws_itself_stands_below_its_row() -> None:
     rows = running(2)
-    rows.handle(output_api.RedrawnLine(0, "\x1b[Aloading 10%"))
+    rows.redrawn(0, "\x1b[Aloading 10%")
     assert drawn(rows)[1] == "  loading 10%"
-    rows.handle(output_api.RedrawnLine(0, ""))
+    rows.redrawn(0, "")
     assert len(drawn(rows)) == 3
 
 
 def test_control_characters_are_removed() -> None:
     rows = running(1)
-    rows.handle(output_api.DriverStatus("one\ntwo\x1b[2J"))
+    rows.event({"event": "status", "message": "one\ntwo\x1b[2J"})
     move(rows, 0, 2, 1300.0, "sam\x1b[2Jples")
     assert not any("\x1b" in row or "\n" in row for row in drawn(rows))
 
 
 def test_status_row_has_the_facts_that_fit_the_most_important_ones_first() -> None:
     rows = RunRows("petnames-20250101-120000-ab12", is_unicode=False)
-    rows.handle(output_api.WorldSize(2))
-    rows.handle(output_api.DriverStatus("starting 2 ranks on a local cluster"))
+    rows.expect(2)
+    rows.event({"event": "status", "message": "starting 2 ranks on a local cluster"})
     assert drawn(rows)[-1].startswith(
         "starting 2 ranks on a local cluster | waiting for 2 ranks to import torch | 1:05"
     )
     assert drawn(rows, 59)[-1] == "waiting for 2 ranks to import torch | 1:05 | ...ab12"
     for rank in (0, 1):
-        rows.handle(output_api.RankStarted(rank, "node", 1))
+        rows.event({"event": "rank_started", "rank": rank, "host": "node", "pid": 1})
     assert "waiting for the ranks to connect" in drawn(rows)[-1]
-    rows.handle(output_api.DriverStatus("training"))
-    rows.handle(output_api.Epochs(12))
+    rows.event({"event": "status", "message": "training"})
+    rows.event({"event": "epochs", "total": 12, "epoch": 3})
     for rank, value in ((0, 0.5), (1, 0.52)):
-        rows.handle(output_api.RankMetrics(rank, Metrics(0, {"val/loss": value}, 384, 3)))
-    rows.handle(output_api.Saved(256, time.time(), BestRecord("val/loss", "min", 0.509, 256)))
+        rows.rank_event(rank, Metrics(0, {"val/loss": value}, 384, 3))
+    rows.event(
+        {
+            "event": "checkpoint_saved",
+            "step": 256,
+            "time_s": time.time(),
+            "best": {"metric": "val/loss", "mode": "min", "value": 0.509, "step": 256},
+        }
+    )
     assert drawn(rows)[-1].startswith(
         "training | 1:05 | epoch 3/12 | val/loss 0.51 (best 0.509, step 256) | saved step 256, 0 s ago"
     )
     assert drawn(rows, 59)[-1] == "training | 1:05 | epoch 3/12 | val/loss 0.51 (best 0.509)"
-    rows.handle(output_api.RankStarted(0, "node", 3))
+    rows.event({"event": "rank_started", "rank": 0, "host": "node", "pid": 3})
     assert "| 1 restart |" in drawn(rows)[-1] and "epoch" not in drawn(rows)[-1]
-    rows.handle(output_api.DriverStatus("stopping: saving a checkpoint (again: at once)", announced=True))
+    rows.event({"event": "status", "message": "stopping: saving a checkpoint (again: at once)"})
     assert drawn(rows, 59)[-1].startswith("stopping: saving a checkpoint (again: at once) | 1:05")
 
 
@@ -204,15 +208,15 @@ def test_line_after_each_minute_without_one_if_there_is_anything_new(
     renderer, shown = plain
     renderer.refresh(0.0)
     for second in (0, 1):
-        renderer.handle(output_api.RankProgress(0, Progress(second * 10**9, 40.0 * second, 400.0, "images")))
+        renderer.rank_event(0, Progress(second * 10**9, 40.0 * second, 400.0, "images"))
     renderer.refresh(59.0)
     assert shown() == []
     renderer.refresh(60.0)
     assert shown() == ["ddptrain: 40 images, 40 images/s, ETA 0:09"]
     renderer.refresh(200.0)
     assert shown() == []  # nothing new
-    renderer.handle(output_api.RankMetrics(0, Metrics(2 * 10**9, {"train/loss": 0.25}, 7)))
-    renderer.log([0], [RankLine("a line")])
+    renderer.rank_event(0, Metrics(2 * 10**9, {"train/loss": 0.25}, 7))
+    renderer.log(0, [RankLine("a line")])
     renderer.refresh(201.0)
     renderer.refresh(260.0)
     assert shown() == []  # a minute after the line that a rank has printed
@@ -223,7 +227,7 @@ def test_line_after_each_minute_without_one_if_there_is_anything_new(
 def test_many_epochs_have_a_line_every_10_seconds(plain: tuple[PlainRenderer, Callable[[], list[str]]]) -> None:
     renderer, shown = plain
     for epoch in range(1, 1002):  # one each second
-        renderer.handle(output_api.RankMetrics(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch)))
+        renderer.rank_event(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch))
         renderer.refresh(float(epoch))
     lines = shown()
     assert lines[0].startswith("ddptrain: epoch 1, step 1, loss 1") and len(lines) == 100 + 90
@@ -234,10 +238,10 @@ def test_epoch_that_a_rank_has_printed_is_not_shown_again(
 ) -> None:
     renderer, shown = plain
     for epoch in range(1, 5):
-        renderer.handle(output_api.RankMetrics(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch - 0.5)))
+        renderer.rank_event(0, Metrics(epoch * 10**9, {"loss": 1.0}, epoch, epoch - 0.5))
         renderer.refresh(float(epoch))
-        renderer.log([0], [RankLine(f"Epoch {epoch}: 1.0"), RankLine("something else")])
-    renderer.handle(output_api.RankEnded(0, ok=True))
+        renderer.log(0, [RankLine(f"Epoch {epoch}: 1.0"), RankLine("something else")])
+    renderer.event({"event": "rank_ended", "rank": 0, "ok": True})
     renderer.refresh(9.0)
     assert shown() == []
 
@@ -246,7 +250,7 @@ def test_line_of_an_epoch_has_no_values_of_the_next(plain: tuple[PlainRenderer, 
     renderer, shown = plain
     for rank, epoch, loss in ((0, 1, 0.5), (1, 1, 0.7), (1, 2, 9.0), (0, 2, 0.3), (0, 3, 0.2)):
         event = Metrics(epoch * 10**9, {"loss": loss}, epoch, epoch)
-        renderer.handle(output_api.RankMetrics(rank, event))
+        renderer.rank_event(rank, event)
         renderer.refresh(float(epoch))
     first, second = shown()
     assert "epoch 1, step 1, loss 0.6" in first

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddptrain.driver.display.log_tail import MAX_LINE_CHARS, READ_BYTES, LineAssembler, LogTail, RankLine
-from ddptrain.driver.display.output_stream import Stream
-from ddptrain.driver.display.plain import format_own
+from ddptrain.driver.display.logs import MAX_LINE_CHARS, READ_BYTES, LineAssembler, LogTail, RankLine
+from ddptrain.driver.display.renderers import format_own
 from ddptrain.driver.display.terminal import (
+    Stream,
     choose_mode,
     cropped,
     harmless,

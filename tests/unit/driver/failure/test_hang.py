@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, cast
 
 import pytest
 
 from ddptrain.driver.failure.fault import Fault, FaultKind, format_ranks
-from ddptrain.driver.failure.hang import ANSWERS_S, RankReport, StackCollector, find_missing_rank, judge
-from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog
+from ddptrain.driver.failure.hang import ANSWERS_S, Inquiry, RankReport, diagnose
+from ddptrain.driver.failure.watchdog import Hang, Stage, Watchdog
+from ddptrain.driver.ranks import Activity, Rank
 from ddptrain.protocol import events
 from ddptrain.protocol.events import users_frame, waits_in
 from tests.unit.driver.attempt.ranks import running
@@ -36,6 +36,13 @@ LOADING = ("/home/u/train.py:41 load_batch", "/home/u/train.py:9 main")
 def report(rank: int, frames: tuple[str, ...] = (), sequence: int | None = None, **more: Any) -> RankReport:
     stacks = events.Stacks(1, frames, sequence, more.pop("state", ""), pending=more.pop("pending", ""))
     return RankReport(rank, more.pop("idle_s", 10.0), stacks, **more)
+
+
+def missing(reports: list[RankReport], limit_s: float | None, time_ns: int) -> Fault:
+    """The fault of ranks that do no work."""
+    fault = diagnose(reports, limit_s, {}, time_ns)
+    assert fault is not None
+    return fault
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,7 @@ def test_wait_is_known_by_its_innermost_frames(frames: tuple[str, ...], operatio
 def test_a_rank_that_hangs_in_its_clean_up_is_named_with_the_exception_before() -> None:
     waiting = report(0, ALL_REDUCE)
     cleaning = RankReport(1, 10.0, events.Stacks(1, LOADING, handles="ValueError: sample 4711"))
-    found = find_missing_rank([waiting, cleaning], 60.0, 1)
+    found = missing([waiting, cleaning], 60.0, 1)
     assert (found.rank, found.kind) == (1, FaultKind.HANG)
     assert "in all_reduce; it is in an except or finally block after ValueError: sample 4711 (stacks: " in found.message
 
@@ -78,7 +85,7 @@ def test_place_is_the_innermost_frame_of_the_users_code() -> None:
 
 
 def test_rank_with_the_fewest_collectives_is_missing_and_told_in_full() -> None:
-    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6), report(2, ALL_REDUCE, 7)], 600.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6), report(2, ALL_REDUCE, 7)], 600.0, 5)
     assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.HANG, 5)
     assert fault.message == (
         "no progress for 600 s, it is in train.py:41 in load_batch while rank 0, 2 wait for it in all_reduce "
@@ -87,39 +94,34 @@ def test_rank_with_the_fewest_collectives_is_missing_and_told_in_full() -> None:
 
 
 def test_stopped_process_comes_before_every_other_sign() -> None:
-    fault = find_missing_rank([report(0, LOADING, 1), report(1, ALL_REDUCE, 7, state="stopped")], 2.0, 5)
+    fault = missing([report(0, LOADING, 1), report(1, ALL_REDUCE, 7, state="stopped")], 2.0, 5)
     assert fault.rank == 1
     assert "its process is stopped (SIGSTOP)" in fault.message
 
 
 def test_rank_that_waits_in_no_collective_is_missing_where_counts_tell_nothing() -> None:
-    assert find_missing_rank([report(0, BACKWARD), report(1, ALL_REDUCE), report(2, LOADING)], 2.0, 5).rank == 2
+    assert missing([report(0, BACKWARD), report(1, ALL_REDUCE), report(2, LOADING)], 2.0, 5).rank == 2
 
 
 def test_rank_that_says_nothing_at_all_is_missing() -> None:
-    fault = find_missing_rank([report(0, ALL_REDUCE, 3), RankReport(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 3), RankReport(1, 5.0), report(2, ALL_REDUCE, 3)], 2.0, 5)
     assert fault.rank == 1
     assert "its place in the code is not known while rank 0, 2 wait for it" in fault.message
 
 
 def test_rank_that_has_been_silent_for_longest_is_missing_where_all_are_alike() -> None:
-    assert (
-        find_missing_rank([report(0, ALL_REDUCE, 3, idle_s=3.0), report(1, ALL_REDUCE, 3, idle_s=9.0)], 2.0, 5).rank
-        == 1
-    )
+    assert missing([report(0, ALL_REDUCE, 3, idle_s=3.0), report(1, ALL_REDUCE, 3, idle_s=9.0)], 2.0, 5).rank == 1
 
 
 def test_rank_that_did_not_start_comes_before_one_that_did() -> None:
-    fault = find_missing_rank(
-        [report(0, LOADING, entered=False), RankReport(1, 9.0, started=False, entered=False)], 60.0, 5
-    )
+    fault = missing([report(0, LOADING, entered=False), RankReport(1, 9.0, started=False, entered=False)], 60.0, 5)
     assert fault.rank == 1
     assert fault.message.startswith("did not start within 60 s")
 
 
 def test_rank_that_has_waited_in_vain_is_not_the_missing_one() -> None:
     late = report(0, LOADING, 6, timed_out=True)
-    fault = find_missing_rank([late, report(1, LOADING, 6)], None, 5)
+    fault = missing([late, report(1, LOADING, 6)], None, 5)
     assert fault.rank == 1
     assert "a collective operation timed out, it is in train.py:41 in load_batch while rank 0 waits" in fault.message
 
@@ -129,8 +131,8 @@ PENDING = events.Stacks(1, LOADING, 7, pending="all_reduce")
 
 def test_rank_that_waited_in_vain_is_not_missing_although_the_others_wait_as_well() -> None:
     ended = RankReport(0, 99.0, timed_out=True)
-    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7), report(2, ALL_REDUCE, 6)], None, 5).rank == 2
-    assert find_missing_rank([ended, report(1, ALL_REDUCE, 7)], None, 5).rank == 1
+    assert missing([ended, report(1, ALL_REDUCE, 7), report(2, ALL_REDUCE, 6)], None, 5).rank == 2
+    assert missing([ended, report(1, ALL_REDUCE, 7)], None, 5).rank == 1
 
 
 STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING, BACKWARD)}
@@ -175,16 +177,16 @@ STACKS = {frames: events.Stacks(1, frames, 7) for frames in (ALL_REDUCE, LOADING
 def test_rank_that_others_wait_for_is_judged_by_whether_it_works(
     reports: list[RankReport], before: dict[int, events.Stacks], hangs: int | None
 ) -> None:
-    fault = judge(reports, 600.0, before, 5)
+    fault = diagnose(reports, 600.0, before, 5)
     assert (fault.rank if fault is not None else None) == hangs
 
 
 def test_wait_that_a_rank_has_given_up_is_never_excused_by_work() -> None:
-    assert judge([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, {}, 5) is not None
+    assert diagnose([report(0, LOADING, 6, timed_out=True), report(1, LOADING, 6, works=True)], None, {}, 5) is not None
 
 
 def test_message_has_one_number_and_says_that_a_rank_without_progress_uses_the_cpu() -> None:
-    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, silent_s=3604.0, uses="CPU")], 600.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, silent_s=3604.0, uses="CPU")], 600.0, 5)
     assert fault.message == (
         "no progress for 3604 s, although it uses the CPU, it is in train.py:41 in load_batch while rank 0 waits for "
         "it in all_reduce (stacks: artifacts/stacks/)"
@@ -192,18 +194,18 @@ def test_message_has_one_number_and_says_that_a_rank_without_progress_uses_the_c
 
 
 def test_rank_that_has_returned_is_missing_where_all_others_wait() -> None:
-    fault = find_missing_rank([report(0, ALL_REDUCE, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
     assert (fault.rank, fault.kind, int(fault.exit_code)) == (1, FaultKind.EXIT, 1)
     assert "returned from the workload while rank 0 waited for it" in fault.message
 
 
 def test_rank_that_hangs_by_itself_after_another_has_returned_is_the_one() -> None:
-    fault = find_missing_rank([report(0, LOADING, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
+    fault = missing([report(0, LOADING, 7), RankReport(1, 0.0, finished=True, over=True)], 2.0, 5)
     assert (fault.rank, fault.kind) == (0, FaultKind.HANG)
 
 
 def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
-    fault = find_missing_rank([RankReport(0, 0.0, finished=True, over=True), report(1, LOADING, finished=True)], 2.0, 5)
+    fault = missing([RankReport(0, 0.0, finished=True, over=True), report(1, LOADING, finished=True)], 2.0, 5)
     assert fault.rank == 1
     assert "after the end of its work" in fault.message
 
@@ -223,13 +225,13 @@ def test_rank_that_does_not_end_is_named_with_what_it_still_does() -> None:
     ],
 )
 def test_rank_that_cannot_exit_says_what_it_waits_for(frames: tuple[str, ...], text: str) -> None:
-    found = find_missing_rank([report(0, frames, finished=True)], 30.0, 1)
+    found = missing([report(0, frames, finished=True)], 30.0, 1)
     assert f"after the end of its work, {text}" in found.message or f"it is in {text}" in found.message
 
 
 def test_exception_of_a_thread_is_told_with_its_traceback() -> None:
     ended = events.ThreadFailure(1, "reader", "ValueError", "bad shard\nmore", "Traceback ...")
-    fault = find_missing_rank([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0, 5)
+    fault = missing([report(0, ALL_REDUCE, 7), report(1, LOADING, 6, thread=ended)], 2.0, 5)
     assert "its thread reader has ended with ValueError: bad shard (stacks" in fault.message
     assert fault.traceback == "Traceback ..."
 
@@ -250,122 +252,106 @@ def test_many_ranks_are_told_as_spans() -> None:
     ],
 )
 def test_message_says_which_limit_has_passed(limit_s: float | None, stage: dict[str, Any], text: str) -> None:
-    found = find_missing_rank([RankReport(0, 1.0, over=True, **stage)], limit_s, 1)
+    found = missing([RankReport(0, 1.0, over=True, **stage)], limit_s, 1)
     assert found.message == f"{text} (stacks: artifacts/stacks/)"
 
 
-# --- One inquiry after another: whom it asks, when it ends, and what it keeps for the next ---
+# --- One inquiry after another: when it ends, and what it keeps for the next ---
 
 
-LOADING_STACK_COLLECTOR = ("/home/u/train.py:41 load_batch",)
 HANG = Hang(Stage.TRAIN, (1,), 40.0, 41.0)
-STARTED = events.Started(1, 7, "h")
-RANKS = [running(rank, started=STARTED, entered=True) for rank in range(2)]
 THREAD = events.ThreadFailure(5, "loader", "ValueError", "bad", "Traceback")
 
 
-class _Signs:
+class Signs:
     """A watchdog for which rank 1 works, and each rank is idle for ten times its number of seconds."""
 
-    def idle_s(self, rank: Any, activity: Activity, now: float) -> float:
-        return 10.0 * int(rank.spec.rank)
+    def idle_s(self, rank: Rank, now: float) -> float:
+        return 10.0 * rank.spec.rank
 
-    def works(self, rank: Any, activity: Activity, now: float) -> bool:
-        return bool(rank.spec.rank == 1)
+    def works(self, rank: Rank, now: float) -> bool:
+        return rank.spec.rank == 1
 
     def uses(self, activity: Activity, now: float) -> str:
         return ""
 
 
-def begun(before: StackCollector | None = None, hang: Hang | None = HANG, **more: Any) -> StackCollector:
-    """An inquiry of two ranks that begins at 100 s."""
-    collector = before if before is not None else StackCollector()
-    return collector.begin(hang, RANKS, [Activity(), Activity()], cast(Watchdog, _Signs()), 100.0, **more)
+@pytest.fixture
+def ranks() -> list[Rank]:
+    return [running(rank, started=events.Started(1, 7, "h"), entered=True) for rank in range(2)]
 
 
-def answered(
-    collector: StackCollector, rank: int, main: tuple[str, ...] = LOADING_STACK_COLLECTOR, **more: Any
-) -> StackCollector:
-    collector = collector.after(rank, events.Stacks(1, main, **more))
-    return collector.after(rank, events.FileSaved(1, f"stacks/rank-{rank}.txt", "a", 1, ""))
+def begun(ranks: list[Rank], hang: Hang | None = HANG) -> Inquiry:
+    """An inquiry that begins at 100 s."""
+    inquiry = Inquiry()
+    inquiry.begin(hang, ranks, cast(Watchdog, Signs()), 100.0)
+    return inquiry
 
 
-def test_an_inquiry_is_under_way_from_its_beginning_until_it_is_closed() -> None:
-    waiting = StackCollector(not_before=90.0)
-    assert (waiting.begun, waiting.under_way) == (False, False)
-    assert [waiting.may_begin(now) for now in (89.9, 90.0)] == [False, True]
-    collector = begun()
-    assert (collector.begun, collector.under_way, collector.may_begin(200.0)) == (True, True, False)
-    assert (collector.until, collector.limit_s) == (100.0 + ANSWERS_S, 40.0)
-    _, fault = collector.result(RANKS, 104.9, 8)
-    assert fault is None
-    closed, fault = begun(hang=None).result(RANKS, 105.0, 8)
-    assert fault is not None and (closed.begun, closed.under_way) == (True, False)
-    assert closed.result(RANKS, 200.0, 9) == (closed, None)
-
-
-def test_the_answer_of_a_rank_replaces_that_of_its_worker_and_not_the_other_way() -> None:
-    of_worker, of_rank = events.Stacks(1, ("w",), state="busy"), events.Stacks(2, ("r",))
-    collector = StackCollector().after(0, of_worker)
-    assert collector.stacks == {0: of_worker}
-    assert collector.after(0, of_rank).stacks == collector.after(0, of_rank).after(0, of_worker).stacks == {0: of_rank}
-    assert collector.after(1, of_worker).stacks == {0: of_worker, 1: of_worker}
-    assert collector.after(1, events.Entered(3)) is collector
-
-
-def test_the_first_thread_that_has_failed_explains_a_later_fault_of_its_rank() -> None:
-    collector = StackCollector().after(1, THREAD)
-    assert collector.after(1, events.ThreadFailure(6, "other", "KeyError", "", "")) is collector
-    fault = Fault(1, FaultKind.EXCEPTION, 9, "it broke")
-    assert collector.explained(fault).message == "it broke (its thread loader had ended with ValueError: bad)"
-    assert collector.explained(Fault(0, FaultKind.EXCEPTION, 9, "it broke")).message == "it broke"
-
-
-def test_an_inquiry_ends_once_every_rank_that_lives_has_answered() -> None:
-    collector = answered(begun(hang=None), 0)
-    assert collector.answered == {0}
-    assert collector.result(RANKS, 101.0, 8) == (collector, None)
-    _, fault = answered(collector, 1).result(RANKS, 101.0, 8)
+def test_inquiry_ends_with_the_last_answer_or_at_its_deadline(ranks: list[Rank]) -> None:
+    late = begun(ranks, None)
+    assert late.under_way and not late.may_begin(200.0)
+    assert late.conclude(ranks, 100.0 + ANSWERS_S - 0.1, 8) is None
+    fault = late.conclude(ranks, 100.0 + ANSWERS_S, 8)
     assert fault is not None and (fault.kind, fault.time_ns) == (FaultKind.HANG, 8)
-    _, fault = collector.result([RANKS[0], dataclasses.replace(RANKS[1], lost=True)], 101.0, 8)
+    assert late.conclude(ranks, 200.0, 9) is None
+    answered = begun(ranks, None)
+    answered.on_event(0, events.Stacks(1, LOADING))
+    assert answered.conclude(ranks, 101.0, 8) is None
+    answered.on_event(1, events.Stacks(1, LOADING))
+    assert answered.conclude(ranks, 101.0, 8) is not None
+
+
+def test_lost_rank_is_not_waited_for(ranks: list[Rank]) -> None:
+    inquiry = begun(ranks, None)
+    inquiry.on_event(0, events.Stacks(1, LOADING))
+    ranks[1].lost = True
+    fault = inquiry.conclude(ranks, 101.0, 8)
     assert fault is not None and fault.rank == 0
 
 
-def test_the_fault_says_what_was_known_of_the_rank_when_the_ranks_were_asked() -> None:
-    collector = answered(answered(begun(), 0, ("/u/train.py:1 other",)), 1).after(0, THREAD)
-    none, fault = collector.result(RANKS, 101.0, 8)
-    assert fault is None and not none.begun, "rank 1 has been idle for longer, and works"
-    late = answered(answered(begun(), 0), 1)
-    late = late.after(0, THREAD)
-    _, fault = late.result([RANKS[0], dataclasses.replace(RANKS[1], lost=True)], 105.0, 8)
-    assert fault is not None and fault.traceback == "Traceback"
-    assert fault.message == (
-        "no progress for 40 s, it is in train.py:41 in load_batch; its thread loader has ended with ValueError: bad "
-        "(stacks: artifacts/stacks/)"
-    )
+def test_rank_at_work_ends_the_inquiry_and_the_next_one_compares_its_stacks(ranks: list[Rank]) -> None:
+    inquiry = begun(ranks)
+    for rank in (0, 1):
+        inquiry.on_event(rank, events.Stacks(1, ALL_REDUCE, 7))
+    assert inquiry.conclude(ranks, 101.0, 8) is None
+    assert not inquiry.begun
+    assert [inquiry.may_begin(now) for now in (120.9, 121.0)] == [False, True]  # half of the limit later
+    inquiry.on_event(0, events.Stacks(1, LOADING, 9))  # too late
+    inquiry.begin(HANG, ranks, cast(Watchdog, Signs()), 121.0)
+    for rank in (0, 1):
+        assert inquiry.conclude(ranks, 122.0, 8) is None
+        inquiry.on_event(rank, events.Stacks(1, ALL_REDUCE, 7))
+    fault = inquiry.conclude(ranks, 122.0, 8)
+    assert fault is not None and fault.rank == 1  # it is in the same operation, and has been idle for longer
 
 
-def test_an_inquiry_that_finds_the_ranks_at_work_keeps_their_stacks_for_the_next() -> None:
-    earlier = {1: events.Stacks(1, ("earlier",))}
-    first = StackCollector(not_before=7.0, before=earlier, threads={1: THREAD})
-    collector = answered(answered(begun(first, HANG), 0), 1)
-    after, fault = collector.result(RANKS, 101.0, 8)
-    assert fault is None
-    assert after == StackCollector(not_before=101.0 + 20.0, before=collector.stacks, threads={1: THREAD})
-
-
-def test_a_rank_that_finishes_during_the_inquiry_ends_it_without_a_fault_unless_a_wait_has_timed_out() -> None:
-    collector = answered(begun(hang=None), 0)
-    finished = [RANKS[0], dataclasses.replace(RANKS[1], finished=True)]
-    after, fault = collector.result(finished, 105.0, 8)
-    assert fault is None and after == StackCollector(not_before=105.0, before=collector.stacks)
-    victim = Fault(0, FaultKind.EXCEPTION, 3, "timed out", victim=True, timed_out=True)
-    _, fault = collector.result([dataclasses.replace(finished[0], fault=victim, lost=True), finished[1]], 105.0, 8)
+def test_rank_that_finishes_meanwhile_ends_the_inquiry_unless_a_wait_has_timed_out(ranks: list[Rank]) -> None:
+    inquiry = begun(ranks, None)
+    ranks[1].finished = True
+    inquiry.on_event(0, events.Stacks(1, LOADING))
+    assert inquiry.conclude(ranks, 105.0, 8) is None and inquiry.may_begin(105.0)
+    ranks[1].finished = False
+    inquiry.begin(None, ranks, cast(Watchdog, Signs()), 106.0)
+    ranks[1].finished = True
+    ranks[0].fault = Fault(0, FaultKind.EXCEPTION, 3, "timed out", victim=True, timed_out=True)
+    ranks[0].lost = True
+    fault = inquiry.conclude(ranks, 111.0, 8)
     assert fault is not None and fault.rank == 1
 
 
-def test_of_ranks_that_were_not_asked_nothing_is_known() -> None:
-    collector = StackCollector(until=100.0, limit_s=40.0)
-    _, fault = collector.result([RANKS[0]], 100.0, 8)
-    assert fault is not None
-    assert fault.message == "no progress for 40 s, its place in the code is not known (stacks: artifacts/stacks/)"
+def test_first_thread_that_has_failed_explains_a_later_fault_of_its_rank(ranks: list[Rank]) -> None:
+    inquiry = begun(ranks)
+    inquiry.on_event(0, THREAD)
+    inquiry.on_event(0, events.ThreadFailure(6, "other", "KeyError", "", ""))
+    fault = Fault(0, FaultKind.EXCEPTION, 9, "it broke")
+    assert inquiry.explained(fault).message == "it broke (its thread loader had ended with ValueError: bad)"
+    assert inquiry.explained(Fault(1, FaultKind.EXCEPTION, 9, "it broke")).message == "it broke"
+    inquiry.on_event(0, events.Stacks(1, LOADING))
+    ranks[1].lost = True
+    hung = inquiry.conclude(ranks, 101.0, 8)
+    assert hung is not None and hung.traceback == "Traceback"
+    assert hung.message == (
+        "no progress for 40 s, it is in train.py:41 in load_batch; its thread loader has ended with ValueError: bad "
+        "(stacks: artifacts/stacks/)"
+    )

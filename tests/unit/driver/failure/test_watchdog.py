@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from ddptrain.driver.failure.watchdog import Activity, Hang, Stage, Watchdog, alive_s, new_watchdog
+from ddptrain.driver.failure.watchdog import Hang, Stage, Watchdog, alive_s, new_watchdog
+from ddptrain.driver.ranks import Activity
 from ddptrain.protocol import events
 from tests.unit.driver.attempt.ranks import running
 
@@ -20,10 +20,10 @@ class Scene:
         self.now = 100.0
         self.dog = new_watchdog(timeout_s, 60.0)
         self.ranks = [running(rank) for rank in (0, 1)]
-        self.activities = [Activity(), Activity()]
 
     def change(self, rank: int, **changes: Any) -> None:
-        self.ranks[rank] = dataclasses.replace(self.ranks[rank], **changes)
+        for name, value in changes.items():
+            setattr(self.ranks[rank], name, value)
 
     def enter(self) -> None:
         for rank in (0, 1):
@@ -31,34 +31,36 @@ class Scene:
             self.heard(rank, events.Entered(1))
 
     def heard(self, rank: int, event: events.Event, count: int = 1) -> None:
-        self.activities[rank] = self.dog.after_event(self.activities[rank], event, self.now, count)
+        self.dog.on_event(self.ranks[rank].activity, event, self.now, count)
 
     def grew(self, rank: int) -> None:
-        self.activities[rank] = self.activities[rank].grew(self.activities[rank].log_size + 1, self.now)
+        activity = self.ranks[rank].activity
+        assert activity.grew(activity.log_size + 1, self.now)
 
     def cpu(self, rank: int, seconds: float) -> None:
-        self.activities[rank] = self.dog.after_cpu(self.activities[rank], seconds, self.now)
+        self.dog.on_cpu(self.ranks[rank].activity, seconds, self.now)
 
     def gpu(self, rank: int, percent: float) -> None:
-        self.activities[rank] = self.activities[rank].used_gpu(percent, self.now)
+        self.ranks[rank].activity.used_gpu(percent, self.now)
 
     def notice(self, rank: int) -> None:
-        self.activities[rank] = self.activities[rank].noticed(self.now)
+        self.ranks[rank].activity.noticed(self.now)
 
     def suspended(self, seconds: float) -> None:
-        self.activities = [activity.shifted(seconds, self.now) for activity in self.activities]
+        for rank in self.ranks:
+            rank.activity.skip(seconds, self.now)
 
     def works(self, rank: int) -> bool:
-        return self.dog.works(self.ranks[rank], self.activities[rank], self.now)
+        return self.dog.works(self.ranks[rank], self.now)
 
     def uses(self, rank: int) -> str:
-        return self.dog.uses(self.activities[rank], self.now)
+        return self.dog.uses(self.ranks[rank].activity, self.now)
 
     def silence(self) -> str:
-        return self.dog.silence(self.ranks, self.activities, self.now)
+        return self.dog.silence(self.ranks, self.now)
 
     def hang(self) -> Hang | None:
-        return self.dog.overdue(self.ranks, self.activities, self.now)
+        return self.dog.overdue(self.ranks, self.now)
 
     def report(self, *ranks: int) -> None:
         for rank in ranks:
@@ -428,9 +430,9 @@ ACTIVITY = [
     ids=lambda value: value.kind if isinstance(value, events.Event) else "",
 )
 def test_every_kind_of_event_either_counts_as_activity_or_not(event: events.Event, counts: bool) -> None:
-    before = Activity(spoke_at=100.0)
-    after = Watchdog(10.0, 60.0).after_event(before, event, 111.0)
-    assert after.spoke_at == (111.0 if counts else 100.0)
+    activity = Activity(spoke_at=100.0)
+    Watchdog(10.0, 60.0).on_event(activity, event, 111.0)
+    assert activity.spoke_at == (111.0 if counts else 100.0)
 
 
 def test_table_above_has_every_kind_of_event() -> None:
@@ -439,7 +441,8 @@ def test_table_above_has_every_kind_of_event() -> None:
 
 @pytest.mark.parametrize(("announced_s", "until"), [(30.0, 130.0), (3_600.0, 3_700.0), (1e9, 3_700.0)])
 def test_announced_silence_is_excused_for_an_hour_at_most(announced_s: float, until: float) -> None:
-    activity = Watchdog(10.0, 60.0).after_event(Activity(), finishing(announced_s), 100.0)
+    activity = Activity()
+    Watchdog(10.0, 60.0).on_event(activity, finishing(announced_s), 100.0)
     assert activity.excused_until == until
     scene = Scene()
     scene.enter()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,7 +128,7 @@ def test_a_failed_run_discards_the_profile(make: Make) -> None:
         rank.step(number)
     rank.context.close(1.0, failed=True)
     assert rank.files() == {} and list((rank.folder / "staging").iterdir()) == []
-    assert rank.notes() == [("info", "profile: steps 2 to 9 were not recorded: rank 0 has ended before")]
+    assert rank.notes() == [("info", "profile: steps 2 to 9 were not recorded: the rank has ended before")]
 
 
 @pytest.mark.parametrize(
@@ -190,46 +187,16 @@ def test_reports_of_another_thread_do_not_begin_a_profile(make: Make) -> None:
     assert list(rank.files()) == [TRACE.format(3, 3)]
 
 
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_full_disk_is_a_warning_and_leaves_no_file(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_that_cannot_be_written_is_a_warning(make: Make) -> None:
     rank = make(profile=StepProfile(1, 2))
-    monkeypatch.setattr(shutil, "copyfileobj", full)
-    for number in range(4):
-        rank.step(number)
-    assert rank.files() == {} and list((rank.folder / "staging").iterdir()) == []
-    ((level, message),) = rank.notes()
-    assert level == "warning" and "steps 1 to 2 of rank 0 were not recorded: OSError: " in message
-
-
-def test_trace_that_is_cut_off_is_not_saved(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = make(profile=StepProfile(1, 2))
-    export = torch.profiler.profile.export_chrome_trace
-
-    def cut_off(self: Any, path: str) -> None:
-        export(self, path)
-        os.truncate(path, 1000)
-
-    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut_off)
-    for number in range(4):
-        rank.step(number)
-    assert rank.files() == {}
-    assert "the trace is cut off after 1,000 bytes: is the disk full?" in rank.notes()[0][1]
-
-
-def test_profiler_that_is_in_use_is_a_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_use(self: Any) -> None:
-        raise RuntimeError("Profiler is already enabled on this thread")
-
-    monkeypatch.setattr(torch.profiler.profile, "start", in_use)
-    rank = make(profile=StepProfile(1, 2))
-    for number in range(4):
+    rank.step(0)
+    (rank.folder / "staging").rmdir()
+    for number in range(1, 4):
         rank.step(number)
     rank.context.close()
-    assert [level for level, _ in rank.notes()] == ["warning"]
-    assert "RuntimeError: Profiler is already enabled on this thread" in rank.notes()[0][1]
+    ((level, message),) = rank.notes()
+    assert level == "warning" and "steps 1 to 2 of rank 0 were not recorded: " in message
+    assert rank.files() == {}
 
 
 def test_script_without_a_context_is_told_why_nothing_is_recorded(make: Make) -> None:

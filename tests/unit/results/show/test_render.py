@@ -93,7 +93,7 @@ def test_empty_parts_are_left_out_and_long_values_indented(tmp_path: Path) -> No
     failure = FailureRecord(message="no", traceback="one\ntwo\n")
     view = RunView(RunLayout(tmp_path), RunRecord(run_id="r", status="failed", failure=failure))
     text = plain_sections(sections(view))
-    assert "  message    no\n  traceback  one\n             two" in text
+    assert "  cause      no\n  traceback  one\n             two" in text
     assert "artifacts" not in text and "best" not in text
 
 
@@ -263,7 +263,10 @@ def test_run_that_is_unknown_or_unreadable_is_no_failure_of_the_command(tmp_path
     [
         (None, ""),
         (FailureRecord(0, "vm", "exit", message="exit code 3\nmore"), "rank 0 on vm: exit code 3"),
-        (FailureRecord(None, "vm", "worker", "OutOfMemory", "OutOfMemory"), "vm: OutOfMemory"),
+        (
+            FailureRecord(0, "vm", "exit", message="3", cause="rank 0 on vm failed first: 3"),
+            "rank 0 on vm failed first: 3",
+        ),
         (FailureRecord(None, "", "driver", "ValueError", "no"), "ValueError: no"),
     ],
 )

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddptrain.driver.display.run_summary import evaluation_lines, last_event, past_run_event, summary_lines
-from ddptrain.driver.failure.run_end import RunEnd
+from ddptrain.driver.display.summary import evaluation_lines, finished_event, last_event, summary_lines
 from ddptrain.errors import ExitCode
 from ddptrain.protocol.events import Metrics
 from ddptrain.results.layout import RunLayout
@@ -19,10 +18,14 @@ from ddptrain.results.run_record import AttemptRecord, BestRecord, FailureRecord
 from ddptrain.results.run_writer import RunWriter
 
 
+def ended(writer: RunWriter, status: RunStatus, duration_s: float) -> RunView:
+    return RunView(writer.layout, dataclasses.replace(writer.record, status=status, duration_s=duration_s))
+
+
 @pytest.mark.parametrize(("ranks", "on"), [(0, ""), (1, " on 1 rank"), (8, " on 8 ranks")])
 def test_the_ranks_are_counted_where_there_were_any(tmp_path: Path, ranks: int, on: str) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=ranks) as writer:
-        told = summary_lines(writer, RunEnd(RunStatus.FAILED, 4, "no cluster"), 1.25)
+        told = summary_lines(ended(writer, RunStatus.FAILED, 1.25))
     assert told == [
         f"run r failed after 1.2 s{on}",
         f"  results {tmp_path / 'r'}",
@@ -35,19 +38,19 @@ def test_run_that_can_be_resumed_says_how(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     with RunWriter.create(tmp_path / "runs", "r", "name", "", "workload") as writer:
         writer.update(checkpoints=("step-20", "step-10"))
-        told = summary_lines(writer, RunEnd(status, 1), 1.0)
+        told = summary_lines(ended(writer, status, 1.0))
     assert told[-1] == "  next    ddptrain explain r; --resume r continues from step-20"
 
 
 def test_where_the_time_went_is_one_line(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=1) as writer:
         began = datetime.fromisoformat(writer.record.started_at)
-        started, ended = ((began + timedelta(seconds=seconds)).isoformat() for seconds in (3, 60))
-        writer.update(attempts=(AttemptRecord(1, started, ended, 1, "succeeded"),), ended_at=ended)
+        started, end = ((began + timedelta(seconds=seconds)).isoformat() for seconds in (3, 60))
+        writer.update(attempts=(AttemptRecord(1, started, end, 1, "succeeded"),), ended_at=end)
         for kind, seconds in (("run_started", 3), ("entered", 5), ("timed", 40), ("finished", 58)):
             fields = {"attempt": 1, "activity": "evaluation", "seconds": 10.5}
             writer.event({"event": kind, "time_s": began.timestamp() + seconds, **fields})
-        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 60.0)
+        told = summary_lines(ended(writer, RunStatus.SUCCEEDED, 60.0))
     line = "  time    queue 3.0 s, start 2.0 s, training 42.5 s, evaluation 10.5 s, end 2.0 s"
     assert told[1:] == [line, f"  results {tmp_path / 'r'}"]
 
@@ -55,7 +58,7 @@ def test_where_the_time_went_is_one_line(tmp_path: Path) -> None:
 def test_time_of_all_parts_is_told_and_that_of_the_last(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
         writer.update(earlier_s=100.0)
-        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 130.25)
+        told = summary_lines(ended(writer, RunStatus.SUCCEEDED, 130.25))
     assert told[0] == "run r succeeded after 130.2 s (30.2 s since it was resumed)"
 
 
@@ -74,7 +77,7 @@ def test_last_metrics_have_four_digits_or_all_before_the_point(tmp_path: Path, v
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
         writer.add_metrics([Metrics(1, {"loss": value, "acc": 0.5, "gone": math.nan})], 0)
         writer.update(best=BestRecord("acc", "max", 0.98765, 7))
-        told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
+        told = summary_lines(ended(writer, RunStatus.SUCCEEDED, 1.0))
     assert told[1:3] == [f"  last    acc 0.5, gone nan, loss {text}", "  best    acc 0.9877 at step 7"]
 
 
@@ -82,14 +85,14 @@ def test_twenty_of_many_metrics_are_told(tmp_path: Path) -> None:
     for count, more in ((20, ""), (1_500, ", and 1,480 more")):
         with RunWriter.create(tmp_path, f"r{count}", "name", "", "workload") as writer:
             writer.add_metrics([Metrics(1, {f"k{number:04}": 1.0 for number in range(count)})], 0)
-            told = summary_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.0)
+            told = summary_lines(ended(writer, RunStatus.SUCCEEDED, 1.0))
         assert told[1].endswith(f", k0019 1{more}")
 
 
 @pytest.mark.parametrize(("ranks", "on"), [(0, ""), (2, " on 2 ranks")])
 def test_evaluation_ends_with_one_line(tmp_path: Path, ranks: int, on: str) -> None:
     with RunWriter.create(tmp_path, "r", "name", "", "workload", world_size=ranks) as writer:
-        told = evaluation_lines(writer, RunEnd(RunStatus.SUCCEEDED, 0), 1.26)
+        told = evaluation_lines(ended(writer, RunStatus.SUCCEEDED, 1.26))
     assert told == [f"evaluation succeeded after 1.3 s{on}"]
 
 
@@ -97,7 +100,9 @@ def test_last_event_has_the_end_and_where_the_time_went_which_run_json_has_too(t
     failure = FailureRecord(1, "h1", "exception", "ValueError", "no", "trace", "log")
     with RunWriter.create(tmp_path, "r", "name", "", "workload") as writer:
         writer.update(best=BestRecord("acc", "max", 0.5, 7), result=[1])
-        event = last_event(writer, RunEnd(RunStatus.FAILED, ExitCode.HANG, "why", failure), 12.34567)
+        writer.finish(RunStatus.FAILED, ExitCode.HANG, failure)
+        writer.update(duration_s=12.34567)
+        event = last_event(writer)
         assert event["time_use_s"] == dict(writer.record.time_use_s) and event["goodput"] == writer.record.goodput
         assert event.keys() >= {"time_use_s", "goodput"} and len(event["time_use_s"]) > 2
     del event["time_use_s"], event["goodput"]
@@ -119,7 +124,7 @@ def test_last_event_has_the_end_and_where_the_time_went_which_run_json_has_too(t
 @pytest.mark.parametrize(("exit_code", "expected"), [(None, 4), (75, 75)])
 def test_run_that_ended_earlier_has_the_same_last_event(tmp_path: Path, exit_code: int | None, expected: int) -> None:
     record = RunRecord(run_id="r", status="preempted", exit_code=exit_code, duration_s=2.0, goodput=0.5)
-    assert past_run_event(RunView(RunLayout(tmp_path / "r"), record)) == {
+    assert finished_event(RunView(RunLayout(tmp_path / "r"), record)) == {
         "event": "run_finished",
         "run_id": "r",
         "run_dir": str(tmp_path / "r"),
@@ -134,4 +139,4 @@ def test_run_that_ended_earlier_has_the_same_last_event(tmp_path: Path, exit_cod
         "failure": None,
     }
     unknown = RunView(RunLayout(tmp_path / "r"), RunRecord(run_id="r", status="failed"))
-    assert past_run_event(unknown)["duration_s"] == 0.0
+    assert finished_event(unknown)["duration_s"] == 0.0

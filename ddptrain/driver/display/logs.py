@@ -1,9 +1,12 @@
-"""Follows the log file of one rank while the rank appends to it, and splits it into lines."""
+"""The lines that ranks print: follows the log file of each rank while it grows, and leaves out equal lines."""
 
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +14,11 @@ from ddptrain.file_ops import open_regular
 
 READ_BYTES = 64 * 1024  # per read; small, because each short line becomes an object
 MAX_LINE_CHARS = 64 * 1024  # a longer line is passed on in pieces, so that memory stays bounded
+HOLD_S = 0.4  # how long a line of another rank waits for the same line of rank 0; the display adds at most 0.1 s
+MAX_HELD_CHARS = 1 << 20
+MAX_KNOWN = 100_000  # lines; after that, equal lines may be shown again
+TRACEBACK = "Traceback (most recent call last):"
+MAX_TRACEBACK_LINES, MAX_TRACEBACKS = 1000, 100
 
 
 class RankLine(NamedTuple):
@@ -156,3 +164,107 @@ class LogTail:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+RankLines = tuple[int, Sequence[RankLine]]  # a rank, and lines that it has printed
+
+
+class AllLines:
+    """Passes on all lines of all ranks."""
+
+    only_bar_of: int | None = None  # the rank whose redrawn line is shown; None: of each rank
+
+    def add(self, rank: int, lines: Sequence[RankLine], now_s: float) -> Iterable[RankLines]:
+        """Add lines that a rank has printed, at a monotonic time in seconds; return what can be shown now."""
+        return [(rank, lines)] if lines else []
+
+    def due(self, now_s: float) -> Iterable[RankLines]:
+        """Return what was held long enough."""
+        return ()
+
+    def flush(self) -> Iterable[RankLines]:
+        """Return everything that is to be shown of what is held."""
+        return ()
+
+
+class DifferingLines(AllLines):
+    """Passes on all lines of rank 0, and each line of other ranks that no rank before has printed.
+
+    The lines of each rank keep their order. A line that a rank repeats is shown again, unless another rank was first.
+    """
+
+    only_bar_of = 0
+
+    def __init__(self, hold_s: float = HOLD_S) -> None:
+        self._hold_s = hold_s
+        self._first: dict[int, int] = {}  # hash of a line -> the rank that has printed it first, or 0
+        self._of_first: list[RankLine] = []
+        self._held: deque[tuple[float, int, RankLine]] = deque()
+        self._chars = 0
+
+    def add(self, rank: int, lines: Sequence[RankLine], now_s: float) -> Iterable[RankLines]:
+        """Hold the lines; `due` returns them."""
+        if len(self._first) > MAX_KNOWN:
+            self._first.clear()
+        if rank == 0:
+            self._of_first += lines
+            self._first.update((hash(line), 0) for line in lines)
+            return ()
+        self._held.extend((now_s, rank, line) for line in lines)
+        self._chars += sum(len(line.text) for line in lines)
+        return ()
+
+    def due(self, now_s: float) -> Iterator[RankLines]:
+        """Yield the lines to show of those that were held long enough."""
+        if self._of_first:
+            yield 0, self._of_first
+            self._of_first = []
+        for rank, lines in itertools.groupby(self._taken(now_s), lambda item: item[0]):
+            yield rank, [line for _, line in lines]
+
+    def flush(self) -> Iterator[RankLines]:
+        """Yield everything that is to be shown of what is held."""
+        yield from self.due(float("inf"))
+
+    def _taken(self, now_s: float) -> Iterator[tuple[int, RankLine]]:
+        while self._held and (now_s - self._held[0][0] >= self._hold_s or self._chars > MAX_HELD_CHARS):
+            _, rank, line = self._held.popleft()
+            self._chars -= len(line.text)
+            if self._first.setdefault(hash(line), rank) == rank:
+                yield rank, line
+
+
+class TracebackFilter(AllLines):
+    """Replaces a traceback that another rank has printed already by its last line, for runs that are not grouped."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[RankLine]] = {}  # rank -> the lines of a traceback whose last line is missing
+        self._first: dict[tuple[RankLine, ...], int] = {}  # traceback -> the rank that has printed it first
+
+    def add(self, rank: int, lines: Sequence[RankLine], now_s: float) -> Iterable[RankLines]:
+        """Return the lines that are no part of a traceback whose end is missing."""
+        shown: list[RankLine] = []
+        for line in lines:
+            held = self._open.get(rank)
+            if held is None:
+                if line.text == TRACEBACK:
+                    self._open[rank] = [line]
+                else:
+                    shown.append(line)
+                continue
+            held.append(line)
+            if line.text[:1] in ("", " ") and len(held) < MAX_TRACEBACK_LINES:
+                continue  # a frame; the exception is the first line that is not indented
+            del self._open[rank]
+            if len(self._first) >= MAX_TRACEBACKS:
+                self._first.clear()
+            first = self._first.setdefault(tuple(held), rank)
+            same = RankLine(f"{line.text} (the traceback is that of rank {first})", line.ended)
+            shown += held if first == rank else [same]
+        return super().add(rank, shown, now_s)
+
+    def flush(self) -> Iterator[RankLines]:
+        """Yield everything that is held."""
+        while self._open:
+            rank, held = self._open.popitem()
+            yield rank, held

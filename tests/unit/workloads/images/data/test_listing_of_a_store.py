@@ -1,20 +1,14 @@
-"""The list of a run's images, from real S3 servers: made once by the driver, whatever happens on the way."""
+"""The list of a run's images from a real S3 server: what is asked of it, and what its errors mean."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec import filesystem
 
-from ddptrain.errors import ExitCode
 from ddptrain.storage.store import (
     Limits,
     Location,
@@ -26,32 +20,15 @@ from ddptrain.storage.store import (
     Transient,
     open_store,
 )
-from ddptrain.workloads.images.data import listing
 from ddptrain.workloads.images.data.listing import list_images, prepare
 from ddptrain.workloads.images.data.manifest import Manifest
 from ddptrain.workloads.images.params import ImagesParams
-from tests.conftest import PATIENCE_S, Cli
 from tests.servers.faultproxy import Fault, FaultProxy, fault_proxy
-from tests.servers.images_on_s3 import CLASSES, ImageBucket, draw, draw_folder, images_on_s3
-from tests.servers.seaweed import seaweed
+from tests.servers.images_on_s3 import ImageBucket, draw, draw_folder, images_on_s3
 
 HARD_NAMES = ("x y/a b.jpg", "ü/é+1.jpg", "p%20q/100%.jpg", "h#s/q?m.jpg", "br[1]/~t*{}.jpg", "犬/犬.jpg")
 HARD_PREFIX = "a +%41 ü/Images"
 ONE_LISTING = {"list": 2}  # of 1,250 keys: two pages
-
-# A built-in workload that looks at its inputs and does no more: scripts/seen.py.
-COMMAND = """
-import sys
-from ddptrain.config import plugin_names
-from ddptrain.cli.main import main
-
-plugin_names.BUILT_IN["pictures"] = plugin_names.BuiltIn(
-    "tests.integration.scripts.seen:train",
-    "ddptrain.workloads.images.params:ImagesParams",
-    "ddptrain.workloads.images.data.listing:prepare",
-)
-sys.exit(main())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +59,6 @@ def proxy(one_proxy: FaultProxy) -> Iterator[FaultProxy]:
 
 def listed(url: str, options: dict[str, Any]) -> list[str]:
     return sorted(item.key for images in list_images(Location(url, options)).by_class.values() for item in images)
-
-
-# --- the store ---
 
 
 def test_every_page_is_listed_signed_or_anonymous_in_as_few_requests(bucket: ImageBucket, proxy: FaultProxy) -> None:
@@ -171,112 +145,6 @@ def test_one_image_s_errors_say_whether_another_try_helps(bucket: ImageBucket, p
     proxy.inject(Fault("stall", delay_s=60))
     with pytest.raises(Transient):
         hasty.get(bucket.keys[0])
-
-
-# --- the command ---
-
-
-class Pictures:
-    """The command with the workload above, on a cluster that is up."""
-
-    def __init__(self, cli: Cli, cluster: str, source: str, options: dict[str, Any]) -> None:
-        self.cli, self.cluster, self.source, self.options = cli, cluster, source, options
-        (cli.folder / "command.py").write_text(COMMAND)
-        self.program = (sys.executable, str(cli.folder / "command.py"))
-
-    def config(self, place: str = "runs", env: dict[str, str] | None = None) -> Path:
-        path = self.cli.folder / "pictures.yaml"
-        params = {"source": self.source, "source_options": self.options}
-        content = {"workload": "pictures", "params": params, "env": env or {}, "results": {"dir": place}}
-        path.write_text(json.dumps(content))
-        return path
-
-    def arguments(self, config: Path, *more: str) -> tuple[str, ...]:
-        on = ("--cluster", self.cluster) if self.cluster else ()
-        return ("train", str(config), *on, "--ranks", "4" if self.cluster else "2", *more)
-
-
-def seen(logs: Path) -> set[str]:
-    words = [path.read_text().split("seen ")[-1].split()[0] for path in sorted(logs.glob("rank-*.log"))]
-    assert len(words) == 4
-    return set(words)
-
-
-def test_four_ranks_cost_one_listing_and_a_resume_elsewhere_costs_none(
-    run_cli: Cli, warm_cluster: str, bucket: ImageBucket, proxy: FaultProxy, tmp_path: Path
-) -> None:
-    pictures = Pictures(run_cli, warm_cluster, bucket.url, bucket.signed_options(proxy.url))
-    with seaweed(tmp_path, "runs") as store:
-        env = store | {"XDG_CACHE_HOME": str(run_cli.folder / ".cache")}
-        fs = filesystem("s3", key="key", secret="secret", endpoint_url=store["AWS_ENDPOINT_URL"])
-        config = pictures.config("s3://runs", {"FAIL": "yes"})
-        failed = run_cli(*pictures.arguments(config, "--run-id", "night"), env=env, program=pictures.program)
-        assert failed.rc == ExitCode.TRAINING_FAILED, failed.stderr
-        assert "1,250 images of 5 classes in s3://images/dogs/Images: 1,000 to train on, 250 to" in failed.stderr
-        assert proxy.counts() == ONE_LISTING | {"get": 4}
-        fs.get("runs/night", str(tmp_path / "failed"), recursive=True)
-        before = seen(tmp_path / "failed" / "logs")
-        assert len(before) == 1
-        manifest = Manifest.read(tmp_path / "failed" / "inputs")
-        assert manifest.classes == CLASSES and sorted(manifest.keys) == sorted(bucket.keys)
-
-        # Another machine: nothing of the run is left here.
-        shutil.rmtree(run_cli.folder / ".state")
-        proxy.reset()
-        config = pictures.config("s3://runs")
-        resumed = run_cli(*pictures.arguments(config, "--resume", "night"), env=env, program=pictures.program)
-        assert resumed.rc == 0, resumed.stderr
-        assert "the run's list of images is used again: 1,250 images" in resumed.stderr
-        assert proxy.counts() == {"get": 4}
-        fs.invalidate_cache()
-        fs.get("runs/night", str(tmp_path / "resumed"), recursive=True)
-        assert seen(tmp_path / "resumed" / "logs") == before
-        assert Manifest.read(tmp_path / "resumed" / "inputs") == manifest
-
-
-def test_a_bucket_that_does_not_exist_ends_the_command_and_no_secret_is_written(
-    run_cli: Cli, warm_cluster: str, bucket: ImageBucket
-) -> None:
-    options = bucket.anonymous_options() | {
-        "skip_signature": False,
-        "access_key_id": "key",
-        "secret_access_key": "t0pS3cret",
-        "token": "t0k3n",
-    }
-    pictures = Pictures(run_cli, warm_cluster, "s3://no-such-bucket/dogs/", options)
-    done = run_cli(*pictures.arguments(pictures.config(), "--run-id", "none"), program=pictures.program)
-    assert done.rc == ExitCode.USAGE
-    assert done.stderr.splitlines()[-1] == (
-        "ddptrain: run none failed: s3://no-such-bucket/dogs does not exist "
-        "(404 NoSuchBucket: The specified bucket does not exist): see params.source and its endpoint"
-    )
-    record = json.loads((run_cli.folder / "runs" / "none" / "run.json").read_text())
-    assert (record["status"], record["exit_code"], record["failure"]["type"]) == ("failed", 2, "UsageError")
-    written = [path.read_bytes() for path in (run_cli.folder / "runs").rglob("*") if path.is_file()]
-    said = f"{done.stdout}{done.stderr}".encode()
-    assert all(secret not in content for secret in (b"t0pS3cret", b"t0k3n") for content in [*written, said])
-
-
-@pytest.mark.parametrize(("signum", "embedded"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_signal_while_the_store_is_silent_ends_the_command(
-    run_cli: Cli, warm_cluster: str, bucket: ImageBucket, proxy: FaultProxy, signum: signal.Signals, embedded: bool
-) -> None:
-    proxy.inject(Fault("stall", delay_s=60))
-    cluster = "" if embedded else warm_cluster
-    pictures = Pictures(run_cli, cluster, bucket.url, bucket.signed_options(proxy.url))
-    running = run_cli.start(*pictures.arguments(pictures.config(), "--run-id", "stopped"), program=pictures.program)
-    deadline = time.monotonic() + PATIENCE_S
-    while not proxy.counts().get("list"):
-        assert time.monotonic() < deadline and running.popen.poll() is None, running.stderr
-        time.sleep(0.05)
-    asked = time.monotonic()
-    running.popen.send_signal(signum)
-    done = running.finish(40)
-    took_s = time.monotonic() - asked
-    assert done.rc == 128 + signum, done.stderr
-    record = json.loads((run_cli.folder / "runs" / "stopped" / "run.json").read_text())
-    assert (record["status"], record["exit_code"]) == ("cancelled", 128 + signum)
-    assert proxy.counts()["list"] == 1 or took_s > listing._TIMEOUT_S, "it is asked again only where that is over"
 
 
 def test_a_store_that_does_not_answer_is_given_up_in_time(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from ddptrain.config.wording import counted
-from ddptrain.driver.display import output_api, terminal
+from ddptrain.driver.display import terminal
 from ddptrain.protocol.events import Metrics, Progress
-from ddptrain.results.metrics import LatestMetrics
+from ddptrain.results.metrics import LatestMetrics, finite_number
+from ddptrain.results.run_record import BestRecord
 from ddptrain.text_tables import duration
 
 MOST_METRICS = 4
@@ -22,42 +25,53 @@ class RunFacts:
     """What all ranks have reported, as one run: epoch, step and rate are those of rank 0, metrics are means."""
 
     def __init__(self) -> None:
-        self.epoch: int | None = None  # the one that rank 0 is in, or has just ended
+        self.epoch: int | None = None  # of rank 0's newest metrics
+        self._begun: int | None = None  # the epoch that rank 0's loop over ctx.epochs is in
         self._epochs: int | None = None
         self._step: int | None = None
         self._latest = LatestMetrics()
-        self._early: deque[output_api.RankMetrics] = deque()  # of ranks whose step rank 0 has not reached
+        self._early: deque[tuple[int, Metrics]] = deque()  # of ranks whose step rank 0 has not reached
         self._starts = 0  # of rank 0
-        self._saved: output_api.Saved | None = None
+        self._saved_step: int | None = None
+        self._saved_s = 0.0  # Unix time
+        self._best: BestRecord | None = None
         self._forget_pace()
 
-    def begins_epoch(self, message: output_api.Message) -> bool:
-        """Whether the message, which is not handled yet, is rank 0's first one about a later epoch."""
-        match message:
-            case output_api.RankMetrics(0, event) if self.epoch is not None and _is_number(event.epoch):
-                return math.ceil(event.epoch or 0) > self.epoch
-        return False
-
-    def handle(self, message: output_api.Message) -> None:
-        """Update the facts after a message."""
-        match message:
-            case output_api.RankStarted(0):
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Update the facts after a line of events.jsonl."""
+        match line:
+            case {"event": "rank_started", "rank": 0}:
                 self._starts += 1
-                self.epoch = self._step = None
+                self.epoch = self._begun = self._step = None
                 self._early.clear()
                 self._latest.begin_attempt()
                 self._forget_pace()
-            case output_api.RankMetrics(rank, event):
+            case {"event": "epochs", "total": int(total)}:
+                begun = line.get("epoch")  # earlier versions have only the total
+                self._epochs, self._begun = total, begun if isinstance(begun, int) else None
+            case {"event": "checkpoint_saved", "step": int(step)}:
+                at, best = finite_number(line.get("time_s")), line.get("best")
+                self._saved_step, self._saved_s = step, time.time() if at is None else at
+                match best:
+                    case {"metric": str(metric), "value": float(value), "step": int(step)}:
+                        self._best = BestRecord(metric, value=value, step=step)
+
+    def begins_epoch(self, rank: int, event: object) -> bool:
+        """Whether an event, which is not handled yet, is rank 0's first one about a later epoch."""
+        if rank != 0 or not isinstance(event, Metrics) or self.epoch is None:
+            return False
+        return (self._epoch_of(event) or 0) > self.epoch
+
+    def rank_event(self, rank: int, event: object) -> None:
+        """Update the facts after an event of a rank."""
+        match event:
+            case Metrics():
                 if rank == 0:
                     self._add(event)
-                self._early.append(message)
+                self._early.append((rank, event))
                 self._take_metrics()
-            case output_api.RankProgress(0, event):
+            case Progress() if rank == 0:
                 self._reported.update(event)
-            case output_api.Epochs(total):
-                self._epochs = total
-            case output_api.Saved():
-                self._saved = message
 
     def line(self) -> str:
         """Return one line: "epoch 3/20, step 96, train/loss 0.21, val/loss 0.51, 41 steps/s, ETA 0:40"."""
@@ -69,19 +83,22 @@ class RunFacts:
         shown = [f"{terminal.harmless(name, False)} {values[name]:.4g}" for name in names]
         pace = self._reported if self._reported.rate is not None else self._by_step
         rate = "" if pace.rate is None else f"{number(pace.rate)} {pace.shown_unit}/s"
-        return ", ".join(filter(None, [self.epoch_text, step, *shown, rate, self._eta]))
+        return ", ".join(filter(None, [self._epoch_text(self.epoch or self._begun), step, *shown, rate, self._eta]))
 
     @property
     def epoch_text(self) -> str:
-        """The epoch, as "epoch 3/20"; "" if none is known."""
-        if self.epoch is None:
+        """The epoch that rank 0 is in, as "epoch 3/20"; "" if none is known."""
+        return self._epoch_text(self._begun or self.epoch)
+
+    def _epoch_text(self, epoch: int | None) -> str:
+        if epoch is None:
             return ""
-        return f"epoch {self.epoch}" + ("" if self._epochs is None else f"/{self._epochs}")
+        return f"epoch {epoch}" + ("" if self._epochs is None else f"/{self._epochs}")
 
     @property
     def metric_texts(self) -> list[str]:
         """The metric that decides which checkpoint is best, as "val/loss 0.51 (best 0.509, step 640)", and shorter."""
-        best = self._saved.best if self._saved else None
+        best = self._best
         name = best.metric if best else _DEFAULT_METRIC
         value = self._latest.as_dict().get(name)
         if value is None:
@@ -95,11 +112,11 @@ class RunFacts:
     @property
     def saved_texts(self) -> list[str]:
         """The newest checkpoint, as "saved step 384, 12 s ago", and shorter."""
-        if self._saved is None:
+        if self._saved_step is None:
             return []
-        age_s = int(max(time.time() - self._saved.time_s, 0))
+        age_s = int(max(time.time() - self._saved_s, 0))
         age = f"{age_s} s ago" if age_s < 60 else f"{duration(age_s)} ago"
-        return [f"saved step {self._saved.step}, {age}", f"saved {age}"]
+        return [f"saved step {self._saved_step}, {age}", f"saved {age}"]
 
     @property
     def restarts_text(self) -> str:
@@ -109,21 +126,27 @@ class RunFacts:
     def _take_metrics(self) -> None:
         """Take the values up to rank 0's step, so that a line does not have values of its next epoch."""
         for _ in range(len(self._early)):
-            message = self._early.popleft()
-            step = message.event.step
-            is_early = step is not None and self._step is not None and step > self._step
+            rank, event = self._early.popleft()
+            is_early = event.step is not None and self._step is not None and event.step > self._step
             if is_early and len(self._early) < _MOST_EARLY:
-                self._early.append(message)
+                self._early.append((rank, event))
             else:
-                self._latest.logged(message.rank, step, message.event.values)
+                self._latest.logged(rank, event.step, event.values)
+
+    def _epoch_of(self, event: Metrics) -> int | None:
+        """Return the epoch of metrics: the one that they were logged with, or else the one that the loop is in."""
+        if event.epoch is None:
+            return self._begun
+        return math.ceil(event.epoch) if math.isfinite(event.epoch) else None
 
     def _add(self, event: Metrics) -> None:
         if event.step is not None:
             self._step = event.step
             self._by_step.update(Progress(event.time_ns, event.step))
-        if event.epoch is not None and math.isfinite(event.epoch):
-            self.epoch = math.ceil(event.epoch)
-            self._by_epoch.update(Progress(event.time_ns, event.epoch, self._epochs, "epochs"))
+        if (epoch := self._epoch_of(event)) is not None:
+            self.epoch = epoch
+            if event.epoch is not None:
+                self._by_epoch.update(Progress(event.time_ns, event.epoch, self._epochs, "epochs"))
 
     @property
     def _eta(self) -> str:
@@ -132,10 +155,6 @@ class RunFacts:
 
     def _forget_pace(self) -> None:
         self._reported, self._by_step, self._by_epoch = Pace(), Pace(), Pace()
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 class Pace:

@@ -1,0 +1,261 @@
+"""What is shown of a run: the facts that reach every display, and the outputs for pipes and programs.
+
+The facts are the lines of events.jsonl, as `ddptrain watch` reads them from the file, and the numbers of ranks, which
+are too many for that file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddptrain.driver.display.facts import RunFacts
+from ddptrain.driver.display.logs import RankLine
+from ddptrain.driver.display.terminal import Stream, coloured, harmless, rank_colour, wrapped
+from ddptrain.protocol.events import CheckpointSaved, Metrics, Progress
+from ddptrain.results.run_record import as_json_data
+
+if TYPE_CHECKING:
+    from ddptrain.protocol.worker_notices import SystemSample
+
+QUIET_S = 60.0  # without any line
+_ABOUT_EPOCHS = re.compile(r"\bepoch\b|loss\b", re.IGNORECASE)
+MANY_EPOCHS, MANY_EVERY_S = 100, 10.0  # of further epochs, at most one line in this time
+PROGRESS_EVERY_S = 1.0
+_ENDED, _PARTIAL = "}", ', "partial": true}'
+
+
+class Shown:
+    """The facts of a run. Here each method does nothing: a subclass overrides those of the facts that it shows."""
+
+    def expect(self, world_size: int, offsets: Mapping[int, int] | None = None) -> None:
+        """Set the number of ranks; `offsets`: the bytes of their logs that were shown before."""
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Take a line of events.jsonl, which another program may have written."""
+
+    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
+        """Take numbers of a rank, or a checkpoint that it has written, which is not in the run directory yet."""
+
+    def system(self, sample: SystemSample) -> None:
+        """Take the use of a host and its ranks."""
+
+    def silence(self, text: str) -> None:
+        """Take for how long a rank has not reported, for a live display; "": all report."""
+
+
+class RunDisplay(Shown):
+    """The display of a run: the terminal, or that of one trial of a sweep. No method waits, except `close`."""
+
+    def status(self, text: str) -> None:
+        """Show what the driver waits for, without a line in events.jsonl."""
+        self.event({"event": "status", "time_s": round(time.time(), 3), "message": text})
+
+    def notice(self, text: str, level: str = "info") -> None:
+        """Show a message, of level "info", "warning" or "error", without a line in events.jsonl."""
+        self.event(notice_line(text, level))
+
+    def hide(self, ranks: Collection[int]) -> None:
+        """Do not show the output of these ranks; their logs are complete."""
+
+    def log_grew(self, rank: int | None = None) -> None:
+        """Note that a rank's log file has grown; None: any log may have grown."""
+
+    def close(
+        self,
+        final_sizes: Mapping[int, int] | None = None,
+        summary: Sequence[str] = (),
+        last_event: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Show the end of the run, and wait until it is shown."""
+
+
+class Renderer(Shown):
+    """One kind of output; only the display's thread calls it."""
+
+    redraw_every_s = 1.0  # seconds between two states of a redrawn line
+
+    def log(self, rank: int, lines: Sequence[RankLine]) -> None:
+        """Show lines that the rank has printed."""
+
+    def redrawn(self, rank: int, text: str) -> None:
+        """Show the state of an unfinished line that the rank redraws, as progress bars do; "" once it is finished."""
+
+    def log_line(self, text: str) -> None:
+        """Show a line of ddptrain's own log, which DDPTRAIN_LOG or --verbose turns on."""
+
+    def end(self, summary: Sequence[str], last_event: Mapping[str, Any]) -> None:
+        """Show the end of the run, as lines or as an object. All logs have been shown."""
+
+    def refresh(self, now_s: float) -> None:
+        """Update the output; called after every round, with a monotonic time."""
+
+
+def notice_line(text: str, level: str = "info") -> dict[str, Any]:
+    """Return a message of ddptrain itself as a line of events.jsonl."""
+    return {"event": "notice", "time_s": round(time.time(), 3), "level": level, "message": text}
+
+
+class PlainRenderer(Renderer):
+    """Lines for a pipe, a file, CI, or a terminal that can't redraw.
+
+    Ranks' lines and the summary go to stdout; messages of ddptrain itself go to stderr. A workload that logs numbers,
+    and prints fewer lines about epochs or losses than it has epochs, gets a line for each epoch; each workload with
+    numbers gets a line after a minute without one.
+    """
+
+    def __init__(self, stdout: Stream, stderr: Stream, colour: bool) -> None:
+        self._stdout, self._stderr = stdout, stderr
+        self._colour = colour
+        self._on_terminal = stdout.is_terminal
+        self._status = ""
+        self._facts = RunFacts()
+        self._has_news = False
+        self._printed = self._epochs = 0  # lines of ranks about epochs or losses, and epochs that have ended
+        self._due: list[tuple[int, str]] = []  # a line for each of these epochs, unless the ranks have printed one
+        self._quiet_since_s: float | None = None  # None: until the next refresh
+        self._shown_s = -math.inf
+
+    def log(self, rank: int, lines: Sequence[RankLine]) -> None:
+        """Write the lines with the prefix of their rank; each piece of a long line becomes a line."""
+        self._stdout.write(format_lines(rank, lines, self._colour, self._on_terminal))
+        self._printed += sum(bool(_ABOUT_EPOCHS.search(line.text)) for line in lines)
+        self._quiet_since_s = None
+
+    def redrawn(self, rank: int, text: str) -> None:
+        """Write a state of a progress bar as a line."""
+        if text:
+            self.log(rank, [RankLine(text)])
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Write notices and status to stderr. A status that a notice has announced is not repeated."""
+        match line:
+            case {"event": "rank_ended", "rank": 0} if self._facts.epoch is not None:
+                self._epoch_over()
+            case {"event": "notice", "message": str(text)}:
+                self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
+            case {"event": "status", "message": str(text)} if text not in ("", self._status):
+                if not line.get("announced"):
+                    self._status = text
+                    self._stderr.write(format_own(format_notice(text).splitlines(), colour=False))
+        self._facts.event(line)
+
+    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
+        """Note the numbers, for the line about an epoch."""
+        if self._facts.begins_epoch(rank, event):
+            self._epoch_over()
+        self._facts.rank_event(rank, event)
+        self._has_news = self._has_news or isinstance(event, Metrics | Progress)
+
+    def log_line(self, text: str) -> None:
+        """Write it to stderr."""
+        self._stderr.write(f"{text}\n")
+
+    def end(self, summary: Sequence[str], last_event: Mapping[str, Any]) -> None:
+        """Write the summary to stdout."""
+        self._stdout.write(format_own(summary, self._colour))
+
+    def refresh(self, now_s: float) -> None:
+        """Write the lines that are due. This is called after the ranks' lines of the same time were written."""
+        for number, line in self._due:
+            if number > self._printed and (number <= MANY_EPOCHS or now_s - self._shown_s >= MANY_EVERY_S):
+                self._show(line, now_s)
+        self._due.clear()
+        if self._quiet_since_s is None:
+            self._quiet_since_s = now_s
+        if self._has_news and now_s - self._quiet_since_s >= QUIET_S:
+            self._show(self._facts.line(), now_s)
+            self._has_news = False
+
+    def _epoch_over(self) -> None:
+        self._epochs += 1
+        self._due.append((self._epochs, self._facts.line()))
+        self._has_news = False
+
+    def _show(self, line: str, now_s: float) -> None:
+        self._stderr.write(format_notice(line))
+        self._shown_s = self._quiet_since_s = now_s
+
+
+class JsonRenderer(Renderer):
+    """Writes all facts as JSON lines; the last line contains the result of the run. Ranks are never grouped."""
+
+    def __init__(self, stdout: Stream, stderr: Stream, stage: str = "") -> None:
+        """`stage`: the value of the field `stage` in each object; without it if ""."""
+        self._stdout, self._stderr = stdout, stderr
+        self._mark = {"stage": stage} if stage else {}
+        self._progress: dict[int, Progress] = {}  # not yet written
+        self._written_s: dict[int, float] = {}
+
+    def log(self, rank: int, lines: Sequence[RankLine]) -> None:
+        """Write one object per line; "partial" marks a line without a newline (yet): a piece, or a redrawn bar."""
+        encode = json.encoder.encode_basestring_ascii
+        mark = "".join(f', "{name}": {encode(value)}' for name, value in self._mark.items())
+        head = f'{{"event": "log"{mark}, "rank": {rank}, "time_s": {time.time():.3f}, "line": '
+        self._stdout.write("".join(f"{head}{encode(text)}{_ENDED if ended else _PARTIAL}\n" for text, ended in lines))
+
+    def redrawn(self, rank: int, text: str) -> None:
+        """Write a state of a progress bar as a partial line."""
+        if text:
+            self.log(rank, [RankLine(text, ended=False)])
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Write the line, unless it is the end of a status."""
+        if line.get("event") != "status" or line.get("message"):
+            self._write(line)
+
+    def rank_event(self, rank: int, event: Metrics | Progress | CheckpointSaved) -> None:
+        """Write metrics; progress at most once per second for each rank."""
+        match event:
+            case Progress():
+                self._progress[rank] = event
+            case Metrics():
+                self._write(
+                    {"event": "metrics", "rank": rank, "time_s": event.time_ns / 1e9, "step": event.step}
+                    | {"epoch": event.epoch, "values": dict(event.values)}
+                )
+
+    def log_line(self, text: str) -> None:
+        """Write it to stderr."""
+        self._stderr.write(f"{text}\n")
+
+    def end(self, summary: Sequence[str], last_event: Mapping[str, Any]) -> None:
+        """Write the last object."""
+        self.refresh(math.inf)
+        if last_event:
+            self._write(last_event)
+
+    def refresh(self, now_s: float) -> None:
+        """Write the progress of ranks whose last object is a second old."""
+        for rank, event in list(self._progress.items()):
+            if now_s - self._written_s.get(rank, -math.inf) >= PROGRESS_EVERY_S:
+                del self._progress[rank]
+                self._written_s[rank] = now_s
+                fields = {"done": event.done, "total": event.total, "unit": event.unit}
+                self._write({"event": "progress", "rank": rank, "time_s": event.time_ns / 1e9} | fields)
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        self._stdout.write(json.dumps(as_json_data({**fields, **self._mark})) + "\n")
+
+
+def format_lines(rank: int, lines: Sequence[RankLine], colour: bool, on_terminal: bool) -> str:
+    """Return the lines as text, each with its prefix; on a terminal without control sequences other than colours."""
+    prefix = coloured(f"[rank {rank}]", rank_colour(rank) if colour else "")
+    if on_terminal:
+        return "".join([f"{prefix} {harmless(line.text, colour)}\n" for line in lines])
+    return "".join([f"{prefix} {line.text}\n" for line in lines])
+
+
+def format_own(lines: Sequence[str], colour: bool, columns: int | None = None) -> str:
+    """Return lines of ddptrain itself as text, without control sequences other than colours, fitted to `columns`."""
+    safe = (harmless(line, colour) for line in lines)
+    return "".join(f"{part}\n" for line in safe for part in (wrapped(line, columns) if columns else [line]))
+
+
+def format_notice(text: str) -> str:
+    """Return the text with `ddptrain: ` before each of its lines."""
+    return "".join(f"ddptrain: {line}\n" for line in text.splitlines())
