@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddptrain.errors import RunNotFound
-from ddptrain.results.checkpoints.verification import is_plain_name, parse_manifest, verify
+from ddptrain.results.checkpoints.verification import Manifest, parse_manifest, verify
 from ddptrain.results.errors import CheckpointDamaged, results_errors
 from ddptrain.results.layout import BEST, LATEST, MANIFEST, RunLayout, checkpoint_folders, step_name, step_of
 from ddptrain.results.secure_files import write_file
@@ -19,9 +19,6 @@ from ddptrain.storage.remote_folder import RemoteFolder
 
 CHECKPOINTS = "checkpoints"
 OUTGOING = ".outgoing"
-# In the store's manifest: file name -> name of the object that contains the file, if the names differ.
-STORED_AS = "stored_as"
-Manifest = dict[str, Any]
 
 
 # --- Upload ---
@@ -71,7 +68,7 @@ class StoredCheckpoints:
         manifests = {}
         for folder in checkpoint_folders(self._layout):
             with suppress(OSError):
-                if manifest := _parsed((folder / MANIFEST).read_bytes()):
+                if manifest := parse_manifest((folder / MANIFEST).read_bytes()):
                     manifests[int(folder.name.removeprefix("step-"))] = manifest
         return manifests
 
@@ -87,20 +84,20 @@ class StoredCheckpoints:
         """Upload a checkpoint: files first, then the manifest. An object that a manifest names is not overwritten."""
         assert self._stored is not None
         with _linked_files(self._layout, step) as folder:
-            manifest = _parsed((folder / MANIFEST).read_bytes()) if folder else None
+            manifest = parse_manifest((folder / MANIFEST).read_bytes()) if folder else None
             if folder is None or manifest is None:
                 return  # deleted meanwhile
-            before = self._stored.get(step, {})
+            before: Mapping[str, Any] = self._stored.get(step, {})
             names = _object_names(manifest, before)
             for name, stored_as in names.items():
                 if (path := _path(step, stored_as)) not in _objects_of(step, before):
                     self._store.write(path, folder / name)
                     self._objects.add(path)
         renamed = {name: stored_as for name, stored_as in names.items() if name != stored_as}
-        text = json.dumps({**manifest, **({STORED_AS: renamed} if renamed else {})}, indent=2) + "\n"
+        text = json.dumps({**manifest, **({"stored_as": renamed} if renamed else {})}, indent=2) + "\n"
         self._store.write(_path(step, MANIFEST), text.encode())
         self._objects.add(_path(step, MANIFEST))
-        self._stored[step] = {**manifest, STORED_AS: renamed}
+        self._stored[step] = {**manifest, "stored_as": renamed}
         self._remove(_objects_of(step, before) - _objects_of(step, self._stored[step]))
 
     def _pointer(self, name: str) -> bytes:
@@ -276,25 +273,18 @@ def _manifests(run: RemoteFolder, paths: Iterable[str]) -> dict[int, Manifest]:
         top, _, rest = path.partition("/")
         if top == CHECKPOINTS and (step := step_of(rest.removesuffix(f"/{MANIFEST}"))) is not None:
             steps[path] = step
-    manifests = {steps[path]: _parsed(data) for path, data in run.read_all(list(steps)).items()}
+    manifests = {steps[path]: parse_manifest(data) for path, data in run.read_all(list(steps)).items()}
     return {step: manifest for step, manifest in manifests.items() if manifest is not None}
-
-
-def _parsed(data: bytes) -> Manifest | None:
-    """Parse the manifest of a checkpoint in a folder or in a store. None if the data are no manifest."""
-    manifest = parse_manifest(data)
-    stored_as = {} if manifest is None else manifest.get(STORED_AS, {})
-    return manifest if isinstance(stored_as, dict) and all(map(is_plain_name, stored_as.values())) else None
 
 
 def _stored_name(manifest: Mapping[str, Any], name: str) -> str:
     """Return the name of the object that contains the file, in the folder of the manifest in the store."""
-    return str(manifest.get(STORED_AS, {}).get(name, name))
+    return str(manifest.get("stored_as", {}).get(name, name))
 
 
-def _without_stored_as(manifest: Mapping[str, Any]) -> Manifest:
+def _without_stored_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest as it is in a run directory."""
-    return {key: value for key, value in manifest.items() if key != STORED_AS}
+    return {key: value for key, value in manifest.items() if key != "stored_as"}
 
 
 def _object_names(manifest: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:

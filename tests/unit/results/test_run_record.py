@@ -88,12 +88,9 @@ def test_a_record_of_a_newer_version_is_read_as_far_as_it_is_known() -> None:
     data = json.loads(full_record().to_json())
     data |= {"schema": 9, "colour": "red", "status": "paused"}
     data["failure"]["blame"] = {}
-    data["attempts"][0]["ranks"][0]["gpu"] = 3
-    data["git"] = "abc"
     del data["versions"], data["driver"]
     record = RunRecord.from_json(json.dumps(data))
-    assert (record.schema, record.status, record.git, record.versions) == (9, "paused", None, {})
-    assert record.attempts[0].ranks[0].gpu is None
+    assert (record.schema, record.status, record.versions) == (9, "paused", {})
     assert record.failure == full_record().failure
 
 
@@ -105,7 +102,6 @@ def test_a_record_of_a_newer_version_is_read_as_far_as_it_is_known() -> None:
         b"[]",
         b"null",
         b"{}",
-        b'{"run_id": "r"}',
         b'{"run_id": "r", "status": 3}',
         b"\xff\xfe{",
         b"[" * 100_000,
@@ -122,29 +118,20 @@ def test_what_is_no_record_is_refused(text: bytes) -> None:
         ("attempts", {"a": 1}),
         ("attempts", [1, None]),
         ("checkpoints", "step-1"),
-        ("world_size", True),
+        ("world_size", "many"),
+        ("duration_s", [10**400]),
         ("best", []),
     ],
 )
-def test_a_field_of_another_type_takes_its_default(field: str, value: Any) -> None:
-    record = RunRecord.from_json(json.dumps({"run_id": "r", "status": "failed", field: value}))
-    assert record == RunRecord(run_id="r", status="failed")
+def test_a_record_with_a_field_of_another_type_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(RecordError, match=rf"^{field}"):
+        RunRecord.from_json(json.dumps({"run_id": "r", "status": "failed", field: value}))
 
 
 def test_numbers_that_are_not_finite_are_written_as_null() -> None:
     data = as_json_data({"a": math.nan, "b": [math.inf, 1], 3: {"c": object}})
     assert data == {"a": None, "b": [None, 1], "3": {"c": str(object)}}
     assert '"x": null' in RunRecord(run_id="r", last_metrics={"x": math.nan}).to_json()
-
-
-def test_wrong_items_of_collections_are_left_out() -> None:
-    raw = {"run_id": "r", "status": "failed", "checkpoints": ["step-1", 2, None], "versions": {"a": "1", "b": 2}}
-    record = RunRecord.from_json(json.dumps({**raw, "last_metrics": {"a": 1, "b": None, "c": "x", "d": True}}))
-    assert (record.checkpoints, record.versions) == (("step-1",), {"a": "1"})
-    assert record.last_metrics == {"a": 1, "b": None}
-    wrong = {"checkpoints": "step-1", "versions": [], "attempts": {}, "exit_code": True, "waiting": 1, "git": "abc"}
-    record = RunRecord.from_json(json.dumps({"run_id": "r", "status": "failed", **wrong, "duration_s": 10**400}))
-    assert record == RunRecord(run_id="r", status="failed")
 
 
 def test_json_is_ascii_in_one_line_or_indented() -> None:
