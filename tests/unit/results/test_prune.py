@@ -24,7 +24,6 @@ from ddptrain.results.lookup import list_runs
 from ddptrain.results.prune import (
     Decision,
     PrunePolicy,
-    PruneReport,
     RunFacts,
     decide,
     prune,
@@ -162,25 +161,6 @@ def test_run_of_another_user_stays(runs: Path) -> None:
     assert [(each.run.folder, each.reason) for each in report.kept] == [("theirs", "of another user")]
 
 
-def test_report_as_data_and_in_words() -> None:
-    gone, stays = (
-        Decision(RunFacts(name, f"{name}-id", "n", "failed", 1.5, 1024), name == "a", "why") for name in "ab"
-    )
-    report = PruneReport((gone, stays), {"c": 2048}, ("cannot", "either"), dry_run=False)
-    facts = {"name": "n", "status": "failed", "age_s": 1.5, "size_bytes": 1024, "has_checkpoint": False}
-    end = {**facts, "foreign": "", "problem": "", "reason": "why"}
-    assert report.as_dict() == {
-        "dry_run": False,
-        "freed_bytes": 3072,
-        "kept_bytes": 1024,
-        "removed": [{"folder": "a", "run_id": "a-id", **end}],
-        "kept": [{"folder": "b", "run_id": "b-id", **end}],
-        "finished": [{"folder": "c", "size_bytes": 2048}],
-        "problems": ["cannot", "either"],
-    }
-    assert report.summary == "1 run deleted, 3.0 KiB freed; 2 problems"
-
-
 # --- Which runs go: a table of cases, and properties over random runs ---
 
 
@@ -260,13 +240,6 @@ def test_protected_runs_stay_and_count() -> None:
     assert gone(S, PrunePolicy(keep=2), {"s4": "champion of pets"}) == "s2 s3"
     assert gone(S, PrunePolicy(keep=2), {"s0": "champion of pets"}) == "s2 s3 s4"
     assert gone(S, PrunePolicy(max_size_bytes=0), {"s3": "pinned of pets"}) == "s0 s1 s2 s4"
-
-
-def test_run_is_protected_by_the_id_in_its_record_and_by_its_folder() -> None:
-    moved = run("copy", run_id="original")
-    assert gone([moved], ALL, {"original": "champion of pets"}) == ""
-    assert gone([moved], ALL, {"copy": "champion of pets"}) == ""
-    assert gone([moved], ALL, {"other": "champion of pets"}) == "copy"
 
 
 # --- Properties ---
