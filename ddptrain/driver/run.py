@@ -43,10 +43,9 @@ from ddptrain.results.errors import ResultsError, results_errors
 from ddptrain.results.layout import check_run_id, new_run_id
 from ddptrain.results.log_file import driver_log
 from ddptrain.results.lookup import RunView
-from ddptrain.results.remote.runs import RunsDir, open_runs_dir
 from ddptrain.results.run_record import DriverRecord, RunStatus
-from ddptrain.results.run_store import LocalRuns, RunUpload
 from ddptrain.results.run_writer import RunWriter
+from ddptrain.results.runs import LocalRuns, RunsDir, RunUpload, open_runs_dir
 from ddptrain.results.secure_files import make_folder, write_file
 
 if TYPE_CHECKING:

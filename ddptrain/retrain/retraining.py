@@ -41,9 +41,8 @@ from ddptrain.notify.sender import missing_variables, send
 from ddptrain.optional_packages import require
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import root_cause, utc_now
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
