@@ -118,9 +118,7 @@ def test_value_without_a_step_has_its_epoch_or_the_number_of_the_call(tmp_path: 
     assert scalars(view, tmp_path / "tb", "x") == [(1, 2.0), (4, 1.5)]
 
 
-@pytest.mark.parametrize(
-    ("module", "export"), [("mlflow", export_mlflow), ("tensorboard.compat.proto.event_pb2", export_tensorboard)]
-)
+@pytest.mark.parametrize(("module", "export"), [("mlflow", export_mlflow), ("tensorboard", export_tensorboard)])
 def test_missing_package_is_named(module: str, export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UsageError, match=r"pip install '(mlflow-skinny|tensorboard)>="):
