@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
-from ddptrain.protocol import deadlines, error_file, events
+from ddptrain.protocol import deadlines, events
 from ddptrain.protocol.commands import Command, CommandReader
+from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank import failure as failures
@@ -298,7 +299,7 @@ class RankLifecycle:
     def _read_error_file(self) -> events.Failure | None:
         """Return the error that a script has written to its error file, as torch elastic's record() does."""
         path = Path(self.spec.host.staging) / ERROR_FILE
-        return error_file.read_error_file(path) if self.spec.code.is_script else None
+        return read_error_file(path) if self.spec.code.is_script else None
 
     def _print_traceback(self, trace: str) -> None:
         _print_to_log(trace if self.spec.code.full_traceback else shortened(trace))
