@@ -2,7 +2,7 @@
 
 On a shared file system the log in the run directory is a hard link to the rank's own file: no copy is needed, and it is
 complete even if the driver is killed. If the link is not possible, the file is read as it grows. From other hosts the
-bytes come in notices, and missing ones are fetched from the rank's spool.
+bytes come in news, and missing ones are fetched from the rank's spool.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ddptrain.protocol.news import RankNews
 from ddptrain.results import secure_files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, rank_spool, read_chunk
 
+Piece = tuple[str, int, bytes]  # "log" or "events", an offset, and the bytes that begin there
 Take = Callable[[Iterable[events.Event], str], None]  # gets new events, and why the files could not be read, or ""
 
 
@@ -54,22 +55,8 @@ class RankOutput:
 
     def read(self, news: RankNews, take: Take) -> None:
         """Read a rank's files up to the sizes in the news; call `take` with the new events, maybe later."""
-        rank = news.rank
-        mirror = self.mirrors[rank]
-        if rank in self._fetching:
-            self._fetching[rank].append(lambda: self.read(news, take))
-        elif mirror.lacks_bytes_before(news):
-            self._fetching[rank] = []
-
-            def fetch() -> None:
-                error = self._error_of(news)
-                finish = partial(self._finish, rank, error, take)
-                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, finish))
-
-            threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
-        else:
-            error = self._error_of(news)
-            take(mirror.take_events(), error)
+        sizes = ("events", news.events_size, news.events), ("log", news.log_size, news.log)
+        self._read(news.rank, [(stream, size - len(data), data) for stream, size, data in sizes], take)
 
     def rest(self, rank: int) -> Iterator[events.Event]:
         """Return the events that can still be read of a lost rank."""
@@ -90,92 +77,103 @@ class RankOutput:
         fetch = None if place.shared else partial(self._fetch, place.slot.worker)
         return Source(self.mirrors[rank].spool.staging, fetch)
 
+    def _read(self, rank: int, pieces: Sequence[Piece], take: Take) -> None:
+        mirror = self.mirrors[rank]
+        if rank in self._fetching:
+            self._fetching[rank].append(lambda: self._read(rank, pieces, take))
+        elif mirror.lacks(pieces):
+            self._fetching[rank] = []
+
+            def fetch() -> None:
+                error = self._error_of(rank, pieces)
+                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, lambda: self._finish(rank, error, take)))
+
+            threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
+        else:
+            error = self._error_of(rank, pieces)
+            take(mirror.take_events(), error)
+
     def _finish(self, rank: int, error: str, take: Take) -> None:
         waiting = self._fetching.pop(rank)
         take(self.mirrors[rank].take_events(), error)
         for read in waiting:
             read()
 
-    def _error_of(self, news: RankNews) -> str:
+    def _error_of(self, rank: int, pieces: Sequence[Piece]) -> str:
         """Read, and return the error as text, "" for none."""
         try:
-            self.mirrors[news.rank].advance(news)
+            for piece in pieces:
+                self.mirrors[rank].receive(*piece)
         except Exception as raised:  # the files are on another machine, and their content is not trusted
             # If the worker is lost, a message says so, with the reason.
-            return (str(raised) or repr(raised)) if self._has(self._ranks[news.rank].worker) else ""
+            return (str(raised) or repr(raised)) if self._has(self._ranks[rank].worker) else ""
         return ""
-
-
-class _GrowingFile:
-    """One file that grows: `have` bytes of it have been taken."""
-
-    def __init__(self, source: Path, fetch: Fetch, take: Callable[[bytes], None]) -> None:
-        self.source = source
-        self.have = 0
-        self._fetch = fetch
-        self._take = take
-
-    def advance(self, size: int, last: bytes = b"") -> None:
-        """Take everything up to `size` bytes; `last` are the last of them, what is missing before is fetched.
-
-        Raises OSError or ClusterError if the file cannot be read.
-        """
-        while self.have < size - len(last):
-            data = self._fetch(self.source, self.have, min(READ_LIMIT_BYTES, size - len(last) - self.have))
-            if not data:
-                raise OSError(f"{self.source} has {self.have} bytes, not the {size} announced")
-            self._take(data)
-            self.have += len(data)
-        if self.have < size:
-            self._take(last[self.have - size :])
-            self.have = size
 
 
 class LogMirror:
     """The log and the events of a rank. `refused` counts lines of the events file that are not valid events."""
 
     def __init__(self, spool: RankSpool, home_log: Path, *, shared: bool, fetch: Fetch) -> None:
-        self.spool = spool
-        self.home_log = home_log
+        self.spool, self.home_log = spool, home_log
         self.refused = 0
-        fetch = read_chunk if shared else fetch
-        self._events = _GrowingFile(spool.events, fetch, self._take_events)
-        self._log: _GrowingFile | None = _GrowingFile(spool.log, fetch, self._append)  # None if home_log is a hard link
+        self._fetch = read_chunk if shared else fetch
+        self._have = {"log": 0, "events": 0}  # bytes of each file that have been taken
         self._shared = self._may_link = shared
+        self._is_linked = False  # home_log is the rank's own log
         self._partial_line = b""
         self._lines: list[bytes] = []
         if not shared or os.path.lexists(home_log):  # an earlier attempt's log, or something that must not be there
             self._may_link = False
-            self._append(b"")
+            secure_files.append(home_log, b"")
 
-    def lacks_bytes_before(self, news: RankNews) -> bool:
-        """Return whether bytes before those in the news must be fetched."""
-        missing = self._events.have < news.events_size - len(news.events)
-        if self._log is not None:
-            missing = missing or self._log.have < news.log_size - len(news.log)
-        return missing and not self._shared
+    def lacks(self, pieces: Sequence[Piece]) -> bool:
+        """Return whether bytes before these pieces must be fetched from another host."""
+        return not self._shared and any(self._have[stream] < offset for stream, offset, _ in pieces)
 
-    def advance(self, news: RankNews) -> None:
-        """Take everything up to these sizes. Raises OSError or ClusterError if a file cannot be read."""
+    def receive(self, stream: str, offset: int, data: bytes = b"") -> None:
+        """Add bytes that begin at `offset` of the "log" or the "events", without those that are already here.
+
+        Missing bytes before them are read. Raises OSError or ClusterError if the file cannot be read.
+        """
         if self._may_link:  # only now: the worker creates the spool when it starts the rank
             self._link()
-        self._events.advance(news.events_size, news.events)
-        if self._log is not None:
-            self._log.advance(news.log_size, news.log)
+        if stream == "log" and self._is_linked:
+            return
+        source = self.spool.events if stream == "events" else self.spool.log
+        while (have := self._have[stream]) < offset:
+            found = self._fetch(source, have, min(READ_LIMIT_BYTES, offset - have))
+            if not found:
+                raise OSError(f"{source} has {have} bytes, not the {offset} announced")
+            self._take(stream, found)
+        self._take(stream, data[have - offset :])
+
+    def _take(self, stream: str, data: bytes) -> None:
+        if not data:
+            return
+        if stream == "log":
+            secure_files.append(self.home_log, data)
+        else:
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+            self._lines += lines
+            if len(self._partial_line) > events.MAX_LINE_BYTES:
+                self.refused += 1
+                self._partial_line = b""
+        self._have[stream] += len(data)
 
     def _link(self) -> None:
         """Make the log in the run directory a hard link to the spool's log; if this fails, it will be copied."""
         self._may_link = False
         try:
             os.link(self.spool.log, self.home_log)
-            self._log = None
+            self._is_linked = True
         except OSError:
-            self._append(b"")
+            secure_files.append(self.home_log, b"")
 
     def catch_up(self) -> None:
         """Read as much as possible of the files of a rank whose worker is lost."""
         with suppress(Exception):  # it was on another machine, which is lost: what was read before is kept
-            self.advance(RankNews(0, *self.spool.sizes()))
+            for stream, size in zip(("log", "events"), self.spool.sizes(), strict=True):
+                self.receive(stream, size)
         if self._may_link:
             self._link()  # an empty log, if the rank was never started
 
@@ -187,13 +185,3 @@ class LogMirror:
                 yield events.decode(line)
             except events.EventFormatError:
                 self.refused += 1
-
-    def _append(self, data: bytes) -> None:
-        secure_files.append(self.home_log, data)
-
-    def _take_events(self, data: bytes) -> None:
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        self._lines += lines
-        if len(self._partial_line) > events.MAX_LINE_BYTES:
-            self.refused += 1
-            self._partial_line = b""

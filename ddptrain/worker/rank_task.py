@@ -31,11 +31,11 @@ from ddptrain.worker.foreign_worker import offered_slots, rank_host
 from ddptrain.worker.process_monitor import MemoryWatch, ProcessMonitor
 from ddptrain.worker.rank_environment import HostResources, RankResources
 from ddptrain.worker.rank_host import RankHost
-from ddptrain.worker.system_metrics import GpuReader, SampledRank, SystemSampler
+from ddptrain.worker.system_metrics import SYSTEM_EVERY_S, GpuReader, SampledRank, SystemSampler
 
 _INTERVAL_S = 0.05  # between two messages, while ranks write
 _IDLE_S = 0.1  # between two looks at ranks that write nothing: each takes some microseconds of their CPU time
-_LONGEST_S = 2.0
+_LONGEST_S = 1.0  # less than the driver waits, after a victim's fault, for its cause (deadlines.VICTIM_SETTLE_S)
 _S_PER_RANK = 0.001  # times the world size: with 1,024 ranks, each host sends a message every second
 _S_PER_RANK_AT_FIRST = 0.0001  # while the driver waits for all ranks to enter the workload
 _AT_FIRST_S = 30.0
@@ -121,9 +121,9 @@ class RanksTask:
 
     def _watch(self) -> None:
         """Send what is new until all ranks have ended, and the CPU time of each now and then, as a sign of life."""
-        alive_s, sample_s = self.first.supervision.alive_s, self.first.supervision.system_every_s
+        alive_s = self.first.supervision.alive_s
         began = measured_at = time.monotonic()
-        sample_at = began + min(_FIRST_SAMPLE_S, sample_s)
+        sample_at = began + _FIRST_SAMPLE_S
         pause_s = _INTERVAL_S
         while running := [rank for rank in self.ranks if rank.ended is None]:
             now = time.monotonic()
@@ -137,8 +137,8 @@ class RanksTask:
                 message = News(self.first.attempt, leaving=True)
             if parts or message.leaving:
                 self._send(message, parts)
-            if sample_s and now >= sample_at:
-                sample_at = now + sample_s
+            if now >= sample_at:
+                sample_at = now + SYSTEM_EVERY_S
                 self._send_samples(running)
             at_first = time.monotonic() - began < _AT_FIRST_S
             per_rank = _S_PER_RANK_AT_FIRST if at_first else _S_PER_RANK

@@ -16,6 +16,8 @@ import psutil
 
 from ddptrain.protocol.news import MAX_SAMPLED_RANKS, SystemSample
 
+SYSTEM_EVERY_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRank:

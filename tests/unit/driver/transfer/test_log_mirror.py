@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ddptrain.driver.output import LogMirror
 from ddptrain.protocol import events
-from ddptrain.protocol.news import RankNews
 from ddptrain.results.errors import ResultsError
 from ddptrain.worker.spool import RankSpool, read_chunk
 
@@ -29,6 +28,11 @@ def mirror_of(spool: RankSpool, folder: Path, *, shared: bool) -> LogMirror:
     return LogMirror(spool, folder / "home" / "rank-0.log", shared=shared, fetch=read_chunk)
 
 
+def advance(mirror: LogMirror, log_size: int = 0, events_size: int = 0) -> None:
+    mirror.receive("log", log_size)
+    mirror.receive("events", events_size)
+
+
 def append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
@@ -37,7 +41,7 @@ def append(path: Path, data: bytes) -> None:
 def test_log_on_a_shared_file_system_is_the_same_file(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=True)
-    mirror.advance(RankNews(0, 0, 0))
+    advance(mirror)
     append(spool.log, b"printed later\n")
     assert os.path.samefile(spool.log, mirror.home_log)
     assert mirror.home_log.read_bytes() == b"printed later\n"
@@ -49,7 +53,7 @@ def test_log_becomes_the_same_file_when_the_worker_has_created_it(tmp_path: Path
     mirror = mirror_of(spool, tmp_path, shared=True)  # before the rank is started
     spool.create()
     append(spool.log, b"first\n")
-    mirror.advance(RankNews(0, 6, 0))
+    advance(mirror, 6, 0)
     assert os.path.samefile(spool.log, mirror.home_log)
     append(spool.log, b"printed after the driver was killed\n")
     assert mirror.home_log.read_bytes() == b"first\nprinted after the driver was killed\n"
@@ -70,8 +74,8 @@ def test_log_is_copied_where_no_hard_link_is_possible(tmp_path: Path, monkeypatc
     mirror = mirror_of(spool, tmp_path, shared=True)
     append(spool.log, b"first\n")
     monkeypatch.setattr(os, "link", refuse)
-    mirror.advance(RankNews(0, 3, 0))
-    mirror.advance(RankNews(0, 6, 0))
+    advance(mirror, 3, 0)
+    advance(mirror, 6, 0)
     assert mirror.home_log.read_bytes() == b"first\n"
     assert not os.path.samefile(spool.log, mirror.home_log)
 
@@ -81,7 +85,7 @@ def test_log_of_an_earlier_attempt_is_added_to(tmp_path: Path) -> None:
     (tmp_path / "home" / "rank-0.log").write_bytes(b"first attempt\n")
     mirror = mirror_of(spool, tmp_path, shared=True)
     append(spool.log, b"second\n")
-    mirror.advance(RankNews(0, 7, 0))
+    advance(mirror, 7, 0)
     assert mirror.home_log.read_bytes() == b"first attempt\nsecond\n"
 
 
@@ -101,7 +105,7 @@ def test_log_is_not_written_through_a_link(tmp_path: Path, shared: bool) -> None
     dropped=st.sets(st.integers(0, 8)),
     doubled=st.sets(st.integers(0, 8)),
 )
-def test_any_loss_and_repetition_of_news_gives_the_same_log(
+def test_any_loss_and_repetition_of_notices_gives_the_same_log(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int], dropped: set[int], doubled: set[int]
 ) -> None:
     folder = tmp_path_factory.mktemp("mirror")
@@ -111,8 +115,8 @@ def test_any_loss_and_repetition_of_news_gives_the_same_log(
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     for number, (start, end) in enumerate(itertools.pairwise(edges)):
         for _ in range(0 if number in dropped else 2 if number in doubled else 1):
-            mirror.advance(RankNews(0, end, log=data[start:end]))
-    mirror.advance(RankNews(0, len(data), 0))
+            mirror.receive("log", start, data[start:end])
+    advance(mirror, len(data), 0)
     assert mirror.home_log.read_bytes() == data
 
 
@@ -121,9 +125,9 @@ def test_events_come_whole_however_they_are_cut(tmp_path: Path) -> None:
     mirror = mirror_of(spool, tmp_path, shared=False)
     lines = events.encode(events.Entered(1)) + events.encode(events.Finished(2))
     append(spool.events, lines)
-    mirror.advance(RankNews(0, 0, 10, events=lines[:10]))
+    mirror.receive("events", 0, lines[:10])
     assert list(mirror.take_events()) == []
-    mirror.advance(RankNews(0, 0, len(lines)))
+    advance(mirror, 0, len(lines))
     assert list(mirror.take_events()) == [events.Entered(1), events.Finished(2)]
     assert list(mirror.take_events()) == []
 
@@ -132,7 +136,7 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=True)
     append(spool.events, b"rubbish\n" + events.encode(events.Finished(1)))
-    mirror.advance(RankNews(0, *spool.sizes()))
+    advance(mirror, *spool.sizes())
     assert list(mirror.take_events()) == [events.Finished(1)]
     assert mirror.refused == 1
 
@@ -141,15 +145,15 @@ def test_source_that_is_gone_is_an_error(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=False)
     with pytest.raises(OSError, match="announced"):
-        mirror.advance(RankNews(0, 10, 0))
+        advance(mirror, 10, 0)
 
 
-def test_bytes_before_those_in_the_news_are_fetched_at_once_and_no_byte_is_taken_twice(tmp_path: Path) -> None:
+def test_bytes_before_a_notice_are_fetched_at_once_and_no_byte_is_taken_twice(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=False)
     append(spool.log, b"abcdefgh")
-    mirror.advance(RankNews(0, 6, log=b"def"))
+    mirror.receive("log", 3, b"def")
     assert mirror.home_log.read_bytes() == b"abcdef"
-    mirror.advance(RankNews(0, 4, log=b"bcd"))
-    mirror.advance(RankNews(0, 8, log=b"efgh"))
+    mirror.receive("log", 1, b"bcd")
+    mirror.receive("log", 4, b"efgh")
     assert mirror.home_log.read_bytes() == b"abcdefgh"
