@@ -17,6 +17,8 @@ from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.display.facts import Pace
 from ddptrain.driver.failure.fault import Fault, describe_thread
+from ddptrain.driver.observers import RunObserver
+from ddptrain.errors import one_line
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
@@ -35,6 +37,7 @@ from ddptrain.results.run_writer import RunWriter
 _MOST_RETURNED = 1 << 16  # characters of a return value
 _MOST_FOUND, _MOST_FOUND_KEYS = 2_000, 20
 _MOST_NAMES = 20
+_MOST_ALERT = 1_000  # characters
 _PROGRESS_EVERY_S = 2.0
 _DECIDING = ("ddptrain", "torch", "python")
 _DEFAULT_METRIC = CheckpointConfig().metric
@@ -53,12 +56,14 @@ class Recorder:
         metric: str | None = None,
         activity: str = "training",
         nan: Literal["warn", "stop", "ignore"] = "warn",
+        observers: Sequence[RunObserver] = (),
     ) -> None:
         """`metric` decides which checkpoint is best; None: no metric does.
 
         `activity`: the status of a running attempt. `nan`: see failure.nan.
         """
         self.nan = nan
+        self._observers = observers
         self._is_finite = True  # all values of this attempt so far
         self._activity = activity
         self.writer = writer
@@ -74,12 +79,14 @@ class Recorder:
         self._is_slow_shown = False  # in this attempt
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Add a line to events.jsonl and to --output json."""
+        """Pass an event to the run directory, the display and the observers."""
         self.display.event(self._recorded(kind, fields))
 
     def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {"event": kind, "time_s": round(time.time(), 3), **fields}
-        self.writer.event(line)
+        recorded = self.writer.event(line)
+        for observer in self._observers:
+            observer.on_event(recorded)
         logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
         _log.info(kind.replace("_", " "), **logged)
         return line
@@ -143,6 +150,10 @@ class Recorder:
         match event:
             case events.Started():
                 self._started(rank, event)
+            case events.Note(level="alert"):
+                text = shorten(one_line(event.message), _MOST_ALERT)
+                self.event("alert", rank=rank, message=text)
+                self.warn(f"rank {rank}: {text}")
             case events.Note():
                 self.event("note", rank=rank, level=event.level, message=event.message)
                 self.notice(f"rank {rank}: {event.message}", "warning" if event.level == "warning" else "info")

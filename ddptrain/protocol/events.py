@@ -243,7 +243,7 @@ class StepTimes(Event):
 
 @dataclass(frozen=True, slots=True)
 class Note(Event):
-    """A message for the user, of level "info" or "warning"."""
+    """A message for the user, of level "info" or "warning"; "alert" for one of ctx.alert."""
 
     message: str
     level: str = "info"

@@ -191,6 +191,14 @@ class RankContext:
         if self._profiler is not None and unit == "steps":
             self._report_step(int(done))
 
+    def alert(self, text: str) -> None:
+        """Tell the user something that should be looked at now: the first line of `text`, at most 1,000 characters.
+
+        It is shown as a warning, recorded in events.jsonl, and sent to `notify.urls`, with the rank's number. Every
+        rank may call it. Messages in the same minute are sent together.
+        """
+        self._emitter.emit(events.Note(time.time_ns(), str(text)[:4_000], "alert"))
+
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:
         """Measure the time of a block: `with ctx.timed("evaluation"):`. The line `time` of the run shows "evaluation".

@@ -16,13 +16,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
 from ddptrain.file_ops import open_append
 from ddptrain.protocol import deadlines, error_file, events
-from ddptrain.protocol.commands import Command, CommandReader
+from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec
 from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank import failure as failures
@@ -75,9 +76,9 @@ class CommandHandler:
         os.register_at_fork(after_in_child=self._on_fork)
         self.commands.on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         self.commands.on(Command.PREEMPT, self._preempt)
-        self.commands.on(Command.INTERRUPT, lambda: self._preempt(signal.SIGINT))
-        self.commands.on(Command.HANG_UP, lambda: self._preempt(signal.SIGHUP))
-        self.commands.on(Command.QUIT, lambda: self._preempt(signal.SIGQUIT))
+        for signum, command in OF_SIGNALS.items():
+            self.commands.on(command, partial(self._preempt, signum))
+        self.commands.on(Command.USER_1, self._on_user_signal)
         self.commands.on(Command.STOP, self._stop)
         self.commands.on(Command.STACKS, StackWriter(self.spec).write)
         self.commands.listen()
@@ -113,6 +114,13 @@ class CommandHandler:
             process_control.die_of_sigterm()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_user_signal(self) -> None:
+        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.spec.rank == 0:
+            text = "SIGUSR1 has no effect: the code has set no handler for it"
+            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
 
     def _stop(self) -> None:
         self.report_handled()
