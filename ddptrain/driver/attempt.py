@@ -43,7 +43,6 @@ from ddptrain.results.errors import UnsafePath
 _SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
 _SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
 _LAST_SIGNAL = 3  # that asks to end: it kills the ranks
-_NUMBERS = (events.Metrics, events.Progress)  # of consecutive ones only the newest of a rank matters for decisions
 _log = Log(__name__)
 
 
@@ -250,8 +249,8 @@ class Attempt:
 
     def _take(self, rank: int, found: Iterable[events.Event], error: str = "", ended: RankExit | None = None) -> None:
         """Handle what was read of a rank's output: events, in order, and then its exit."""
-        for kind, group in itertools.groupby(found, type):
-            if kind in _NUMBERS:
+        for (_, is_number), group in itertools.groupby(found, lambda event: (event.kind, event.is_number)):
+            if is_number:
                 numbers = list(group)
                 self._on_event(rank, numbers[-1], len(numbers))
                 self.recorder.rank_numbers(rank, numbers)

@@ -70,7 +70,7 @@ def _is_of_backend(error: BaseException) -> bool:
 
 _PACKAGE = Path(__file__).parents[1]
 _LAUNCHER_FILES = ("rank_process.py", "lifecycle.py", "script.py", "entrypoint.py")
-_LAUNCHER = {str(_PACKAGE / "rank" / name) for name in _LAUNCHER_FILES}
+_LAUNCHER = {"<frozen runpy>", *(str(_PACKAGE / "rank" / name) for name in _LAUNCHER_FILES)}
 _FRAME = r'  File "[^"\n]*", line [^\n]*\n(?:    [^\n]*\n|  \[Previous line repeated[^\n]*\n)*'
 _FILE = re.compile(r'  File "([^"\n]*)"')
 _FRAMES = re.compile(f"(?:{_FRAME})+")

@@ -27,7 +27,7 @@ from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
 from ddptrain.protocol.rank_spec import ERROR_FILE, STACKS_DUMP, STACKS_END, STACKS_SIGNAL, RankSpec
 from ddptrain.rank import current_context, process_control, script
 from ddptrain.rank import failure as failures
-from ddptrain.rank.agreement import EXIT_PREEMPTED, CheckpointCalls, PreemptedExit, WorkerGroupStore
+from ddptrain.rank.agreement import EXIT_PREEMPTED, Agreement, PreemptedExit
 from ddptrain.rank.entrypoint import as_json, bind, load_function
 from ddptrain.rank.failure import (
     clipped,
@@ -64,7 +64,7 @@ class CommandHandler:
     spec: RankSpec
     emitter: Emitter
     commands: CommandReader
-    calls: CheckpointCalls
+    agreement: Agreement
     tracked: RankTrackers
     state: Callable[[], State]
     complete_saves: Callable[[], None]
@@ -99,12 +99,12 @@ class CommandHandler:
 
     def _preempt(self, signum: int = signal.SIGTERM) -> None:
         """End after the next save. A workload that does not save here gets `signum`, with its child processes."""
-        self.calls.notified = True
+        self.agreement.notified = True
         self.tracked.hurry(deadlines.preempt_s(self.spec))
         if self.state() != "crashed":
             return  # the rank is already ending
-        if self.calls.saves:
-            self.calls.tell_to_end()
+        if self.agreement.saves:
+            self.agreement.end()
         elif signum != signal.SIGTERM:
             if signal.getsignal(signum) == signal.SIG_DFL:
                 self.tracked.finish("preempted")
@@ -132,7 +132,7 @@ class CommandHandler:
         if not is_own:
             return
         self.tracked.finish(self.state())
-        if self.tracked.is_on and self.state() != "crashed":
+        if self.tracked.manager is not None and self.state() != "crashed":
             time.sleep(_EXIT_S)  # the main thread has also finished, and is about to exit with its own code
         process_control.die_of_sigterm()
 
@@ -152,7 +152,7 @@ class RankLifecycle:
         self.finished = False
         self.failed = False
         self.preempted = False
-        self.calls = CheckpointCalls(spec, WorkerGroupStore(spec))
+        self.agreement = Agreement(spec)
         self.tracked = RankTrackers(spec, emitter)
         self.context: RankContext | None = None
         self.waiting: WaitingTime | None = None
@@ -202,7 +202,7 @@ class RankLifecycle:
         return 0
 
     def _handle_commands(self) -> None:
-        parts = (self.spec, self.emitter, self.commands, self.calls, self.tracked)
+        parts = (self.spec, self.emitter, self.commands, self.agreement, self.tracked)
         CommandHandler(*parts, self._state, self._complete_saves, self._report_handled).start()
 
     def _set_up_torch(self) -> torch.device:
@@ -290,7 +290,7 @@ class RankLifecycle:
         from ddptrain.rank.context import RankContext
 
         if self.context is None:
-            self.context = RankContext(self.spec, self.emitter, device, self.calls, self.tracked)
+            self.context = RankContext(self.spec, self.emitter, device, self.agreement, self.tracked)
         return self.context
 
     def _run_user_code(self, code: Callable[[], None]) -> None:
@@ -343,9 +343,9 @@ class RankLifecycle:
             note_unused(self.spec, self.emitter)
             return
         self.context.close()
-        if not self.calls.ends_early:
+        if not self.agreement.ends_early:
             return
-        if self.calls.has_saved:
+        if self.agreement.has_saved:
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             raise PreemptedExit
         text = (
@@ -364,7 +364,7 @@ class RankLifecycle:
 
     def _report_result(self, value: Any) -> None:
         """Report what rank 0's function has returned, if it can be stored as JSON."""
-        if self.spec.rank != 0 or value is None or self.calls.ends_early:
+        if self.spec.rank != 0 or value is None or self.agreement.ends_early:
             return
         try:
             event: events.Event = events.Returned(time.time_ns(), as_json(value))
@@ -397,7 +397,7 @@ class RankLifecycle:
         if code == 0:
             self._finish()
             return
-        if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.calls.notified):
+        if code == EXIT_PREEMPTED and (self.spec.code.is_script or self.agreement.notified):
             self.preempted = True
             self.emitter.emit(events.Preempted(time.time_ns(), step=0))
             return

@@ -234,7 +234,7 @@ def test_worker_without_ddptrain_ends_with_4_and_the_table(others: Others) -> No
     ended = others.train({}, "--cluster", cluster.address)
     assert ended.rc == 4, ended.stderr
     lines = ended.stderr.splitlines()
-    (header,) = [line for line in lines if line.split()[1:4] == ["Python", "ddptrain", "torch"]]
+    (header,) = [line for line in lines if line.split()[1:4] == ["python", "ddptrain", "torch"]]
     (row,) = [line for line in lines if "missing !" in line]
     assert row[header.rindex("ddptrain") :].startswith("missing !") and row.count(" !") == 1
     assert "To do: install what is marked there (pip install ddptrain==" in ended.stderr
@@ -284,9 +284,9 @@ def test_cluster_with_tls_refuses_who_has_no_certificate_of_it(others: Others) -
     stranger = keys.settings(cert_file=wrong.cert, key_file=wrong.key)
     refusals: list[tuple[dict[str, object], str]] = [
         ({"address": address}, "wants a certificate, and none was given: set cluster.tls.ca_file"),
-        ({"address": address, **wrong.settings()}, "shows a certificate that our CA has not signed"),
-        ({"address": address, **stranger}, "refuses our certificate"),
-        ({"address": address.replace("tls", "tcp")}, f"uses TLS: write the address as {address}"),
+        ({"address": address, **wrong.settings()}, "no TLS connection to"),
+        ({"address": address, **stranger}, "no TLS connection to"),
+        ({"address": address.replace("tls", "tcp")}, f"If it uses TLS, write {address}"),
     ]
     for cluster, reason in refusals:
         ended = others.train(cluster)
