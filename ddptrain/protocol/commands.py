@@ -23,11 +23,18 @@ class Command(StrEnum):
     INTERRUPT = "interrupt"  # the same, but a script gets SIGINT
     HANG_UP = "hang-up"  # the same with SIGHUP
     QUIT = "quit"  # the same with SIGQUIT
+    USER_1 = "user-1"  # call the handler of SIGUSR1
     STACKS = "stacks"  # report the stacks of all threads
     STOP = "stop"  # end: the worker group is being stopped; SIGTERM follows
     NOTICED = "noticed"  # from this process's own handler of SIGTERM; not accepted from the pipe
 
 
+# Other signals to the driver than SIGTERM that a script gets as they are.
+OF_SIGNALS: dict[int, Command] = {
+    signal.SIGINT: Command.INTERRUPT,
+    signal.SIGHUP: Command.HANG_UP,
+    signal.SIGQUIT: Command.QUIT,
+}
 _FROM_DRIVER = frozenset(Command) - {Command.NOTICED}
 _MAX_LINE_BYTES = 4_096
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # of the thread itself

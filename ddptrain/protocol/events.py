@@ -336,6 +336,19 @@ class Note(Event):
         return self.message, "warning" if self.level == "warning" else "info"
 
 
+@dataclass(frozen=True, slots=True)
+class Alert(Event):
+    """A message of ctx.alert; users are notified of it."""
+
+    kind: ClassVar[str] = "alert"
+    recorded: ClassVar[bool] = True
+    message: str
+
+    def shown(self) -> tuple[str, str]:
+        """The message in one line."""
+        return one_line(self.message), "warning"
+
+
 KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.errors import one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, StepProfile
 from ddptrain.rank.agreement import Agreement, CollectiveValues, PreemptedExit
@@ -186,6 +187,14 @@ class RankContext:
         self._emitter.progress(number("done", done), optional("total", total), unit)
         if unit == "steps":
             self._profiles.reported(int(done))
+
+    def alert(self, text: str) -> None:
+        """Tell the user something that should be looked at now: the first line of `text`, at most 1,000 characters.
+
+        It is shown as a warning, recorded in events.jsonl, and sent to `notify.urls`, with the rank's number. Every
+        rank may call it. Messages in the same minute are sent together.
+        """
+        self._emitter.emit(events.Alert(time.time_ns(), one_line(str(text))[:1_000]))
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:

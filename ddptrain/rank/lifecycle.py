@@ -11,12 +11,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddptrain.errors import one_line
 from ddptrain.protocol import deadlines, events
-from ddptrain.protocol.commands import Command, CommandReader
+from ddptrain.protocol.commands import OF_SIGNALS, Command, CommandReader
 from ddptrain.protocol.rank_errors import read_error_file
 from ddptrain.protocol.rank_spec import ERROR_FILE, RankSpec
 from ddptrain.rank import current_context, process_control, script
@@ -317,9 +318,9 @@ class RankLifecycle:
         on = self.commands.on
         on(Command.NOTICED, lambda: self.emitter.emit(events.Noticed(time.time_ns())))
         on(Command.PREEMPT, lambda: self._preempt(signal.SIGTERM))
-        on(Command.INTERRUPT, lambda: self._preempt(signal.SIGINT))
-        on(Command.HANG_UP, lambda: self._preempt(signal.SIGHUP))
-        on(Command.QUIT, lambda: self._preempt(signal.SIGQUIT))
+        for signum, command in OF_SIGNALS.items():
+            on(command, partial(self._preempt, signum))
+        on(Command.USER_1, self._on_user_signal)
         on(Command.STOP, self._stop)
         on(Command.STACKS, StackWriter(self.spec).write)
         self.commands.listen()
@@ -355,6 +356,13 @@ class RankLifecycle:
             process_control.die_of_sigterm()
         else:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_user_signal(self) -> None:
+        if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.spec.rank == 0:
+            text = "SIGUSR1 has no effect: the code has set no handler for it"
+            self.emitter.emit(events.Note(time.time_ns(), text, "warning"))
 
     def _stop(self) -> None:
         """End, because the worker group is being stopped; a handler of SIGTERM of the user's code ends it itself."""

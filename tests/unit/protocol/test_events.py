@@ -36,6 +36,7 @@ EXAMPLES: list[events.Event] = [
     events.Returned(1, '{"loss": 0.5}'),
     events.Finished(1),
     events.Note(1, "said", "warning"),
+    events.Alert(1, "the loss has doubled"),
     events.Tracked(1, "wandb", {"url": "https://wandb.ai/a/b/runs/c"}),
     events.TrackerFailed(1, "wandb", "could not start: ConnectionError", strict=True),
     events.Finishing(1, timeout_s=30.5),
