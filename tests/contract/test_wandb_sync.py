@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -98,7 +99,8 @@ def killed_with_its_host(project: Project, name: str, ranks: int, env: Mapping[s
     run = when_on_disk(project, ranks)
     family = [*psutil.Process(running.popen.pid).children(recursive=True), psutil.Process(running.popen.pid)]
     for process in family:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it has ended with another one
+            process.kill()
     running.popen.wait(30)
     psutil.wait_procs(family, timeout=30)
     return run

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -23,19 +23,28 @@ from ddptrain.storage.remote_folder import RemoteFolder
 from ddptrain.storage.store import StoreError
 
 _log = Log(__name__)
-_PASS_EVERY_S = 2.0
-_FILE_EVERY_S = 10.0
-_BYTES_PER_S = 1 << 20  # on average, of a growing log, which is uploaded completely each time
-_RECORD_EVERY_S = 3.0
-_PAUSES_S = (5.0, 10.0, 20.0, 40.0, 60.0)  # after a pass that failed
-_FLUSH_PAUSE_S = 2.0
-_LAST_FLUSH_S = 3.0  # for a further flush after one that reached its deadline
-_CLOSE_S = 5.0
 _RECORD = "run.json"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 _Fingerprint = tuple[int, int, int]
 _Listeners = tuple[Callable[[str], None], Callable[[DdptrainError], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a run is uploaded, and how long is waited, in seconds."""
+
+    pass_every_s: float = 2.0
+    file_every_s: float = 10.0
+    bytes_per_s: int = 1 << 20  # on average, of a growing log, which is uploaded completely each time
+    record_every_s: float = 3.0
+    pauses_s: tuple[float, ...] = (5.0, 10.0, 20.0, 40.0, 60.0)  # after a pass that failed
+    flush_pause_s: float = 2.0
+    last_flush_s: float = 3.0  # for a further flush after one that reached its deadline
+    close_s: float = 5.0
+
+
+_PACE = Pace()
 
 
 class StoreUpload:
@@ -44,11 +53,13 @@ class StoreUpload:
     max_failures: passes in a row that may fail before the run ends with an error.
     """
 
-    def __init__(self, store: RemoteFolder, root: Path, token: str = "", max_failures: int = 5) -> None:
+    def __init__(
+        self, store: RemoteFolder, root: Path, token: str = "", max_failures: int = 5, pace: Pace = _PACE
+    ) -> None:
         self._stopped = threading.Event()
         self.store = replace(store, wait=self._stopped.wait)
         self.root = root
-        self._token = token
+        self._token, self._pace = token, pace
         self._max_failures = max_failures
         self._checkpoints = StoredCheckpoints(self.store, RunLayout(root))
         self._sent: dict[str, _Fingerprint] = {}
@@ -113,7 +124,7 @@ class StoreUpload:
         if self._thread is None:
             return ""
         if self._timed_out or self._loss is not None:
-            deadline_s = min(deadline_s, _LAST_FLUSH_S)
+            deadline_s = min(deadline_s, self._pace.last_flush_s)
         until = time.monotonic() + deadline_s
         with self._state:
             self._flushes_requested += 1
@@ -140,13 +151,13 @@ class StoreUpload:
             self._state.notify_all()
         if self._thread is None:
             return
-        self._thread.join(timeout=_CLOSE_S)
+        self._thread.join(timeout=self._pace.close_s)
         if self._thread.is_alive() or self._is_taken:
             return
         if not why:
             shutil.rmtree(self.root, ignore_errors=True)
         else:
-            run_for(_CLOSE_S, self._upload_final_record)
+            run_for(self._pace.close_s, self._upload_final_record)
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +193,7 @@ class StoreUpload:
                 # While something was sent there may be more that is due, as the next checkpoint.
                 has_more = not complete and (flushing or self._n_sent > sent)
                 if not has_more and self._flushes_requested == self._flushes_done and not self._stopped.is_set():
-                    self._state.wait(_PASS_EVERY_S)
+                    self._state.wait(self._pace.pass_every_s)
 
     def _on_failure(self, error: DdptrainError) -> None:
         if self._stopped.is_set():
@@ -196,11 +207,12 @@ class StoreUpload:
                     f"{error}; no more attempts after {self._failures} failures; all files are kept in {self.root}"
                 )
             )
-        pause_s = _PAUSES_S[min(self._failures, len(_PAUSES_S)) - 1]
+        pauses_s = self._pace.pauses_s
+        pause_s = pauses_s[min(self._failures, len(pauses_s)) - 1]
         with self._state:
             flushing = self._flushes_requested > self._flushes_done
         if flushing:
-            pause_s = _FLUSH_PAUSE_S
+            pause_s = self._pace.flush_pause_s
         elif self._failures <= self._max_failures:
             self.warn(f"{error} (failure {self._failures} of {self._max_failures}; again in {pause_s:g} s)")
         with self._state:
@@ -212,7 +224,7 @@ class StoreUpload:
     def _pass(self, flushing: bool) -> bool:
         """Upload what is due, or everything when flushing, the record last. Returns whether the store is complete."""
         # A checkpoint is uploaded after other files, so that a driver that resumes from it has the logs up to it.
-        least_s = _FILE_EVERY_S if self._checkpoints.is_synced else 0.0
+        least_s = self._pace.file_every_s if self._checkpoints.is_synced else 0.0
         for path in self._files():
             self._send_file(path, least_s, flushing)
         self._n_sent += self._checkpoints.sync(before_upload=self._send_new_attempt)
@@ -239,7 +251,7 @@ class StoreUpload:
         if fingerprint is None or self._sent.get(name) == fingerprint:
             return
         # A growing file is uploaded completely each time: the larger it is, the less often.
-        pause_s = max(least_s, fingerprint[0] / _BYTES_PER_S)
+        pause_s = max(least_s, fingerprint[0] / self._pace.bytes_per_s)
         if not now and time.monotonic() < self._sent_at.get(name, -pause_s) + pause_s:
             return
         try:
@@ -254,7 +266,8 @@ class StoreUpload:
         fingerprint = _fingerprint(self._record)
         if fingerprint is None or self._sent.get(_RECORD) == fingerprint:
             return
-        if now or time.monotonic() >= self._sent_at.get(_RECORD, -_RECORD_EVERY_S) + _RECORD_EVERY_S:
+        every_s = self._pace.record_every_s
+        if now or time.monotonic() >= self._sent_at.get(_RECORD, -every_s) + every_s:
             self.store.write(_RECORD, self._record.read_bytes())
             self._note_sent(_RECORD, fingerprint)
 

@@ -250,14 +250,6 @@ def test_unreadable_run_began_when_its_name_says(tmp_path: Path, run_id: str, st
     assert (view.record.started_at, view.record.run_id, view.status) == (started_at, run_id, "unreadable")
 
 
-def test_waiting_run_is_shown_as_such_only_while_it_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddptrain.results.ownership.is_alive", lambda *_: True)
-    assert load_run(put(tmp_path, "a", status="running", waiting=True)).shown_status == "waiting"
-    assert load_run(put(tmp_path, "b", status="running")).shown_status == "running"
-    ended = load_run(put(tmp_path, "c", status="failed", waiting=True))
-    assert (ended.shown_status, ended.is_running) == ("failed", False)
-
-
 def test_trial_is_found_by_its_number_in_the_sweep(tmp_path: Path) -> None:
     trial = put(tmp_path / "sweep", "sweep-0007")
     more = put(tmp_path / "sweep", "sweep-0007-s3")

@@ -21,7 +21,6 @@ from ddptrain.storage.object_store import ObjectStore, region_of, settings_for, 
 from ddptrain.storage.store import (
     Limits,
     Location,
-    NoConditionalWrites,
     NotFound,
     StoreError,
     StoreForbidden,
@@ -29,7 +28,6 @@ from ddptrain.storage.store import (
     StoreUnreachable,
     TooLarge,
     Transient,
-    Versioned,
     WriteConflict,
     open_store,
 )
@@ -130,17 +128,6 @@ def test_conditions_are_tested_with_an_object_that_is_deleted(store: ObjectStore
     store.put("other", b"")  # takes the version "0" of the store in memory, which the test uses as a wrong one
     assert store.test_conditions("probe") > 1.7e9
     assert [item.key for item in store.listing()] == ["other"]
-
-
-def test_store_that_ignores_conditions_is_found_out(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_always(key: str, data: bytes, before: Versioned | None) -> Versioned:
-        store.put(key, data)
-        return Versioned(data)
-
-    monkeypatch.setattr(store, "put_versioned", write_always)
-    with pytest.raises(NoConditionalWrites, match="the store ignores the conditions of writes"):
-        store.test_conditions("probe")
-    assert list(store.listing()) == []
 
 
 # --- what a failed request says: the place, the value that may be wrong, and what to set ---

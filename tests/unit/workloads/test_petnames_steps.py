@@ -110,17 +110,6 @@ def test_losses_of_a_model_that_finds_all_symbols_equally_likely(
     assert "on 5 names, 2 steps an epoch over 1 rank" in out
 
 
-def test_rate_of_an_epoch_is_of_its_own_names(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 2.0, 10.0, 14.0])
-    monkeypatch.setattr(workload, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    assert run.train()["samples_per_s"] == [3.5, 1.75]
-
-
-def test_no_names_are_written_on_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "log_generated_names", None)
-    assert "val/loss" not in run.train(samples=0, epochs=1)
-
-
 def test_gradients_are_clipped_to_the_norm_that_was_asked_for(run: Run) -> None:
     run.train(grad_clip=0.01)
     assert run.norms == pytest.approx([0.01] * 4, rel=1e-3)

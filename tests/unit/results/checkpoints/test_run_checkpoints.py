@@ -12,7 +12,6 @@ import pytest
 
 from ddptrain.protocol.events import CheckpointPart, CheckpointSaved, StagedFile
 from ddptrain.results import staged_files
-from ddptrain.results.checkpoints import run_checkpoints
 from ddptrain.results.checkpoints.run_checkpoints import CheckpointPolicy, RunCheckpoints
 from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, newest_verified, read_manifest
 from ddptrain.results.errors import CheckpointDamaged, UnsafePath
@@ -133,7 +132,6 @@ def changed(event: CheckpointSaved, **fields: object) -> CheckpointSaved:
     return dataclasses.replace(event, files=(dataclasses.replace(first, **fields), *rest))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -144,18 +142,11 @@ def changed(event: CheckpointSaved, **fields: object) -> CheckpointSaved:
     ],
 )
 def test_a_damaged_checkpoint_changes_nothing(
-    writer: RunWriter,
-    stage: Stage,
-    monkeypatch: pytest.MonkeyPatch,
-    fields: dict[str, object],
-    why: str,
-    across: bool,
+    writer: RunWriter, stage: Stage, fields: dict[str, object], why: str
 ) -> None:
     save(writer, stage, 1, 1.0)
     before = writer.layout.run_json.read_bytes()
     event, folder = stage(2)
-    if across:
-        monkeypatch.setattr(staged_files, "_on_one_file_system", lambda _: False)
     with pytest.raises(CheckpointDamaged, match=why):
         writer.adopt_checkpoint(0, changed(event, **fields), folder, POLICY)
     assert names(writer) == {"step-1", "latest", "best"}
@@ -196,24 +187,6 @@ def test_a_negative_step_is_refused(writer: RunWriter, stage: Stage) -> None:
     event, folder = stage(1)
     with pytest.raises(UnsafePath, match="step"):
         writer.adopt_checkpoint(0, dataclasses.replace(event, step=-1), folder, POLICY)
-
-
-@pytest.mark.parametrize("stop_at", ["move_in", "write_file", "sync_folder", "_publish"])
-def test_an_interruption_on_the_way_home_leaves_no_half_checkpoint(
-    writer: RunWriter, stage: Stage, monkeypatch: pytest.MonkeyPatch, stop_at: str
-) -> None:
-    save(writer, stage, 1, 1.0)
-    before = writer.layout.run_json.read_bytes()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_checkpoints, stop_at, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save(writer, stage, 2, 0.5)
-    assert names(writer) == {"step-1", "latest", "best"}
-    assert (pointer(writer, "latest"), pointer(writer, "best")) == ("step-1\n", "step-1\n")
-    assert writer.layout.run_json.read_bytes() == before
 
 
 def test_files_of_all_ranks_become_one_checkpoint(writer: RunWriter, stage: Stage) -> None:

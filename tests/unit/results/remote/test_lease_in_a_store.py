@@ -167,23 +167,6 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
     assert (there(store).token, there(store).released) == (heir.claim.token, False)
 
 
-def test_owner_whose_answer_was_lost_still_has_the_lock(store: RemoteFolder) -> None:
-    owner = StoreLock(store)
-    owner.take()
-    assert owner._last_written is not None
-    before = owner._last_written
-    owner._renew()
-    owner._last_written = before  # as if the answer to the renewal had never come
-    owner._renew()
-    store.remove(LOCK)
-    owner._renew()
-    assert there(store).token == owner.claim.token
-    owner.release(forget=True)
-    assert store.read(LOCK) is None
-    with pytest.raises(RunLocked):
-        owner.assure()
-
-
 def test_store_that_ignores_conditions_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(tmp_path) as server:
         (server.buckets / "bucket").mkdir()

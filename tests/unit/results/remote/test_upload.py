@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ from ddptrain.results.errors import CheckpointDamaged
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import find_checkpoint
 from ddptrain.results.remote import runs
-from ddptrain.results.remote import upload as remote_upload
-from ddptrain.results.remote.upload import StoreUpload
+from ddptrain.results.remote.upload import Pace, StoreUpload
 from ddptrain.results.run_record import RunStatus
 from ddptrain.results.run_writer import RunWriter
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -28,22 +28,16 @@ Stage = Callable[..., tuple[CheckpointSaved, Path]]
 POLICY = CheckpointPolicy(keep=1, metric="val/loss")
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_upload, "_PASS_EVERY_S", 0.02)
-    monkeypatch.setattr(remote_upload, "_FLUSH_PAUSE_S", 0.02)
-    monkeypatch.setattr(remote_upload, "_LAST_FLUSH_S", 60.0)
-    monkeypatch.setattr(remote_upload, "_CLOSE_S", 60.0)
-    monkeypatch.setattr(remote_upload, "_PAUSES_S", (0.02,))
+QUICK = Pace(pass_every_s=0.02, flush_pause_s=0.02, last_flush_s=60.0, close_s=60.0, pauses_s=(0.02,))
 
 
 class Kept:
     """A run under way, its store, and what its uploads have said."""
 
-    def __init__(self, writer: RunWriter, stage: Stage) -> None:
+    def __init__(self, writer: RunWriter, stage: Stage, pace: Pace = QUICK) -> None:
         self.writer, self.stage = writer, stage
         self.store, self.fs = watched_store()
-        self.uploads = StoreUpload(self.store, writer.layout.root, "token", max_failures=2)
+        self.uploads = StoreUpload(self.store, writer.layout.root, "token", max_failures=2, pace=pace)
         self.warnings: list[str] = []
         self.losses: list[DdptrainError] = []
         self.uploads.listen(self.warnings.append, self.losses.append)
@@ -61,8 +55,8 @@ class Kept:
 
 
 @pytest.fixture
-def kept(writer: RunWriter, stage: Stage) -> Iterator[Kept]:
-    made = Kept(writer, stage)
+def kept(writer: RunWriter, stage: Stage, request: pytest.FixtureRequest) -> Iterator[Kept]:
+    made = Kept(writer, stage, getattr(request, "param", QUICK))
     yield made
     if writer.layout.root.exists():
         writer.finish(RunStatus.SUCCEEDED, 0)
@@ -90,8 +84,8 @@ def test_checkpoint_is_there_when_its_manifest_is_and_the_record_comes_last(kept
     assert kept.there() == {*expected, *step, "checkpoints/latest", "checkpoints/best"}
 
 
-def test_record_of_an_attempt_is_there_before_its_first_checkpoint(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_upload, "_RECORD_EVERY_S", 1000.0)
+@pytest.mark.parametrize("kept", [replace(QUICK, record_every_s=1000.0)], indirect=True)
+def test_record_of_an_attempt_is_there_before_its_first_checkpoint(kept: Kept) -> None:
     kept.uploads.begin()
     wait_until(lambda: "run.json" in kept.there())
     attempt = kept.writer.next_attempt(None, 2)
@@ -218,9 +212,8 @@ def test_run_that_another_driver_has_taken_is_not_written_any_more(kept: Kept) -
     assert [type(error) for error in kept.losses] == [RunLocked]
 
 
-def test_large_log_is_uploaded_less_often(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_upload, "_BYTES_PER_S", 10)
-    monkeypatch.setattr(remote_upload, "_FILE_EVERY_S", 0.0)
+@pytest.mark.parametrize("kept", [replace(QUICK, bytes_per_s=10, file_every_s=0.0)], indirect=True)
+def test_large_log_is_uploaded_less_often(kept: Kept) -> None:
     log = kept.writer.layout.log(0)
     log.write_bytes(b"x" * 1000)
     kept.uploads.begin()
@@ -245,9 +238,7 @@ def overwrite(store: RemoteFolder, path: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "manifest"])
-def test_damaged_newest_checkpoint_gives_way_to_the_one_before(
-    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_damaged_newest_checkpoint_gives_way_to_the_one_before(kept: Kept, tmp_path: Path, damage: str) -> None:
     kept.save(1, 1.0)  # stays, being the best
     kept.save(2, 2.0)
     upload(kept)
@@ -279,12 +270,11 @@ def test_only_the_newest_checkpoint_comes_with_its_files_and_the_best_is_still_k
     assert sorted(path.name for path in (other / "checkpoints/step-1").iterdir()) == ["checkpoint.json"]
     assert (other / "logs/rank-0.log").read_text() == "before\n"
     with RunWriter.reopen(other, "x") as again:
-        there = Kept.__new__(Kept)
-        there.writer, there.stage, there.store, there.fs = again, stage, kept.store, kept.fs
         again.go_on_from(verify(other / "checkpoints/step-2"), POLICY)
-        mirror = StoreUpload(kept.store, other, "token")
+        mirror = StoreUpload(kept.store, other, "token", pace=QUICK)
         mirror.begin()
-        there.save(3, 3.0)
+        event, folder = stage(3, {"val/loss": 3.0}, {"model.safetensors": b"w" * 1000, "state.pt": b""})
+        again.adopt_checkpoint(0, event, folder, POLICY)
         again.finish(RunStatus.SUCCEEDED, 0)
         assert mirror.flush(60) == ""
         mirror.close(60)

@@ -113,13 +113,6 @@ def test_long_curves_are_thinned_to_means(tmp_path: Path) -> None:
     assert all(0 < value < 1 for value in curve.main[1])
 
 
-def test_time_of_all_ranks_begins_with_the_first_line(tmp_path: Path) -> None:
-    view = view_of(tmp_path, {"time_s": 12, "loss": 1}, {"time_s": 10, "rank": 1, "loss": 2}, {"time_s": 15, "loss": 3})
-    (curve,) = plot_of(view).panels[0].curves
-    assert curve.ranks == {0: ([2.0, 5.0], [1.0, 3.0]), 1: ([0.0], [2.0])}
-    assert curve.main == ([0.0, 2.0, 5.0], [2.0, 1.0, 3.0])
-
-
 def test_whole_plot_has_every_metric_and_none_is_no_error(tmp_path: Path) -> None:
     view = view_of(tmp_path, {"step": 1, "val/loss": 2, "train/loss": 3, "lr": 0.1})
     found = whole_plot(view)
@@ -150,10 +143,6 @@ def test_a_terminal_gets_dots_and_colours_of_the_same_width() -> None:
     text = draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1]), ChartLine("b", [0, 1], [1, 0])], style)
     assert "\x1b[36m" in text and "\x1b[33m" in text
     assert any(0x2800 < ord(char) < 0x2900 for char in text)
-
-
-def test_without_colour_there_is_no_escape_code() -> None:
-    assert "\x1b" not in draw_chart("t", "x", [ChartLine("a", [0, 1], [0, 1])], Style(unicode=True))
 
 
 def test_a_gap_interrupts_the_line() -> None:
@@ -196,22 +185,6 @@ def test_ascii_chart_is_drawn_dot_by_dot() -> None:
         "   0               step               10",
         "** down",
         "oo flat",
-    ]
-
-
-def test_unicode_chart_is_drawn_dot_by_dot() -> None:
-    assert draw_chart("loss", "step", FALLING, Style(width=44, height=6, unicode=True)).split("\n") == [
-        "loss",
-        "8 │⠉⠒⠤⣀⡀",
-        "  │    ⠈⠑⠢⠤⣀",
-        "  │         ⠉⠑⠢⢄⣀",
-        "4 │⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠛⠭⢍⡉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉⠉",
-        "  │                  ⠈⠑⠒⠒⠤⠤⠤⢄⣀⣀⣀",
-        "0 │                             ⠉⠉⠉⠒⠒⠒⠢⠤⠤⠤⣀⣀",
-        "  └─────────────────────────────────────────",
-        "   0                 step                 10",
-        "⠤⠤ down",
-        "⠤⠤ flat",
     ]
 
 
@@ -264,12 +237,6 @@ def test_the_ending_decides_the_format(plot: Plot, tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(plot: Plot, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no/a\.png: No such file or directory; choose another file with --out"):
         save_picture(plot, tmp_path / "no" / "a.png")
-
-
-def test_charts_name_each_curve_with_its_last_value(plot: Plot) -> None:
-    text = terminal_charts(plot, Style())
-    assert "train/loss, mean of 2 ranks: 1.5" in text
-    assert "val/$x$_loss: 3" in text
 
 
 def test_legend_of_a_chart_has_the_last_number_that_is_known(plot: Plot) -> None:
