@@ -9,7 +9,6 @@ import typer
 from ddptrain.cli import complete
 from ddptrain.cli.options import PLACES, JsonOption
 from ddptrain.cli.printing import print_result, say
-from ddptrain.errors import one_line
 from ddptrain.text_tables import clean_line
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def stop(
 
 def _words(view: RunView, *, was_active: bool) -> str:
     """Return the end of the run in one line."""
-    from ddptrain.results.run_record import SWEEP, RunStatus
+    from ddptrain.results.run_record import SWEEP, RunStatus, root_cause
 
     record = view.record
     if record.kind == SWEEP:
@@ -52,7 +51,7 @@ def _words(view: RunView, *, was_active: bool) -> str:
         state = "" if was_active else "is not running, it has ended: "
         return f"sweep {view.run_id} {state}{view.status} (exit code {record.exit_code}){hint}"
     code = "" if record.exit_code is None else f" (exit code {record.exit_code})"
-    why = f": {one_line(record.failure.message)}" if record.failure and record.failure.message else ""
+    why = f": {cause}" if (cause := root_cause(record.failure)) else ""
     can_go_on = view.status in (RunStatus.PREEMPTED, RunStatus.CANCELLED) and record.checkpoints
     saved = f"; continue with --resume {view.run_id}" if can_go_on else ""
     how = f"{view.status_text}{code}{why}{saved}"

@@ -12,12 +12,12 @@ from ddptrain.config.function_signature import default_params
 from ddptrain.config.load import load_data
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.wording import shorten
-from ddptrain.errors import ConfigError, RunLocked, UsageError, one_line
+from ddptrain.errors import ConfigError, RunLocked, UsageError
 from ddptrain.protocol.rank_spec import PARAM, same_model
 from ddptrain.results import ownership
 from ddptrain.results.layout import RunLayout, where_of
 from ddptrain.results.lookup import RunView, find_run, list_runs, load_run
-from ddptrain.results.run_record import DriverRecord, RunStatus
+from ddptrain.results.run_record import DriverRecord, RunStatus, root_cause
 from ddptrain.results.secure_files import is_own_folder, read_bytes
 from ddptrain.results.tracker_records import run_argument
 
@@ -134,8 +134,7 @@ def _how_it_ended(view: RunView) -> str:
         RunStatus.PREEMPTED: "was preempted",
         RunStatus.SUCCEEDED: "succeeded",
     }
-    failure = view.record.failure
-    why = f" ({shorten(one_line(failure.message), 60)})" if failure and failure.message else ""
+    why = f" ({shorten(cause, 100)})" if (cause := root_cause(view.record.failure)) else ""
     return f"{words.get(RunStatus(view.status), 'failed') if view.status in set(RunStatus) else view.status}{why}"
 
 

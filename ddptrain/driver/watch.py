@@ -14,8 +14,8 @@ from ddptrain.protocol.worker_notices import SystemSample
 from ddptrain.results.layout import RunLayout
 from ddptrain.results.lookup import RunView, load_run
 from ddptrain.results.metrics import MetricsReader, json_object
-from ddptrain.results.remote.runs import RunsDir
-from ddptrain.results.run_record import ProgressRecord, RunStatus
+from ddptrain.results.run_record import ProgressRecord, RunStatus, root_cause
+from ddptrain.results.runs import RunsDir
 from ddptrain.results.show.log_follower import LogCursor, start_of_last
 from ddptrain.results.system import SystemLine, parse_line
 
@@ -67,18 +67,11 @@ def watch(runs: RunsDir, view: RunView, options: WatchOptions) -> int:
             return ExitCode.INTERRUPTED
         if view.is_running:
             return _BROKEN_PIPE
-        if cause := _cause(view):
+        if cause := root_cause(view.record.failure):
             level = "error" if view.status == RunStatus.FAILED else "warning"
             display.notice(f"run {view.run_id} {view.status_text}: {cause}", level=level)
         display.close(None, summary_lines(view), finished_event(view))
     return exit_code_of(view.record)
-
-
-def _cause(view: RunView) -> str:
-    failure = view.record.failure
-    if failure is None:
-        return ""
-    return failure.line if failure.rank is None else f"rank {failure.rank} on {failure.host}: {failure.line}"
 
 
 class _Feed:

@@ -1,4 +1,15 @@
-"""How ranks agree, through the store of the worker group, on when to save and when to end."""
+"""How ranks agree: through the store of the worker group on when to save and when to end, by a collective on numbers.
+
+The keys of the store, below ddptrain/<attempt>/; <r> is a rank:
+
+    key                   written by                                      read by
+    met/<method>/<n>/<r>  rank r in its n-th call of the ctx method       all ranks, which wait for those of all ranks
+    save/<n>              rank 0 in its n-th call of ctx.checkpoint,      the other ranks in the same call
+                          if it looks at its clock there
+    end/<r>               rank r, when it is asked to end                 all ranks in their next call of ctx.checkpoint
+    state/<n>/<r>         rank r for the n-th checkpoint                  the writer of rank 0, which deletes it
+    done/<r>              rank r, when its workload has returned          the writer of rank 0: no state will follow
+"""
 
 from __future__ import annotations
 
@@ -16,7 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-_POLL_S = 0.005
+_POLL_S, _MAX_POLL_S = 0.005, 0.2  # longer and longer: a rank that waits must not look as if it worked
+_LATE_S = 0.5  # while the worker group is being stopped, another rank may be this much later than rank 0
 EXIT_PREEMPTED = 75
 
 
@@ -27,80 +39,31 @@ class PreemptedExit(SystemExit):
         super().__init__(EXIT_PREEMPTED)
 
 
-class WorkerGroupStore:
-    """One rank's client of the worker group's store (TCPStore); keys are those of this attempt.
+class Agreement:
+    """One rank's part in the decisions of all ranks. The methods for the store raise RuntimeError if it has ended.
 
-    Every thread has its own connection, because a connection is busy while it waits for a key. All calls raise
-    RuntimeError if the store has ended.
+    Calls of ctx.checkpoint save at epochs, at steps, or after seconds by rank 0's clock. In some calls, which are the
+    same on all ranks, rank 0 looks at its clock, and chooses the call in which it looks again: after half of the calls
+    that fit into the remaining time, but at most twice the current number, because the first calls may be slower.
+
+    A rank that is asked to end publishes at once how many calls it has entered. All ranks end with the call after the
+    largest of these numbers, which no rank has entered yet.
     """
 
     def __init__(self, spec: RankSpec) -> None:
-        self._address = (spec.group.master_addr, spec.group.master_port)
-        self._timeout = dt.timedelta(seconds=spec.group.timeout_s)
-        self._prefix = f"ddptrain/{spec.attempt}/"
-        self._rank, self._world_size = spec.rank, spec.placement.world_size
-        self._meetings: Counter[str] = Counter()
-        self._connections = threading.local()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self._connection().set(self._prefix + key, value)  # type: ignore[arg-type]  # the stub lacks bytes
-
-    def has(self, key: str) -> bool:
-        """Return whether a key is set, without waiting."""
-        return bool(self._connection().check([self._prefix + key]))
-
-    def get(self, key: str) -> bytes:
-        """Wait until a key is set, at most the time limit of the group; return its value."""
-        value: bytes = self._connection().get(self._prefix + key)
-        return value
-
-    def meet(self, method: str) -> None:
-        """Wait until all ranks have called a ctx method as often as this rank, at most the time limit of the group.
-
-        Raises RuntimeError, which names the other ranks.
-        """
-        if self._world_size == 1:
-            return
-        self._meetings[method] += 1
-        keys = [f"met/{method}/{self._meetings[method]}/{rank}" for rank in range(self._world_size)]
-        self.set(keys[self._rank], "")
-        try:
-            self._connection().wait([self._prefix + key for key in keys])
-        except RuntimeError as error:
-            missing = [str(rank) for rank, key in enumerate(keys) if not self.has(key)]
-            text = f"ctx.{method}: not called by rank {', '.join(missing)} within {self._timeout.total_seconds():g} s"
-            raise RuntimeError(f"{text}; all ranks must call it") from error
-
-    def delete(self, key: str) -> None:
-        """Delete a key."""
-        self._connection().delete_key(self._prefix + key)
-
-    def _connection(self) -> TCPStore:
-        try:
-            store: TCPStore = self._connections.store
-        except AttributeError:
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-            store = TCPStore(*self._address, None, False, timeout=self._timeout, wait_for_workers=False)
-            self._connections.store = store
-        return store
-
-
-class CheckpointCalls:
-    """Counts the calls of ctx.checkpoint, and agrees with the other ranks on the last call of a preemption.
-
-    When a rank receives the notice, it publishes at once how many calls it has entered. All ranks end with the call
-    after the largest of these numbers, which no rank has entered yet.
-    """
-
-    def __init__(self, spec: RankSpec, store: WorkerGroupStore) -> None:
         self._spec = spec
-        self.store = store
+        self._rank, self._world_size = spec.rank, spec.placement.world_size
+        self._timeout = dt.timedelta(seconds=spec.group.timeout_s)
+        self._connections = threading.local()  # each thread has its own, which is busy while it waits for a key
+        self._met: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._entered = 0
-        self._last: float | None = None
-        self.told_to_end = False  # whether the ranks agree on a last call
+        self._last: float | None = None  # the call with which all ranks end
+        self._next_look = 1
+        self._looked_call = 0
+        self._looked_s = self._saved_s = time.monotonic()
+        self.step = 0  # of the newest call of ctx.checkpoint, or of the checkpoint that was loaded
+        self.asked_to_end = False  # whether the ranks agree on a last call
         self.saves = False  # whether the workload resumes, saves or reads ctx.preempted; if not, it is stopped at once
         self.notified = False  # whether the notice has arrived, also for a workload that never saves
         self.read_preempted = False  # whether the workload has read ctx.preempted after the notice
@@ -112,34 +75,89 @@ class CheckpointCalls:
         """Whether a workload that returns now does so because of the preemption, before its work is complete."""
         return self.read_preempted and not self.complete
 
-    def enter(self) -> int:
-        """Return the number of the call that begins now, from 1."""
+    def meet(self, method: str) -> None:
+        """Wait until all ranks have called a ctx method as often as this rank, at most the time limit of the group.
+
+        Raises RuntimeError, which names the other ranks.
+        """
+        if self._world_size == 1:
+            return
+        self._met[method] += 1
+        keys = [self._key(f"met/{method}/{self._met[method]}/{rank}") for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], "")
+        try:
+            self._store.wait(keys)
+        except RuntimeError as error:
+            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            text = f"ctx.{method}: not called by rank {', '.join(missing)} within {self._timeout.total_seconds():g} s"
+            raise RuntimeError(f"{text}; all ranks must call it") from error
+
+    # --- when to save ---
+
+    def call(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool]:
+        """Count a call of ctx.checkpoint. Return whether it saves, and whether all ranks end with it: on all ranks."""
         with self._lock:
             self.saves = True
             self._entered += 1
-            return self._entered
+            number = self._entered
+        self.complete = last
+        due = self._is_due(number, step, epoch)
+        ends = self.asked_to_end and self._is_last(number)
+        return due or last or ends, ends
 
-    def tell_to_end(self) -> None:
+    def _is_due(self, number: int, step: int, epoch: float | None) -> bool:
+        when = self._spec.checkpointing
+        # In every call, so that all ranks read the same keys.
+        by_clock = when.every_s is not None and number >= self._next_look and self._look(number, when.every_s)
+        before, self.step = self.step, step
+        if by_clock or (when.every_steps is not None and step // when.every_steps > before // when.every_steps):
+            return True
+        if epoch is None:
+            return when.every_steps is None and when.every_s is None
+        return when.every_epochs is not None and epoch == int(epoch) and int(epoch) % when.every_epochs == 0
+
+    def _look(self, number: int, every_s: float) -> bool:
+        """Return whether `every_s` seconds have passed by rank 0's clock; set the call of the next look."""
+        key = self._key(f"save/{number}")
+        if self._rank != 0:
+            due, look = self._store.get(key).split()
+            self._next_look = int(look)
+            return bool(due == b"1")
+        now = time.monotonic()
+        left_s = every_s - (now - self._saved_s)
+        call_s = max((now - self._looked_s) / (number - self._looked_call), 1e-9)
+        fitting = (left_s if left_s > 0 else every_s) / call_s
+        self._looked_call, self._looked_s = number, now
+        self._next_look = number + max(1, min(int(fitting / 2), number))
+        if self._world_size > 1:
+            self._store.set(key, f"{int(left_s <= 0)} {self._next_look}")
+        return left_s <= 0
+
+    def saved(self) -> None:
+        """Measure the seconds from now on, after a checkpoint."""
+        self._saved_s = time.monotonic()
+
+    # --- when to end ---
+
+    def end(self) -> None:
         """Handle the notice of a preemption. May be called by any thread, and more than once."""
         with self._lock:
-            if self.told_to_end:
+            if self.asked_to_end:
                 return
-            self.told_to_end = True
+            self.asked_to_end = True
             entered = self._entered
-            if self._spec.placement.world_size == 1:
+            if self._world_size == 1:
                 self._last = entered + 1
                 return
+
+        def publish() -> None:
+            with contextlib.suppress(RuntimeError):  # without a store the worker group is being stopped
+                self._store.set(self._key(f"end/{self._rank}"), str(entered))
+
         # In a thread, because a store that has ended delays the call, and the caller must read further commands.
-        threading.Thread(target=self._publish, args=(entered,), name="ddptrain-publish", daemon=True).start()
+        threading.Thread(target=publish, name="ddptrain-publish", daemon=True).start()
 
-    def _publish(self, entered: int) -> None:
-        with contextlib.suppress(RuntimeError):  # without a store the worker group is being stopped
-            self.store.set(f"end/{self._spec.rank}", str(entered))
-
-    def is_last(self, number: int) -> bool:
-        """Return whether all ranks end with their call of that number."""
-        if not self.told_to_end:
-            return False
+    def _is_last(self, number: int) -> bool:
         if self._last is None:
             self._last = self._agree()
         return number >= self._last
@@ -147,86 +165,71 @@ class CheckpointCalls:
     def _agree(self) -> float:
         """Return the number of the last call; infinity if a rank does not publish its number within grace_s."""
         deadline = time.monotonic() + self._spec.supervision.grace_s
-        keys = [f"end/{rank}" for rank in range(self._spec.placement.world_size)]
+        keys = [self._key(f"end/{rank}") for rank in range(self._world_size)]
         try:
-            while not all(map(self.store.has, keys)):
+            while not self._store.check(keys):
                 if time.monotonic() > deadline:
                     return math.inf
                 time.sleep(_POLL_S)
-            return max(int(self.store.get(key)) for key in keys) + 1
+            return max(int(self._store.get(key)) for key in keys) + 1
         except RuntimeError:
             return math.inf
 
+    # --- what rank 0 saves for the other ranks ---
 
-class SaveSchedule:
-    """Decides which calls of ctx.checkpoint save; the result is the same in every rank."""
+    def give_state(self, checkpoint: int, state: bytes) -> None:
+        """Give rank 0 this rank's part of the `checkpoint`-th checkpoint of this attempt."""
+        self._store.set(self._key(f"state/{checkpoint}/{self._rank}"), state)  # type: ignore[arg-type]  # the stub lacks bytes
 
-    def __init__(self, spec: RankSpec, store: WorkerGroupStore) -> None:
-        self._every_epochs, self._every_steps = spec.checkpointing.every_epochs, spec.checkpointing.every_steps
-        self._interval = (
-            SaveInterval(spec, store, spec.checkpointing.every_s) if spec.checkpointing.every_s is not None else None
-        )
-        self._always = spec.checkpointing.every_steps is None and spec.checkpointing.every_s is None
-        self.step = 0
+    def give_no_more(self) -> None:
+        """Let rank 0 wait for no further state of this rank."""
+        self._store.set(self._key(f"done/{self._rank}"), "")
 
-    def now(self, call: int, step: int, epoch: float | None) -> bool:
-        """Return whether this call saves: because of its epoch, step or time, or because no setting applies to it."""
-        # This runs in every call, so that all ranks read the same keys.
-        by_clock = self._interval is not None and self._interval.due(call)
-        every, before = self._every_steps, self.step
-        self.step = step
-        if by_clock or (every is not None and step // every > before // every):
-            return True
-        if epoch is None:
-            return self._always
-        return self._every_epochs is not None and epoch == (whole := int(epoch)) and whole % self._every_epochs == 0
+    def states(self, checkpoint: int, hurry: threading.Event) -> list[bytes | None]:
+        """Return what the ranks 1, 2, ... have given, None for a rank that has not called ctx.checkpoint.
 
-    def saved(self) -> None:
-        """Restart the clock after a checkpoint."""
-        if self._interval is not None:
-            self._interval.restart()
+        hurry: set while the worker group is being stopped: then late ranks are waited for only for a short time.
+        Raises TimeoutError if a rank is late then, and may still come.
+        """
+        deadline = time.monotonic() + self._spec.group.timeout_s
+        return [self._state(checkpoint, rank, deadline, hurry) for rank in range(1, self._world_size)]
 
+    def _state(self, checkpoint: int, rank: int, deadline: float, hurry: threading.Event) -> bytes | None:
+        key, done = self._key(f"state/{checkpoint}/{rank}"), self._key(f"done/{rank}")
+        pause_s = _POLL_S
+        while True:
+            gives_no_more = self._store.check([done])
+            if self._store.check([key]):  # tested last, because a rank gives its state before it gives no more
+                break
+            if gives_no_more:
+                return None
+            if hurry.is_set():
+                deadline = min(deadline, time.monotonic() + _LATE_S)
+            if time.monotonic() > deadline:
+                if hurry.is_set():
+                    raise TimeoutError
+                return None
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _MAX_POLL_S)
+        state: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return state
 
-class SaveInterval:
-    """Decides by rank 0's clock whether `every_s` seconds have passed since the last checkpoint.
+    def _key(self, name: str) -> str:
+        return f"ddptrain/{self._spec.attempt}/{name}"
 
-    All ranks check in the same calls. In each check rank 0 chooses the call of the next check: after half of the calls
-    that fit into the remaining time, but at most twice the current number, because the first calls may be slower.
-    """
+    @property
+    def _store(self) -> TCPStore:
+        """The connection of this thread to the store."""
+        try:
+            store: TCPStore = self._connections.store
+        except AttributeError:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def __init__(self, spec: RankSpec, store: WorkerGroupStore, every_s: float) -> None:
-        self._is_rank_zero, self._is_only_rank = spec.rank == 0, spec.placement.world_size == 1
-        self._store = store
-        self._every_s = every_s
-        self._next_check = 1
-        self._checked_call = 0
-        self._checked_s = self._since_s = time.monotonic()
-
-    def due(self, call: int) -> bool:
-        """Return whether all ranks save in their call of that number."""
-        if call < self._next_check:
-            return False
-        if not self._is_rank_zero:
-            due, next_check = self._store.get(f"pace/{call}").split()
-            self._next_check = int(next_check)
-            return due == b"1"
-        is_due = self._measure(call, time.monotonic())
-        if not self._is_only_rank:
-            self._store.set(f"pace/{call}", f"{int(is_due)} {self._next_check}")
-        return is_due
-
-    def restart(self) -> None:
-        """Measure `every_s` from now on."""
-        self._since_s = time.monotonic()
-
-    def _measure(self, call: int, now: float) -> bool:
-        left_s = self._every_s - (now - self._since_s)
-        is_due = left_s <= 0
-        call_s = (now - self._checked_s) / (call - self._checked_call)
-        room = (self._every_s if is_due else left_s) / max(call_s, 1e-9)
-        self._checked_call, self._checked_s = call, now
-        self._next_check = call + max(1, min(int(room / 2), call))
-        return is_due
+            address = self._spec.group.master_addr, self._spec.group.master_port
+            store = TCPStore(*address, None, False, timeout=self._timeout, wait_for_workers=False)
+            self._connections.store = store
+        return store
 
 
 GROUP_NAME = "ddptrain"  # the description of the process group
@@ -234,7 +237,7 @@ _CODES = {"mean": 1.0, "all_finite": 2.0}  # ranks compare these codes, to notic
 
 
 class CollectiveValues:
-    """One rank's part of the computations. The first call creates the process group, on the CPU.
+    """Numbers over all ranks. The first call creates the process group, on the CPU.
 
     torch is imported by the calls: the rank server imports this module also where its ranks are new processes.
     """

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddptrain.errors import one_line
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, StepProfile
-from ddptrain.rank import profile
-from ddptrain.rank.agreement import CheckpointCalls, PreemptedExit, SaveSchedule, WorkerGroupStore
-from ddptrain.rank.checkpoint import files as checkpoint_files
-from ddptrain.rank.checkpoint.files import Resumed, load_checkpoint
-from ddptrain.rank.checkpoint.snapshot import HostBuffers, is_sharded, plain_bytes
-from ddptrain.rank.checkpoint.writer import CheckpointWriter, PendingCheckpoint, done_key, state_key
+from ddptrain.rank.agreement import Agreement, CollectiveValues, PreemptedExit
+from ddptrain.rank.checkpoint.checkpoints import Checkpoints
+from ddptrain.rank.checkpoint.files import Resumed
+from ddptrain.rank.gradients import GradientSteps
+from ddptrain.rank.loader import Loaders, RankLoader, make_loader
 from ddptrain.rank.output import ArtifactFiles, Emitter, number, numbers, optional, optional_whole, whole
-from ddptrain.rank.profile import StepProfiler
+from ddptrain.rank.profile import Profiles
 from ddptrain.rank.trackers import RankTrackers
-
-_MIN_TIMED_S = 0.01  # shorter activities are not recorded, because ctx.checkpoint may be called after each step
 
 if TYPE_CHECKING:
     import torch
     import torch.utils.data
 
-    from ddptrain.rank.agreement import CollectiveValues
-    from ddptrain.rank.gradients import GradientSteps
-    from ddptrain.rank.loader import RankLoader
     from ddptrain.rank.media import MediaLog
 
 __all__ = ["PreemptedExit", "RankContext", "Resumed"]
@@ -43,30 +38,22 @@ class RankContext:
         spec: RankSpec,
         emitter: Emitter,
         device: torch.device,
-        calls: CheckpointCalls | None = None,
+        agreement: Agreement | None = None,
         tracked: RankTrackers | None = None,
     ) -> None:
-        """`calls` and `tracked` may exist before the context, because a command to end can arrive earlier."""
-        self._spec = spec
-        self._emitter = emitter
+        """`agreement` and `tracked` may exist before the context, because a command to end can arrive earlier."""
+        self.device = device
+        self._spec, self._emitter = spec, emitter
         self._files = ArtifactFiles(spec, emitter)
         self._tracked = tracked or RankTrackers(spec, emitter)
-        self._calls = calls or CheckpointCalls(spec, WorkerGroupStore(spec))
-        self._store = self._calls.store
-        self._schedule = SaveSchedule(spec, self._store)
-        self._buffers = HostBuffers()
-        self._writer = CheckpointWriter(spec, emitter, self._store, self._tracked.checkpoint)
-        self._save_count = 0
-        self._save_waits = False  # whether a checkpoint is due, but the optimizer is within its window
-        self._loaders: list[RankLoader] = []
-        self._loader_states: list[dict[str, int]] = []  # from the loaded checkpoint
-        self._first_epoch = 1
-        self._has_resumed = False
-        self._checks_steps = bool(spec.checkpointing.resume_from)  # until the first step is known to be right or wrong
-        self.device = device
-        self._profiler: StepProfiler | None = None  # None while there is no profile, which costs no time
-        self._last_profiled = 0
-        self._watch_steps(spec.profile)
+        self._agreement = agreement or Agreement(spec)
+        self._profiles = Profiles(spec, device, self._files, emitter)
+        self._values = CollectiveValues(spec)
+        self._loaders = Loaders()
+        self._gradients = GradientSteps(device, is_last_batch=self._loaders.is_at_last_batch)
+        self._gradients.use(spec.prepare.get("precision", "fp32"), spec.prepare.get("accumulate", 1))
+        parts = self._agreement, self._tracked, self._files, self._loaders, self._gradients
+        self._checkpoints = Checkpoints(spec, emitter, device, *parts)
 
     @property
     def run_id(self) -> str:
@@ -122,27 +109,33 @@ class RankContext:
         had last=True; if it has saved no checkpoint, the run is cancelled. If the workload has saved its state itself,
         `raise SystemExit(75)` on every rank.
         """
-        self._calls.saves = True  # a workload that reads this property will react to it
-        self._calls.read_preempted = self._calls.read_preempted or self._calls.told_to_end
-        return self._calls.told_to_end
+        agreement = self._agreement
+        agreement.saves = True  # a workload that reads this property will react to it
+        agreement.read_preempted = agreement.read_preempted or agreement.asked_to_end
+        return agreement.asked_to_end
 
     def log(
         self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None, epoch: float | None = None
     ) -> None:
         """Log this rank's numbers to metrics.jsonl and to the trackers.
 
-        A tensor on a GPU makes the call wait for the GPU.
+        Values are numbers, or tensors and arrays with one element; a tensor on a GPU makes the call wait for the GPU.
+        `step` is a whole number, `epoch` may be a fraction (1.5: half of the second epoch is over).
 
         Raises:
             TypeError: a value is neither a number nor a tensor with one element, or `step` is not an integer.
+            OSError: the staging disk is full.
         """
-        event = events.Metrics(time.time_ns(), numbers(values), optional_whole("step", step), optional("epoch", epoch))
+        step = optional_whole("step", step)
+        self._log(numbers(values), step, optional("epoch", epoch))
+        if step is not None:
+            self._checkpoints.logged(step)
+            self._profiles.reported(step)
+
+    def _log(self, values: dict[str, float], step: int | None, epoch: float | None) -> None:
+        event = events.Metrics(time.time_ns(), values, step, epoch)
         self._emitter.emit(event)
         self._tracked.numbers(event)
-        if self._checks_steps and event.step is not None and not self._has_resumed:
-            self._check_first_step(event.step)
-        if self._profiler is not None and event.step is not None:
-            self._report_step(event.step)
 
     def log_image(self, name: str, image: Any, *, step: int | None = None, caption: str = "") -> None:
         """Save an image as artifacts/images/`name`/step-<n>-rank-<r>.png in the run directory, and send it to trackers.
@@ -183,13 +176,25 @@ class RankContext:
         return MediaLog(self.rank, self._files, self._tracked)
 
     def progress(self, done: float, total: float | None = None, *, unit: str = "samples") -> None:
-        """Report this rank's progress in `unit`.
+        """Report this rank's progress: `done` of `total` (None: not known), both in `unit`.
 
         It may be called in every step: at most 10 events per second are sent.
+
+        Raises:
+            TypeError: a value is not a number.
+            OSError: the staging disk is full.
         """
         self._emitter.progress(number("done", done), optional("total", total), unit)
-        if self._profiler is not None and unit == "steps":
-            self._report_step(int(done))
+        if unit == "steps":
+            self._profiles.reported(int(done))
+
+    def alert(self, text: str) -> None:
+        """Tell the user something that should be looked at now: the first line of `text`, at most 1,000 characters.
+
+        It is shown as a warning, recorded in events.jsonl, and sent to `notify.urls`, with the rank's number. Every
+        rank may call it. Messages in the same minute are sent together.
+        """
+        self._emitter.emit(events.Alert(time.time_ns(), one_line(str(text))[:1_000]))
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:
@@ -201,10 +206,8 @@ class RankContext:
         try:
             yield
         finally:
-            seconds = time.monotonic() - began
-            if self.rank == 0 and seconds >= _MIN_TIMED_S:
-                with suppress(OSError):  # the disk is full: an exception of the block is more important
-                    self._emitter.emit(events.Timed(time.time_ns(), activity, seconds))
+            if self.rank == 0:
+                self._emitter.timed(activity, time.monotonic() - began)
 
     def prepare(
         self,
@@ -225,10 +228,14 @@ class RankContext:
         arguments of DistributedDataParallel. The weights keep their names. `accumulate` and the loss scale of fp16 need
         `ctx.backward` and `ctx.step`. `strategy` is "ddp"; "fsdp", which shards the model over all ranks; or "hybrid",
         which shards it over the ranks of each host. Create the optimizer after this call. `shard` and
-        `activation_checkpointing` are names of classes of layers. Raises ValueError for another precision, strategy or
-        class, or `accumulate` below 1.
+        `activation_checkpointing` are names of classes of layers.
+
+        Raises:
+            ValueError: another precision or strategy, a class that no layer has, `accumulate` below 1, or a model that
+                has been prepared before.
+            TypeError: an argument that DistributedDataParallel does not have.
         """
-        from ddptrain.rank.prepare import prepare_model
+        from ddptrain.rank.prepare import prepare_model, use_compile_cache
 
         options: dict[str, Any] = {"precision": precision, "compile": compile, "channels_last": channels_last}
         options |= {"accumulate": accumulate, "strategy": strategy, "shard": shard}
@@ -237,25 +244,9 @@ class RankContext:
         settings |= {"hosts": self._spec.placement.hosts, "ranks_on_host": self._spec.placement.local_world_size}
         self._gradients.use(settings.get("precision", "fp32"), settings.get("accumulate", 1))
         self._tracked.model(model)
-        prepared = prepare_model(model, self.device, settings, self._use_compile_cache, **ddp)
+        prepared = prepare_model(model, self.device, settings, lambda: use_compile_cache(self._spec), **ddp)
         self._gradients.attach(prepared)
         return prepared
-
-    def _use_compile_cache(self) -> None:
-        from ddptrain.rank.prepare import use_compile_cache
-
-        use_compile_cache(self._spec, self._note)
-
-    @cached_property
-    def _gradients(self) -> GradientSteps:
-        from ddptrain.rank.gradients import GradientSteps
-
-        def is_last_batch() -> bool:
-            return any(loader.is_at_last_batch for loader in self._loaders)
-
-        steps = GradientSteps(self.device, is_last_batch=is_last_batch)
-        steps.use(self._spec.prepare.get("precision", "fp32"), self._spec.prepare.get("accumulate", 1))
-        return steps
 
     @property
     def accumulate(self) -> int:
@@ -291,10 +282,7 @@ class RankContext:
         skipped = steps.skipped
         taken = steps.step(optimizer, clip, last=last)
         if steps.skipped > skipped and self.rank == 0:
-            values = {"train/skipped_steps": float(steps.skipped), "train/loss_scale": steps.scale}
-            event = events.Metrics(time.time_ns(), values, None, None)
-            self._emitter.emit(event)
-            self._tracked.numbers(event)
+            self._log({"train/skipped_steps": float(steps.skipped), "train/loss_scale": steps.scale}, None, None)
         return taken
 
     def loader(
@@ -314,54 +302,57 @@ class RankContext:
         `batch_size` is the number of samples per rank; `more` are arguments of DataLoader, such as num_workers. len()
         is the number of batches in an epoch, `remaining` the number of batches that are left. Checkpoints contain the
         position in the epoch, and a resumed run continues there, also with another number of ranks. Several loaders are
-        identified by their order of creation. Raises TypeError for data without a length.
-        """
-        from ddptrain.rank.loader import make_loader
+        identified by their order of creation.
 
+        Raises:
+            TypeError: the data has no length, or `more` has a sampler.
+        """
         options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, **more}
         loader = make_loader(dataset, batch_size, self.rank, self.world_size, self.device, **options)
-        if len(self._loaders) < len(self._loader_states):
-            loader.load_state_dict(self._loader_states[len(self._loaders)])
-        self._loaders.append(loader)
+        self._loaders.add(loader)
         return loader
 
     def epochs(self, n: int) -> Iterator[int]:
         """Yield the remaining epochs up to `n`, counted from 1. Set the epoch of all loaders of this context."""
-        first = self._loaders[0].epoch if self._loaders else self._first_epoch
-        for epoch in range(first, n + 1):
+        for epoch in self._loaders.epochs(n):
             self._emitter.emit(events.Epochs(time.time_ns(), n, epoch))
-            for loader in self._loaders:
-                loader.set_epoch(epoch)
             yield epoch
 
     def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
-        """Return the mean of a number (or of all elements of a tensor) over all ranks, each with its `weight`.
+        """Return the mean of a number (or of all elements of a tensor of any shape) over all ranks.
 
-        All ranks must call it: `if ctx.rank == 0: ctx.mean(...)` makes the run fail.
+        Each rank's value counts with its `weight`, such as its number of samples; NaN if all weights are 0. All ranks
+        must call it: `if ctx.rank == 0: ctx.mean(...)` makes the run fail.
+
+        Raises:
+            RuntimeError: other ranks are in another call, or have ended.
         """
-        return self._collective_values.mean(value, weight)
+        return self._values.mean(value, weight)
 
     def all_finite(self, value: float | torch.Tensor) -> bool:
-        """Return whether a value is finite on all ranks: the same result on all ranks. All ranks must call it."""
-        return self._collective_values.all_finite(value)
+        """Return whether a number, or all elements of a tensor, are finite on all ranks: equal on all ranks.
 
-    @cached_property
-    def _collective_values(self) -> CollectiveValues:
-        from ddptrain.rank.agreement import CollectiveValues
+        All ranks must call it.
 
-        return CollectiveValues(self._spec)
+        Raises:
+            RuntimeError: other ranks are in another call, or have ended.
+        """
+        return self._values.all_finite(value)
 
     @contextmanager
     def rank_zero_first(self) -> Iterator[None]:
         """Execute the block on rank 0 first, then on all other ranks. Use it for downloads and other preparation.
 
         All ranks must call it. An error of rank 0 ends the run, so no rank waits forever.
+
+        Raises:
+            RuntimeError: a rank has not called it within the time limit of collective operations.
         """
         if self.rank != 0:
-            self._store.meet("rank_zero_first")
+            self._agreement.meet("rank_zero_first")
         yield
         if self.rank == 0:
-            self._store.meet("rank_zero_first")
+            self._agreement.meet("rank_zero_first")
 
     def save_file(self, path: str, data: bytes | str | Path) -> None:
         """Save a file as artifacts/`path` in the run directory: bytes, text (as UTF-8), or a Path to copy from.
@@ -406,92 +397,21 @@ class RankContext:
             PreemptedExit: the run was asked to end, and all ranks end with this call; the checkpoint has been saved.
         """
         step = whole("step", step)
-        self._report_step(step)
-        if self._checks_steps:
-            self._check_first_step(step)
-        due, ends = self._is_due(step, epoch, last=last)
-        self._save_waits = due and not last and not self._gradients.is_whole
-        if not due or self._save_waits:
-            return False
-        with self.timed("checkpoint"):
-            self._save(model, optimizer, step, epoch, metrics or {}, rank_state, more)
-            if not self._spec.checkpointing.asynchronous or ends:
-                self._writer.wait()
-        if ends and not last:
-            self.end_profile(complete=False)
+        self._profiles.reported(step)
+        saved, ends = self._checkpoints.save(model, optimizer, step, epoch, metrics or {}, rank_state, more, last=last)
+        if ends:
+            self._profiles.close(complete=False)
             self._emitter.emit(events.Preempted(time.time_ns(), step))
             raise PreemptedExit
-        return True
-
-    def _check_first_step(self, step: int) -> None:
-        """Warn if the first step is not after that of the checkpoint: work is done again, and steps run backwards.
-
-        After ctx.resume only the steps of checkpoints are compared: those of ctx.log may count something else.
-        """
-        self._checks_steps = False
-        saved = self._spec.checkpointing.resume_step
-        if step > saved:
-            return
-        text = (
-            f"step {step} follows step {saved}, from which ctx.resume has loaded the state: begin at resumed.step + 1"
-            if self._has_resumed
-            else f"the code begins at step {step}, although the run has a checkpoint of step {saved}: it has not "
-            "called ctx.resume, so that this work is done again. Add this before the first step: resumed = "
-            "ctx.resume(model=model, optimizer=optimizer), and begin at resumed.step + 1 unless it is None"
-        )
-        self._note(text, "warning")
-
-    def _is_due(self, step: int, epoch: float | None, *, last: bool) -> tuple[bool, bool]:
-        """Return whether this call saves, and whether all ranks end with it."""
-        number = self._calls.enter()
-        self._calls.complete = last
-        if self._writer.error is not None:  # tested before raise_error(), because the thread may set it at any moment
-            self._writer.raise_error()
-        due = self._schedule.now(number, step, epoch) or self._save_waits
-        ends = self._calls.told_to_end and self._calls.is_last(number)
-        return due or last or ends, ends
-
-    def _save(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        step: int,
-        epoch: float | None,
-        raw_metrics: Mapping[str, float | torch.Tensor],
-        rank_state: Any,
-        extra: Mapping[str, Any],
-    ) -> None:
-        epoch = optional("epoch", epoch)
-        metrics = numbers(raw_metrics)
-        own = {"random": checkpoint_files.capture_random(self.device), "rank_state": rank_state, "metrics": metrics}
-        rank_data = plain_bytes(own)
-        self._save_count += 1
-        self._calls.has_saved = True
-        gradients = self._gradients.state()
-        if self.rank != 0 and not is_sharded(model):
-            self._store.set(state_key(self._save_count, self.rank), rank_data)
-            return
-        self._writer.wait()  # the previous checkpoint must be written before its memory is used again
-        state: dict[str, Any] = {"step": step, "epoch": epoch, "extra": dict(extra)}
-        state |= {"world_size": self.world_size, "loaders": [loader.state_dict() for loader in self._loaders]}
-        if gradients is not None:
-            state["gradients"] = gradients
-        copied = self._buffers.take(model, optimizer, state if self.rank == 0 else {})
-        folder = self._files.new_staging("checkpoint")
-        self._writer.start(PendingCheckpoint(self._save_count, step, epoch, folder, copied, rank_data))
-        self._schedule.saved()
+        return saved
 
     def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:
         """Complete the checkpoint that is being written, after the last call of the workload.
 
         Return whether it was complete within `deadline_s` seconds. Raises OSError if it could not be written.
         """
-        self.end_profile(complete=not failed)
-        complete = self._writer.wait(deadline_s, hurry=failed)
-        if self.rank != 0 and not failed:
-            with suppress(RuntimeError):
-                self._store.set(done_key(self.rank), "")
-        return complete
+        self._profiles.close(complete=not failed)
+        return self._checkpoints.close(deadline_s, failed=failed)
 
     def resume(
         self, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Any
@@ -501,23 +421,14 @@ class RankContext:
         All ranks must call it, and the call waits for all ranks: `if ctx.rank == 0: ctx.resume(...)` makes the run
         fail. `more` are objects with load_state_dict(), named as in checkpoint(). The random states of this rank are
         also restored, if the number of ranks is the same as before.
+
+        Raises:
+            RuntimeError: the weights do not fit the model, the optimizer has other parameters, or a rank has not called
+                it within the time limit of collective operations.
+            ValueError, OSError: files of the checkpoint are damaged or missing.
         """
-        self._calls.saves = True
-        self._store.meet("resume")
-        if not self._spec.checkpointing.resume_from:
-            self._report_step(0)
-            return None
-        resumed, state = load_checkpoint(self._spec, self.device, model, optimizer, more, self._note)
-        self._loader_states = state.get("loaders") or []
-        self._gradients.restore(state.get("gradients"))
-        self._schedule.step = resumed.step
-        self._first_epoch = int(resumed.epoch or 0) + 1
-        for loader, state in zip(self._loaders, self._loader_states, strict=False):
-            loader.load_state_dict(state)
-        self._report_step(resumed.step)
-        self._has_resumed = True
-        epoch = "" if resumed.epoch is None else f", epoch {resumed.epoch:g}"
-        self._note(f"continues from step {resumed.step}{epoch}")
+        resumed = self._checkpoints.load(model, optimizer, more)
+        self._profiles.reported(resumed.step if resumed is not None else 0)
         return resumed
 
     def profile(self, steps: tuple[int, int], *, ranks: Sequence[int] | None = None) -> None:
@@ -536,39 +447,4 @@ class RankContext:
         """
         first, last = (whole("step", step) for step in steps)
         wanted = StepProfile(first, last, tuple(whole("rank", rank) for rank in ranks or ()))
-        if problem := wanted.problem:
-            raise ValueError("ctx.profile(steps={}): {}; {}".format(tuple(steps), *problem))
-        if self._profiler is not None:
-            raise ValueError(
-                f"ctx.profile: the profile of {self._profiler.wanted} is not over; leave out one of them (the section "
-                "`profile` of the configuration counts, too)"
-            )
-        self._watch_steps(wanted)
-        self._report_step(max(self._schedule.step, self._last_profiled))
-
-    def _watch_steps(self, wanted: StepProfile | None) -> None:
-        if wanted is None:
-            return
-        missing = sorted(rank for rank in set(wanted.ranks) if not 0 <= rank < self.world_size)
-        if missing and self.rank == 0:
-            names = ", ".join(map(str, missing[:10]))
-            profile.note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self.world_size - 1}")
-        if wanted.includes(self.rank):
-            self._profiler = StepProfiler(wanted, self.rank, self.device, self._files, self._emitter)
-
-    def _report_step(self, step: int) -> None:
-        """Tell the profiler, if there is one, that a step is over."""
-        if self._profiler is not None:
-            self._profiler.reported(step)
-            if self._profiler.is_over:
-                self._profiler, self._last_profiled = None, step
-
-    def end_profile(self, *, complete: bool) -> None:
-        """End the current profile with the workload: save it if `complete`, else discard it."""
-        if self._profiler is not None:
-            self._profiler.close(complete=complete)
-            self._profiler = None
-
-    def _note(self, text: str, level: str = "info") -> None:
-        if self.rank == 0:
-            self._emitter.emit(events.Note(time.time_ns(), text, level))
+        self._profiles.record(wanted, self._agreement.step)

@@ -154,6 +154,42 @@ def make_loader(
     return RankLoader(dataset, sampler, batch_size, (seed, rank), **{**defaults, **more})
 
 
+class Loaders:
+    """All loaders of a context, in the order of their creation, and its epochs."""
+
+    def __init__(self) -> None:
+        self._loaders: list[RankLoader] = []
+        self._states: list[Mapping[str, int]] = []  # from the loaded checkpoint
+        self._first_epoch = 1
+
+    def add(self, loader: RankLoader) -> None:
+        """Add a loader, which continues at its position in the loaded checkpoint."""
+        if len(self._loaders) < len(self._states):
+            loader.load_state_dict(self._states[len(self._loaders)])
+        self._loaders.append(loader)
+
+    def is_at_last_batch(self) -> bool:
+        """Return whether the batch in use is the last one of the epoch of any loader."""
+        return any(loader.is_at_last_batch for loader in self._loaders)
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Yield the remaining epochs up to `n`, for which the loaders are set."""
+        for epoch in range(self._loaders[0].epoch if self._loaders else self._first_epoch, n + 1):
+            for loader in self._loaders:
+                loader.set_epoch(epoch)
+            yield epoch
+
+    def state(self) -> list[dict[str, int]]:
+        """Return the positions of all loaders."""
+        return [loader.state_dict() for loader in self._loaders]
+
+    def restore(self, states: list[Mapping[str, int]], first_epoch: int) -> None:
+        """Continue at the positions of a checkpoint; without loaders the epochs begin with `first_epoch`."""
+        self._states, self._first_epoch = states, first_epoch
+        for loader, state in zip(self._loaders, states, strict=False):
+            loader.load_state_dict(state)
+
+
 _signals: Any = _utils.signal_handling
 _torch_worker_loop = worker._worker_loop  # noqa: SLF001
 

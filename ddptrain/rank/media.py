@@ -7,7 +7,6 @@ import io
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ class MediaLog:
         _check_name(name)
         _, kept = self._save_image(name, image, step, for_trackers=self._tracked.wants(items.Image))
         if kept is not None:
-            self._tracked.put_with_files(items.Image(time.time_ns(), name, kept, caption, step), kept)
+            self._tracked.put(items.Image(time.time_ns(), name, kept, caption, step), kept)
 
     def table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], step: int | None) -> None:
         """Save a table for ctx.log_table."""
@@ -56,7 +55,7 @@ class MediaLog:
         self._files.save(path, text.getvalue().encode("utf-8", "backslashreplace"))
         if for_trackers:
             kept = [cell.path for row in tracked for cell in row if isinstance(cell, items.Image)]
-            self._tracked.put_with_files(items.Table(time.time_ns(), name, names, tuple(tracked), step), *kept)
+            self._tracked.put(items.Table(time.time_ns(), name, names, tuple(tracked), step), *kept)
 
     def _cell(self, name: str, step: int | None, column: str, value: Any, *, for_trackers: bool) -> tuple[Any, Any]:
         """Return the value for the file, and the value for trackers."""
@@ -72,18 +71,13 @@ class MediaLog:
 
     def _save_image(self, name: str, image: Any, step: int | None, *, for_trackers: bool) -> tuple[str, Path | None]:
         """Save an image. Return its path below artifacts/, and its file for trackers (None without `for_trackers`)."""
-        data = png(image)
         number = self._saved[name, step]
-        self._saved[name, step] += 1
         path = f"images/{name}/{_prefix(step)}rank-{self._rank}{f'-{number}' if number else ''}.png"
-        kept: list[Path] = []
-
-        def keep(staged: Path) -> None:
-            with suppress(OSError):  # trackers then lack the image, but the run directory has it
-                kept.append(self._tracked.keep(staged, ".png"))  # trackers recognize the format by the suffix
-
-        self._files.save(path, data, keep if for_trackers else None)
-        return path, kept[0] if kept else None
+        staged = self._files.stage(path, png(image))
+        self._saved[name, step] += 1
+        kept = self._tracked.keep(staged, ".png") if for_trackers else None  # trackers read the format from the suffix
+        self._files.announce(path, staged)
+        return path, kept
 
 
 def png(image: Any) -> bytes:

@@ -8,7 +8,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec
 
+_MIN_TIMED_S = 0.01
 PROGRESS_INTERVAL_S = 0.1  # ten events per second are enough for a display
 
 
@@ -45,6 +47,17 @@ class Emitter:
             while data:
                 data = data[os.write(self._fd, data) :]
                 self._is_line_incomplete = bool(data)
+
+    def note(self, text: str, level: str = "info") -> None:
+        """Append a line for the user; `level` is "info" or "warning". A full disk is ignored."""
+        with suppress(OSError):
+            self.emit(events.Note(time.time_ns(), text, level))
+
+    def timed(self, activity: str, seconds: float) -> None:
+        """Append the duration of an activity, unless it is below 0.01 s: ctx.checkpoint may be called in each step."""
+        if seconds >= _MIN_TIMED_S:
+            with suppress(OSError):
+                self.emit(events.Timed(time.time_ns(), activity, seconds))
 
     def _reopen_if_closed(self) -> None:
         """Open the file again if its descriptor is closed, as daemons do with all, or belongs to another file now."""
@@ -85,8 +98,11 @@ class ArtifactFiles:
         """Return a new path in the staging folder; its name begins with `kind`."""
         return Path(self._spec.host.staging) / f"{kind}-{next(self._counter)}"
 
-    def save(self, path: str, data: bytes | str | Path, before_announce: Callable[[Path], None] | None = None) -> None:
-        """Stage a file for artifacts/`path`. `before_announce` is called with it before the driver can move it."""
+    def stage(self, path: str, data: bytes | str | Path) -> Path:
+        """Write the content of artifacts/`path` into a new staging file, or copy it there; return the file.
+
+        Raises ValueError if the path leads out of artifacts/, OSError if the file can't be read or written.
+        """
         if not stays_below(path):
             raise ValueError(f"ctx.save_file takes a path below artifacts/, such as 'samples/a.txt', not {path!r}")
         staged = self.new_staging("file")
@@ -94,9 +110,11 @@ class ArtifactFiles:
             shutil.copyfile(data, staged)
         else:
             staged.write_bytes(data.encode() if isinstance(data, str) else data)
-        if before_announce is not None:
-            before_announce(staged)
-        self.announce(path, staged)
+        return staged
+
+    def save(self, path: str, data: bytes | str | Path) -> None:
+        """Stage a file for artifacts/`path` and announce it. Raises as `stage`."""
+        self.announce(path, self.stage(path, data))
 
     def announce(self, path: str, staged: Path, area: str = "artifacts") -> None:
         """Announce a complete staged file to the driver, for `path` below `area`. Raises OSError."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -231,13 +228,12 @@ def _initialize(model: nn.Module, device: torch.device, mesh: DeviceMesh) -> Non
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _TORCHS_OWN = "torchinductor_"  # torch sets the variable to its default, <tmp>/torchinductor_<user>, when imported
-_KEPT_S = 30 * 86_400.0
 
 
-def use_compile_cache(spec: RankSpec, note: Callable[[str], None]) -> None:
+def use_compile_cache(spec: RankSpec) -> None:
     """Have inductor keep generated code below the user's cache folder, unless the user has named a folder.
 
-    Without a private cache folder the rank compiles in its staging folder, and `note` gets the reason.
+    The code is executed, so the staging folder of the rank is used if others can write to the cache folder.
     """
     chosen = spec.env.get(_VARIABLE, "")
     if chosen and not Path(chosen).name.startswith(_TORCHS_OWN):
@@ -245,20 +241,7 @@ def use_compile_cache(spec: RankSpec, note: Callable[[str], None]) -> None:
     root = platformdirs.user_cache_path("ddptrain") / "compile"
     try:
         make_private(root)
-        if problem := why_not_private(root, root.lstat()):
-            raise PermissionError(problem)
-    except OSError as error:
-        note(f"compiled code is not kept for later runs: {error}")
-        root = Path(spec.host.staging) / "compile"
-    else:
-        if spec.placement.local_rank == 0:
-            _delete_unused(root)
-    os.environ[_VARIABLE] = str(root)
-
-
-def _delete_unused(root: Path) -> None:
-    """Delete the folders that nothing was added to for 30 days. Inductor compiles again what it does not find."""
-    for folder in root.iterdir():
-        with suppress(OSError):  # another process deletes it
-            if time.time() - folder.stat().st_mtime > _KEPT_S:
-                shutil.rmtree(folder, ignore_errors=True)
+        is_private = not why_not_private(root, root.lstat())
+    except OSError:
+        is_private = False
+    os.environ[_VARIABLE] = str(root if is_private else Path(spec.host.staging) / "compile")

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ddptrain.errors import one_line
-from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import RankSpec, StepProfile
 from ddptrain.rank.output import ArtifactFiles, Emitter
 
@@ -24,7 +23,52 @@ HOW_TO_REPORT = "report each step, with ctx.checkpoint(step=...), ctx.log(..., s
 _GZIP_LEVEL = 3  # a fifth of the size, in a tenth of the time of level 9
 
 
-class StepProfiler:
+class Profiles:
+    """The profiles of a rank, one at a time: that of the configuration, and those of ctx.profile."""
+
+    def __init__(self, spec: RankSpec, device: torch.device, files: ArtifactFiles, emitter: Emitter) -> None:
+        self._rank, self._world_size = spec.rank, spec.placement.world_size
+        self._device, self._files, self._emitter = device, files, emitter
+        self._last = 0  # the last step of the profile before
+        self._current: _StepProfiler | None = None  # None while there is no profile, which costs no time
+        if spec.profile is not None:
+            self._watch(spec.profile)
+
+    def record(self, wanted: StepProfile, step: int) -> None:
+        """Record the steps for ctx.profile; `step` is the newest that is known. Raises ValueError."""
+        if problem := wanted.problem:
+            raise ValueError("ctx.profile(steps={}): {}; {}".format((wanted.first, wanted.last), *problem))
+        if self._current is not None:
+            raise ValueError(
+                f"ctx.profile: the profile of {self._current.wanted} is not over; leave out one of them (the section "
+                "`profile` of the configuration counts, too)"
+            )
+        self._watch(wanted)
+        self.reported(max(step, self._last))
+
+    def _watch(self, wanted: StepProfile) -> None:
+        missing = sorted(rank for rank in set(wanted.ranks) if not 0 <= rank < self._world_size)
+        if missing and self._rank == 0:
+            names = ", ".join(map(str, missing[:10]))
+            note(self._emitter, f"there is no rank {names}: the run has ranks 0 to {self._world_size - 1}")
+        if wanted.includes(self._rank):
+            self._current = _StepProfiler(wanted, self._rank, self._device, self._files, self._emitter)
+
+    def reported(self, step: int) -> None:
+        """Handle the report that the workload has completed a step."""
+        if self._current is not None:
+            self._current.reported(step)
+            if self._current.is_over:
+                self._current, self._last = None, step
+
+    def close(self, *, complete: bool) -> None:
+        """End the current profile with the workload: save it if `complete`, else discard it."""
+        if self._current is not None:
+            self._current.close(complete=complete)
+            self._current = None
+
+
+class _StepProfiler:
     """Records the steps of `wanted` on one rank. The workload reports the number of each step.
 
     The profile begins at the first report of a step >= wanted.first - 1 and ends at the first report of a step >=
@@ -139,8 +183,7 @@ class StepProfiler:
 
 def note(emitter: Emitter, text: str, level: str = "warning") -> None:
     """Send the user a line about a profile."""
-    with suppress(OSError):  # the disk is full
-        emitter.emit(events.Note(time.time_ns(), f"profile: {text}", level))
+    emitter.note(f"profile: {text}", level)
 
 
 def note_unused(spec: RankSpec, emitter: Emitter) -> None:

@@ -93,13 +93,12 @@ def _report(emitter: Emitter, read: Callable[[int], _Step | None], first_step: C
             now_ns = time.time_ns()
             with suppress(OSError):  # the disk is full; the workload gets an error, too
                 emitter.emit(events.StepTimes(now_ns, step_s, step.compute_s, step.waited_s))
-                if first_step is not None:
-                    emitter.emit(events.Timed(now_ns, "ranks", count * median(waits)))
+            if first_step is not None:
+                emitter.timed("ranks", count * median(waits))
         before = step
 
 
 _REPORT_S = 10.0  # from one report of waits to the next
-_MIN_S = 0.01
 
 
 class WaitingTime:
@@ -118,18 +117,13 @@ class WaitingTime:
 
     def first_step(self) -> None:
         """Report the time until the end of the first step, which has just ended. It includes compilation."""
-        self._emit("first step", time.monotonic() - self._began)
+        self._emitter.timed("first step", time.monotonic() - self._began)
 
     def flush(self) -> None:
         """Report the waits since the last report."""
         self._reported_at = time.monotonic()
-        self._emit("data", self._seconds)
+        self._emitter.timed("data", self._seconds)
         self._seconds = 0.0
-
-    def _emit(self, name: str, seconds: float) -> None:
-        if seconds >= _MIN_S:
-            with suppress(OSError):  # the disk is full; the workload gets an error, too
-                self._emitter.emit(events.Timed(time.time_ns(), name, seconds))
 
 
 def measure_data(waiting: WaitingTime) -> None:
@@ -176,8 +170,7 @@ def warn_without_exchange(emitter: Emitter) -> None:
                 f"in {_STEPS} steps of the optimizer the ranks have exchanged no gradients: each rank trains alone; "
                 "use model = ctx.prepare(model), or DistributedDataParallel"
             )
-            with suppress(OSError):  # the disk is full; the workload gets an error, too
-                emitter.emit(events.Note(time.time_ns(), text, "warning"))
+            emitter.note(text, "warning")
 
     register_optimizer_step_post_hook(count)
 

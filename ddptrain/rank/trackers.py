@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _MIN_FINISH_S = 0.5  # trackers have at least this time to finish
 _MARGIN_S = 1.0  # the part of the grace period in which the rank itself ends
 _EXIT_HANDLERS_S = 5.0  # a tracker that has not ended may have exit handlers that hang
-_NOTE_AFTER_S = 3.0  # after this time the user is told what the rank waits for
+_NOTE_AFTER_S = 3.0  # after this time the user reads what the rank waits for
 
 
 class RankTrackers:
-    """Passes what the rank logs to its trackers, between begin() and finish()."""
+    """Passes what the rank logs to its trackers, between begin() and finish(). No method raises."""
 
     def __init__(self, spec: RankSpec, emitter: Emitter) -> None:
         self._spec = spec
@@ -38,7 +38,7 @@ class RankTrackers:
         self._grace_until: float | None = None
         self._finishing = threading.Lock()
         self._saved = False
-        self.manager: TrackerManager | None = None
+        self.manager: TrackerManager | None = None  # None if the rank has no trackers
 
     def begin(self) -> None:
         """Start the trackers, if there are any, without waiting for them."""
@@ -49,8 +49,7 @@ class RankTrackers:
 
             self.manager = start_trackers(self._spec, self._emitter.emit)
         except Exception as error:  # for example, no thread could be started: the rank can train without trackers
-            text = f"trackers could not be started: {error!r}; the run directory has everything"
-            self._emitter.emit(events.Note(time.time_ns(), text, "warning"))
+            self._emitter.note(f"trackers could not be started: {error!r}; the run directory has everything", "warning")
 
     # --- items ---
 
@@ -66,24 +65,23 @@ class RankTrackers:
 
     def checkpoint(self, step: int, folder: Path, metrics: Mapping[str, float]) -> None:
         """Pass on a complete checkpoint, before it is announced to the driver, which moves it away."""
-        if self.wants(Checkpoint):
-            with suppress(OSError):
-                kept = self.keep(folder)
-                self.put_with_files(Checkpoint(time.time_ns(), step, kept, dict(metrics)), kept)
+        if self.manager is not None and self.manager.wants(Checkpoint) and (kept := self.keep(folder)) is not None:
+            self.manager.put_with_files(Checkpoint(time.time_ns(), step, kept, dict(metrics)), kept)
 
     def wants(self, kind: type[Item]) -> bool:
         """Return whether any tracker takes items of that type."""
         return self.manager is not None and self.manager.wants(kind)
 
-    def keep(self, path: Path, suffix: str = "") -> Path:
-        """Link a file or folder, and return the link's path, which is valid after the driver moved the original.
+    def keep(self, path: Path, suffix: str = "") -> Path | None:
+        """Link a file or folder; return the link's path, which is valid after the driver moved the original.
 
-        Raises OSError.
+        Return None if the link can't be created: the trackers then lack it, but the run directory has it.
         """
-        assert self.manager is not None, "only if wants() is true"
-        return self.manager.keep(path, suffix)
+        with suppress(OSError):
+            return self.manager.keep(path, suffix) if self.manager is not None else None
+        return None
 
-    def put_with_files(self, item: Image | Table | Checkpoint, *kept: Path) -> None:
+    def put(self, item: Image | Table, *kept: Path) -> None:
         """Pass on an item, whose files are from keep()."""
         if self.manager is not None:
             self.manager.put_with_files(item, *kept)
@@ -91,72 +89,58 @@ class RankTrackers:
     # --- the end ---
 
     def hurry(self, grace_s: float) -> None:
-        """Limit the time for trackers: the rank was told to end within `grace_s` from now on."""
+        """Limit the time for trackers: the rank was asked to end within `grace_s` from now on."""
         until = time.monotonic() + grace_s
         self._grace_until = until if self._grace_until is None else min(self._grace_until, until)
         if self.manager is not None and self.manager.ended:
             self.manager.end("crashed", self._left_s())  # shortens the time, but does not change the state
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the rank has trackers."""
-        return self.manager is not None
-
     def end(self, state: State) -> None:
-        """Tell the trackers to finish while the rank cleans up. Later calls do not change the state."""
+        """Make the trackers finish while the rank cleans up. Later calls do not change the state."""
         if self.manager is not None:
             self.manager.end(state, self._left_s())
 
     def finish(self, state: State) -> str:
-        """Finish the trackers, and wait while there is time.
-
-        Return the error that fails the rank, or "". Never raises.
-        """
-        if self.manager is None:
+        """Finish the trackers, and wait while there is time. Return the error that fails the rank, or ""."""
+        if (manager := self.manager) is None:
             return ""
         try:
-            self._finish(self.manager, state)
+            longest_s = manager.end(state, self._left_s())
+            with suppress(OSError):
+                self._emitter.emit(events.Finishing(time.time_ns(), round(longest_s + _MARGIN_S, 1)))
+            left = f"the workload is over; trackers still have up to {longest_s - _NOTE_AFTER_S:.0f} s to finish"
+            note = threading.Timer(_NOTE_AFTER_S, self._emitter.note, (left,))
+            note.daemon = True
+            if longest_s > _NOTE_AFTER_S + 1.0:
+                note.start()
+            try:
+                manager.wait()
+            finally:
+                note.cancel()
+            with self._finishing:
+                self._save_files()
         except Exception:  # a bug of ddptrain must not fail a rank that has finished its work
             traceback.print_exc()
-        return self.manager.error
-
-    def _finish(self, manager: TrackerManager, state: State) -> None:
-        longest_s = manager.end(state, self._left_s())
-        with suppress(OSError):
-            self._emitter.emit(events.Finishing(time.time_ns(), round(longest_s + _MARGIN_S, 1)))
-        note = _call_later(_NOTE_AFTER_S, lambda: self._note_waiting(longest_s))
-        try:
-            manager.wait()
-        finally:
-            note.cancel()
-        with self._finishing:
-            self._save_files()
+        return manager.error
 
     def bound_exit(self, code: int) -> None:
         """Ensure that the process ends soon with `code`, even if exit handlers of an unfinished tracker hang."""
         if self.manager is not None and self.manager.unfinished:
-            _call_later(_EXIT_HANDLERS_S, lambda: _exit(code))
+            timer = threading.Timer(_EXIT_HANDLERS_S, _exit, (code,))
+            timer.daemon = True
+            timer.start()
 
     def _left_s(self) -> float:
         if self._grace_until is None:
             return 3_600.0  # each tracker has its own timeout
         return max(_MIN_FINISH_S, self._grace_until - _MARGIN_S - time.monotonic())
 
-    def _note_waiting(self, longest_s: float) -> None:
-        left_s = longest_s - _NOTE_AFTER_S
-        if left_s < 1.0:
-            return
-        with suppress(OSError):
-            text = f"the workload is over; trackers still have up to {left_s:.0f} s to finish"
-            self._emitter.emit(events.Note(time.time_ns(), text))
-
     def _save_files(self) -> None:
         """Send the trackers' files to the driver if the rank does not see the run directory."""
         from ddptrain.tracking.factory import tracking_folder
 
         folder = tracking_folder(self._spec)
-        tracking = self._spec.tracking
-        if self._saved or (tracking and tracking.folder) or not folder.is_dir():
+        if self._saved or (self._spec.tracking and self._spec.tracking.folder) or not folder.is_dir():
             return
         self._saved = True
         for path in sorted(folder.rglob("*")):
@@ -165,13 +149,6 @@ class RankTrackers:
                     staged = self._files.new_staging("tracking")
                     shutil.copyfile(path, staged)  # a copy: an unfinished tracker may still write to the file
                     self._files.announce(path.relative_to(folder).as_posix(), staged, "tracking")
-
-
-def _call_later(seconds: float, call: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(seconds, call)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def _exit(code: int) -> None:

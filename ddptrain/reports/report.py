@@ -9,6 +9,7 @@ from typing import Self
 from ddptrain.errors import SIGNALLED, ConfigError, DdptrainError, ExitCode, Problem, one_line
 from ddptrain.model_registry.retrainings import GateOutcome, RetrainRecord
 from ddptrain.results.lookup import RunView
+from ddptrain.results.run_record import root_cause
 
 _NOT_WRONG = SIGNALLED | {ExitCode.REJECTED, ExitCode.DEADLINE, ExitCode.PREEMPTED}
 
@@ -88,8 +89,4 @@ class RunReport:
         failure = self.view.record.failure if self.view is not None else None
         if self.reason or refused:
             return self.reason or "; ".join(refused)
-        if failure is None:
-            return self.view.problem if self.view is not None else ""
-        where = "" if failure.rank is None else f"rank {failure.rank} on {failure.host}: "
-        what = ": ".join(filter(None, (failure.type if failure.kind == "exception" else "", failure.message)))
-        return where + one_line(what or failure.kind)
+        return root_cause(failure) or (self.view.problem if self.view is not None else "")

@@ -227,19 +227,22 @@ class RunWriter:
     def _redacted(self, failure: FailureRecord | None) -> FailureRecord | None:
         if failure is None:
             return None
-        message, traceback = (
-            hide_credentials(str(hide_known(text, self.secrets))) for text in (failure.message, failure.traceback)
-        )
-        return dataclasses.replace(failure, message=message, traceback=traceback)
+        names = ("message", "traceback", "cause")
+        texts: dict[str, Any] = {
+            name: hide_credentials(str(hide_known(getattr(failure, name), self.secrets))) for name in names
+        }
+        return dataclasses.replace(failure, **texts)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
+    def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one line to events.jsonl, stamped with `time_s` unless it has one; return it, without secrets."""
         kept = {
             name: value if name in _OWN_FIELDS else hide_known(value, self.secrets) for name, value in event.items()
         }
+        line = {"time_s": time.time(), **kept}
         with self._mutex:
             if self.loss is None:
-                self._events.append({"time_s": time.time(), **kept})
+                self._events.append(line)
+        return line
 
     def add_metrics(self, logged: Iterable[Metrics], rank: int) -> None:
         """Append lines to metrics.jsonl with the next flush(); run.json follows a second or more later.

@@ -205,7 +205,9 @@ class Trial:
             self.record.state = TrialState.PRUNED  # by `ddptrain stop`
         else:
             failure = view.record.failure
-            text = failure.line if failure else ""
+            text = (
+                one_line(failure.summary) if failure else ""
+            )  # not the rank and its host, which differ from trial to trial
             return self._fail(text or f"the run is {view.status}", view.record.exit_code or self.exit_code)
         return False
 

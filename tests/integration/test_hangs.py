@@ -122,7 +122,7 @@ def test_missing_rank_is_named_with_what_befell_its_thread_and_not_the_one_that_
     assert "in produce" in record["failure"]["traceback"]
     waiting, missing = stacks(tmp_path)
     assert "in all_reduce" in waiting
-    assert 'hanging.py", line 24 in load_batch' in missing
+    assert 'hanging.py", line 22 in load_batch' in missing
 
 
 def test_rank_whose_interpreter_is_held_by_compiled_code_has_its_stack_taken(train: Train, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ddptrain.driver.failure.fault import FaultKind, format_ranks
-from ddptrain.errors import DdptrainError, ExitCode, Interrupted, limit_error
-from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, RunStatus
+from ddptrain.errors import DdptrainError, ExitCode, Interrupted, limit_error, one_line
+from ddptrain.results.run_record import ENDED_BY_STOP, FailureRecord, RunStatus, root_cause
 from ddptrain.text_tables import duration
 
 if TYPE_CHECKING:
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The end of a run; `cause` is the root cause in one line, "" for a success."""
+    """The end of a run; `failure` contains the root cause, None for a success. `more` follows it in the last line."""
 
     status: RunStatus
     exit_code: int
-    cause: str = ""
     failure: FailureRecord | None = None
+    more: str = ""
+
+    @property
+    def line(self) -> str:
+        """The root cause, and what to do; "" for a success."""
+        return root_cause(self.failure) + self.more
 
 
 def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
@@ -54,8 +59,8 @@ def judge_attempt(end: AttemptEnd, writer: RunWriter) -> RunEnd:
 
 def _preempted(notice: str, writer: RunWriter, end: AttemptEnd | None = None) -> RunEnd:
     """Return the end of a run that was asked to end, and can continue from its newest checkpoint."""
-    failure = FailureRecord(kind="preempted", message=notice)
-    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, f"{notice}; {_to_continue(writer, end)}", failure)
+    failure = FailureRecord(kind="preempted", message=notice, cause=notice)
+    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, failure, f"; {_to_continue(writer, end)}")
 
 
 def _to_continue(writer: RunWriter, end: AttemptEnd | None) -> str:
@@ -78,27 +83,26 @@ def _saved_itself(end: AttemptEnd) -> RunEnd:
     notice = end.notice or "the script ended with exit code 75"
     by_zero = any(rank.ended is not None and rank.ended.status == 0 for rank in end.ranks)
     what = "the script ended by itself" if by_zero else "it has saved its state"
-    failure = FailureRecord(kind="preempted", message=notice)
-    cause = f"{notice}; {what}: run it again to continue"
-    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, cause, failure)
+    failure = FailureRecord(kind="preempted", message=notice, cause=notice)
+    return RunEnd(RunStatus.PREEMPTED, ExitCode.PREEMPTED, failure, f"; {what}: run it again to continue")
 
 
 def _gone(notice: str) -> RunEnd:
-    failure = FailureRecord(kind="worker_lost", message=notice)
-    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, f"{notice}; there is no checkpoint to continue from", failure)
+    failure = FailureRecord(kind="worker_lost", message=notice, cause=notice)
+    return RunEnd(RunStatus.FAILED, ExitCode.CLUSTER, failure, "; there is no checkpoint to continue from")
 
 
 def _tracker_failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
     """Return the end of a run whose training has succeeded, but with a failed tracker and tracking.strict true."""
     cause = f"the training has succeeded, but on rank {fault.rank} {fault.line} (tracking.strict is true)"
-    return RunEnd(RunStatus.FAILED, fault.exit_code, cause, _record(end, fault, layout))
+    return RunEnd(RunStatus.FAILED, fault.exit_code, replace(_record(end, fault, layout), cause=cause))
 
 
 def _failed(end: AttemptEnd, fault: Fault, layout: RunLayout) -> RunEnd:
     failure = _record(end, fault, layout)
     what = "hung" if fault.kind is FaultKind.HANG else "failed first"
     cause = f"rank {fault.rank} on {failure.host} {what}: {fault.line}{_others(end.ranks, fault.rank)}"
-    return RunEnd(RunStatus.FAILED, fault.exit_code, f"{cause}; log: {failure.log}", failure)
+    return RunEnd(RunStatus.FAILED, fault.exit_code, replace(failure, cause=cause), f"; log: {failure.log}")
 
 
 def _record(end: AttemptEnd, fault: Fault, layout: RunLayout) -> FailureRecord:
@@ -129,11 +133,12 @@ def judge_error(error: BaseException, writer: RunWriter) -> RunEnd:
     error = limit_error(error) or error
     kind, text = type(error).__name__, str(error)
     if isinstance(error, DdptrainError):
-        failure = FailureRecord(kind="infrastructure", type=kind, message=text)
-        return RunEnd(RunStatus.FAILED, error.exit_code, text, failure)
+        failure = FailureRecord(kind="infrastructure", type=kind, message=text, cause=one_line(error))
+        return RunEnd(RunStatus.FAILED, error.exit_code, failure, text.strip().removeprefix(one_line(error)))
     trace = "".join(traceback.format_exception(error))
-    failure = FailureRecord(kind="driver", type=kind, message=text, traceback=trace)
-    return RunEnd(RunStatus.FAILED, ExitCode.INTERNAL, f"a bug in ddptrain: {error!r}", failure)
+    cause = f"a bug in ddptrain: {error!r}"
+    failure = FailureRecord(kind="driver", type=kind, message=text, traceback=trace, cause=cause)
+    return RunEnd(RunStatus.FAILED, ExitCode.INTERNAL, failure)
 
 
 def was_sent(signum: int) -> str:
@@ -146,15 +151,14 @@ def name_stop_command(end: RunEnd) -> RunEnd:
     failure = end.failure
     if failure is None or failure.message not in (was_sent(signal.SIGINT), was_sent(signal.SIGTERM)):
         return end
-    said = f"interrupted by {failure.type}" if failure.kind == "interrupted" else failure.message
-    cause = end.cause.replace(said, ENDED_BY_STOP, 1)
-    return replace(end, cause=cause, failure=replace(failure, message=ENDED_BY_STOP))
+    return replace(end, failure=replace(failure, message=ENDED_BY_STOP, cause=ENDED_BY_STOP))
 
 
 def _interrupted(signum: int, writer: RunWriter, end: AttemptEnd | None = None) -> RunEnd:
     name = signal.Signals(signum).name
-    failure = FailureRecord(kind="interrupted", type=name, message=was_sent(signum))
+    cause = f"interrupted by {name}"
+    failure = FailureRecord(kind="interrupted", type=name, message=was_sent(signum), cause=cause)
     again = _to_continue(writer, end)
     if end is not None and end.unsaved and not writer.record.checkpoints:
         again = f"{end.unsaved} was not saved, {again}"
-    return RunEnd(RunStatus.CANCELLED, 128 + signum, f"interrupted by {name}; {again}", failure)
+    return RunEnd(RunStatus.CANCELLED, 128 + signum, failure, f"; {again}")

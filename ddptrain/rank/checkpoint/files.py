@@ -232,7 +232,9 @@ def load_checkpoint(
             note(f"the checkpoint of step {state['step']} contains no {name!r}: it starts from the beginning")
     ranks = state.get("ranks") or []
     rank_data = ranks[spec.rank] if len(ranks) == spec.placement.world_size else None
-    data = {name: _moved(device, value) for name, value in extra.items() if name not in more}
+    data = _map(
+        {name: value for name, value in extra.items() if name not in more}, Tensor, lambda each: each.to(device)
+    )
     _restore_random(spec, device, ranks, rank_data, note)
     rank_state = rank_data["rank_state"] if rank_data else None
     resumed = Resumed(state["step"], state["epoch"], data, rank_state, len(ranks) or spec.placement.world_size)
@@ -253,12 +255,3 @@ def _restore_random(
             else "the checkpoint lacks the random states of some ranks: those are new"
         )
         reseed_random(ranks[0]["random"], spec.rank)
-
-
-def _moved(device: torch.device, value: Any) -> Any:
-    """Return plain data with all tensors moved to the device."""
-    if type(value) in (list, tuple, set):
-        return type(value)(_moved(device, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _moved(device, item) for key, item in value.items()}
-    return value.to(device) if hasattr(value, "to") else value

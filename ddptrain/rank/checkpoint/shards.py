@@ -6,13 +6,14 @@ slices that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from ddptrain.protocol.tensor_slices import OPTIMIZER, Place, SavedTensor, read_shards, saved_model
@@ -41,43 +42,28 @@ def own_shards(model: nn.Module, optimizer: Optimizer | None, copy: Callable[[Te
             tied[name] = first
         elif (own := _own_slice(f"the weight {name!r}", value)) is not None:
             weights[name], places[name] = copy(own[0]), own[1]
+    if optimizer is None:
+        return Shards(weights, places, {}, {}, tied, others, None)
     state: dict[str, Tensor] = {}
     state_places: dict[str, Place] = {}
-    rest = None
-    if optimizer is not None:
-        names, loose = _names(model, optimizer), {}
-        for parameter, key, value in _optimizer_state(optimizer):
-            if not isinstance(value, Tensor):
-                loose[f"{names[parameter]}/{key}"] = value
-                continue
-            own = _own_slice(_checked(names[parameter], key, parameter, value), value)
-            if own is not None:
-                full = f"{names[parameter]}/{key}"
-                state[full], state_places[full] = copy(own[0]), own[1]
-        groups = [
-            {**group, "params": [], _NAMES: [names[each] for each in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        rest = {"param_groups": groups, "loose": loose}
-    return Shards(weights, places, state, state_places, tied, others, rest)
-
-
-def _optimizer_state(optimizer: Optimizer) -> Iterator[tuple[Tensor, str, Any]]:
+    names, loose, groups = _names(model, optimizer), {}, []
     for group in optimizer.param_groups:
+        groups.append({**group, "params": [], _NAMES: [names[each] for each in group["params"]]})
         for parameter in group["params"]:
             for key, value in optimizer.state.get(parameter, {}).items():
-                yield parameter, key, value
-
-
-def _checked(name: str, key: str, parameter: Tensor, value: Tensor) -> str:
-    """Return a description of an optimizer's tensor for errors. Raises TypeError if its slice cannot be determined."""
-    what = f"the optimizer's {key} of {name!r}"
-    if isinstance(parameter, DTensor) and value.numel() > 1 and value.shape != parameter.shape:
-        raise TypeError(
-            f"{what} can't be saved: its shape {list(value.shape)} is not that of the sharded weight, "
-            f"{list(parameter.shape)}; use an optimizer with a state for each value, such as Adam or SGD"
-        )
-    return what
+                full = f"{names[parameter]}/{key}"
+                if not isinstance(value, Tensor):
+                    loose[full] = value
+                    continue
+                what = f"the optimizer's {key} of {names[parameter]!r}"
+                if isinstance(parameter, DTensor) and value.numel() > 1 and value.shape != parameter.shape:
+                    raise TypeError(
+                        f"{what} can't be saved: its shape {list(value.shape)} is not that of the sharded weight, "
+                        f"{list(parameter.shape)}; use an optimizer with a state for each value, such as Adam or SGD"
+                    )
+                if (own := _own_slice(what, value)) is not None:
+                    state[full], state_places[full] = copy(own[0]), own[1]
+    return Shards(weights, places, state, state_places, tied, others, {"param_groups": groups, "loose": loose})
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
@@ -98,17 +84,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def place_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the size and the offset of this rank's slice. Each Shard divides a dimension as torch.chunk does."""
-    size, offset = list(tensor.shape), [0] * tensor.dim()
-    coordinate = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
-    for ranks, position, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
-        if isinstance(placement, Shard):
-            whole, dimension = size[placement.dim], placement.dim
-            chunk = -(-whole // ranks)
-            first = min(chunk * position, whole)
-            size[dimension] = min(chunk, whole - first)
-            offset[dimension] += first
-    return tuple(size), tuple(offset)
+    """Return the size and the offset of this rank's slice."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def _own_slice(what: str, tensor: Tensor) -> tuple[Tensor, Place] | None:
@@ -117,18 +94,16 @@ def _own_slice(what: str, tensor: Tensor) -> tuple[Tensor, Place] | None:
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return (tensor, (shape, (0,) * len(shape))) if torch.distributed.get_rank() == 0 else None
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or any(
+        placement.is_replicate() and position != 0
+        for placement, position in zip(tensor.placements, coordinate, strict=True)
+    ):
         return None
-    for dimension, placement in enumerate(tensor.placements):
-        if placement.is_partial() or type(placement).__name__ == "_StridedShard":
-            raise TypeError(f"{what} can't be saved: it is placed as {placement} on {mesh}")
-        if placement.is_replicate() and coordinate[dimension] != 0:
-            return None
     size, offset = place_of(tensor)
     local = tensor.to_local()
-    if tuple(local.shape) != size:
-        raise TypeError(f"{what} can't be saved: its slice has the shape {list(local.shape)}, not {list(size)}")
+    if tuple(local.shape) != size or not all(type(each) in (Shard, Replicate) for each in tensor.placements):
+        raise TypeError(f"{what} can't be saved: it is placed as {tensor.placements} on {tensor.device_mesh}")
     return (local, (tuple(tensor.shape), offset)) if local.numel() else None
 
 
@@ -158,17 +133,10 @@ def load_weights(folder: Path, model: nn.Module, others: Mapping[str, Any]) -> N
         raise RuntimeError(f"the checkpoint {folder.name} does not fit the model: {'; '.join(problems)}")
     with torch.no_grad():
         for name, value in state.items():
-            _local(value).copy_(_own_part(saved[name], value))
+            where = place_of(value) if isinstance(value, DTensor) else (None, None)
+            _local(value).copy_(tensor_of(saved[name], where[1], where[0]))
     if others:
         bare.load_state_dict(dict(others), strict=False)
-
-
-def _own_part(saved: SavedTensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a saved tensor; `like` is the tensor of the model."""
-    if not isinstance(like, DTensor):
-        return tensor_of(saved)
-    size, offset = place_of(like)
-    return tensor_of(saved, offset, size)
 
 
 _SavedOptimizer = tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]  # groups, and state by the weights' names
@@ -179,48 +147,45 @@ def load_optimizer(folder: Path, saved: Mapping[str, Any], model: nn.Module, opt
 
     Raises RuntimeError if its parameters are not those of the checkpoint; SlicesError if files are damaged.
     """
-    current = _names(unwrapped(model), optimizer)
-    numbers: dict[str, int] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            numbers[current[parameter]] = len(numbers)
-    is_sharded = _NAMES in saved["param_groups"][0]
-    saved_groups, saved_state = _state_of_shards(folder, saved) if is_sharded else _state_of_whole(saved, list(numbers))
-    groups = []
-    for group, now in zip(saved_groups, optimizer.param_groups, strict=False):
-        names = [current[parameter] for parameter in now["params"]]
-        if set(group.pop(_NAMES)) != set(names):
-            raise RuntimeError("the optimizer in the checkpoint has other parameters: give the same groups as before")
-        groups.append({**group, "params": [numbers[name] for name in names]})
+    names = _names(unwrapped(model), optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
+    saved_groups, saved_state = _by_names(folder, saved, list(numbers))
     if len(saved_groups) != len(optimizer.param_groups):
         raise RuntimeError(
             f"the optimizer in the checkpoint has {len(saved_groups)} parameter groups, this one "
             f"{len(optimizer.param_groups)}: give the same groups as before"
         )
-    by_name = {name: parameter for parameter, name in current.items()}
+    groups = []
+    for group, now in zip(saved_groups, optimizer.param_groups, strict=True):
+        own = [names[parameter] for parameter in now["params"]]
+        if set(group.pop(_NAMES)) != set(own):
+            raise RuntimeError("the optimizer in the checkpoint has other parameters: give the same groups as before")
+        groups.append({**group, "params": [numbers[name] for name in own]})
     state = {
-        numbers[name]: {key: _placed_like(by_name[name], value) for key, value in values.items()}
+        numbers[name]: {key: _placed_like(parameters[numbers[name]], value) for key, value in values.items()}
         for name, values in saved_state.items()
         if name in numbers
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _state_of_shards(folder: Path, saved: Mapping[str, Any]) -> _SavedOptimizer:
+def _by_names(
+    folder: Path, saved: Mapping[str, Any], order: list[str]
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return an optimizer's groups and state by the names of the weights; `order`: those of the model, for numbers."""
+    groups = saved["param_groups"]
+    if _NAMES not in groups[0]:  # of a model that is not sharded: parameters are numbered in the order of the groups
+        count = sum(len(group["params"]) for group in groups)
+        if count != len(order):
+            raise RuntimeError(f"the optimizer in the checkpoint has {count} parameters, this one {len(order)}")
+        named = [{**group, _NAMES: [order[number] for number in group["params"]]} for group in groups]
+        return named, {order[number]: dict(values) for number, values in saved["state"].items()}
     state: dict[str, dict[str, Any]] = {}
     for full, value in {**read_shards(folder, OPTIMIZER)[0], **saved["loose"]}.items():
         name, _, key = full.rpartition("/")
         state.setdefault(name, {})[key] = value
-    return [dict(group) for group in saved["param_groups"]], state
-
-
-def _state_of_whole(saved: Mapping[str, Any], order: list[str]) -> _SavedOptimizer:
-    """Return groups and state by names; Optimizer.state_dict() numbers the parameters in the order of the groups."""
-    count = sum(len(group["params"]) for group in saved["param_groups"])
-    if count != len(order):
-        raise RuntimeError(f"the optimizer in the checkpoint has {count} parameters, this one {len(order)}")
-    groups = [{**group, _NAMES: [order[number] for number in group["params"]]} for group in saved["param_groups"]]
-    return groups, {order[number]: dict(values) for number, values in saved["state"].items()}
+    return [dict(group) for group in groups], state
 
 
 def _placed_like(parameter: Tensor, value: Any) -> Any:

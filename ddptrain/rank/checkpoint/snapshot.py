@@ -84,15 +84,17 @@ class HostBuffers:
             from ddptrain.rank.checkpoint.shards import own_shards
 
             shards = own_shards(unwrapped(model), optimizer, self._copy)
-        weights, tied, others = self._weights({} if shards else unwrapped(model).state_dict())
+            weights: dict[str, Tensor] = {}
+            tied, others, settings = shards.tied, shards.others, shards.optimizer_rest
+        else:
+            weights, tied, others = self._weights(unwrapped(model).state_dict())
+            settings = optimizer  # type: ignore[assignment]  # an object with state_dict(), or a dictionary
         plain = {name: self.named(name, value) for name, value in state.items()}
-        others = dict(shards.others) if shards else others
         if others:
-            plain["model"] = self.named("model", others)
-        rest = shards.optimizer_rest if shards else optimizer
-        plain["optimizer"] = self.named("optimizer", rest) if rest is not None else None
+            plain["model"] = self.named("model", dict(others))
+        plain["optimizer"] = self.named("optimizer", settings)
         self.complete()
-        return Snapshot(weights, shards.tied if shards else tied, plain, shards)
+        return Snapshot(weights, tied, plain, shards)
 
     def complete(self) -> None:
         """Copy the large tensors of the CPU, and wait until the copies from GPUs are complete."""
@@ -103,7 +105,7 @@ class HostBuffers:
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
-    def _weights(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    def _weights(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, str], Mapping[str, Any]]:
         """Return the weights, further names of tied weights, and values that are not tensors (extra states)."""
         weights: dict[str, Tensor] = {}
         tied: dict[str, str] = {}

@@ -15,7 +15,7 @@ from ddptrain.file_ops import sha256
 from ddptrain.redact import hide_credentials
 from ddptrain.reports.markdown import is_plain_link
 from ddptrain.results.lookup import RunView, time_text
-from ddptrain.results.run_record import EnvironmentValue, RunStatus
+from ddptrain.results.run_record import EnvironmentValue, RunStatus, root_cause
 from ddptrain.results.tracker_records import tracker_outputs
 from ddptrain.text_tables import clean, duration, number
 
@@ -106,6 +106,7 @@ def _environment() -> Environment:
         "long": long_text,
         "number": number,
         "param_name": lambda name: name.removeprefix("params."),
+        "root_cause": root_cause,
         "settings_rows": lambda settings: [(setting.key, setting.value) for setting in settings],
         "short_number": _short_number,
         "sort_key": lambda value: "" if value is None or value != value else value,  # rows without a value stay last

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from ddptrain.errors import ExitCode, one_line
+from ddptrain.errors import ExitCode
 from ddptrain.results.lookup import RunView
-from ddptrain.results.run_record import RunStatus
+from ddptrain.results.run_record import RunStatus, root_cause
 
 _RESUMABLE = (RunStatus.FAILED, RunStatus.PREEMPTED, RunStatus.CANCELLED)
 
@@ -46,7 +46,7 @@ def explain_run(view: RunView, runs_dir: str) -> RunExplanation:
         view.shown_status,
         code,
         _end(view, code),
-        _root_cause(view),
+        root_cause(view.record.failure),
         tuple(_look(view, runs_dir)),
         tuple(_next(view, runs_dir)),
     )
@@ -60,15 +60,6 @@ def _end(view: RunView, code: int | None) -> str:
     if code is None:
         return f"is {view.status}; its driver recorded no exit code"
     return f"{view.status_text} (exit code {code})"
-
-
-def _root_cause(view: RunView) -> str:
-    failure = view.record.failure
-    if failure is None:
-        return ""
-    place = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
-    kind = failure.type if failure.type not in ("", failure.message) else ""
-    return ": ".join(word for word in (place, kind, one_line(failure.message)) if word)
 
 
 def _look(view: RunView, runs_dir: str) -> Iterator[str]:

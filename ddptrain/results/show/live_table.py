@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any
 
-from ddptrain.errors import one_line
 from ddptrain.results.errors import ResultsError
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import MetricsReader, is_number
 from ddptrain.results.recorded_config import params_of
+from ddptrain.results.run_record import root_cause
 from ddptrain.results.show.log_follower import final_text
 from ddptrain.sanitize import sanitized
 from ddptrain.text_tables import clean_line, duration, number
@@ -43,9 +43,7 @@ def _rows(view: RunView, metrics: Mapping[str, float | None]) -> Iterator[tuple[
     if record.best is not None:
         yield "best", f"{record.best.metric} {number(record.best.value)} at step {record.best.step}"
     if record.failure is not None:
-        rank = "" if record.failure.rank is None else f"rank {record.failure.rank}: "
-        kind = f"{record.failure.type}: " if record.failure.type else ""
-        yield "end" if record.failure.is_order else "failure", f"{rank}{kind}{one_line(record.failure.message)}"
+        yield "end" if record.failure.is_order else "failure", root_cause(record.failure)
     yield "directory", view.layout.where
 
 

@@ -19,6 +19,7 @@ from ddptrain.results.run_record import (
     RankRecord,
     RunRecord,
     RunStatus,
+    root_cause,
 )
 from ddptrain.results.selection import Field, RunFields, cells, header
 from ddptrain.results.system import read_system, use_lines
@@ -201,9 +202,10 @@ def _duration(view: RunView) -> str:
 def _failure(failure: FailureRecord | None) -> list[tuple[str, str]]:
     if failure is None:
         return []
-    rank = "" if failure.rank is None else str(failure.rank)
-    texts = [(name, getattr(failure, name)) for name in ("host", "kind", "type", "message", "log")]
-    return [("rank", rank), *texts, ("traceback", failure.traceback.rstrip())]
+    cause, message = root_cause(failure), failure.message
+    more = message if message.strip() not in cause else ""  # it has several lines
+    about = [("cause", cause), ("kind", failure.kind), ("message", more), ("log", failure.log)]
+    return [*about, ("traceback", failure.traceback.rstrip())]
 
 
 def _artifacts(sizes: Mapping[str, int]) -> list[tuple[str, str]]:

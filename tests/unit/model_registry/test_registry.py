@@ -281,13 +281,9 @@ def test_version_in_use_is_not_removed(registry: ModelRegistry, run: Path) -> No
     for each in ("a", "b", "c"):
         add(registry, run, each)
     registry.promote("names", 1)
-    registry.pin("names", 2, pinned=True)
     with pytest.raises(UsageError, match="version 1 of names is champion"):
         registry.remove("names", 1)
-    with pytest.raises(UsageError, match="version 2 of names is pinned"):
-        registry.remove("names", 2)
     registry.remove("names", 3)
-    registry.pin("names", 2, pinned=False)
     registry.remove("names", 2)
     assert [version.version for version in registry.versions("names")] == [1]
 
@@ -298,7 +294,7 @@ def test_concurrent_changes_all_happen_one_after_the_other(registry: ModelRegist
 
     def change(number: int) -> Change | None:
         own = ModelRegistry.open(str(tmp_path / "models"))
-        return own.change("names", lambda state: Edit("alias", 1, {**state.aliases, f"a{number}": 1}, state.pinned))
+        return own.change("names", lambda state: Edit("alias", 1, {**state.aliases, f"a{number}": 1}))
 
     with ThreadPoolExecutor(8) as pool:
         changes = list(pool.map(change, range(24)))

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from ddptrain.protocol import events
-from ddptrain.rank.agreement import WorkerGroupStore
-from ddptrain.rank.checkpoint.writer import done_key
+from ddptrain.rank.agreement import Agreement
 from ddptrain.rank.context import RankContext
 from ddptrain.rank.output import Emitter
 from tests.unit.rank.stores import Gang
@@ -158,10 +157,24 @@ def test_rank_that_does_not_call_is_reported_and_not_waited_for(tmp_path: Path) 
     spec = worker_group.spec(0, 2)
     rank = Rank(tmp_path, **{name: getattr(spec, name) for name in _GANG})
     assert rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=1)
-    WorkerGroupStore(spec).set(done_key(1), "")
+    Agreement(worker_group.spec(1, 2)).give_no_more()
     note, event = rank.events()
     assert isinstance(note, events.Note) and "rank 1 did not call ctx.checkpoint" in note.message
     assert isinstance(event, events.CheckpointSaved)
+    rank.file.close()
+
+
+def test_late_rank_does_not_drop_the_checkpoints_and_is_named_once(tmp_path: Path) -> None:
+    worker_group = Gang()
+    spec = worker_group.spec(0, 2, timeout_s=0.2)
+    rank = Rank(tmp_path, **{name: getattr(spec, name) for name in _GANG})
+    for step in (10, 20):
+        rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=step)
+    note, first, second = rank.events()
+    assert isinstance(note, events.Note) and note.level == "warning"
+    assert note.message.startswith("rank 1 did not call ctx.checkpoint for step 10: its random state is not saved")
+    assert isinstance(first, events.CheckpointSaved) and isinstance(second, events.CheckpointSaved)
+    assert (first.step, second.step) == (10, 20)
     rank.file.close()
 
 

@@ -4,103 +4,78 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from ddptrain.protocol import events
-from ddptrain.rank import output as rank_emitter
 from ddptrain.rank.output import ArtifactFiles, Emitter, number, numbers, optional, optional_whole, stays_below, whole
 from tests.unit.specs import make_spec
 
 # --- Events are whole lines, also after a full disk, and progress is sent at most ten times per second ---
 
 
-class Bench:
-    """An emitter and its file; `now` is the time, and `room` how many bytes the disk takes before it is full."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.path = folder / "events"
-        self.file = self.path.open("ab", buffering=0)
-        self.now, self.pid = 5.0, 50
-        self.room: list[int] = []
-        system = SimpleNamespace(getpid=lambda: self.pid, write=self._write)
-        monkeypatch.setattr(rank_emitter, "os", system)
-        clock = SimpleNamespace(time_ns=lambda: 7, monotonic=lambda: self.now)
-        monkeypatch.setattr(rank_emitter, "time", clock)
-        self.emitter = Emitter(self.file.fileno())
-
-    def _write(self, fd: int, data: bytes) -> int:
-        assert fd == self.file.fileno()
-        if not self.room:
-            return os.write(fd, data)
-        if (size := self.room.pop(0)) == 0:
-            raise OSError(28, "No space left on device")
-        return os.write(fd, data[:size])
-
-    def told(self) -> list[events.Event]:
-        return [events.decode(line) for line in self.path.read_bytes().splitlines()]
-
-    def progress(self) -> list[tuple[float, float | None, str]]:
-        told = [event for event in self.told() if isinstance(event, events.Progress)]
-        return [(event.done, event.total, event.unit) for event in told]
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events"
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    made = Bench(tmp_path, monkeypatch)
-    yield made
-    made.file.close()
+def emitter(path: Path) -> Iterator[Emitter]:
+    with path.open("ab", buffering=0) as file:
+        yield Emitter(file.fileno())
 
 
-def test_event_that_is_written_in_pieces_is_one_line(bench: Bench) -> None:
-    bench.room = [3, 4]
-    bench.emitter.emit(events.Entered(1))
-    bench.emitter.emit(events.Entered(2))
-    assert bench.told() == [events.Entered(1), events.Entered(2)]
+@contextmanager
+def full_after(size: int) -> Iterator[None]:
+    """Let files grow to `size` bytes only, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_event_after_a_full_disk_begins_a_line_of_its_own(bench: Bench) -> None:
-    bench.room = [3, 0]
-    with pytest.raises(OSError, match="No space left"):
-        bench.emitter.emit(events.Entered(1))
-    bench.emitter.emit(events.Entered(2))
-    bench.emitter.emit(events.Entered(3))
-    cut_off, *lines = bench.path.read_bytes().splitlines()
+def test_event_after_a_full_disk_begins_a_line_of_its_own(emitter: Emitter, path: Path) -> None:
+    with full_after(3):
+        with pytest.raises(OSError, match="File too large"):
+            emitter.emit(events.Entered(1))
+        emitter.note("it ends no rank")
+    emitter.emit(events.Entered(2))
+    emitter.emit(events.Entered(3))
+    cut_off, *lines = path.read_bytes().splitlines()
     assert len(cut_off) == 3 and [events.decode(line) for line in lines] == [events.Entered(2), events.Entered(3)]
 
 
-def test_disk_that_is_full_at_once_leaves_no_line_to_end(bench: Bench) -> None:
-    bench.room = [0]
-    with pytest.raises(OSError, match="No space left"):
-        bench.emitter.emit(events.Entered(1))
-    bench.emitter.emit(events.Entered(2))
-    assert bench.told() == [events.Entered(2)]
+def test_forked_child_emits_nothing(emitter: Emitter, path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        emitter.emit(events.Entered(1))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert path.read_bytes() == b""
 
 
-def test_forked_child_emits_nothing(bench: Bench) -> None:
-    bench.pid = 51
-    bench.emitter.emit(events.Entered(1))
-    assert bench.told() == []
-
-
-def test_progress_is_sent_each_tenth_of_a_second_and_at_its_end_once(bench: Bench) -> None:
-    bench.emitter.progress(1, 10, "samples")
-    bench.now += 0.09
-    bench.emitter.progress(2, 10, "samples")
-    bench.now += 0.02
-    bench.emitter.progress(3, None, "steps")
+def test_progress_is_sent_each_tenth_of_a_second_and_at_its_end_once(emitter: Emitter, path: Path) -> None:
+    for done in range(1, 10):
+        emitter.progress(done, 10, "samples")
     for _ in range(2):
-        bench.emitter.progress(10, 10, "samples")
-    bench.emitter.progress(11, 10, "samples")
-    assert bench.progress() == [(1, 10, "samples"), (3, None, "steps"), (10, 10, "samples")]
-    bench.now += 0.11
-    bench.emitter.progress(10, 10, "samples")
-    assert len(bench.progress()) == 4
+        emitter.progress(10, 10, "samples")
+    time.sleep(0.11)
+    emitter.progress(11, None, "steps")
+    sent = [events.decode(line) for line in path.read_bytes().splitlines()]
+    assert [(event.done, event.unit) for event in sent if isinstance(event, events.Progress)] == [
+        (1, "samples"),
+        (10, "samples"),
+        (11, "steps"),
+    ]
 
 
 # --- Users' numbers are converted to Python numbers, and everything else is refused with its name ---
@@ -166,15 +141,15 @@ def test_path_that_may_leave_the_folder_is_refused(path: str) -> None:
     assert not stays_below(path)
 
 
-def test_file_is_lent_before_it_is_announced(tmp_path: Path) -> None:
-    fd = os.open(tmp_path / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    files = ArtifactFiles(make_spec(staging=str(tmp_path)), Emitter(fd))
-    lent: list[tuple[bytes, bytes]] = []
-    files.save("a/b.txt", b"12345", lambda path: lent.append((path.read_bytes(), (tmp_path / "events").read_bytes())))
+def test_file_is_staged_under_a_new_name_and_announced_with_size_and_hash(
+    emitter: Emitter, path: Path, tmp_path: Path
+) -> None:
+    files = ArtifactFiles(make_spec(staging=str(tmp_path)), emitter)
+    staged = files.stage("a/b.txt", b"12345")
+    assert (staged.read_bytes(), path.read_bytes()) == (b"12345", b"")
+    files.announce("a/b.txt", staged)
     files.save("c.txt", "6")
-    os.close(fd)
-    first, second = (events.decode(line) for line in (tmp_path / "events").read_bytes().splitlines())
-    assert lent == [(b"12345", b"")]
+    first, second = (events.decode(line) for line in path.read_bytes().splitlines())
     assert isinstance(first, events.FileSaved) and isinstance(second, events.FileSaved)
     assert (first.path, first.staging, first.size_bytes, first.area) == ("a/b.txt", "file-0", 5, "artifacts")
     assert first.sha256 == hashlib.sha256(b"12345").hexdigest()

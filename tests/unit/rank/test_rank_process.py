@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from ddptrain.rank import failure as failures
 from ddptrain.rank import rank_process
 from ddptrain.rank.entrypoint import load_function
-from ddptrain.rank.failure import user_traceback
 from tests.unit.specs import make_spec
 
-# --- How a rank finds its function, how its process is set up and ended, and how it reports errors ---
+# --- How a rank finds its function, and how its process is set up ---
 
 
 def test_function_is_found_by_its_module_and_name() -> None:
@@ -53,35 +51,6 @@ def test_missing_import_inside_the_users_module_is_the_users_error(
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_installed_here'$"):
         load_function("needs_more:main")
     sys.modules.pop("needs_more", None)
-
-
-@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (42, 42), (256 + 7, 7), (-1, 255), ("a message", 1)])
-def test_exit_code_is_that_of_python(code: object, status: int) -> None:
-    assert failures.exit_code(SystemExit(code)) == status
-
-
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1"), True),
-        (RuntimeError("shapes do not match"), False),
-        (ValueError("connection closed by peer"), False),
-    ],
-)
-def test_error_of_a_rank_that_lost_its_peer_is_recognized(error: BaseException, lost: bool) -> None:
-    assert failures.lost_peer(error) is lost
-
-
-def test_traceback_begins_with_the_users_frame() -> None:
-    def user() -> None:
-        raise ValueError("boom")
-
-    try:
-        user()
-    except ValueError as error:
-        text = user_traceback(error)
-    assert "in user" in text
-    assert text.endswith("ValueError: boom\n")
 
 
 @pytest.mark.parametrize(

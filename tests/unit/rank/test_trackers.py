@@ -8,14 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ddptrain.protocol import events
 from ddptrain.protocol.rank_spec import TrackerSpec, TrackingSpec
-from ddptrain.rank import trackers
 from ddptrain.rank.output import Emitter
 from ddptrain.rank.trackers import RankTrackers
 from ddptrain.tracking.items import Checkpoint, Image, Model, Numbers
@@ -59,7 +57,7 @@ def test_items_reach_the_trackers_and_a_checkpoint_survives_its_move(rank: Rank,
     rank.begin(reader)
     (tmp_path / "step-3").mkdir()
     (tmp_path / "step-3" / "model").write_bytes(b"weights")
-    assert rank.tracked.is_on and rank.tracked.wants(Checkpoint)
+    assert rank.tracked.wants(Checkpoint)
     rank.tracked.numbers(events.Metrics(5, {"loss": 0.5}, 3, 0.25))
     rank.tracked.model("the model")
     rank.tracked.checkpoint(3, tmp_path / "step-3", {"val/loss": 1.0})
@@ -78,10 +76,10 @@ def test_rank_without_trackers_wants_nothing(tmp_path: Path) -> None:
         tracked.begin()
         tracked.numbers(events.Metrics(1, {"loss": 0.5}, 1, None))
         tracked.checkpoint(1, tmp_path, {})
-        tracked.put_with_files(Image(1, "x", tmp_path))
+        tracked.put(Image(1, "x", tmp_path))
         tracked.hurry(0.0)
         tracked.bound_exit(1)
-        assert (tracked.is_on, tracked.wants(Numbers), tracked.finish("finished")) == (False, False, "")
+        assert (tracked.wants(Numbers), tracked.finish("finished")) == (False, "")
     assert (tmp_path / "events").read_bytes() == b""
 
 
@@ -142,51 +140,3 @@ def test_exit_handler_that_hangs_does_not_hold_the_process_up() -> None:
     command = [sys.executable, "-c", _HANGS_AT_EXIT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=dict(os.environ), check=False)
     assert (done.returncode, done.stdout) == (75, "flushed\n"), done.stderr
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, Any, Any]]:
-    """What is called later: after how many seconds, the call, and its timer."""
-    calls: list[tuple[float, Any, Any]] = []
-
-    def call_later(seconds: float, call: Any) -> Any:
-        timer = SimpleNamespace(cancelled=0)
-        timer.cancel = lambda: setattr(timer, "cancelled", timer.cancelled + 1)
-        calls.append((seconds, call, timer))
-        return timer
-
-    monkeypatch.setattr(trackers, "_call_later", call_later)
-    return calls
-
-
-def manager(**parts: Any) -> Any:
-    given = {"error": "", "ended": False, "unfinished": [], "wait": lambda: None, "end": lambda *_: 2.26}
-    return SimpleNamespace(**{**given, **parts})
-
-
-def test_rank_says_how_long_its_trackers_may_take_and_waits(rank: Rank, later: list[Any]) -> None:
-    ended: list[Any] = []
-
-    def end(*given: Any) -> float:
-        ended.append(given)
-        return 2.26
-
-    rank.tracked.manager = manager(end=end, error="w failed")
-    assert rank.tracked.finish("finished") == "w failed"
-    (finishing,) = rank.events
-    assert isinstance(finishing, events.Finishing) and finishing.timeout_s == 3.3
-    ((seconds, _, timer),) = later
-    assert ended == [("finished", 3_600.0)] and (seconds, timer.cancelled) == (3.0, 1)
-    rank.tracked.manager = None
-
-
-def test_bug_of_a_tracker_is_printed_and_fails_no_rank(
-    rank: Rank, later: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
-        raise KeyError("bug")
-
-    rank.tracked.manager = manager(wait=fail)
-    assert rank.tracked.finish("finished") == ""
-    assert "KeyError: 'bug'" in capsys.readouterr().err and later[0][2].cancelled == 1
-    rank.tracked.manager = None

@@ -117,7 +117,7 @@ def test_problem_of_a_configuration_is_relative_to_the_folder(workspace: Path) -
         (FailureRecord(1, "h", "exception", "ValueError", "a\nb"), "rank 1 on h: ValueError: a"),
         (FailureRecord(1, "h", "exception", "KeyError", ""), "rank 1 on h: KeyError"),
         (FailureRecord(0, "h", "signal", "", "killed by SIGKILL"), "rank 0 on h: killed by SIGKILL"),
-        (FailureRecord(None, "", "infrastructure", "ClusterError", "no cluster"), "no cluster"),
+        (FailureRecord(None, "", "infrastructure", "ClusterError", "no cluster"), "ClusterError: no cluster"),
         (FailureRecord(None, "", "worker_lost"), "worker_lost"),
         (None, ""),
     ],

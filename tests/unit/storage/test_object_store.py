@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,7 @@ from obstore.store import MemoryStore
 
 from ddptrain.errors import UsageError
 from ddptrain.storage import object_store
-from ddptrain.storage.object_store import ObjectStore, region_of, settings_for, store_error
+from ddptrain.storage.object_store import ObjectStore, settings_for, store_error
 from ddptrain.storage.store import (
     Limits,
     Location,
@@ -44,16 +39,6 @@ def no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def at(source: str, **options: Any) -> Location:
     return Location.of(source, options)
-
-
-@contextmanager
-def serving(handler: Any) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
 
 
 REFUSED = 'Generic S3 error: HTTP error: request error, after 4 retries, kind: Connect, error: "Connection refused"'
@@ -88,16 +73,6 @@ def test_content_is_limited_and_may_begin_later(store: ObjectStore) -> None:
     for read in (lambda: store.get("none"), lambda: list(store.chunks("none"))):
         with pytest.raises(NotFound):
             read()
-
-
-def test_missing_bucket_is_not_taken_for_a_missing_object() -> None:
-    class WithoutBucket:
-        def get(self, key: str, options: object) -> None:
-            raise FileNotFoundError(f"Object at location {key} not found: status code: 404 <Code>NoSuchBucket</Code>")
-
-    memory: Any = WithoutBucket()
-    with pytest.raises(StoreMissing, match=r"s3://bucket/cats does not exist \(.*NoSuchBucket.*\)"):
-        ObjectStore(Location("s3://bucket/cats"), memory, Limits()).get("x")
 
 
 def test_large_object_comes_in_parts_of_one_version(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +195,7 @@ def test_account_of_azure_is_in_the_address() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"anon": True}, "params.source_options.anon is not an option of s3://: use skip_signature"),
-        ({"client_kwargs": {}}, "client_kwargs is not an option of s3://: use endpoint, region or client_options"),
+        ({"anon": True, "region": "x"}, "see params.source_options"),
         ({"no_such_option": 1, "region": "x"}, "s3://b/p can't be opened: "),
         ({"secret_access_key": ["12345"], "region": "x"}, "s3://b/p can't be opened: "),
     ],
@@ -242,25 +216,6 @@ def test_a_container_of_azure_is_no_secret() -> None:
 def test_a_url_without_a_bucket_is_a_clear_error() -> None:
     with pytest.raises(StoreMissing, match="contains no bucket"):
         open_store(at("s3:///x"))
-
-
-class Aws(BaseHTTPRequestHandler):
-    def do_HEAD(self) -> None:
-        self.send_response(403)
-        self.send_header("x-amz-bucket-region", "us-east-2")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def test_the_region_of_a_bucket_is_asked_of_aws_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    region_of.cache_clear()
-    with serving(Aws) as url:
-        ask = urllib.request.Request
-        monkeypatch.setattr(urllib.request, "Request", lambda _, method: ask(url, method=method))
-        assert settings("s3://bucket/p", skip_signature=True)["region"] == "us-east-2"
-    assert settings("s3://bucket/q", skip_signature=True)["region"] == "us-east-2"
-    region_of.cache_clear()
 
 
 # --- what errors of obstore mean ---

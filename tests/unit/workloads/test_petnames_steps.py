@@ -110,6 +110,10 @@ def test_losses_of_a_model_that_finds_all_symbols_equally_likely(
     assert "on 5 names, 2 steps an epoch over 1 rank" in out
 
 
+def test_run_that_holds_out_no_names_has_no_validation(run: Run) -> None:
+    assert "val/loss" not in run.train(epochs=1)
+
+
 def test_gradients_are_clipped_to_the_norm_that_was_asked_for(run: Run) -> None:
     run.train(grad_clip=0.01)
     assert run.norms == pytest.approx([0.01] * 4, rel=1e-3)

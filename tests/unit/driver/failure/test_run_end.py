@@ -14,7 +14,7 @@ from ddptrain.driver.failure.fault import Fault, FaultKind
 from ddptrain.driver.failure.run_end import RunEnd, judge_attempt, judge_error, name_stop_command
 from ddptrain.driver.ranks import AttemptEnd, Rank
 from ddptrain.errors import ClusterError, ExitCode, Interrupted, UsageError
-from ddptrain.results.run_record import FailureRecord, RunStatus
+from ddptrain.results.run_record import FailureRecord, RunStatus, root_cause
 from ddptrain.results.run_writer import RunWriter
 from tests.unit.driver.attempt.ranks import running
 
@@ -39,7 +39,7 @@ def ended(states: list[Rank], *, fault: Fault | None = None, signum: int | None 
 
 
 def parts(end: RunEnd) -> tuple[RunStatus, int, str]:
-    return end.status, end.exit_code, end.cause
+    return end.status, end.exit_code, end.line
 
 
 FAULT = fault(1, "bad batch\nmore", type="ValueError", traceback="trace")
@@ -146,10 +146,9 @@ def test_run_that_was_asked_to_end_continues_from_its_newest_checkpoint(
     writer: RunWriter, end: AttemptEnd, cause: str
 ) -> None:
     writer.update(checkpoints=("step-20", "step-10"))
-    expected = f"h1 leaves; {cause}, continue with --resume r-1"
-    assert judge_attempt(end, writer) == RunEnd(
-        RunStatus.PREEMPTED, 75, expected, FailureRecord(kind="preempted", message="h1 leaves")
-    )
+    judged = judge_attempt(end, writer)
+    assert parts(judged) == (RunStatus.PREEMPTED, 75, f"h1 leaves; {cause}, continue with --resume r-1")
+    assert judged.failure == FailureRecord(kind="preempted", message="h1 leaves", cause="h1 leaves")
 
 
 def test_failure_that_a_notice_does_not_explain_decides(writer: RunWriter) -> None:
@@ -167,7 +166,9 @@ def test_checkpoint_that_a_second_signal_has_not_saved_is_named(writer: RunWrite
 def test_root_cause_is_recorded_with_host_and_log(writer: RunWriter) -> None:
     judged = judge_attempt(ended(ranks(), fault=FAULT), writer)
     log = f"{writer.layout.where}/logs/rank-1.log"
-    assert judged.failure == FailureRecord(1, "h1", "exception", "ValueError", "bad batch\nmore", "trace", log)
+    cause = "rank 1 on h1 failed first: ValueError: bad batch"
+    assert judged.failure == FailureRecord(1, "h1", "exception", "ValueError", "bad batch\nmore", "trace", log, cause)
+    assert judged.line == f"{root_cause(judged.failure)}; log: {log}"
 
 
 def test_strict_tracker_that_failed_first_fails_the_run_that_has_succeeded(writer: RunWriter) -> None:
@@ -204,7 +205,7 @@ def test_ranks_with_the_same_error_and_victims_are_counted(
     first = fault(1)
     judged = judge_attempt(ended(ranks(4, faults=(first, *others)), fault=first), writer)
     between = f" ({told})" if told else ""
-    assert judged.cause == f"rank 1 on h1 failed first: no{between}; log: {writer.layout.where}/logs/rank-1.log"
+    assert judged.line == f"rank 1 on h1 failed first: no{between}; log: {writer.layout.where}/logs/rank-1.log"
 
 
 @pytest.mark.parametrize(
@@ -215,35 +216,46 @@ def test_ranks_with_the_same_error_and_victims_are_counted(
             "failed",
             4,
             "no cluster",
-            FailureRecord(kind="infrastructure", type="ClusterError", message="no cluster"),
+            FailureRecord(kind="infrastructure", type="ClusterError", message="no cluster", cause="no cluster"),
         ),
         (
             UsageError("no"),
             "failed",
             2,
             "no",
-            FailureRecord(kind="infrastructure", type="UsageError", message="no"),
+            FailureRecord(kind="infrastructure", type="UsageError", message="no", cause="no"),
         ),
         (
             Interrupted(2),
             "cancelled",
             130,
             f"interrupted by SIGINT; {NONE}",
-            FailureRecord(kind="interrupted", type="SIGINT", message="the driver was sent SIGINT"),
+            FailureRecord(
+                kind="interrupted",
+                type="SIGINT",
+                message="the driver was sent SIGINT",
+                cause="interrupted by SIGINT",
+            ),
         ),
         (
             Interrupted(15),
             "cancelled",
             143,
             f"interrupted by SIGTERM; {NONE}",
-            FailureRecord(kind="interrupted", type="SIGTERM", message="the driver was sent SIGTERM"),
+            FailureRecord(
+                kind="interrupted",
+                type="SIGTERM",
+                message="the driver was sent SIGTERM",
+                cause="interrupted by SIGTERM",
+            ),
         ),
     ],
 )
 def test_error_of_the_driver_or_the_cluster_is_the_end_of_the_run(
     writer: RunWriter, error: Exception, status: str, exit_code: int, cause: str, failure: FailureRecord
 ) -> None:
-    assert judge_error(error, writer) == RunEnd(RunStatus(status), exit_code, cause, failure)
+    judged = judge_error(error, writer)
+    assert (*parts(judged), judged.failure) == (RunStatus(status), exit_code, cause, failure)
 
 
 def test_other_exceptions_are_bugs_and_come_with_their_traceback(writer: RunWriter) -> None:
@@ -271,12 +283,12 @@ def test_run_that_the_stop_command_has_ended_names_the_command(writer: RunWriter
     interrupted = judge_error(Interrupted(2), writer)
     renamed = name_stop_command(interrupted)
     by_command = "ended by ddptrain stop"
-    assert renamed.cause == f"{by_command}; {NONE}"
+    assert renamed.line == f"{by_command}; {NONE}"
     assert renamed.failure is not None and renamed.failure.message == by_command
     writer.update(checkpoints=("step-20",))
     preempted = name_stop_command(judge_error(Interrupted(15), writer))
-    assert preempted.cause == f"{by_command}; checkpoint step-20 is saved, continue with --resume r-1"
-    assert preempted.failure == FailureRecord(kind="preempted", message=by_command)
+    assert preempted.line == f"{by_command}; checkpoint step-20 is saved, continue with --resume r-1"
+    assert preempted.failure == FailureRecord(kind="preempted", message=by_command, cause=by_command)
     other = judge_attempt(ended(ranks(), fault=FAULT), writer)
     assert name_stop_command(other) is other
     done = RunEnd(RunStatus.SUCCEEDED, 0)

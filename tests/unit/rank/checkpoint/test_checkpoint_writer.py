@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,13 @@ from safetensors.torch import load_file
 from ddptrain.errors import CheckpointNotWritten
 from ddptrain.file_ops import hash_file
 from ddptrain.protocol import events
-from ddptrain.rank.agreement import WorkerGroupStore
+from ddptrain.rank.agreement import Agreement
 from ddptrain.rank.checkpoint import files
 from ddptrain.rank.context import PreemptedExit
 from tests.support.pace import is_cheap
 from tests.unit.rank.stores import Gang
 from tests.unit.rank.test_context import Rank
+from tests.unit.rank.test_output import full_after
 
 
 @pytest.fixture
@@ -158,7 +156,7 @@ def test_other_ranks_than_before_are_told_and_get_new_random_states(rank: Rank, 
     model = torch.nn.Linear(1, 1)
     rank.context.checkpoint(model=model, step=1, rank_state=1)
     worker_group = Gang()
-    WorkerGroupStore(worker_group.spec(1, 2)).set("met/resume/1/1", "")  # the other rank has called it as well
+    threading.Thread(target=Agreement(worker_group.spec(1, 2)).meet, args=("resume",), daemon=True).start()
     again = resumed_in(
         tmp_path / "again", rank, world_size=2, master_addr="127.0.0.1", master_port=worker_group.store.port
     )
@@ -169,48 +167,16 @@ def test_other_ranks_than_before_are_told_and_get_new_random_states(rank: Rank, 
     again.file.close()
 
 
-class FullDisk:
-    """os.write that finds no room, `times` times."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int, code: int = errno.ENOSPC) -> None:
-        self.left, self._code = times, code
-        self._write = os.write
-        monkeypatch.setattr(os, "write", self.write)
-
-    def write(self, descriptor: int, data: bytes | memoryview) -> int:
-        if isinstance(data, memoryview) and self.left > 0:  # a checkpoint's; events are bytes
-            self.left -= 1
-            raise OSError(self._code, os.strerror(self._code))
-        return self._write(descriptor, data)
-
-
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (errno.ENOSPC, "No space left on device$"),
-        (errno.EFBIG, "File too large; raise the limit on the size of files: ulimit -f$"),
-    ],
-)
-def test_a_full_disk_is_an_error_of_the_next_call_and_leaves_no_file(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
-) -> None:
-    FullDisk(monkeypatch, 1, code)
-    model = torch.nn.Linear(1, 1)
-    rank.context.checkpoint(model=model, step=1)
-    with pytest.raises(CheckpointNotWritten, match=rf"a checkpoint could not be written into /.*: {reason}") as full:
-        rank.context.close()
-    assert full.value.errno == code
+def test_a_full_disk_is_an_error_of_the_next_call_and_leaves_no_file(rank: Rank) -> None:
+    small, large = torch.nn.Linear(1, 1), torch.nn.Linear(500, 500)
+    with full_after(100_000):
+        rank.context.checkpoint(model=large, step=1)
+        with pytest.raises(CheckpointNotWritten, match=r"could not be written into /.*: File too large"):
+            rank.context.close()
     assert list((rank.folder / "staging").iterdir()) == []  # half a checkpoint would keep the disk full
-    rank.context.checkpoint(model=model, step=2)
+    rank.context.checkpoint(model=small, step=2)
     (saved,) = rank.events()
     assert isinstance(saved, events.CheckpointSaved) and saved.step == 2
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_synchronous_checkpoint_is_there_when_the_call_returns(tmp_path: Path) -> None:
@@ -226,7 +192,7 @@ def test_preempted_rank_saves_whatever_is_due_and_ends(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     assert not rank.context.checkpoint(model=model, step=1)
     flags = [rank.context.preempted]
-    rank.context._calls.tell_to_end()
+    rank.context._agreement.end()
     assert [*flags, rank.context.preempted] == [False, True]
     with pytest.raises(PreemptedExit) as caught:
         rank.context.checkpoint(model=model, step=2)
@@ -239,7 +205,7 @@ def test_preempted_rank_saves_whatever_is_due_and_ends(tmp_path: Path) -> None:
 
 def test_last_checkpoint_of_all_is_the_end_of_training_notice_or_not(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
-    rank.context._calls.tell_to_end()
+    rank.context._agreement.end()
     assert rank.context.checkpoint(model=torch.nn.Linear(1, 1), step=2, last=True)
     assert [event.kind for event in rank.events()] == ["checkpoint"]
     rank.file.close()

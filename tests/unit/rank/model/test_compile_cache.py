@@ -19,18 +19,11 @@ def variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
 
-def test_folder_is_private_below_the_users_cache_and_old_code_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_is_private_below_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = tmp_path / "ddptrain" / "compile"
-    use_compile_cache(make_spec(), pytest.fail)
+    use_compile_cache(make_spec())
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(root) and root.stat().st_mode & 0o777 == 0o700
-    (root / "old").mkdir()
-    (root / "new").mkdir()
-    os.utime(root / "old", (0, 0))
-    use_compile_cache(make_spec(), pytest.fail)
-    assert [path.name for path in root.iterdir()] == ["new"]
 
 
 @pytest.mark.parametrize(("chosen", "kept"), [("/mine", True), ("/tmp/torchinductor_someone", False)])
@@ -38,19 +31,16 @@ def test_folder_that_the_user_chose_stays_and_torchs_default_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, kept: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    use_compile_cache(make_spec(env={"TORCHINDUCTOR_CACHE_DIR": chosen}), pytest.fail)
+    use_compile_cache(make_spec(env={"TORCHINDUCTOR_CACHE_DIR": chosen}))
     assert ("TORCHINDUCTOR_CACHE_DIR" not in os.environ) == kept
     assert (tmp_path / "ddptrain").exists() != kept
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o777])
-def test_folder_that_others_can_open_is_not_used_and_one_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
-) -> None:
+def test_folder_that_others_can_open_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "ddptrain" / "compile").mkdir(parents=True)
     (tmp_path / "ddptrain" / "compile").chmod(mode)
-    notes: list[str] = []
     spec = make_spec()
-    use_compile_cache(spec, notes.append)
-    assert len(notes) == 1 and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path(spec.host.staging) / "compile")
+    use_compile_cache(spec)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path(spec.host.staging) / "compile")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from ddptrain.errors import DdptrainError, RunLocked, UsageError
 from ddptrain.results.remote import lease as remote_lock
 from ddptrain.results.remote.lease import LOCK, Claim, StoreLock, claim_from
-from ddptrain.results.remote.upload import StoreUpload
+from ddptrain.results.remote.uploader import Uploader
 from ddptrain.storage.remote_folder import RemoteFolder
 from tests.servers.s3server import s3_server
 from tests.servers.seaweed import seaweed
@@ -144,10 +145,10 @@ def test_owner_that_has_slept_notices_that_its_lease_is_gone_and_writes_nothing_
     root.mkdir()
     (root / "notes").write_text("first")
     (root / "run.json").write_text("{}")
-    uploads = StoreUpload(replace(store, guard=owner.assure), root)
+    uploads = Uploader(replace(store, guard=owner.assure), root)
     uploads.listen(lambda text: None, lost.append)
     owner.keep(uploads.lose)
-    with uploads:
+    with closing(uploads):
         uploads.begin()
         assert uploads.flush(PATIENCE_S) == ""
         assert store.read("notes") == b"first"

@@ -1,0 +1,284 @@
+"""ctx.checkpoint and ctx.resume: a thread writes a checkpoint while training continues. A failed write ends the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddptrain.errors import CheckpointNotWritten
+from ddptrain.protocol import events
+from ddptrain.protocol.events import CheckpointPart, StagedFile
+from ddptrain.protocol.rank_spec import RankSpec
+from ddptrain.rank.agreement import Agreement
+from ddptrain.rank.checkpoint import files, snapshot
+from ddptrain.rank.checkpoint.files import Resumed
+from ddptrain.rank.checkpoint.snapshot import HostBuffers, Snapshot, is_sharded, plain_bytes
+from ddptrain.rank.gradients import GradientSteps
+from ddptrain.rank.loader import Loaders
+from ddptrain.rank.output import ArtifactFiles, Emitter, numbers, optional
+from ddptrain.rank.trackers import RankTrackers
+
+_NICENESS = 5  # the priority of the thread is lower than that of training steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A checkpoint to write, the `number`-th of this attempt; `own`: this rank's encoded state and metrics."""
+
+    number: int
+    step: int
+    epoch: float | None
+    folder: Path
+    snapshot: Snapshot
+    own: bytes
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of one rank. At most one checkpoint is being written.
+
+    Only rank 0 writes, except for a sharded model: then each rank writes its slices, and gives rank 0 the names of the
+    files when they are durable. Rank 0 emits the event when the files of all ranks are complete.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        emitter: Emitter,
+        device: torch.device,
+        agreement: Agreement,
+        tracked: RankTrackers,
+        artifacts: ArtifactFiles,
+        loaders: Loaders,
+        gradients: GradientSteps,
+    ) -> None:
+        self._spec, self._emitter, self._device = spec, emitter, device
+        self._agreement, self._tracked = agreement, tracked
+        self._artifacts, self._loaders, self._gradients = artifacts, loaders, gradients
+        self._buffers = HostBuffers()
+        self._count = 0
+        self._waits = False  # whether a checkpoint is due, but the optimizer is within its window
+        self._has_resumed = False
+        self._compares = bool(spec.checkpointing.resume_from)  # until the first step is known to be right or wrong
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._hurry = threading.Event()
+        self._missing: set[int] = set()  # ranks whose missing state has been reported
+
+    def save(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        epoch: float | None,
+        metrics: Mapping[str, Any],
+        rank_state: Any,
+        more: Mapping[str, Any],
+        *,
+        last: bool,
+    ) -> tuple[bool, bool]:
+        """Save a checkpoint if one is due. Return whether it was due, and whether all ranks end with this call."""
+        self._compare(step)
+        self._raise_error()
+        due, ends = self._agreement.call(step, epoch, last=last)
+        due = due or self._waits
+        self._waits = due and not last and not self._gradients.is_whole
+        if not due or self._waits:
+            return False, False
+        began = time.monotonic()
+        self._start(model, optimizer, step, optional("epoch", epoch), numbers(metrics), rank_state, more)
+        if not self._spec.checkpointing.asynchronous or ends:
+            self.wait()
+        if self._spec.rank == 0:
+            self._emitter.timed("checkpoint", time.monotonic() - began)
+        return True, ends and not last
+
+    def _start(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        epoch: float | None,
+        metrics: dict[str, float],
+        rank_state: Any,
+        more: Mapping[str, Any],
+    ) -> None:
+        """Copy everything into host memory, and start the thread that writes it."""
+        rank = self._spec.rank
+        own = {"random": files.capture_random(self._device), "rank_state": rank_state, "metrics": metrics}
+        encoded = plain_bytes(own)
+        self._count += 1
+        self._agreement.has_saved = True
+        gradients = self._gradients.state()
+        if rank != 0 and not is_sharded(model):
+            self._agreement.give_state(self._count, b"\n" + encoded)
+            return
+        self.wait()  # the previous checkpoint must be written before its memory is used again
+        state: dict[str, Any] = {"step": step, "epoch": epoch, "extra": dict(more)}
+        state |= {"world_size": self._spec.placement.world_size, "loaders": self._loaders.state()}
+        if gradients is not None:
+            state["gradients"] = gradients
+        copied = self._buffers.take(model, optimizer, state if rank == 0 else {})
+        save = _Save(self._count, step, epoch, self._artifacts.new_staging("checkpoint"), copied, encoded)
+        self._thread = threading.Thread(target=self._run, args=(save,), name="ddptrain-saver", daemon=True)
+        self._thread.start()
+        self._agreement.saved()
+
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until no checkpoint is being written; return False after `deadline_s` seconds.
+
+        Raises CheckpointNotWritten, once, if a checkpoint could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+            if self._thread.is_alive():
+                return False
+        self._raise_error()
+        return True
+
+    def close(self, deadline_s: float | None = None, *, failed: bool = False) -> bool:
+        """Complete the checkpoint that is being written, after the last call of the workload; see `wait`.
+
+        failed: the worker group is being stopped, so do not wait long for other ranks.
+        """
+        if failed:
+            self._hurry.set()
+        complete = self.wait(deadline_s)
+        if self._spec.rank != 0 and not failed:
+            with suppress(RuntimeError):
+                self._agreement.give_no_more()
+        return complete
+
+    # --- the thread ---
+
+    def _raise_error(self) -> None:
+        if self._error is None:
+            return
+        error, self._error = self._error, None
+        if isinstance(error, OSError):
+            what = f"a checkpoint could not be written into {self._spec.host.staging}: {error.strerror or error}"
+            raise CheckpointNotWritten(error.errno, what) from error
+        raise error
+
+    def _run(self, save: _Save) -> None:
+        if self._spec.checkpointing.asynchronous:
+            with suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux: of this thread
+        try:
+            complete = self._write(save)
+        except BaseException as error:
+            complete, self._error = False, error
+        if not complete:
+            shutil.rmtree(save.folder, ignore_errors=True)
+
+    def _write(self, save: _Save) -> bool:
+        """Write what this rank writes; rank 0 announces the checkpoint. Return False if ranks did not take part."""
+        shards = save.snapshot.shards
+        if shards is not None:
+            written = files.write_shards(save.folder, shards, self._spec.rank)
+            finite = snapshot.are_finite(shards.model)
+            if self._spec.rank != 0:
+                part = {**asdict(CheckpointPart(self._spec.rank, save.folder.name, written)), "finite": finite}
+                try:
+                    self._agreement.give_state(save.number, json.dumps(part).encode() + b"\n" + save.own)
+                except RuntimeError:  # the store has ended, and so has the worker group
+                    return False
+                return True
+        try:
+            given = [b"\n" + save.own, *self._agreement.states(save.number, self._hurry)]
+        except TimeoutError:
+            return False
+        self._note_missing(given, save)
+        if shards is not None and None in given:
+            return False  # the slices of a rank are missing
+        heads, states = [], []
+        for each in given:
+            head, _, encoded = (each or b"").partition(b"\n")
+            heads.append(json.loads(head or "{}"))
+            states.append(snapshot.from_bytes(encoded) if each is not None else None)
+        metrics = mean_metrics([state.pop("metrics", {}) for state in states if state is not None])
+        save.snapshot.state["metrics"] = metrics
+        if shards is None:
+            written = files.write(save.folder, save.snapshot, states)
+            finite = snapshot.are_finite(save.snapshot.weights)
+            self._tracked.checkpoint(save.step, save.folder, metrics)  # before the driver may move it
+        else:
+            written = *written, *files.write_state(save.folder, save.snapshot, states)
+            finite = finite and all(head["finite"] for head in heads[1:])
+        parts = tuple(
+            CheckpointPart(head["rank"], head["staging"], tuple(StagedFile(**file) for file in head["files"]))
+            for head in heads
+            if head.get("files")
+        )
+        place = save.step, save.folder.name, written, save.epoch, metrics, parts, finite
+        self._emitter.emit(events.CheckpointSaved(time.time_ns(), *place))
+        return True
+
+    def _note_missing(self, given: Sequence[bytes | None], save: _Save) -> None:
+        is_whole = save.snapshot.shards is None
+        lost = "its random state is not saved" if is_whole else "no checkpoint of the sharded model is saved"
+        for rank in {rank for rank, state in enumerate(given) if state is None} - self._missing:
+            self._missing.add(rank)
+            text = f"rank {rank} did not call ctx.checkpoint for step {save.step}: {lost}; all ranks must call it"
+            self._emitter.note(text, "warning")
+
+    # --- resume ---
+
+    def load(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, more: Mapping[str, Any]
+    ) -> Resumed | None:
+        """Load the checkpoint to resume from, if there is one, into the given objects, the loaders and the scaler."""
+        self._agreement.saves = True
+        self._agreement.meet("resume")
+        if not self._spec.checkpointing.resume_from:
+            return None
+        resumed, state = files.load_checkpoint(self._spec, self._device, model, optimizer, more, self._note)
+        self._loaders.restore(state.get("loaders") or [], int(resumed.epoch or 0) + 1)
+        self._gradients.restore(state.get("gradients"))
+        self._agreement.step = resumed.step
+        self._has_resumed = True
+        epoch = "" if resumed.epoch is None else f", epoch {resumed.epoch:g}"
+        self._note(f"continues from step {resumed.step}{epoch}")
+        return resumed
+
+    def logged(self, step: int) -> None:
+        """Compare the step of a ctx.log call, unless ctx.resume was called: the call may count something else then."""
+        if not self._has_resumed:
+            self._compare(step)
+
+    def _compare(self, step: int) -> None:
+        """Warn if the first step is not after that of the checkpoint: work is done again, and steps run backwards."""
+        saved = self._spec.checkpointing.resume_step
+        is_first, self._compares = self._compares, False
+        if not is_first or step > saved:
+            return
+        text = (
+            f"step {step} follows step {saved}, from which ctx.resume has loaded the state: begin at resumed.step + 1"
+            if self._has_resumed
+            else f"the code begins at step {step}, although the run has a checkpoint of step {saved}: it has not "
+            "called ctx.resume, so that this work is done again. Add this before the first step: resumed = "
+            "ctx.resume(model=model, optimizer=optimizer), and begin at resumed.step + 1 unless it is None"
+        )
+        self._note(text, "warning")
+
+    def _note(self, text: str, level: str = "info") -> None:
+        if self._spec.rank == 0:
+            self._emitter.note(text, level)
+
+
+def mean_metrics(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the ranks that have it; a value that is equal on all of them is unchanged."""
+    given: dict[str, list[float]] = {}
+    for metrics in of_ranks:
+        for name, value in metrics.items():
+            given.setdefault(name, []).append(value)
+    return {name: one[0] if len(set(one)) == 1 else sum(one) / len(one) for name, one in given.items()}
