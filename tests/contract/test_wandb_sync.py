@@ -92,7 +92,6 @@ def when_on_disk(project: Project, ranks: int) -> Path:
         time.sleep(0.2)
 
 
-@pytest.mark.long
 def killed_with_its_host(project: Project, name: str, ranks: int, env: Mapping[str, str]) -> Path:
     """The directory of a run of which every process is killed once its rows are on disk."""
     running = project.start("train", name, "--ranks", str(ranks), env={"HOME": str(project.folder), **env})
@@ -106,6 +105,7 @@ def killed_with_its_host(project: Project, name: str, ranks: int, env: Mapping[s
     return run
 
 
+@pytest.mark.long
 def test_online_run_that_was_killed_with_its_host_is_sent_later_and_each_row_is_there_once(
     project: Project, backend: Backend
 ) -> None:
