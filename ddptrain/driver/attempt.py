@@ -42,7 +42,6 @@ from ddptrain.results.errors import UnsafePath
 
 _SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
 _SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
-_NUMBERS = (events.Metrics, events.Progress)  # of consecutive ones only the newest of a rank matters for decisions
 # Other signals to the driver than SIGTERM that a script gets as they are.
 _PASSED_ON: dict[int, Command] = {
     signal.SIGINT: Command.INTERRUPT,
@@ -253,8 +252,8 @@ class Attempt:
 
     def _take(self, rank: int, found: Iterable[events.Event], error: str = "", ended: RankExit | None = None) -> None:
         """Handle what was read of a rank's output: events, in order, and then its exit."""
-        for kind, group in itertools.groupby(found, type):
-            if kind in _NUMBERS:
+        for (_, is_number), group in itertools.groupby(found, lambda event: (event.kind, event.is_number)):
+            if is_number:
                 numbers = list(group)
                 self._on_event(rank, numbers[-1], len(numbers))
                 self.recorder.rank_numbers(rank, numbers)

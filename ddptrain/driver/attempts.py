@@ -155,7 +155,7 @@ class Attempts:
         self.tracking.go_on_from(self.checkpoint)
         with self.signals.interrupting():  # it may copy a checkpoint, inputs and code to the hosts
             built = self.specs.build(number, places, self.checkpoint)
-        built = self.workers.sealed(built, places)
+        self.workers.give(built)
         ranks = [Rank(spec, place) for spec, place in zip(built, places, strict=True)]
         logs = [self.writer.layout.log(place.rank) for place in places]
         self.recorder.event(
@@ -368,14 +368,13 @@ class RestartPolicy:
     def _useless(self, fault: Fault, step: int | None) -> str:
         if fault.kind in _FINAL:
             return "a restart would fail in the same way"
-        if named := _named(fault, self.settings.no_restart):
-            return f"failure.no_restart names {named}"
         same = (fault.line, fault.traceback, step) == self._before
         return "the same failure at the same step twice in a row is a mistake in the code" if same else ""
 
     def _again(self, lost: bool) -> Restart:
         settings = self.settings
-        pause_s = min(_MAX_BACKOFF_S, settings.backoff_s * 2 ** min(32, self._restarts + self._losses))
+        before = self._restarts + self._losses
+        pause_s = min(_MAX_BACKOFF_S, 2.0 ** min(32, before - 1)) if before else 0.0
         if lost and self._losses < settings.max_losses:
             self._losses += 1
             return Restart(pause_s, f"loss {self._losses} of {settings.max_losses}")
@@ -386,12 +385,3 @@ class RestartPolicy:
 def _lost(end: AttemptEnd) -> bool:
     """Return whether the reason is a lost or preempted host or worker, and not the training code."""
     return end.notice is not None or (end.fault is not None and end.fault.kind in LOSSES)
-
-
-def _named(fault: Fault, no_restart: list[str | int]) -> str:
-    """Return the item of the list that matches the failure: an exit code, or an exception type; "" if none does."""
-    names = {fault.type, fault.type.rpartition(".")[2]} - {"", "SystemExit"}
-    for item in no_restart:
-        if item == fault.status or (isinstance(item, str) and item.rpartition(".")[2] in names):
-            return str(item)
-    return ""

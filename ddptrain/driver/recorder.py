@@ -16,7 +16,7 @@ from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.display.facts import Pace
-from ddptrain.driver.failure.fault import Fault, describe_thread
+from ddptrain.driver.failure.fault import Fault
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
@@ -139,17 +139,15 @@ class Recorder:
         self.writer.set_progress(record)
 
     def rank_event(self, rank: int, event: events.Event) -> None:
-        """Show and record an event that a rank sent."""
+        """Show and record an event that a rank sent, as its class says; some need more than that."""
+        if event.recorded:
+            self.event(event.kind, rank=rank, **_fields(event))
+        text, level = event.shown()
+        if text:
+            self.notice(f"rank {rank}: {text}", level)
         match event:
             case events.Started():
                 self._started(rank, event)
-            case events.Note():
-                self.event("note", rank=rank, level=event.level, message=event.message)
-                self.notice(f"rank {rank}: {event.message}", "warning" if event.level == "warning" else "info")
-            case events.Entered() | events.Finished():
-                self.event(event.kind, rank=rank, rank_time_ns=event.time_ns)
-            case events.Failure():
-                self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
                 self.display.rank_event(rank, event)
@@ -201,10 +199,6 @@ class Recorder:
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
             case events.TrackerFailed():
                 self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
-            case events.ThreadFailure():
-                self.event("thread_failure", rank=rank, **_fields(event))
-                text = f"rank {rank}: thread {event.thread} has ended with {describe_thread(event)}; the rank continues"
-                self.warn(text)
 
     def _returned(self, rank: int, event: events.Returned) -> None:
         if rank != 0 or len(event.value) > _MOST_RETURNED:

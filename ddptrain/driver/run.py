@@ -20,7 +20,7 @@ from ddptrain.config.plugin_names import prepare_target
 from ddptrain.config.resolved import ResolvedConfig
 from ddptrain.config.run_config import RunConfig
 from ddptrain.config.wording import counted
-from ddptrain.config.workload_check import check_tls, check_workload
+from ddptrain.config.workload_check import check_workload
 from ddptrain.driver.cluster_session import LocalResources, SharedRun, cluster_for, local_resources, resource_warnings
 from ddptrain.driver.control.detach import tell_begun, tell_done
 from ddptrain.driver.control.signals import Signals, signals_to
@@ -88,7 +88,6 @@ def train(resolved: ResolvedConfig, options: LaunchOptions) -> int:
     config = resolved.config
     prepared_by = options.evaluation.prepare if options.evaluation is not None else _prepared_by(config)
     check_trackers(config)
-    check_tls(resolved)
     shared = options.shared
     machine = local_resources(config.cluster, os.environ) if config.cluster.is_embedded and shared is None else None
     inbox: Inbox = queue.SimpleQueue()

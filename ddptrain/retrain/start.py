@@ -130,7 +130,7 @@ class Start:
         records = RetrainRecords(registry.folder, settings.model)
         owner = ModelOwner(registry.folder, settings.model)
         notify = resolved.config.notify
-        heartbeat = Heartbeat(notify.heartbeat, timeout_s=notify.timeout_s, secrets=resolved.secrets)
+        heartbeat = Heartbeat(notify.heartbeat, secrets=resolved.secrets)
         out = StageOutput(options.output == "json")
         return cls(resolved, settings, options, registry, records, owner, out, heartbeat)
 

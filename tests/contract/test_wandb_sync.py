@@ -40,7 +40,7 @@ def backend() -> Iterator[Backend]:
 
 def config(project: Project, mode: str = "rank0", **params: object) -> str:
     wandb = {"mode": mode, "log_every": 1}
-    failure = {"max_restarts": 1, "backoff_s": 0}
+    failure = {"max_restarts": 1}
     return project.function(TRAIN, params=params, failure=failure, tracking={"wandb": wandb})
 
 
@@ -91,6 +91,7 @@ def when_on_disk(project: Project, ranks: int) -> Path:
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def killed_with_its_host(project: Project, name: str, ranks: int, env: Mapping[str, str]) -> Path:
     """The directory of a run of which every process is killed once its rows are on disk."""
     running = project.start("train", name, "--ranks", str(ranks), env={"HOME": str(project.folder), **env})

@@ -45,7 +45,7 @@ def prune(
     """Delete old runs.
 
     These always stay: runs that are running, or may be; the run that --resume auto would continue; runs of model
-    versions that have an alias (champion, previous, ...) or are pinned; runs of other users. Can be repeated, for
+    versions that have an alias (champion, previous, ...); runs of other users. Can be repeated, for
     example by cron: it also finishes what a killed prune has left. The exit code is 4 if a run could not be deleted.
     """
     from ddptrain.config.sections.retraining import duration_s

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from ddptrain.clusters.backends.run_cluster import AttachedCluster
 from ddptrain.clusters.scheduler import slots
 from ddptrain.config.sections.clusters import ClusterConfig
 from ddptrain.driver.connect import connected
 from ddptrain.driver.doctor.judge import Check, Result, judge_differences, judge_host, judge_speed
 from ddptrain.errors import one_line
-from ddptrain.protocol.host_facts import HostFacts
 from ddptrain.worker import driver_calls
+from ddptrain.worker.host_facts import HostFacts
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -83,7 +85,7 @@ async def _ask(client: Client, worker: str) -> _Answer:
                 offsets.append((max(0.0, after - before) / 2, there_s - (before + after) / 2))
             facts = await client.run(driver_calls.host_facts, _FACTS_S, workers=[worker])
         uncertain_s, clock_s = min(offsets)
-        return _Answer(HostFacts.from_json(facts[worker]), clock_s, uncertain_s)
+        return _Answer(TypeAdapter(HostFacts).validate_json(facts[worker]), clock_s, uncertain_s)
     except TimeoutError:
         return _Answer(error=f"it does not answer within {_FACTS_S:g} s")
     except Exception as error:  # a worker's own exception arrives as it was raised there

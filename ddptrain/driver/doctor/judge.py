@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ddptrain.protocol.host_facts import GpuFacts, HostFacts
+from ddptrain.worker.host_facts import GpuFacts, HostFacts
 
 _SHM_MB = 100, 1_000  # bad, warning. Docker's default of 64 MB breaks DataLoader workers and NCCL
 _DISK_MB = 1_000, 10_000

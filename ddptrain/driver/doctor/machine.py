@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import email.utils
-import json
 import platform
 import socket
 import subprocess
@@ -20,14 +19,15 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from pydantic import TypeAdapter
+
 from ddptrain.driver.doctor.judge import Check, Result, TorchFacts, judge_clock, judge_host, judge_torch
 from ddptrain.errors import ClusterError, DdptrainError, one_line
 from ddptrain.gpus import default_slots, visible_gpus
-from ddptrain.protocol.host_facts import HostFacts
-from ddptrain.protocol.typed_json import decode_json_data
 from ddptrain.redact import hide_credentials
 from ddptrain.storage.remote_folder import RemoteFolder, is_url
 from ddptrain.tracking.wandb.credentials import find_access
+from ddptrain.worker.host_facts import HostFacts
 
 Facts = TypeVar("Facts")
 
@@ -95,7 +95,7 @@ def _decoded(kind: type[Facts], text: str, error: str) -> tuple[Facts | None, st
     if error:
         return None, error
     try:
-        facts: Facts = decode_json_data(kind, json.loads(text.strip().splitlines()[-1]))
+        facts: Facts = TypeAdapter(kind).validate_json(text.strip().splitlines()[-1])
     except (ValueError, IndexError) as wrong:
         return None, one_line(wrong)
     return facts, ""

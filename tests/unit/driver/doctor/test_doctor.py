@@ -23,7 +23,7 @@ from ddptrain.driver.doctor.judge import (
     judge_speed,
     judge_torch,
 )
-from ddptrain.protocol.host_facts import GpuFacts, HostFacts, Interface
+from ddptrain.worker.host_facts import GpuFacts, HostFacts, Interface
 
 # --- What `ddptrain doctor` concludes from what it has read ---
 
