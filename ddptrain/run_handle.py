@@ -53,7 +53,7 @@ class Run:
 
     def __init__(self, run_id: str, run_dir: str, process: subprocess.Popen[bytes] | None = None) -> None:
         """Call `launch` or `find` instead. `run_dir` is a folder, or the URL of a run in an object store."""
-        from ddptrain.results.remote.runs import StoreRuns, open_runs_dir
+        from ddptrain.results.runs import StoreRuns, open_runs_dir
 
         self.id = run_id
         self.where = run_dir
@@ -66,7 +66,7 @@ class Run:
     @classmethod
     def find(cls, run: str = "latest", runs_dir: str | os.PathLike[str] = "runs") -> Self:
         """Find a run by its id, a prefix of it, `latest`, or its directory. Raises RunNotFound."""
-        from ddptrain.results.remote.runs import open_runs_dir, split_run
+        from ddptrain.results.runs import open_runs_dir, split_run
 
         folder, name = split_run(run, os.fspath(runs_dir))
         view = open_runs_dir(folder).find(name)
@@ -114,7 +114,7 @@ class Run:
         A line is {"time_s", "step", "epoch", "rank", "attempt", name: number, ...}.
         """
         from ddptrain.results.metrics import MetricsReader, drop_replaced
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         view = self._view(NeededFiles.METRICS)
         lines = drop_replaced(MetricsReader(view.layout.metrics_jsonl).read(), view.record.attempts)
@@ -134,7 +134,7 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """The folders of the run's checkpoints, the newest first. Those of a run in an object store are downloaded."""
         from ddptrain.results.layout import MANIFEST, checkpoint_folders
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         view = self._view(NeededFiles.CHECKPOINTS)
         folders = [path for path in checkpoint_folders(view.layout) if (path / MANIFEST).is_file()]
@@ -144,7 +144,7 @@ class Run:
     def best(self) -> Path | None:
         """The folder of the best checkpoint (the newest if there is no metric); None if there is none."""
         from ddptrain.results.lookup import find_checkpoint
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         try:
             return find_checkpoint(self._view(NeededFiles.MODEL).layout, "best")
@@ -153,7 +153,7 @@ class Run:
 
     def logs(self, rank: int = 0) -> str:
         """Return the output of a rank so far; "" if there is none."""
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
 
         log = self._view(NeededFiles.LOGS, rank).layout.log(rank)
         return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -177,7 +177,7 @@ class Run:
 
         An exception during the wait, such as Ctrl-C, does not stop the run. Raises the errors of `wait`.
         """
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
         from ddptrain.results.show.live_table import in_notebook
         from ddptrain.results.show.log_follower import LogCursor
 
@@ -272,7 +272,7 @@ class Run:
 
         `interrupted` is called if an exception, such as Ctrl-C, ends the wait.
         """
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles
         from ddptrain.results.show.live_table import LiveTable
 
         refresh_s = _STORE_POLL_S if self._is_stored else 1.0

@@ -171,7 +171,7 @@ def local_config(config: str) -> str:
     """Return the file that CONFIG names; one of an object store is downloaded. Raises UsageError, StoreError."""
     if "://" not in config:
         return config
-    from ddptrain.results.remote.runs import fetch_config
+    from ddptrain.results.runs import fetch_config
 
     return str(fetch_config(config))
 

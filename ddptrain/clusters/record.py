@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddptrain import __version__
 from ddptrain.clusters.processes import DaemonId
@@ -279,9 +279,24 @@ def _lock_file(name: str) -> Path:
 def _load(name: str) -> ClusterRecord | None:
     path = clusters_dir() / name / _RECORD
     try:
-        record = ClusterRecord.model_validate_json(path.read_bytes())
+        record = _parsed(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         return ClusterRecord(name=name, problem=f"{path} can't be read: {one_line(error)}")
     return record.read_address() if record.name == name else ClusterRecord(name=name, problem=f"{path} is of another")
+
+
+def _parsed(text: bytes) -> ClusterRecord:
+    """Read a record, without the fields of the configuration that another version had. Raises ValueError."""
+    try:
+        return ClusterRecord.model_validate_json(text)
+    except ValidationError as error:
+        unknown = [problem["loc"] for problem in error.errors() if problem["type"] == "extra_forbidden"]
+    content = json.loads(text)
+    for *sections, field in unknown:
+        section = content
+        for name in sections:
+            section = section[name]
+        del section[field]
+    return ClusterRecord.model_validate_json(json.dumps(content))

@@ -35,20 +35,14 @@ from ddptrain.driver.workers import Workers
 from ddptrain.errors import DdptrainError, ExitCode
 from ddptrain.log import Log
 from ddptrain.protocol import deadlines, events, worker_notices
-from ddptrain.protocol.commands import Command
+from ddptrain.protocol.commands import OF_SIGNALS, Command
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit, describe_status
 from ddptrain.results.errors import UnsafePath
 
 _SCHEDULER_LOST_S = 3.0  # after this time without a connection to the scheduler, the attempt ends
 _SUSPENDED_S = 3.0  # after this time between two ticks, this process itself was suspended, and received no messages
-_NUMBERS = (events.Metrics, events.Progress)  # of consecutive ones only the newest of a rank matters for decisions
-# Other signals to the driver than SIGTERM that a script gets as they are.
-_PASSED_ON: dict[int, Command] = {
-    signal.SIGINT: Command.INTERRUPT,
-    signal.SIGHUP: Command.HANG_UP,
-    signal.SIGQUIT: Command.QUIT,
-}
+_LAST_SIGNAL = 3  # that asks to end: it kills the ranks
 _log = Log(__name__)
 
 
@@ -157,8 +151,10 @@ class Attempt:
                     self._give_up(rank, Loss(FaultKind.INFRASTRUCTURE, text))
             case inbox.WorkerLost(address, reason):
                 self._on_worker_lost(address, reason)
-            case inbox.SignalReceived(signum):
-                self._on_signal(signum)
+            case inbox.SignalReceived(signum, inbox.Request.FORWARD):
+                self._pass_on(signum)
+            case inbox.SignalReceived(signum, request):
+                self._on_signal(signum, kills=request is inbox.Request.STOP_NOW)
             case inbox.OutputFetched(attempt, read):
                 if attempt == self.number:
                     read()
@@ -253,8 +249,8 @@ class Attempt:
 
     def _take(self, rank: int, found: Iterable[events.Event], error: str = "", ended: RankExit | None = None) -> None:
         """Handle what was read of a rank's output: events, in order, and then its exit."""
-        for kind, group in itertools.groupby(found, type):
-            if kind in _NUMBERS:
+        for (_, is_number), group in itertools.groupby(found, lambda event: (event.kind, event.is_number)):
+            if is_number:
                 numbers = list(group)
                 self._on_event(rank, numbers[-1], len(numbers))
                 self.recorder.rank_numbers(rank, numbers)
@@ -421,8 +417,16 @@ class Attempt:
     def _knows_cause(self) -> bool:
         return any(not fault.victim for fault in self.faults)
 
-    def _on_signal(self, signum: int) -> None:
-        self.signals += 1
+    def _pass_on(self, signum: int) -> None:
+        name, specs = signal.Signals(signum).name, [rank.spec for rank in self.ranks if rank.entered and not rank.over]
+        if specs:
+            self.recorder.notice(f"{was_sent(signum)}: the ranks get it, too")
+            self.workers.tell(specs, Command.USER_1)
+        else:
+            self.recorder.warn(f"{was_sent(signum)}, and no rank is in the workload: {name} has no effect")
+
+    def _on_signal(self, signum: int, *, kills: bool = False) -> None:
+        self.signals = _LAST_SIGNAL if kills else self.signals + 1
         if self.signals == 1 and self.stopping and not self.over:
             self.signals = 2  # the ranks cannot save any more
         self.signum = signum
@@ -432,7 +436,7 @@ class Attempt:
             self._preempt(was_sent(signum), signum)
         else:
             self.notice = None
-            kills = self.signals > 2
+            kills = self.signals >= _LAST_SIGNAL
             self.recorder.status("killing the ranks" if kills else "stopping (again: kills the ranks)")
             self._stop(0.0 if kills else self.grace_s)
 
@@ -450,7 +454,7 @@ class Attempt:
             what, status = f"the script gets {signal.Signals(signum).name} and ends", "waiting for the script to end"
         self.recorder.notice(f"{notice}: {what}, within {self.grace_s:g} s (again to stop the ranks)")
         self.recorder.status(f"stopping: {status} (again: at once)", announced=True)
-        command = _PASSED_ON.get(signum, Command.PREEMPT) if self.is_script else Command.PREEMPT
+        command = OF_SIGNALS.get(signum, Command.PREEMPT) if self.is_script else Command.PREEMPT
         self.workers.tell(self._alive(), command)
         self.preempt_until = self._earlier("preempt", None, self._now + deadlines.preempt_s(first))
 
@@ -570,4 +574,4 @@ class Attempt:
 
 def _ends_itself(status: int) -> bool:
     """Return whether a process has chosen its exit code, or died of a signal that asks to end."""
-    return status > 0 or -status in (signal.SIGTERM, *_PASSED_ON)
+    return status > 0 or -status in (signal.SIGTERM, *OF_SIGNALS)

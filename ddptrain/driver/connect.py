@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import errno
 import logging
 import os
@@ -13,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import dask
 from distributed import Client, Security
@@ -35,13 +35,11 @@ _NAMED_S = 30.0  # for clusters of `cluster up`, which are running or dead; a bu
 _PROBE_S = 3.0
 _NO_LISTENER = frozenset(os.strerror(code).lower() for code in (errno.ECONNREFUSED, errno.ENOENT))
 _MARGIN_S = 2.0  # added to Dask's own time limit
-_SPEAKS_FIRST_S = 1.5
 _SILENT_S = 7.0  # a starting scheduler does not accept connections silently for so long
 _SILENT = "something accepts the connection, but does not answer as a Dask scheduler"
-_ALERT = "ALERT"  # part of the reason of a TLS error that the peer sent
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_session(cluster: Cluster, config: RunConfig, tell: Callable[[str], None]) -> Iterator[Session]:
     """Connect to the cluster, and disconnect at the end of the block. Raises ClusterError."""
     target = cluster.connect()
@@ -68,13 +66,11 @@ def connected(
     while True:
         try:
             return _try_connect(target, max(0.1, min(try_s, deadline - time.monotonic())))
-        except TypeError as error:  # the scheduler does not understand the request
+        except (TypeError, MemoryError) as error:  # Dask reads the first bytes of another protocol as a length
             raise ClusterError(
-                f"the scheduler at {target.address} runs a version of Dask that this one can't talk to ({error}): "
-                "distributed 2025.7 or newer is needed there"
+                f"what listens at {target.address} is not a Dask scheduler, or one of a version that cannot talk "
+                f"to this one ({error}): distributed 2025.7 or newer is needed there"
             ) from error
-        except MemoryError as error:  # Dask reads the first bytes of another protocol as a length
-            raise ClusterError(f"what listens at {target.address} is not a Dask scheduler ({error})") from error
         except (OSError, ValueError) as error:
             reason = _connection_problem(target) or str(error)
         left_s = deadline - time.monotonic()
@@ -130,46 +126,47 @@ def _try_connect(target: Target, timeout_s: float) -> Client:
 
 def _no_answer_text(target: Target, timeout_s: float, reason: str) -> str:
     if target.name:
-        name = target.name
         return (
-            f"the scheduler of the cluster {name} does not answer at {target.address}: {reason}; "
-            f"clear it up with `ddptrain cluster down {name}`, then start it again with `ddptrain cluster up`"
+            f"the scheduler of the cluster {target.name} does not answer at {target.address}: {reason}; clear it up "
+            f"with `ddptrain cluster down {target.name}`, then start it again with `ddptrain cluster up`"
         )
     firewall = "" if reason in _NO_LISTENER else ", or is a firewall in the way"
-    question = f"is it up, and the port right{firewall}?"
-    return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}; {question}"
+    if reason == _SILENT and target.address.startswith("tcp://"):
+        firewall = f"? If it uses TLS, write {target.address.replace('tcp', 'tls', 1)} and set distributed.comm.tls"
+    question = f"is it up, and the port right{firewall}"
+    return f"no Dask scheduler answers at {target.address} within {timeout_s:g} s: {reason}; {question}?"
 
 
 def _connection_problem(target: Target) -> str:
-    """Return why a client cannot connect, or "" if a connection is possible.
+    """Connect once, without Dask; return why a client cannot connect, or "" if it can.
 
-    Raises ClusterError if waiting cannot help: the certificate is wrong or missing, or the host is unknown.
+    Raises ClusterError if waiting cannot help: the host is unknown, the certificates do not fit, or it is a cluster of
+    another user.
     """
     scheme, _, location = target.address.partition("://")
-    if scheme == "unix":
-        return _socket_problem(target.address)
-    if scheme not in {"tcp", "tls"}:
-        return ""
-    host, port = parse_host_port(location)
     try:
-        with socket.create_connection((host, int(port)), timeout=_PROBE_S) as plain:
-            if scheme == "tls":
-                return _tls_problem(target, plain)
-            return _refuse_tls(target, plain)
+        if scheme == "unix":
+            from ddptrain.protocol.unix_comm import connect_plain
+
+            connect_plain(target.address, _PROBE_S).close()
+        elif scheme in ("tcp", "tls"):
+            host, port = parse_host_port(location)
+            with socket.create_connection((host, int(port)), timeout=_PROBE_S) as plain:
+                context = _tls_context(target)
+                with context.wrap_socket(plain) if context else nullcontext(plain) as connection:
+                    connection.recv(1)  # a scheduler sends the first message; it refuses a certificate at this point
+    except TimeoutError:
+        return _SILENT
+    except ssl.SSLError as error:
+        reason = getattr(error, "verify_message", "") or error.reason or error
+        raise ClusterError(
+            f"no TLS connection to {target.address} is possible ({reason}): it belongs to another cluster or is no "
+            "Dask scheduler with TLS, or the files of distributed.comm.tls are the wrong ones"
+        ) from error
     except socket.gaierror as error:
         raise ClusterError(f"the host of {target.address} is unknown: {error.strerror}") from error
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-
-
-def _socket_problem(address: str) -> str:
-    """Return why the socket of a local cluster can't be opened, or "". Raises ClusterError if it is another user's."""
-    from ddptrain.protocol.unix_comm import connect_plain
-
-    try:
-        connect_plain(address, _PROBE_S).close()
     except PermissionError as error:
-        raise ClusterError(f"{address} belongs to a cluster of another user: {error.strerror or error}") from error
+        raise ClusterError(f"{target.address} belongs to a cluster of another user: {error.strerror}") from error
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return ""
@@ -192,54 +189,3 @@ def _tls_context(target: Target) -> ssl.SSLContext | None:
             "in Dask's configuration, or name a cluster that `ddptrain cluster up` has started"
         )
     return context
-
-
-def _tls_problem(target: Target, plain: socket.socket) -> str:
-    """Try Dask's TLS handshake. Return a temporary problem, or "". Raises ClusterError for a permanent problem."""
-    context = _tls_context(target)
-    assert context is not None
-    try:
-        with context.wrap_socket(plain, server_hostname=None) as secured:
-            secured.recv(1)
-    except ssl.SSLCertVerificationError as error:
-        raise ClusterError(
-            f"the scheduler at {target.address} shows a certificate that our CA has not signed "
-            f"({error.verify_message}): it belongs to another cluster, or distributed.comm.tls.ca-file is wrong"
-        ) from error
-    except TimeoutError:
-        return _SILENT
-    except ssl.SSLError as error:
-        if _ALERT not in str(error.reason):
-            raise ClusterError(
-                f"what listens at {target.address} does not speak TLS ({error.reason or error}): it is not a Dask "
-                "scheduler, or one without TLS, whose address begins with tcp://"
-            ) from error
-        raise ClusterError(
-            f"the scheduler at {target.address} refuses our certificate ({error.reason or error}): it belongs to "
-            "another cluster, or cert and key of distributed.comm.tls are the wrong ones"
-        ) from error
-    return ""
-
-
-def _refuse_tls(target: Target, plain: socket.socket) -> str:
-    """Check whether the peer of a tcp:// address uses TLS. A scheduler without TLS sends the first message.
-
-    Return _SILENT if the peer sends nothing, else "". Raises ClusterError if it uses TLS.
-    """
-    plain.settimeout(_SPEAKS_FIRST_S)
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    try:
-        with contextlib.suppress(TimeoutError):
-            plain.recv(1)
-            return ""
-        with context.wrap_socket(plain):
-            pass
-    except OSError:
-        return _SILENT
-    address = target.address.replace("tcp", "tls", 1)
-    raise ClusterError(
-        f"the scheduler at {target.address} uses TLS: write the address as {address}, and set distributed.comm.tls "
-        "in Dask's configuration"
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from ddptrain.errors import DdptrainError
 from ddptrain.protocol.worker_notices import Notice
@@ -27,11 +28,20 @@ class WorkerLost:
     reason: str = ""
 
 
+class Request(StrEnum):
+    """What a signal to the driver asks for."""
+
+    END = "end"  # save and end; the second stops the ranks, the third kills them
+    STOP_NOW = "stop now"  # kill the ranks
+    FORWARD = "forward"  # nothing: the ranks get the signal
+
+
 @dataclass(frozen=True, slots=True)
 class SignalReceived:
-    """The driver received SIGINT, SIGTERM or SIGHUP."""
+    """The driver received a signal."""
 
     signum: int
+    request: Request = Request.END
 
 
 @dataclass(frozen=True, slots=True)

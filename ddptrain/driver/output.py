@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from ddptrain.protocol.worker_notices import OutputBytes
 from ddptrain.results import secure_files
 from ddptrain.worker.spool import READ_LIMIT_BYTES, RankSpool, rank_spool, read_chunk
 
+Piece = tuple[str, int, bytes]  # "log" or "events", an offset, and the bytes that begin there
 Take = Callable[[Iterable[events.Event], str], None]  # gets new events, and why the files could not be read, or ""
 
 
@@ -54,14 +55,11 @@ class RankOutput:
 
     def read(self, rank: int, log_size: int, events_size: int, take: Take) -> None:
         """Read a rank's files up to these sizes; call `take` with the new events, maybe later."""
-        needed = {"log": log_size, "events": events_size}
-        self._read(rank, needed, lambda mirror: mirror.advance(log_size, events_size), take)
+        self._read(rank, [("events", events_size, b""), ("log", log_size, b"")], take)
 
     def receive(self, output: OutputBytes, take: Take) -> None:
         """Add the bytes of a notice; call `take` with the new events, maybe later."""
-        needed = {output.stream: output.offset}
-        read: Callable[[LogMirror], None] = lambda mirror: mirror.receive(output.stream, output.offset, output.data)  # noqa: E731
-        self._read(output.rank, needed, read, take)
+        self._read(output.rank, [(output.stream, output.offset, output.data)], take)
 
     def rest(self, rank: int) -> Iterator[events.Event]:
         """Return the events that can still be read of a lost rank."""
@@ -82,21 +80,20 @@ class RankOutput:
         fetch = None if place.shared else partial(self._fetch, place.slot.worker)
         return Source(self.mirrors[rank].spool.staging, fetch)
 
-    def _read(self, rank: int, needed: Mapping[str, int], read: Callable[[LogMirror], None], take: Take) -> None:
+    def _read(self, rank: int, pieces: Sequence[Piece], take: Take) -> None:
         mirror = self.mirrors[rank]
         if rank in self._fetching:
-            self._fetching[rank].append(lambda: self._read(rank, needed, read, take))
-        elif any(mirror.lacks(stream, size) for stream, size in needed.items()):
+            self._fetching[rank].append(lambda: self._read(rank, pieces, take))
+        elif mirror.lacks(pieces):
             self._fetching[rank] = []
 
             def fetch() -> None:
-                error = self._error_of(rank, read)
-                finish = partial(self._finish, rank, error, take)
-                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, finish))
+                error = self._error_of(rank, pieces)
+                self._inbox.put(OutputFetched(self._ranks[rank].spec.attempt, lambda: self._finish(rank, error, take)))
 
             threading.Thread(target=fetch, name=f"ddptrain-output-{rank}", daemon=True).start()
         else:
-            error = self._error_of(rank, read)
+            error = self._error_of(rank, pieces)
             take(mirror.take_events(), error)
 
     def _finish(self, rank: int, error: str, take: Take) -> None:
@@ -105,94 +102,81 @@ class RankOutput:
         for read in waiting:
             read()
 
-    def _error_of(self, rank: int, read: Callable[[LogMirror], None]) -> str:
+    def _error_of(self, rank: int, pieces: Sequence[Piece]) -> str:
         """Read, and return the error as text, "" for none."""
         try:
-            read(self.mirrors[rank])
+            for piece in pieces:
+                self.mirrors[rank].receive(*piece)
         except Exception as raised:  # the files are on another machine, and their content is not trusted
             # If the worker is lost, a message says so, with the reason.
             return (str(raised) or repr(raised)) if self._has(self._ranks[rank].worker) else ""
         return ""
 
 
-class _GrowingFile:
-    """One file that grows: `have` bytes of it have been taken."""
-
-    def __init__(self, source: Path, fetch: Fetch, take: Callable[[bytes], None]) -> None:
-        self.source = source
-        self.have = 0
-        self._fetch = fetch
-        self._take = take
-
-    def receive(self, offset: int, data: bytes) -> None:
-        """Add the bytes of a notice: skip bytes that are already here, and fetch missing bytes before them."""
-        if offset > self.have:
-            self.advance(offset)
-        fresh = data[self.have - offset :]
-        if fresh:
-            self._take(fresh)
-            self.have += len(fresh)
-
-    def advance(self, size: int) -> None:
-        """Fetch everything up to `size` bytes. Raises OSError or ClusterError if the file cannot be read."""
-        while self.have < size:
-            data = self._fetch(self.source, self.have, min(READ_LIMIT_BYTES, size - self.have))
-            if not data:
-                raise OSError(f"{self.source} has {self.have} bytes, not the {size} announced")
-            self._take(data)
-            self.have += len(data)
-
-
 class LogMirror:
     """The log and the events of a rank. `refused` counts lines of the events file that are not valid events."""
 
     def __init__(self, spool: RankSpool, home_log: Path, *, shared: bool, fetch: Fetch) -> None:
-        self.spool = spool
-        self.home_log = home_log
+        self.spool, self.home_log = spool, home_log
         self.refused = 0
-        fetch = read_chunk if shared else fetch
-        self._events = _GrowingFile(spool.events, fetch, self._take_events)
-        self._log: _GrowingFile | None = _GrowingFile(spool.log, fetch, self._append)  # None if home_log is a hard link
+        self._fetch = read_chunk if shared else fetch
+        self._have = {"log": 0, "events": 0}  # bytes of each file that have been taken
         self._shared = self._may_link = shared
+        self._is_linked = False  # home_log is the rank's own log
         self._partial_line = b""
         self._lines: list[bytes] = []
         if not shared or os.path.lexists(home_log):  # an earlier attempt's log, or something that must not be there
             self._may_link = False
-            self._append(b"")
+            secure_files.append(home_log, b"")
 
-    def receive(self, stream: str, offset: int, data: bytes) -> None:
-        """Add the bytes of a notice; `stream` is "log" or "events"."""
-        if stream == "events":
-            self._events.receive(offset, data)
-        elif self._log is not None:
-            self._log.receive(offset, data)
+    def lacks(self, pieces: Sequence[Piece]) -> bool:
+        """Return whether bytes before these pieces must be fetched from another host."""
+        return not self._shared and any(self._have[stream] < offset for stream, offset, _ in pieces)
 
-    def lacks(self, stream: str, size: int) -> bool:
-        """Return whether bytes before `size` must be fetched; `stream` is "log" or "events"."""
-        file = self._events if stream == "events" else self._log
-        return not self._shared and file is not None and file.have < size
+    def receive(self, stream: str, offset: int, data: bytes = b"") -> None:
+        """Add bytes that begin at `offset` of the "log" or the "events", without those that are already here.
 
-    def advance(self, log_size: int, events_size: int) -> None:
-        """Fetch everything up to these sizes in bytes. Raises OSError or ClusterError if a file cannot be read."""
+        Missing bytes before them are read. Raises OSError or ClusterError if the file cannot be read.
+        """
         if self._may_link:  # only now: the worker creates the spool when it starts the rank
             self._link()
-        self._events.advance(events_size)
-        if self._log is not None:
-            self._log.advance(log_size)
+        if stream == "log" and self._is_linked:
+            return
+        source = self.spool.events if stream == "events" else self.spool.log
+        while (have := self._have[stream]) < offset:
+            found = self._fetch(source, have, min(READ_LIMIT_BYTES, offset - have))
+            if not found:
+                raise OSError(f"{source} has {have} bytes, not the {offset} announced")
+            self._take(stream, found)
+        self._take(stream, data[have - offset :])
+
+    def _take(self, stream: str, data: bytes) -> None:
+        if not data:
+            return
+        if stream == "log":
+            secure_files.append(self.home_log, data)
+        else:
+            *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+            self._lines += lines
+            if len(self._partial_line) > events.MAX_LINE_BYTES:
+                self.refused += 1
+                self._partial_line = b""
+        self._have[stream] += len(data)
 
     def _link(self) -> None:
         """Make the log in the run directory a hard link to the spool's log; if this fails, it will be copied."""
         self._may_link = False
         try:
             os.link(self.spool.log, self.home_log)
-            self._log = None
+            self._is_linked = True
         except OSError:
-            self._append(b"")
+            secure_files.append(self.home_log, b"")
 
     def catch_up(self) -> None:
         """Read as much as possible of the files of a rank whose worker is lost."""
         with suppress(Exception):  # it was on another machine, which is lost: what was read before is kept
-            self.advance(*self.spool.sizes())
+            for stream, size in zip(("log", "events"), self.spool.sizes(), strict=True):
+                self.receive(stream, size)
         if self._may_link:
             self._link()  # an empty log, if the rank was never started
 
@@ -204,13 +188,3 @@ class LogMirror:
                 yield events.decode(line)
             except events.EventFormatError:
                 self.refused += 1
-
-    def _append(self, data: bytes) -> None:
-        secure_files.append(self.home_log, data)
-
-    def _take_events(self, data: bytes) -> None:
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        self._lines += lines
-        if len(self._partial_line) > events.MAX_LINE_BYTES:
-            self.refused += 1
-            self._partial_line = b""

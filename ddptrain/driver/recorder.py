@@ -16,7 +16,8 @@ from ddptrain.config.run_config import CheckpointConfig
 from ddptrain.config.wording import nearest, shorten
 from ddptrain.driver.display import RunDisplay
 from ddptrain.driver.display.facts import Pace
-from ddptrain.driver.failure.fault import Fault, describe_thread
+from ddptrain.driver.failure.fault import Fault
+from ddptrain.driver.observers import RunObserver
 from ddptrain.log import Log
 from ddptrain.protocol import events
 from ddptrain.protocol.events import StepTimes
@@ -53,12 +54,14 @@ class Recorder:
         metric: str | None = None,
         activity: str = "training",
         nan: Literal["warn", "stop", "ignore"] = "warn",
+        observers: Sequence[RunObserver] = (),
     ) -> None:
         """`metric` decides which checkpoint is best; None: no metric does.
 
         `activity`: the status of a running attempt. `nan`: see failure.nan.
         """
         self.nan = nan
+        self._observers = observers
         self._is_finite = True  # all values of this attempt so far
         self._activity = activity
         self.writer = writer
@@ -74,12 +77,14 @@ class Recorder:
         self._is_slow_shown = False  # in this attempt
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """Add a line to events.jsonl and to --output json."""
+        """Pass an event to the run directory, the display and the observers."""
         self.display.event(self._recorded(kind, fields))
 
     def _recorded(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         line = {"event": kind, "time_s": round(time.time(), 3), **fields}
-        self.writer.event(line)
+        recorded = self.writer.event(line)
+        for observer in self._observers:
+            observer.on_event(recorded)
         logged = {name: value for name, value in fields.items() if name not in _NOT_LOGGED}
         _log.info(kind.replace("_", " "), **logged)
         return line
@@ -139,17 +144,15 @@ class Recorder:
         self.writer.set_progress(record)
 
     def rank_event(self, rank: int, event: events.Event) -> None:
-        """Show and record an event that a rank sent."""
+        """Show and record an event that a rank sent, as its class says; some need more than that."""
+        if event.recorded:
+            self.event(event.kind, rank=rank, **_fields(event))
+        text, level = event.shown()
+        if text:
+            self.notice(f"rank {rank}: {text}", level)
         match event:
             case events.Started():
                 self._started(rank, event)
-            case events.Note():
-                self.event("note", rank=rank, level=event.level, message=event.message)
-                self.notice(f"rank {rank}: {event.message}", "warning" if event.level == "warning" else "info")
-            case events.Entered() | events.Finished():
-                self.event(event.kind, rank=rank, rank_time_ns=event.time_ns)
-            case events.Failure():
-                self.event("failure", rank=rank, **_fields(event))
             case events.CheckpointSaved():
                 self.event("checkpoint_staged", rank=rank, step=event.step, epoch=event.epoch)
                 self.display.rank_event(rank, event)
@@ -201,10 +204,6 @@ class Recorder:
                 self.writer.event({"event": "timed", "time_s": event.time_ns / 1e9, "rank": rank, **fields})
             case events.TrackerFailed():
                 self._recorded("tracker_failed", {"rank": rank, **_fields(event)})
-            case events.ThreadFailure():
-                self.event("thread_failure", rank=rank, **_fields(event))
-                text = f"rank {rank}: thread {event.thread} has ended with {describe_thread(event)}; the rank continues"
-                self.warn(text)
 
     def _returned(self, rank: int, event: events.Returned) -> None:
         if rank != 0 or len(event.value) > _MOST_RETURNED:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import json
 import threading
 import time
 import uuid
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,6 @@ from ddptrain.errors import ClusterError
 from ddptrain.file_ops import sha256
 from ddptrain.protocol import worker_notices
 from ddptrain.protocol.commands import Command
-from ddptrain.protocol.encryption import encrypt_specs, has_secrets
 from ddptrain.protocol.rank_spec import LOST_AFTER_S, SLOT_RESOURCE, RankSpec
 from ddptrain.worker import driver_calls, rank_task
 from ddptrain.worker.spool import READ_LIMIT_BYTES
@@ -91,6 +92,7 @@ class Workers:
         self._avoided: set[str] = set()
         self._worker_of: dict[int, str] = {}
         self._heard: Counter[str] = Counter()  # notices, by worker
+        self._given: concurrent.futures.Future[Any] | None = None  # the request that sends the specs of an attempt
         self.rejected = 0
         self.first_rejected = ""
 
@@ -220,23 +222,22 @@ class Workers:
             self.forget(str(message.get("worker")))  # at once: threads that wait for its answer must not wait longer
             self.inbox.put(WorkerLost(str(message.get("worker"))))
 
-    def sealed(self, specs: Sequence[RankSpec], places: Sequence[RankPlace]) -> list[RankSpec]:
-        """The specs with their secrets encrypted for their workers: the scheduler shows tasks to all of its clients.
+    def give(self, specs: Sequence[RankSpec]) -> None:
+        """Send the specs of an attempt, in the order of ranks, to all its workers. Does not wait.
 
-        Raises ClusterError if a worker does not answer.
+        They are not part of the ranks' tasks, because the scheduler keeps tasks and shows them to all of its clients.
         """
-        secret = [has_secrets(spec) for spec in specs]
-        workers = sorted({place.slot.worker for place, is_secret in zip(places, secret, strict=True) if is_secret})
-        if not workers:
-            return list(specs)
-        try:
-            keys = self.client.run(driver_calls.encryption_key, self.run_id, workers=workers)
-        except Exception as error:  # a worker's own exception arrives as it was raised there
-            raise ClusterError(f"the workers have no keys to encrypt the ranks' environment: {error}") from error
-        chosen = [number for number, is_secret in enumerate(secret) if is_secret]
-        public = [keys[places[number].slot.worker] for number in chosen]
-        encrypted = dict(zip(chosen, encrypt_specs([specs[number] for number in chosen], public), strict=True))
-        return [encrypted.get(number, spec) for number, spec in enumerate(specs)]
+        data = zlib.compress(json.dumps([spec.to_json() for spec in specs]).encode(), level=1)  # specs are much alike
+        run = self.client.run(
+            driver_calls.give_specs,
+            self.run_id,
+            specs[0].attempt,
+            data,
+            workers=sorted(self._workers),
+            asynchronous=True,
+            on_error="return",
+        )
+        self._given = send(self.client, run)
 
     def submit(self, specs: Sequence[RankSpec], chosen: Sequence[slots.Slot]) -> None:
         """Start these ranks in their slots, by one task for each worker."""
@@ -250,7 +251,9 @@ class Workers:
             WorkerTask(
                 group[0].key,
                 worker,
-                [spec.to_json() for spec in group],
+                rank_task.Order(
+                    self.run_id, group[0].attempt, [spec.rank for spec in group], group[0].group.master_port
+                ),
                 {SLOT_RESOURCE: len(group)} if worker in counted else {},
             )
             for worker, group in by_worker.items()

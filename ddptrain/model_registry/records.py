@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from ddptrain.config.wording import shorten
 from ddptrain.errors import DdptrainError, ExitCode
-from ddptrain.protocol.typed_json import decode_known_fields
 from ddptrain.results.run_record import as_json_data
 
 SCHEMA = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEEPEST_PATH = 6
+# Records have null for a number that is not finite, because JSON has none.
+Numbers = Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
 
 
 class RegistryDamaged(DdptrainError):
@@ -50,7 +55,7 @@ class VersionRecord:
     run_id: str
     workload: str
     step: int
-    metrics: Mapping[str, float]
+    metrics: Numbers
     files: tuple[ModelFile, ...]
     epoch: float | None = None
     parent: int | None = None
@@ -59,7 +64,7 @@ class VersionRecord:
     data: str = ""
     held_out: str = ""
     config: str = ""
-    evaluation: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Numbers = field(default_factory=dict)
     schema: int = SCHEMA
 
     @property
@@ -133,15 +138,17 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
 def decoded(cls: Any, data: bytes, name: str) -> Any:
     """Return a record of the type `cls`; fields of newer versions are ignored. Raises RegistryDamaged."""
     try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError):
-        raise RegistryDamaged(f"{name} is damaged: it is not JSON") from None
-    if not isinstance(raw, dict):
-        raise RegistryDamaged(f"{name} is damaged: it is not a JSON object")
-    try:
-        return decode_known_fields(cls, raw)
-    except (ValueError, OverflowError) as error:
-        raise RegistryDamaged(f"{name} is damaged: {shorten(str(error))}") from None
+        return _adapter(cls).validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = "it is not JSON" if first["type"] == "json_invalid" else f"{where}: {first['msg']}"
+        raise RegistryDamaged(f"{name} is damaged: {shorten(reason.removeprefix(': '))}") from None
+
+
+@functools.cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def _require_counts(name: str, *numbers: int) -> None:

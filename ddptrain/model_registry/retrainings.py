@@ -23,7 +23,7 @@ from pathlib import PurePosixPath
 from typing import Any, Self, cast
 
 from ddptrain.model_registry.own_folder import OwnFolder
-from ddptrain.model_registry.records import RegistryDamaged, decoded
+from ddptrain.model_registry.records import Numbers, RegistryDamaged, decoded
 from ddptrain.results.layout import valid_run_id
 from ddptrain.results.run_record import as_json_data, utc_now
 from ddptrain.storage.remote_folder import RemoteFolder
@@ -110,7 +110,7 @@ class RetrainRecord:
     n_files: int = 0
     size_bytes: int = 0
     outputs: Mapping[str, str] = field(default_factory=dict)
-    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    scores: Mapping[str, Numbers] = field(default_factory=dict)
     held_out: str = ""
     notes: tuple[str, ...] = ()
     gate: tuple[GateOutcome, ...] = ()

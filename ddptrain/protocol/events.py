@@ -2,6 +2,8 @@
 
 The rank's worker sends the bytes, and the driver decodes them. Times are nanoseconds of the host's wall clock. Unknown
 fields are ignored; unknown kinds are refused, so that an incompatible version of ddptrain in a rank is noticed.
+
+A class says what happens to its events: see Event. Ranks only encode, so that they start without pydantic.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from ddptrain.protocol.typed_json import field_checks, known_fields, parse_integer
+from ddptrain.errors import one_line
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is refused, and never buffered
 
@@ -24,19 +28,46 @@ class EventFormatError(ValueError):
     """The line is not a valid event."""
 
 
+class _Int64:
+    """Makes pydantic refuse integers that a float or a C library could not hold."""
+
+    @staticmethod
+    def __get_pydantic_core_schema__(source: object, handler: object) -> dict[str, object]:
+        return {"type": "int", "strict": True, "ge": -(2**63), "lt": 2**64}
+
+
+_Int = Annotated[int, _Int64]
+_STRICT = {"strict": True, "extra": "ignore"}  # pydantic's
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Base of all events; `time_ns` is the time in the rank."""
+    """Base of all events; `time_ns` is the time in the rank.
 
-    kind: ClassVar[str] = ""  # the key in KINDS
-    time_ns: int
+    recorded: events.jsonl and --output json get the event with all its fields, under its kind; the recorder has a
+    method of its own for the others. is_progress: it proves that the rank does not hang. is_number: of several in a row
+    only the newest matters for decisions, and they may reach the driver later.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, object]] = _STRICT
+    kind: ClassVar[str] = ""  # its name on the wire and in records
+    recorded: ClassVar[bool] = False
+    is_progress: ClassVar[bool] = True
+    is_number: ClassVar[bool] = False
+    time_ns: _Int
+
+    def shown(self) -> tuple[str, str]:
+        """The message to the user, after "rank N: ", and its level, "info" or "warning"; the text "" for none."""
+        return "", "info"
 
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
     """The rank's process runs; sent before the process group is up."""
 
-    pid: int
+    kind: ClassVar[str] = "started"
+    is_progress: ClassVar[bool] = False
+    pid: _Int
     host: str
     device: str = "cpu"
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -47,13 +78,18 @@ class Started(Event):
 class Entered(Event):
     """The process group is up and the workload's function is called; or a script begins, which has no group yet."""
 
+    kind: ClassVar[str] = "entered"
+    recorded: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, slots=True)
 class Metrics(Event):
     """Numbers that the workload logged (NaN and infinities included), at a step and an epoch."""
 
+    kind: ClassVar[str] = "metrics"
+    is_number: ClassVar[bool] = True
     values: Mapping[str, float]
-    step: int | None = None
+    step: _Int | None = None
     epoch: float | None = None
 
 
@@ -61,6 +97,8 @@ class Metrics(Event):
 class Progress(Event):
     """The rank's progress: `done` of `total` (None: unknown), counted in `unit`."""
 
+    kind: ClassVar[str] = "progress"
+    is_number: ClassVar[bool] = True
     done: float
     total: float | None = None
     unit: str = "steps"
@@ -70,16 +108,18 @@ class Progress(Event):
 class Epochs(Event):
     """An epoch begins, counted from 1; the workload trains `total`."""
 
-    total: int
-    epoch: int = 1
+    kind: ClassVar[str] = "epochs"
+    total: _Int
+    epoch: _Int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class StagedFile:
     """A file in the rank's staging folder that the driver stores in the run directory."""
 
+    __pydantic_config__: ClassVar[Mapping[str, object]] = _STRICT
     name: str
-    size_bytes: int
+    size_bytes: _Int
     sha256: str
 
 
@@ -87,7 +127,8 @@ class StagedFile:
 class CheckpointPart:
     """The files of another rank for a checkpoint, in a folder below that rank's staging folder."""
 
-    rank: int
+    __pydantic_config__: ClassVar[Mapping[str, object]] = _STRICT
+    rank: _Int
     staging: str
     files: tuple[StagedFile, ...]
 
@@ -100,7 +141,8 @@ class CheckpointSaved(Event):
     model. finite: whether all weights are finite numbers.
     """
 
-    step: int
+    kind: ClassVar[str] = "checkpoint"
+    step: _Int
     staging: str
     files: tuple[StagedFile, ...]
     epoch: float | None = None
@@ -113,9 +155,10 @@ class CheckpointSaved(Event):
 class FileSaved(Event):
     """A file for `path` below `area` waits in `staging` (a file name below the rank's staging folder)."""
 
+    kind: ClassVar[str] = "file"
     path: str
     staging: str
-    size_bytes: int
+    size_bytes: _Int
     sha256: str
     area: str = "artifacts"  # a folder of the run directory: "artifacts" or "tracking"
 
@@ -130,11 +173,13 @@ class Failure(Event):
     the cause. handled: the exception had not left the code: the rank was stopped in its `except` or `finally` block.
     """
 
+    kind: ClassVar[str] = "failure"
+    recorded: ClassVar[bool] = True
     type: str
     message: str
     traceback: str
     phase: str = "train"
-    exit_code: int | None = None
+    exit_code: _Int | None = None
     lost_peer: bool = False
     timed_out: bool = False
     unwritable: bool = False
@@ -145,10 +190,22 @@ class Failure(Event):
 class ThreadFailure(Event):
     """An exception has ended a thread of the user's code. The rank continues, and may wait for the thread for ever."""
 
+    kind: ClassVar[str] = "thread_failure"
+    is_progress: ClassVar[bool] = False
+    recorded: ClassVar[bool] = True
     thread: str
     type: str
     message: str
     traceback: str
+
+    @property
+    def error(self) -> str:
+        """The exception in one line, as in a traceback: without a colon if it has no message."""
+        return ": ".join(filter(None, (one_line(self.type), one_line(self.message))))
+
+    def shown(self) -> tuple[str, str]:
+        """A warning."""
+        return f"thread {self.thread} has ended with {self.error}; the rank continues", "warning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +219,10 @@ class Stacks(Event):
     wait for it outside of torch.distributed, as in `loss.item()`.
     """
 
+    kind: ClassVar[str] = "stacks"
+    is_progress: ClassVar[bool] = False
     main: tuple[str, ...]
-    sequence: int | None = None
+    sequence: _Int | None = None
     state: str = ""
     handles: str = ""
     pending: str = ""
@@ -173,6 +232,9 @@ class Stacks(Event):
 class Noticed(Event):
     """The rank itself has received SIGTERM from a batch system or a user: its host is about to stop."""
 
+    kind: ClassVar[str] = "noticed"
+    is_progress: ClassVar[bool] = False
+
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
@@ -181,13 +243,15 @@ class Preempted(Event):
     For a script (with step 0): it has ended with exit code 75, which says that it has saved its state itself.
     """
 
-    step: int
+    kind: ClassVar[str] = "preempted"
+    step: _Int
 
 
 @dataclass(frozen=True, slots=True)
 class Returned(Event):
     """The return value of rank 0's function, as JSON text of at most 64 kB; not sent for None."""
 
+    kind: ClassVar[str] = "returned"
     value: str
 
 
@@ -195,11 +259,16 @@ class Returned(Event):
 class Finished(Event):
     """The user's function returned, or the script ended: this rank has succeeded, even if its clean-up fails."""
 
+    kind: ClassVar[str] = "finished"
+    recorded: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, slots=True)
 class Tracked(Event):
     """What a tracker has created on its server, such as the URL of a run; run.json contains `found`."""
 
+    kind: ClassVar[str] = "tracked"
+    is_progress: ClassVar[bool] = False
     tracker: str
     found: Mapping[str, str]
 
@@ -208,6 +277,8 @@ class Tracked(Event):
 class TrackerFailed(Event):
     """A tracker has failed. If tracking.strict is true, the run fails at its end."""
 
+    kind: ClassVar[str] = "tracker_failed"
+    is_progress: ClassVar[bool] = False
     tracker: str
     message: str
     strict: bool = False
@@ -217,6 +288,7 @@ class TrackerFailed(Event):
 class Finishing(Event):
     """The workload is over, and the rank waits for its trackers, for `timeout_s` at most."""
 
+    kind: ClassVar[str] = "finishing"
     timeout_s: float
 
 
@@ -224,6 +296,7 @@ class Finishing(Event):
 class Timed(Event):
     """Rank 0 has just ended an activity other than training steps, such as "checkpoint" or "evaluation"."""
 
+    kind: ClassVar[str] = "timed"
     activity: str
     seconds: float
 
@@ -236,6 +309,7 @@ class StepTimes(Event):
     from the end of the backward pass to the end of the gradient exchange, in which the rank waits for other ranks.
     """
 
+    kind: ClassVar[str] = "step_times"
     step_s: float
     compute_s: float
     waited_s: float
@@ -245,51 +319,41 @@ class StepTimes(Event):
 class Note(Event):
     """A message for the user, of level "info" or "warning"."""
 
+    kind: ClassVar[str] = "note"
+    recorded: ClassVar[bool] = True
     message: str
     level: str = "info"
 
+    def shown(self) -> tuple[str, str]:
+        """The message as it is."""
+        return self.message, "warning" if self.level == "warning" else "info"
 
-KINDS: dict[str, type[Event]] = {
-    "started": Started,
-    "entered": Entered,
-    "metrics": Metrics,
-    "progress": Progress,
-    "epochs": Epochs,
-    "checkpoint": CheckpointSaved,
-    "file": FileSaved,
-    "failure": Failure,
-    "thread_failure": ThreadFailure,
-    "stacks": Stacks,
-    "noticed": Noticed,
-    "preempted": Preempted,
-    "returned": Returned,
-    "finished": Finished,
-    "tracked": Tracked,
-    "tracker_failed": TrackerFailed,
-    "finishing": Finishing,
-    "timed": Timed,
-    "step_times": StepTimes,
-    "note": Note,
-}
-for _kind, _cls in KINDS.items():
-    _cls.kind = _kind
+
+@dataclass(frozen=True, slots=True)
+class Alert(Event):
+    """A message of ctx.alert; users are notified of it."""
+
+    kind: ClassVar[str] = "alert"
+    recorded: ClassVar[bool] = True
+    message: str
+
+    def shown(self) -> tuple[str, str]:
+        """The message in one line."""
+        return one_line(self.message), "warning"
+
+
+KINDS: dict[str, type[Event]] = {cls.kind: cls for cls in Event.__subclasses__()}
 
 
 def encode(event: Event) -> bytes:
     """Return the event as a line with its newline. Raises EventFormatError if it is longer than MAX_LINE_BYTES."""
-    fields = {name: getattr(event, name) for name in _CHECKS[type(event)]}
-    line = _ENCODER.encode({"event": event.kind, **fields})
-    data = line.encode("utf-8", "backslashreplace") + b"\n"
+    fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
+    data = _ENCODER.encode({"event": event.kind, **fields}).encode("utf-8", "replace") + b"\n"
     if len(data) > MAX_LINE_BYTES:
         raise EventFormatError(
             f"event {event.kind!r} is {len(data)} bytes long, over {MAX_LINE_BYTES}; send a file instead"
         )
     return data
-
-
-def are_numbers(lines: bytes) -> bool:
-    """Return whether all lines are metrics or progress events. The driver may get these later; others are urgent."""
-    return all(line.startswith(_NUMBERS) for line in lines.splitlines())
 
 
 def _plain(value: object) -> object:
@@ -300,9 +364,9 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True)  # created once, because that is slow
-_LONG_NUMBER = re.compile(rb"\d{20}")
-_NUMBERS = tuple(f'{{"event":"{cls.kind}",'.encode() for cls in (Metrics, Progress))
+# Created once, because that is slow. Half of a surrogate pair becomes "?": pydantic refuses its escape sequence.
+_ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"), allow_nan=True, ensure_ascii=False)
+_BEGINNING = re.compile(rb'\{"event":"(\w+)",')
 
 
 def decode(line: bytes) -> Event:
@@ -310,57 +374,22 @@ def decode(line: bytes) -> Event:
     if len(line) > MAX_LINE_BYTES:
         raise EventFormatError(f"line of {len(line)} bytes, over {MAX_LINE_BYTES}")
     try:
-        raw = _parsed(line)
-        cls = KINDS[raw.pop("event")]
-        return _checked(cls, raw)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _adapter(_BEGINNING.match(line)[1]).validate_json(line)  # type: ignore[index]
+    except (ValueError, KeyError, TypeError) as error:
         raise EventFormatError(f"not an event: {line[:200]!r} ({error})") from error
 
 
-def _parsed(line: bytes) -> Any:
-    """Return the JSON value of the line. Raises ValueError."""
-    # Nearly all lines of a run are metrics and progress, which this decoder reads four times as fast.
-    if line.startswith(_NUMBERS) and not _LONG_NUMBER.search(line):
-        with suppress(ValueError):  # for example half of a surrogate pair, which json accepts
-            return _fast_decoder()(line)
-    return _DECODER.decode(line.decode())  # json.loads would detect the encoding first
-
-
-_DECODER = json.JSONDecoder(parse_int=parse_integer)
+def are_numbers(lines: bytes) -> bool:
+    """Return whether all lines are events that may reach the driver later."""
+    found = [_BEGINNING.match(line) for line in lines.splitlines()]
+    return all(match is not None and KINDS.get(match[1].decode(), Event).is_number for match in found)
 
 
 @functools.cache
-def _fast_decoder() -> Callable[[bytes], Any]:
-    from pydantic_core import from_json  # only the driver decodes; ranks start faster without this library
+def _adapter(kind: bytes) -> TypeAdapter[Event]:
+    from pydantic import TypeAdapter
 
-    return from_json
-
-
-def _checked(cls: type[Event], fields: dict[str, Any]) -> Event:
-    if cls in (Metrics, Progress):
-        return cls(**_typed(cls, fields))
-    if "files" in fields:
-        fields["files"] = _files(fields)
-    if "parts" in fields:
-        parts = [{**part, "files": _files(part)} for part in fields["parts"]]
-        fields["parts"] = tuple(CheckpointPart(**_typed(CheckpointPart, part)) for part in parts)
-    if cls is Stacks and isinstance(frames := fields.get("main"), list):
-        fields["main"] = tuple(str(frame) for frame in frames)
-    return cls(**_typed(cls, fields))
-
-
-def _files(fields: dict[str, Any]) -> tuple[StagedFile, ...]:
-    return tuple(StagedFile(**_typed(StagedFile, item)) for item in fields["files"])
-
-
-_CHECKS = {  # checks of the fields of each dataclass; created once, because a run with many ranks has many events
-    cls: field_checks(cls) for cls in (*KINDS.values(), StagedFile, CheckpointPart)
-}
-
-
-def _typed(cls: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the known fields, if their JSON types are the declared ones. Raises TypeError otherwise."""
-    return known_fields(_CHECKS[cls], fields)
+    return TypeAdapter(KINDS[kind.decode()])
 
 
 # --- Frames of a stack ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from typing import Any, Self
 from ddptrain import __version__
 from ddptrain.errors import ClusterError, UsageError
 from ddptrain.file_ops import write_atomic
-from ddptrain.protocol.typed_json import JsonMessage, UnknownFields
 
 LOST_AFTER_S = 60.0  # the default of failure.lost_after_s: a worker or scheduler that is silent for longer is lost
 DIST_TIMEOUTS_S = {"nccl": 600.0, "gloo": 1800.0}  # torch's own time limits of a collective operation
@@ -48,26 +48,6 @@ def attached_plugin(run_id: str) -> str:
 def key_prefix(run_id: str) -> str:
     """Return the prefix of the Dask keys of a run's ranks."""
     return f"ddptrain/{run_id}/"
-
-
-class _Message(JsonMessage):
-    """Base of the rank spec; separate because super() does not work in a dataclass with slots before Python 3.14."""
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Decode a message.
-
-        Raises ClusterError if a field is unknown (the sender has another version), missing or has a wrong type.
-        """
-        try:
-            return super().from_json(text)
-        except UnknownFields as error:
-            raise ClusterError(
-                f"ddptrain {__version__} in {sys.prefix} does not know {error}: driver and "
-                "workers are of different versions; start the cluster again with the driver's"
-            ) from error
-        except ValueError as error:
-            raise ClusterError(f"malformed {cls.__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +214,7 @@ class HostSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSpec(_Message):
+class RankSpec:
     """Everything that one rank needs to run.
 
     `env` are the environment variables of the run; the worker adds the rest. `env` and `tracking` may contain secrets,
@@ -265,9 +245,55 @@ class RankSpec(_Message):
         """The Dask key of the rank's task; unique for every attempt of every run."""
         return f"{key_prefix(self.run_id)}{self.attempt}/{self.rank}"
 
+    def to_json(self) -> str:
+        """Return the spec as one line."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Decode a spec. Raises ClusterError if it is that of another version.
+
+        The types are not checked: the driver has checked the values, and it may run any code on the worker anyway. So
+        ranks, rank servers and workers start without pydantic, whose import costs 0.1 s.
+        """
+        try:
+            spec: Self = _decoded(cls, json.loads(text))
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ClusterError(
+                f"ddptrain {__version__} in {sys.prefix} can't read the spec of a rank ({error}): driver and workers "
+                "are of different versions; start the cluster again with the driver's"
+            ) from error
+        return spec
+
+
+_PARTS = {
+    "placement": Placement,
+    "group": ProcessGroup,
+    "checkpointing": Checkpointing,
+    "code": Code,
+    "supervision": Supervision,
+    "profile": StepProfile,
+    "tracking": TrackingSpec,
+    "trackers": TrackerSpec,
+    "host": HostSettings,
+}
+_ENCODER = json.JSONEncoder(default=lambda part: {name: getattr(part, name) for name in part.__dataclass_fields__})
+
+
+def _decoded(kind: Any, raw: dict[str, Any]) -> Any:
+    """Return a dataclass from its JSON data; a list is a tuple there."""
+    values = dict(raw)
+    for name, value in raw.items():
+        part = _PARTS.get(name)
+        if isinstance(value, list):
+            values[name] = tuple(_decoded(part, each) if part else each for each in value)
+        elif part is not None and value is not None:
+            values[name] = _decoded(part, value)
+    return kind(**values)
+
 
 @dataclass(frozen=True, slots=True)
-class StartingWeights(JsonMessage):
+class StartingWeights:
     """The version whose weights are in FILE, the SHA-256 of the file, and the classes of the version, if known."""
 
     model: str
@@ -282,14 +308,15 @@ class StartingWeights(JsonMessage):
 
     def write(self, folder: Path) -> None:
         """Write the record into a folder. Raises OSError."""
-        write_atomic(folder / _RECORD, f"{self.to_json()}\n".encode())
+        write_atomic(folder / _RECORD, f"{json.dumps(dataclasses.asdict(self))}\n".encode())
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """Read the record of a folder; None if there is none, or it is damaged."""
         try:
-            return cls.from_json((folder / _RECORD).read_bytes())
-        except (OSError, ValueError):
+            raw = json.loads((folder / _RECORD).read_bytes())
+            return cls(raw["model"], raw["version"], raw["sha256"], tuple(raw["classes"]))
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
 

@@ -233,14 +233,16 @@ class RunWriter:
         }
         return dataclasses.replace(failure, **texts)
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Append one line to events.jsonl, stamped with `time_s` unless it has one."""
+    def event(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Append one line to events.jsonl, stamped with `time_s` unless it has one; return it, without secrets."""
         kept = {
             name: value if name in _OWN_FIELDS else hide_known(value, self.secrets) for name, value in event.items()
         }
+        line = {"time_s": time.time(), **kept}
         with self._mutex:
             if self.loss is None:
-                self._events.append({"time_s": time.time(), **kept})
+                self._events.append(line)
+        return line
 
     def add_metrics(self, logged: Iterable[Metrics], rank: int) -> None:
         """Append lines to metrics.jsonl with the next flush(); run.json follows a second or more later.

@@ -37,13 +37,13 @@ from ddptrain.errors import (
 from ddptrain.log import Log
 from ddptrain.model_registry.registry import user_name
 from ddptrain.model_registry.retrainings import RetrainRecord, RetrainStatus, Stage
+from ddptrain.notify.run_messages import RunMessages
 from ddptrain.notify.sender import missing_variables, send
 from ddptrain.optional_packages import require
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import root_cause, utc_now
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain import plan
 from ddptrain.retrain.clean_up import clean_up
 from ddptrain.retrain.fingerprint import DataListing, config_digest, difference, list_data, names_data
@@ -350,6 +350,7 @@ def train_run(start: Start) -> None:
         resume="auto",
         full_traceback=start.options.full_traceback,
         all_ranks=start.options.all_ranks,
+        observers=[RunMessages(start.resolved, tells_end=False)] if start.resolved.config.notify.urls else [],
     )
     with _progress_to(start):
         code = train(start.resolved, options)

@@ -29,9 +29,8 @@ from ddptrain.reports.destinations import Reporting
 from ddptrain.results.layout import new_run_id
 from ddptrain.results.lookup import RunView
 from ddptrain.results.metrics import is_number
-from ddptrain.results.remote.runs import open_runs_dir
 from ddptrain.results.run_record import as_json_data, utc_now
-from ddptrain.results.run_store import NeededFiles
+from ddptrain.results.runs import NeededFiles, open_runs_dir
 from ddptrain.retrain.fingerprint import DataListing
 from ddptrain.retrain.ownership import ModelOwner
 from ddptrain.sanitize import sanitized

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -17,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -129,10 +131,10 @@ def _write_below(folder: Path, path: str, offset: int, data: bytes) -> str:
     return str(real)
 
 
-async def encryption_key(run_id: str, dask_worker: Worker) -> str:
-    """Return the public key with which the driver encrypts the secrets of ranks on this worker."""
-    worker_key = rank_host(dask_worker, run_id).worker_key
-    return await asyncio.to_thread(lambda: worker_key.public)
+async def give_specs(run_id: str, attempt: int, data: bytes, dask_worker: Worker) -> None:
+    """Keep the specs of an attempt until the task of its ranks takes them. `data`: compressed JSON, of each rank."""
+    host = rank_host(dask_worker, run_id)
+    host.keep_specs(run_id, attempt, json.loads(zlib.decompress(data)))
 
 
 async def describe_offer(dask_worker: Worker) -> dict[str, Any]:

@@ -7,14 +7,17 @@ Arguments: the scratch folder, and the interface with the worker's address. Writ
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,6 @@ import pynvml
 from ddptrain.errors import one_line
 from ddptrain.gpus import usable_cores
 from ddptrain.protocol import worker_notices
-from ddptrain.protocol.host_facts import GpuFacts, HostFacts, Interface
 
 _MB = 10**6
 _PACKAGES = ("ddptrain", "torch", "distributed")
@@ -33,10 +35,64 @@ _SHM = Path("/dev/shm")  # noqa: S108  # the subject of the check; nothing is wr
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "FI_", "UCX_")
 
 
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface. speed_mbit is 0 if the system does not know it."""
+
+    name: str
+    speed_mbit: int
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """A GPU as NVML reports it; None if the device or the driver does not report a value. Memory in MB (10^6 bytes).
+
+    throttled: reasons why its clocks are reduced by the hardware. ecc_errors: uncorrected, since the driver was loaded.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory_mb: int
+    memory_used_mb: int
+    ecc_errors: int | None = None
+    remap_pending: bool | None = None
+    throttled: tuple[str, ...] = ()
+    temperature_c: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """The identity and the resources of a worker's host. Sizes in MB (10^6 bytes).
+
+    versions: of Python, packages and driver, by name. interface: the one with the worker's address. network_env: the
+    variables of NCCL and gloo that ranks get. listens: whether a process can listen on a port of that address.
+    problems: what could not be read, one line each.
+    """
+
+    hostname: str
+    versions: Mapping[str, str]
+    cores: int
+    memory_mb: int
+    memory_free_mb: int
+    shm_mb: int
+    shm_free_mb: int
+    scratch: str
+    scratch_mb: int
+    scratch_free_mb: int
+    open_files: int
+    interface: str
+    interfaces: tuple[Interface, ...] = ()
+    gpus: tuple[GpuFacts, ...] = ()
+    network_env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
 def main() -> None:
     """Print the facts."""
     scratch, interface = sys.argv[1:3]
-    print(host_facts(Path(scratch), interface).to_json(), flush=True)
+    print(json.dumps(dataclasses.asdict(host_facts(Path(scratch), interface))), flush=True)
 
 
 def host_facts(scratch: Path, interface: str) -> HostFacts:

@@ -17,14 +17,14 @@ from distributed.comm.addressing import get_address_host
 
 from ddptrain.errors import ClusterError
 from ddptrain.protocol import deadlines
-from ddptrain.protocol.encryption import WorkerKey
 from ddptrain.protocol.rank_spec import GPU_RESOURCE, SLOT_RESOURCE, key_prefix
 from ddptrain.worker import rank_environment
-from ddptrain.worker.rank_server_client import RankServerClient
+from ddptrain.worker.rank_server_client import RankServerClient, RankServerLost
 from ddptrain.worker.system_metrics import SystemSampler
 
 PLUGIN_NAME = "ddptrain"
 MAX_SLOTS = 1024
+_SPECS_S = 30.0  # from the start of a task to the arrival of its specs, which were sent before
 _RELEASED_STATES = frozenset({"released", "forgotten", "cancelled", "error"})
 
 
@@ -78,8 +78,9 @@ class RankHost(WorkerPlugin):
         self._children: dict[str, dict[str, float]] = {}
         self._stops: dict[str, float | None] = {}  # rank's key -> grace period of the last stop, also before its start
         self.leaving = False
-        self.worker_key = WorkerKey()
+        self._specs: dict[str, tuple[int, list[str]]] = {}  # run -> attempt and JSON of each rank
         self._lock = threading.Lock()
+        self._specs_came = threading.Condition()
         self._replace_lock = threading.Lock()
 
     def setup(self, worker: Worker) -> None:
@@ -116,6 +117,19 @@ class RankHost(WorkerPlugin):
         """Return the name by which the rank server reserves a slot for one rank: its GPU, or worker and slot."""
         gpu = self.gpu_of(slot)
         return f"GPU {gpu}" if gpu is not None else f"{self.worker.name} slot {slot}"
+
+    def keep_specs(self, run_id: str, attempt: int, texts: list[str]) -> None:
+        """Keep the specs of an attempt for its task; each text is that of one rank, as JSON."""
+        with self._specs_came:
+            self._specs[run_id] = attempt, texts
+            self._specs_came.notify_all()
+
+    def take_specs(self, run_id: str, attempt: int) -> list[str]:
+        """Return the specs of an attempt, once. Waits for them. Raises RankServerLost if they do not arrive."""
+        with self._specs_came:
+            if not self._specs_came.wait_for(lambda: self._specs.get(run_id, (0, []))[0] == attempt, _SPECS_S):
+                raise RankServerLost(f"the driver has sent no specs of its ranks within {_SPECS_S:g} s")
+            return self._specs.pop(run_id)[1]
 
     def register(self, key: str, child_id: str, grace_s: float) -> None:
         """Stop the child with this grace period when Dask releases the task key."""
@@ -188,6 +202,7 @@ class RankHost(WorkerPlugin):
         with self._lock:
             keys = [key for key in self._children if key.startswith(key_prefix(run_id))]
             ranks = [child for key in keys for child in self._children[key]]
+            self._specs.pop(run_id, None)
             self._stops = {
                 key: grace_s for key, grace_s in self._stops.items() if not key.startswith(key_prefix(run_id))
             }

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Worker, get_worker
@@ -21,7 +22,6 @@ from ddptrain import log
 from ddptrain.file_ops import open_append
 from ddptrain.gpus import usable_cores
 from ddptrain.protocol import events, worker_notices
-from ddptrain.protocol.encryption import decrypt_specs
 from ddptrain.protocol.rank_spec import RankSpec
 from ddptrain.protocol.worker_notices import Notice, RankExit, SystemSample
 from ddptrain.worker import rank_environment, spool, stack_reports
@@ -41,32 +41,41 @@ def topic(run_id: str) -> str:
     return f"ddptrain/{run_id}"
 
 
-def run_ranks(specs: Sequence[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the Dask task of a worker has: which ranks it runs. Their specs were sent before. port: of their store."""
+
+    run_id: str
+    attempt: int
+    ranks: Sequence[int]
+    port: int
+
+
+def run_ranks(order: Order) -> None:
     """Run ranks of one attempt until all have ended; notices report how each rank ends.
 
     Raises RankServerLost or ClusterError if no rank can be started.
     """
-    _run(specs)
+    host = rank_host(get_worker(), order.run_id)
+    texts = host.take_specs(order.run_id, order.attempt)
+    specs = [RankSpec.from_json(texts[rank]) for rank in order.ranks]
+    _run([spec.with_port(order.port) if order.port else spec for spec in specs])
 
 
 def run_rank(spec_json: str) -> str:
     """Run one rank until it has ended; return its RankExit as JSON.
 
-    Raises:
-        RankServerLost: the rank could not be started, or its server died.
-        ClusterError: the spec's secrets were encrypted for another worker.
+    Raises RankServerLost if the rank could not be started, or its server died.
     """
-    (result,) = _run([spec_json])
+    (result,) = _run([RankSpec.from_json(spec_json)])
     if isinstance(result, Exception):
         raise result
     return worker_notices.exit_to_json(result)
 
 
-def _run(texts: Sequence[str]) -> list[RankExit | Exception]:
-    specs = [RankSpec.from_json(text) for text in texts]
+def _run(specs: Sequence[RankSpec]) -> list[RankExit | Exception]:
     worker = get_worker()
-    host = rank_host(worker, specs[0].run_id)
-    return _RanksTask(worker, host, decrypt_specs(specs, host.worker_key)).run()
+    return _RanksTask(worker, rank_host(worker, specs[0].run_id), specs).run()
 
 
 class NoticeBatch:

@@ -47,6 +47,7 @@ def test_record_of_another_version_is_listed_and_its_cluster_ended(project: Proj
     assert not any(map(runs, pids)) and not path.exists()
 
 
+@pytest.mark.long
 def test_record_that_can_not_be_read_is_called_so_and_hides_no_other_cluster(project: Project) -> None:
     whole, broken = started(project, "whole"), record_of(project, "broken")
     broken.parent.mkdir()
@@ -95,6 +96,7 @@ def test_removed_settings_and_commands_name_what_replaces_them(project: Project)
     assert "cluster down NAME" in project("cluster", "scale", "dev", "2", rc=2).stderr
 
 
+@pytest.mark.long
 def test_logs_of_a_healthy_cluster_say_which_runs_got_its_slots(project: Project) -> None:
     started(project, "dev")
     config = project.function("def train(ctx):\n    pass\n")

@@ -151,6 +151,7 @@ def test_class_that_can_not_be_created_is_named_with_the_reason(
     assert words in done.stderr and "Traceback" not in done.stderr.partition("last lines of its log")[0]
 
 
+@pytest.mark.long
 def test_class_whose_cluster_ends_with_its_process_is_not_started_by_cluster_up(project: Project) -> None:
     done = project("cluster", "up", configured(project, "pass", **{"class": "classes.Quiet"}), rc=2)
     assert "give its class to a run" in done.stderr and listed(project) == []

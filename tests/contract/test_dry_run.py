@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.contract.conftest import Project
@@ -37,6 +38,7 @@ def test_dry_run_names_the_cluster(project: Project, shared_cluster: str) -> Non
     assert done.stdout.startswith(f"# ok: would start 1 rank on {shared_cluster}")
 
 
+@pytest.mark.long
 def test_best_configuration_of_a_sweep_is_what_was_chosen(project: Project, shared_cluster: str) -> None:
     sweep = {"space": {"params.lr": [0.25, 0.5]}, "search": "grid", "metric": "loss"}
     config = project.function(FUNCTION, sweep=sweep)

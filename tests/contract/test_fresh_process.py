@@ -118,19 +118,25 @@ def test_module_starts_itself_with_the_same_command(project: Project, shared_clu
     assert "[rank 0] ['-u', '-m', 'mine.again', 'x']" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "value", "expression", "printed"), [
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "torch.distributed.get_debug_level()", "DebugLevel.DETAIL"),
-    pytest.param("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "expression", "printed"),
+    [
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "torch.distributed.get_debug_level()", "DebugLevel.DETAIL"),
+        pytest.param("PYTORCH_JIT", "0", "torch.jit._state._enabled.enabled", "False", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("source", ["configuration", pytest.param("shell", marks=pytest.mark.long)])
 def test_variable_that_torch_reads_at_its_import_works_from_configuration_and_shell(
-    project: Project, shared_cluster: str, name: str, value: str, expression: str, printed: str
+    project: Project, shared_cluster: str, source: str, name: str, value: str, expression: str, printed: str
 ) -> None:
     project.write("variable.py", f"import torch, torch._dynamo, torch.distributed\nprint('found', {expression})\n")
     where = ("run", "--cluster", shared_cluster, "--ranks", "1")
+    if source == "shell":
+        assert f"found {printed}" in project(*where, "variable.py", env={name: value}, rc=0).stdout
+        return
     configured = project(*where, "--set", f"env.{name}={value}", "variable.py", rc=0)
     assert f"found {printed}" in configured.stdout
     assert f"ranks start cold, some seconds slower: only a new process reads {name}" in configured.stderr
-    assert f"found {printed}" in project(*where, "variable.py", env={name: value}, rc=0).stdout
 
 
 def test_numbers_in_env_reach_the_ranks_as_they_are_written(project: Project, shared_cluster: str) -> None:

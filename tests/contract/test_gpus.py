@@ -59,6 +59,7 @@ def test_every_gpu_of_nvml_is_a_slot_counted_as_nvml_counts(project: Project, nv
     assert project.record()["world_size"] == 2
 
 
+@pytest.mark.long
 def test_metric_that_fails_once_is_asked_for_again(project: Project, nvml: dict[str, str]) -> None:
     config = script(project)
     project("train", config, "--ranks", "1", env={**nvml, "TEST_SLEEP_S": "8"}, rc=0)
@@ -66,6 +67,7 @@ def test_metric_that_fails_once_is_asked_for_again(project: Project, nvml: dict[
     assert 42 in [sample.get("gpu_percent") for sample in samples], samples
 
 
+@pytest.mark.long
 def test_ranks_with_and_without_a_gpu_do_not_train_together_on_the_cpu(project: Project) -> None:
     config = script(project)
     up = project("cluster", "up", "--name", "mixed", "--ranks", "1", "--gpus", "0", "--json", rc=0)
@@ -85,6 +87,7 @@ def test_ranks_with_and_without_a_gpu_do_not_train_together_on_the_cpu(project: 
             second.terminate()
 
 
+@pytest.mark.long
 def test_doctor_does_not_blame_gpus_that_the_user_hides(project: Project, nvml: dict[str, str]) -> None:
     done = project("doctor", "--json", env={**nvml, "CUDA_VISIBLE_DEVICES": ""})
     (gpus,) = [check for check in json.loads(done.stdout)["checks"] if check["subject"] == "GPUs"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.contract.conftest import Project, events
 
 FUNCTION = """
@@ -32,6 +34,7 @@ def test_rejected_version_is_shown_with_the_reason(project: Project, shared_clus
     assert [each["rejected"] for each in versions(project)] == [None, None]
 
 
+@pytest.mark.long
 def test_each_rollback_goes_further_back(project: Project, shared_cluster: str) -> None:
     config = project.function(FUNCTION, cluster={"address": shared_cluster, "ranks": 1})
     for _ in range(3):

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.contract.conftest import INSTALLED, Project
 
 LOGS = """
@@ -59,13 +61,13 @@ def test_function_that_prints_its_epochs_has_no_second_line_for_them(project: Pr
     assert epoch_lines(done.stderr) == []
 
 
-def test_built_in_workload_prints_each_epoch_once(project: Project) -> None:
+def test_built_in_workload_prints_each_epoch_once(project: Project, shared_cluster: str) -> None:
     project.write("names.txt", "".join(f"an{letter}a\n" for letter in "abcdefghijklmnopqrst"))
     config = project.write(
         "names.yaml",
         "workload: petnames\nparams: {epochs: 2, names: names.txt}\ncluster: {ranks: 2}\n",
     )
-    done = project("train", config, rc=0)
+    done = project("train", config, "--cluster", shared_cluster, rc=0)
     shown = [line for line in (done.stdout + done.stderr).splitlines() if re.search(r"\bepoch \d/2", line)]
     assert [line.partition(":")[0] for line in shown] == ["[rank 0] epoch 1/2", "[rank 0] epoch 2/2"]
 
@@ -119,6 +121,7 @@ def test_live_display_names_epoch_metric_and_checkpoint(project: Project, shared
     assert running.finish().rc == 0
 
 
+@pytest.mark.long
 def test_pages_of_two_runs_do_not_overwrite_each_other(project: Project, shared_cluster: str) -> None:
     config = project.function("def train(ctx):\n    pass\n")
     for run in ("first", "second"):
@@ -129,9 +132,9 @@ def test_pages_of_two_runs_do_not_overwrite_each_other(project: Project, shared_
     assert pages == {"first.html", "second.html", "report.html"}
 
 
-def test_run_has_one_file_named_driver_log(project: Project) -> None:
+def test_run_has_one_file_named_driver_log(project: Project, shared_cluster: str) -> None:
     config = project.function("def train(ctx):\n    pass\n")
-    project("train", config, "--ranks", "1", "--run-id", "r", "--detach", rc=0)
+    project("train", config, "--cluster", shared_cluster, "--ranks", "1", "--run-id", "r", "--detach", rc=0)
     project("results", "logs", "r", "--follow", rc=0)
     found = [str(path.relative_to(project.folder / "runs" / "r")) for path in Path(project.folder).rglob("driver.log")]
     assert found == ["driver.log"]

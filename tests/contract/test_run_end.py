@@ -212,7 +212,9 @@ def test_script_gets_the_signal_and_is_not_succeeded(
     assert f"[rank 1] got {name}" in done.stdout
 
 
-@pytest.mark.parametrize(("signum", "rc"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signum", "rc"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
 def test_script_that_ends_with_another_code_after_a_signal_is_cancelled(
     project: Project, shared_cluster: str, signum: int, rc: int
 ) -> None:

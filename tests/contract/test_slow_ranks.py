@@ -84,6 +84,7 @@ def test_rank_of_a_script_with_slow_data_is_named(project: Project, shared_clust
     assert line.endswith("they wait for it, because its work between the passes, such as data, takes longer")
 
 
+@pytest.mark.long
 def test_no_rank_is_named_if_all_are_equally_slow(project: Project, shared_cluster: str) -> None:
     config = with_passes(project, shared_cluster, [0.03, 0.03])
     shown, records, read = shown_and_recorded(project, "train", config)

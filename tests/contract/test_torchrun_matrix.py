@@ -906,10 +906,10 @@ LAUNCH = [
 CASES = [*EXITS, *SIGNALS, *MODULES, *FILES, *RESTARTS, *PROCESSES, *ENCODINGS, *LAUNCH]
 # One of each kind; the others run in `make nightly`.
 CORE = {
-    *("exit-3", "exception", "exception-in-thread", "kill-9-to-itself", "end-in-order", "handlers-in-the-script"),
-    *("module-and-modules-of-its-own", "symbolic-link", "syntax-error", "no-such-script", "output-of-each-stream"),
-    *("restarts-with-progress", "data-loader-workers", "arguments", "variables-of-torchrun", "error-file-of-record"),
-    *("process-groups", "collective-after-a-rank-has-failed"),
+    *("exception", "kill-9-to-itself", "end-in-order", "handlers-in-the-script"),
+    *("module-and-modules-of-its-own", "no-such-script", "output-of-each-stream"),
+    *("restarts-with-progress", "arguments", "variables-of-torchrun", "error-file-of-record"),
+    "collective-after-a-rank-has-failed",
 }
 _each = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case.name in CORE else [pytest.mark.long], id=case.name) for case in CASES]

@@ -116,6 +116,7 @@ def test_online_run_has_the_same_as_one_that_was_sent_later(
     assert not [path for path in run.rglob("*") if "sending" in path.name], "nothing of it is left"
 
 
+@pytest.mark.long
 def test_what_could_not_be_sent_is_sent_by_the_next_call(project: Project, offline: Path, backend: Backend) -> None:
     run = offline
     backend.fault = "unauthorized"
@@ -149,6 +150,7 @@ def test_sync_that_is_ended_by_sigterm_leaves_no_process_and_no_folder(
     assert not pids_of(str(temporary))
 
 
+@pytest.mark.long
 def test_server_that_does_not_answer_is_named_and_waited_for_until_the_limit(
     project: Project, offline: Path, backend: Backend
 ) -> None:

@@ -91,6 +91,7 @@ def when_on_disk(project: Project, ranks: int) -> Path:
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def killed_with_its_host(project: Project, name: str, ranks: int, env: Mapping[str, str]) -> Path:
     """The directory of a run of which every process is killed once its rows are on disk."""
     running = project.start("train", name, "--ranks", str(ranks), env={"HOME": str(project.folder), **env})

@@ -169,6 +169,7 @@ def test_watch_shows_a_run_in_a_store(project: Project) -> None:
         assert "run there succeeded after" in done.stdout
 
 
+@pytest.mark.long
 def test_watch_shows_the_trials_of_a_sweep(project: Project) -> None:
     sweep = {"trials": 2, "metric": "val/loss", "space": {"params.lr": [0.1, 0.2]}, "search": "grid", "parallel": 1}
     config = project.function(

@@ -284,9 +284,9 @@ def test_cluster_with_tls_refuses_who_has_no_certificate_of_it(others: Others) -
     stranger = keys.env(CLIENT__CERT=wrong.cert, CLIENT__KEY=wrong.key)
     refusals = [
         (address, {}, "wants a certificate, and none was given: set distributed.comm.tls"),
-        (address, wrong.env(), "shows a certificate that our CA has not signed"),
-        (address, stranger, "refuses our certificate"),
-        (address.replace("tls", "tcp"), {}, f"uses TLS: write the address as {address}"),
+        (address, wrong.env(), "no TLS connection to"),
+        (address, stranger, "no TLS connection to"),
+        (address.replace("tls", "tcp"), {}, f"If it uses TLS, write {address}"),
         (address, keys.env(CLIENT__KEY=others.folder / "none.pem"), "none.pem): [Errno 2] No such file"),
     ]
     for where, env, reason in refusals:

@@ -152,8 +152,7 @@ def promote(
         number = int(version)
     else:
         from ddptrain.model_registry.add_run import add_run
-        from ddptrain.results.remote.runs import open_runs_dir, split_run
-        from ddptrain.results.run_store import NeededFiles
+        from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
 
         place, name = split_run(version, PLACES.runs)
         view = open_runs_dir(place).find(name, NeededFiles.MODEL, checkpoint=checkpoint)
@@ -269,8 +268,7 @@ def _open_run_or_version(source: str, workload: str | None) -> tuple[Path, dict[
         return open_version(registry, record), about
     from ddptrain.results.layout import LATEST
     from ddptrain.results.lookup import newest_trained
-    from ddptrain.results.remote.runs import open_runs_dir, split_run
-    from ddptrain.results.run_store import NeededFiles
+    from ddptrain.results.runs import NeededFiles, open_runs_dir, split_run
 
     place, name = split_run(source, PLACES.runs)
     runs = open_runs_dir(place)

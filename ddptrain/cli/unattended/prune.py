@@ -52,7 +52,7 @@ def prune(
     from ddptrain.model_registry.model_reader import ModelReader
     from ddptrain.results.prune import PrunePolicy, size_bytes
     from ddptrain.results.prune import prune as prune_runs
-    from ddptrain.results.remote.runs import open_runs_dir
+    from ddptrain.results.runs import open_runs_dir
     from ddptrain.retrain.clean_up import protected_runs
 
     policy = PrunePolicy(

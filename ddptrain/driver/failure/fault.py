@@ -136,14 +136,9 @@ def add_thread_failure(fault: Fault, ended: events.ThreadFailure | None) -> Faul
     if ended is None or fault.kind is FaultKind.HANG or ended.time_ns > fault.time_ns:
         return fault
     first, line_end, rest = fault.message.partition("\n")
-    message = f"{first} (its thread {ended.thread} had ended with {describe_thread(ended)}){line_end}{rest}"
+    message = f"{first} (its thread {ended.thread} had ended with {ended.error}){line_end}{rest}"
     trace = f"{fault.traceback}\nBefore, in thread {ended.thread}:\n\n{ended.traceback}"
     return dataclasses.replace(fault, message=message, traceback=trace)
-
-
-def describe_thread(ended: events.ThreadFailure) -> str:
-    """Return the exception that ended a thread, in one line."""
-    return _one_line(ended.type, ended.message)
 
 
 def _one_line(kind: str, message: str) -> str:

@@ -9,7 +9,6 @@ from ddptrain.driver.failure.fault import (
     Fault,
     FaultKind,
     add_thread_failure,
-    describe_thread,
     format_ranks,
     returned_early,
 )
@@ -210,7 +209,7 @@ def diagnose(
         message += f"; it is in an except or finally block after {first.stacks.handles}"
     trace = ""
     if first.thread is not None:
-        message += f"; its thread {first.thread.thread} has ended with {describe_thread(first.thread)}"
+        message += f"; its thread {first.thread.thread} has ended with {first.thread.error}"
         trace = first.thread.traceback
     text = f"{message} (stacks: artifacts/{STACKS_FOLDER}/)"
     return Fault(first.rank, FaultKind.HANG, time_ns, text, traceback=trace)

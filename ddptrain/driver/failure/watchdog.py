@@ -29,15 +29,6 @@ BUSY_LIMIT = 6  # times the highest limit: how long a rank that reports may use 
 _LONGEST_EXCUSE_S = 3_600.0
 _CPU_SHARE = 0.01  # of timeout_s: CPU time that counts as activity
 _QUIET = 1 / 3  # of the limit: from then on, the live display shows for how long a rank has not reported
-# Events that are not activity: the driver requested them, or a thread sends them while the rank may hang.
-_NO_ACTIVITY = (
-    events.Started,
-    events.Stacks,
-    events.Noticed,
-    events.ThreadFailure,
-    events.Tracked,
-    events.TrackerFailed,
-)
 
 
 def alive_s(hang_timeout_s: float | str | None, lost_after_s: float) -> float:
@@ -96,7 +87,7 @@ class Watchdog:
 
     def on_event(self, activity: Activity, event: events.Event, now: float, count: int = 1) -> None:
         """Note an event of a rank; `count` reports of the rank arrived at once."""
-        if isinstance(event, _NO_ACTIVITY) or is_stacks_file(event) or self.timeout_s is None:
+        if not event.is_progress or is_stacks_file(event) or self.timeout_s is None:
             return
         if isinstance(event, events.Entered):
             activity.entered_at = now

@@ -1,7 +1,8 @@
 """Sends the missing parts of runs to W&B: of offline runs, and of online runs that ended before all was sent.
 
 `wandb sync` sends each part of a W&B run (wandb_folders.py); then the run's checkpoints and tables are logged from the
-run directory. A part that was sent is marked, and skipped the next time. One that could not be sent stays.
+run directory. A part that was sent is marked, and skipped the next time. One that could not be sent stays. A run in an
+object store is sent from a local copy, and its marks are written to the store.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ddptrain.errors import RunLocked, UsageError
 from ddptrain.file_ops import temp_folder
 from ddptrain.results import ownership
-from ddptrain.results.checkpoints.verification import VerifiedCheckpoint, verify
+from ddptrain.results.checkpoints.verification import verify
 from ddptrain.results.errors import CheckpointDamaged, ResultsError, results_errors
 from ddptrain.results.layout import ARTIFACTS as ARTIFACTS_FOLDER
 from ddptrain.results.layout import MANIFEST, RunLayout, checkpoint_folders
 from ddptrain.results.lookup import RunView, load_run
-from ddptrain.results.recorded_config import parsed_config
-from ddptrain.results.remote import runs
+from ddptrain.results.recorded_config import config_of
+from ddptrain.results.remote.checkpoints import download_checkpoints
 from ddptrain.results.remote.lease import StoreLock
-from ddptrain.results.secure_files import append, is_own_folder, make_folder, read_bytes, write_file
+from ddptrain.results.secure_files import append, is_own_folder, make_folder, write_file
 from ddptrain.results.tracker_records import RECORDED, TEMPORARY, WANDB, wandb_parts
 from ddptrain.storage.remote_folder import RemoteFolder, is_plain
 from ddptrain.storage.store import StoreError
@@ -47,6 +50,7 @@ from ddptrain.tracking.wandb.wandb_folders import (
 )
 
 _LOCK = ".sync.lock"
+_TABLE = re.compile(r"(?:step-(?P<step>\d{1,18})-)?rank-(?P<rank>\d{1,9})\.csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,85 +106,49 @@ def sync_run(
 ) -> SyncResult:
     """Send the missing parts of a run, until `deadline` (monotonic). Raises UsageError if there is no API key."""
     if view.layout.is_original:
-        return _result(view, lambda: _sync_local(view, environ, deadline, notice))
+        return _sync(view, None, environ, deadline, notice)
     with temp_folder("ddptrain-sync-") as folder:
-        stored = StoredWandbRun(RemoteFolder.open(view.layout.where), folder / "run")
-        local_view = RunView(stored.layout, view.record)
-        return _result(local_view, lambda: _sync_stored(view, local_view, stored, environ, deadline, notice))
+        copy = _StoredRun(RemoteFolder.open(view.layout.where), RunLayout(folder / "run"))
+        return _sync(RunView(copy.layout, view.record), copy, environ, deadline, notice)
 
 
-def _result(view: RunView, sync: Callable[[], SyncResult]) -> SyncResult:
+def _sync(
+    view: RunView,
+    copy: _StoredRun | None,
+    environ: Mapping[str, str],
+    deadline: float,
+    notice: Callable[[str], None],
+) -> SyncResult:
+    """Send a run; `copy`: the run in a store whose local copy is `view`."""
     try:
-        return sync()
+        if copy is not None:
+            copy.refresh()
+        if not _waiting(view):
+            return SyncResult(view.run_id)
+        if copy is None:
+            if not is_own_folder(view.layout.root):
+                raise _Skipped("it belongs to another user")
+            view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
+        if view.is_running:
+            raise _Skipped("it is running")
+        processes = _processes(view, environ, notice)
+        if copy is not None:
+            with copy.locked(view, deadline):
+                return _send_all(view, processes, deadline)
+        folder = view.layout.root / RECORDED
+        for each in (view.layout.tracking_dir, folder):
+            make_folder(each)  # refuses what is not a folder of this user
+        held = ownership.take(folder / _LOCK)
+        try:
+            return _send_all(view, processes, deadline)
+        finally:
+            os.close(held)
     except _Skipped as reason:
         return SyncResult(view.run_id, skipped=str(reason))
     except RunLocked:
         return SyncResult(view.run_id, skipped="another process is sending it")
     except (_NotSent, ResultsError, StoreError) as error:
         return SyncResult(view.run_id, waiting=len(_waiting(view)), problem=str(error))
-
-
-def _sync_local(
-    view: RunView, environ: Mapping[str, str], deadline: float, notice: Callable[[str], None]
-) -> SyncResult:
-    if not _waiting(view):
-        return SyncResult(view.run_id)
-    if not is_own_folder(view.layout.root):
-        raise _Skipped("it belongs to another user")
-    view = load_run(view.layout.root.absolute())  # absolute: wandb's command runs in another folder
-    _check_ended(view)
-    processes = _processes(view, environ, notice)
-    held = ownership.take(_recorded_folder(view.layout) / _LOCK)
-    try:
-        return _send_all(view, processes, deadline)
-    finally:
-        os.close(held)
-
-
-def _sync_stored(
-    view: RunView,
-    local_view: RunView,
-    stored: StoredWandbRun,
-    environ: Mapping[str, str],
-    deadline: float,
-    notice: Callable[[str], None],
-) -> SyncResult:
-    """Send a run of an object store, whose files are fetched to the folder of `local_view`."""
-    stored.refresh()
-    if not _waiting(local_view):
-        return SyncResult(view.run_id)
-    _check_ended(view)
-    processes = _processes(local_view, environ, notice)
-    lock_file = StoreLock(stored.store.below(RECORDED))
-    lock_file.take()
-    # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
-    lock_file.keep(lambda error: None)
-    try:
-        stored.refresh()  # another process may have sent it before we had the lock
-        try:
-            stored.fetch(_waiting(local_view), deadline)
-        except TimeoutError:
-            raise _NotSent("the time limit (--timeout) was over before they were fetched") from None
-        try:
-            return _send_all(local_view, processes, deadline)
-        finally:
-            stored.upload_states()
-    finally:
-        lock_file.release(forget=True)
-
-
-def _check_ended(view: RunView) -> None:
-    """Raise _Skipped unless the run's driver is known to have ended."""
-    if view.is_running:
-        raise _Skipped("it is running")
-
-
-def _recorded_folder(layout: RunLayout) -> Path:
-    """The folder that W&B records into. Raises ResultsError if it, or tracking/, is not a folder of this user."""
-    folder = layout.root / RECORDED
-    for each in (layout.tracking_dir, folder):
-        make_folder(each)
-    return folder
 
 
 def _waiting(view: RunView) -> list[RunPart]:
@@ -193,7 +161,7 @@ def _processes(view: RunView, environ: Mapping[str, str], notice: Callable[[str]
 
     Raises _NotSent if the run names a server that the user has not chosen; UsageError if there is no API key.
     """
-    named = str(view.record.tracking.get("wandb", {}).get("base_url", ""))
+    named = str(view.record.tracking.get(WANDB, {}).get("base_url", ""))
     access = access_to(named, environ)
     if access is None:
         advice = f"set WANDB_BASE_URL={shlex.quote(named)} if your key is to go there"
@@ -218,12 +186,14 @@ def _send_all(view: RunView, processes: WandbProcesses, deadline: float) -> Sync
 
 
 def _send(view: RunView, parts: Sequence[RunPart], processes: WandbProcesses, deadline: float) -> None:
-    """Send these parts of one W&B run, the oldest first, and its artifacts. Raises _NotSent."""
+    """Send these parts of one W&B run, the oldest first, its artifacts, and mark the parts. Raises _NotSent."""
     of_run = [part for part in wandb_parts(view.layout, view.record) if part.target == parts[0].target]
     was_overtaken = any(part.sent for part in of_run[of_run.index(parts[0]) :])
     url = ""
     for part in [part for part in parts if part.mark != ARTIFACTS and not part.is_empty]:
-        if link := _symlink_in(part):
+        files = part.folder / "files"
+        if link := next((path for path in (files, *files.rglob("*")) if path.is_symlink()), None):
+            # wandb creates none, and would follow it.
             raise _NotSent(f"{link} is a symbolic link to something outside of this run: remove it")
         output = _in_scratch(deadline, partial(processes.sync, part))
         if not part.log.with_suffix(SYNCED).exists():
@@ -240,7 +210,9 @@ def _send(view: RunView, parts: Sequence[RunPart], processes: WandbProcesses, de
         if output.error:
             raise _NotSent(f"checkpoints and tables: {output.error}")
     for part in parts:
-        _mark(part)
+        append(part.log.with_suffix(SYNCED), b"")
+        if part.mark is not None:
+            write_file(part.folder / UNSENT, SENT.encode())
 
 
 def _in_scratch(deadline: float, send: Callable[[Path, float], SyncOutput]) -> SyncOutput:
@@ -252,22 +224,17 @@ def _in_scratch(deadline: float, send: Callable[[Path, float], SyncOutput]) -> S
         return send(scratch, left_s)
 
 
-def _mark(part: RunPart) -> None:
-    """Mark a part as sent."""
-    append(part.log.with_suffix(SYNCED), b"")
-    if part.mark is not None:
-        write_file(part.folder / UNSENT, SENT.encode())
+# --- checkpoints and tables, which are logged as artifacts ---
 
 
 def _artifacts(view: RunView, part: RunPart, url: str) -> RunArtifacts:
     """Return what is to be logged as artifacts of a part's W&B run, whose `url` may be unknown."""
-    record = view.record
+    record, settings = view.record, _settings(view)
     ranks = {about.get("id"): name for name, about in record.tracking.items()}
     rank = int(re.sub(r"\D", "", part.rank or ranks.get(part.run_id, "")) or 0)
-    settings = wandb_settings(view.layout)
-    checkpoints = kept_checkpoints(view.layout) if settings.checkpoints and rank == 0 else []
     about = record.tracking.get(WANDB, {})
     *_, entity, project, _, _ = ("", "", *url.split("/")) if url else ("", about.get("project", ""), "", "")
+    rows = settings.get("table_rows")
     return RunArtifacts(
         run_id=part.target,
         project=project or record.name,
@@ -278,41 +245,76 @@ def _artifacts(view: RunView, part: RunPart, url: str) -> RunArtifacts:
         root=str(view.layout.root),
         ddptrain_run=view.run_id,
         rank=rank,
-        table_rows=settings.table_rows,
-        checkpoints=[
-            (each.step, each.metrics, [str((each.folder / name).relative_to(view.layout.root)) for name in each.files])
-            for each in checkpoints
-        ],
-        tables=tables_of(view.layout, rank) if settings.tables else [],
+        table_rows=rows if isinstance(rows, int) else 1000,
+        checkpoints=sorted(_checkpoints(view.layout), key=lambda each: each[0])
+        if _sends_checkpoints(settings) and rank == 0
+        else [],
+        tables=_tables(view.layout, rank) if _sends_tables(settings) else [],
     )
 
 
-def _symlink_in(part: RunPart) -> str:
-    """Return a symbolic link among a part's files, or "". wandb creates none, and would follow it."""
-    files = part.folder / "files"
-    return next((str(path) for path in (files, *files.rglob("*")) if path.is_symlink()), "")
+def _settings(view: RunView) -> Mapping[str, Any]:
+    """Return tracking.wandb of the run's recorded configuration; {} if config.yaml is missing or damaged."""
+    tracking = config_of(view).get("tracking")
+    known = tracking.get(WANDB) if isinstance(tracking, Mapping) else None
+    return known if isinstance(known, Mapping) else {}
 
 
-# --- a local folder with the W&B recordings of a run in an object store ---
+def _sends_checkpoints(settings: Mapping[str, Any]) -> bool:
+    return settings.get("checkpoints") is True
 
 
-class StoredWandbRun:
-    """A local copy, `layout`, of a run in `store`. Files are empty until they are fetched, except for state files.
+def _sends_tables(settings: Mapping[str, Any]) -> bool:
+    return settings.get("tables") is not False
 
-    State files show which parts were sent.
+
+def _checkpoints(layout: RunLayout) -> Iterator[tuple[int, Mapping[str, float], list[str]]]:
+    """Yield step, metrics and files of the kept checkpoints that match their manifests, without the manifest."""
+    for folder in checkpoint_folders(layout):
+        try:
+            checkpoint = verify(folder)
+        except CheckpointDamaged:
+            continue
+        files = [folder / name for name in checkpoint.files if name != MANIFEST]
+        if all(_is_in(layout.root, path) for path in files):
+            yield checkpoint.step, checkpoint.metrics, [str(path.relative_to(layout.root)) for path in files]
+
+
+def _tables(layout: RunLayout, rank: int) -> list[tuple[str, int | None, str]]:
+    """Return name, step and path below the run directory of each table that a rank has logged, by step."""
+    folder, found = layout.artifacts_dir / "tables", []
+    for path in folder.rglob("*"):
+        match = _TABLE.fullmatch(path.name)
+        if match and int(match["rank"]) == rank and _is_in(layout.root, path):
+            name = path.parent.relative_to(folder).as_posix()
+            found.append((name, int(match["step"]) if match["step"] else None, str(path.relative_to(layout.root))))
+    return sorted(found, key=lambda table: (table[0], -1 if table[1] is None else table[1]))
+
+
+def _is_in(root: Path, path: Path) -> bool:
+    """Return whether `path`, which is below `root`, is a file to which no symbolic link below `root` leads."""
+    return path.is_file() and path.resolve() == root.resolve() / path.relative_to(root)
+
+
+# --- a run in an object store ---
+
+
+class _StoredRun:
+    """A local copy, `layout`, of what W&B has recorded of a run in `store`.
+
+    Files are empty until they are fetched, except for state files, which show what was sent.
     """
 
-    def __init__(self, store: RemoteFolder, folder: Path) -> None:
-        self.store = store
-        self.layout = RunLayout(folder)
+    def __init__(self, store: RemoteFolder, layout: RunLayout) -> None:
+        self._store, self.layout = store, layout
         self._paths: list[str] = []
         self._states: dict[str, bytes] = {}
 
     def refresh(self) -> None:
         """Create the folder again from the current content of the store. Raises ResultsError."""
-        files = self.store.files(RECORDED)
+        files = self._store.files(RECORDED)
         self._paths = [path for path in files if is_plain(path) and not path.startswith(TEMPORARY)]
-        self._states = self.store.read_all([path for path in self._paths if _is_state(path)])
+        self._states = self._store.read_all([path for path in self._paths if _is_state(path)])
         with results_errors(self.layout.root):
             shutil.rmtree(self.layout.root, ignore_errors=True)
             for path in self._paths:
@@ -320,106 +322,46 @@ class StoredWandbRun:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(self._states.get(path, b""))
 
-    def fetch(self, parts: Sequence[RunPart], until: float) -> None:
-        """Fetch the files of these parts, and what `results sync` logs as artifacts.
+    @contextmanager
+    def locked(self, view: RunView, deadline: float) -> Iterator[None]:
+        """Hold the run's lock in the store, with all files that are to be sent; write the states at the end."""
+        lock = StoreLock(self._store.below(RECORDED))
+        lock.take()
+        # If the lock is lost, another process sends the same rows: the server recognizes them by their steps.
+        lock.keep(lambda error: None)
+        try:
+            self.refresh()  # another process may have sent it before we had the lock
+            self._fetch_all(view, deadline)
+            try:
+                yield
+            finally:
+                for path in (self.layout.root / RECORDED).rglob("*"):
+                    name = path.relative_to(self.layout.root).as_posix()
+                    if _is_state(name) and path.is_file() and self._states.get(name) != (data := path.read_bytes()):
+                        self._store.write(name, data)
+        finally:
+            lock.release(forget=True)
 
-        Raises ResultsError; TimeoutError after `until` (monotonic).
-        """
-        stored = [part for part in parts if part.folder.is_relative_to(self.layout.root)]  # the others are local
-        folders = tuple(f"{part.folder.relative_to(self.layout.root).as_posix()}/" for part in stored)
-        self._fetch((path for path in self._paths if path.startswith(folders) and not _is_state(path)), until)
-        self._fetch(["config.yaml"], until)
-        wanted = wandb_settings(self.layout)
-        tables = [path for path in self.store.files(f"{ARTIFACTS_FOLDER}/tables") if wanted.tables and is_plain(path)]
-        images = self.store.files(f"{ARTIFACTS_FOLDER}/images") if tables else {}
-        self._fetch([*tables, *filter(is_plain, images)], until)
-        if wanted.checkpoints:
-            _check(until)
-            runs.download_checkpoints(self.store, self.layout.root)
+    def _fetch_all(self, view: RunView, deadline: float) -> None:
+        """Fetch the parts that wait, and what is logged as artifacts. Raises ResultsError; _NotSent."""
+        root = self.layout.root
+        stored = [part.folder for part in _waiting(view) if part.folder.is_relative_to(root)]  # the others are local
+        folders = tuple(f"{folder.relative_to(root).as_posix()}/" for folder in stored)
+        self._fetch((path for path in self._paths if path.startswith(folders) and not _is_state(path)), deadline)
+        self._fetch(["config.yaml"], deadline)
+        settings = _settings(view)
+        if _sends_tables(settings) and (tables := self._store.files(f"{ARTIFACTS_FOLDER}/tables")):
+            self._fetch(filter(is_plain, [*tables, *self._store.files(f"{ARTIFACTS_FOLDER}/images")]), deadline)
+        if _sends_checkpoints(settings):
+            download_checkpoints(self._store, root)
 
-    def _fetch(self, paths: Iterable[str], until: float) -> None:
+    def _fetch(self, paths: Iterable[str], deadline: float) -> None:
         for path in paths:
-            _check(until)
+            if time.monotonic() > deadline:
+                raise _NotSent("the time limit (--timeout) was over before they were fetched")
             (self.layout.root / path).parent.mkdir(parents=True, exist_ok=True)
-            self.store.fetch(path, self.layout.root / path)
-
-    def upload_states(self) -> None:
-        """Write state files that have changed to the store. Raises ResultsError."""
-        for path in (self.layout.root / RECORDED).rglob("*"):
-            name = path.relative_to(self.layout.root).as_posix()
-            if _is_state(name) and path.is_file() and self._states.get(name) != (data := path.read_bytes()):
-                self.store.write(name, data)
+            self._store.fetch(path, self.layout.root / path)
 
 
 def _is_state(path: str) -> bool:
     return path == f"{RECORDED}/{LINKS}" or path.endswith(STATE_FILES)
-
-
-def _check(until: float) -> None:
-    if time.monotonic() > until:
-        raise TimeoutError
-
-
-# --- checkpoints and tables that are logged as artifacts ---
-
-
-_TABLE = re.compile(r"(?:step-(?P<step>\d{1,18})-)?rank-(?P<rank>\d{1,9})\.csv")
-
-
-@dataclass(frozen=True, slots=True)
-class WandbSettings:
-    """The part of tracking.wandb of a run's recorded configuration that says which artifacts W&B gets."""
-
-    checkpoints: bool = False
-    tables: bool = True
-    table_rows: int = 1000
-
-
-def wandb_settings(layout: RunLayout) -> WandbSettings:
-    """Return the settings of a run; the defaults if config.yaml is missing or damaged."""
-    try:
-        section = parsed_config(read_bytes(layout.config_yaml)).get("tracking")
-    except OSError:
-        section = None
-    known = section.get("wandb") if isinstance(section, Mapping) else None
-    known = known if isinstance(known, Mapping) else {}
-    rows = known.get("table_rows")
-    return WandbSettings(
-        known.get("checkpoints") is True, known.get("tables") is not False, rows if isinstance(rows, int) else 1000
-    )
-
-
-def kept_checkpoints(layout: RunLayout) -> list[VerifiedCheckpoint]:
-    """Return the checkpoints that the run has kept and that match their manifests, the oldest first.
-
-    Their `files` are without the manifest, as in the artifacts of an online run.
-    """
-    found = []
-    for folder in checkpoint_folders(layout):
-        try:
-            checkpoint = verify(folder)
-        except CheckpointDamaged:
-            continue
-        files = tuple(name for name in checkpoint.files if name != MANIFEST)
-        if all(is_in(layout.root, folder / name) for name in files):
-            found.append(replace(checkpoint, files=files))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
-
-
-def tables_of(layout: RunLayout, rank: int) -> list[tuple[str, int | None, str]]:
-    """Return name, step and path below the run directory of each table that a rank has logged, by step."""
-    return sorted(_tables(layout, rank), key=lambda table: (table[0], -1 if table[1] is None else table[1]))
-
-
-def _tables(layout: RunLayout, rank: int) -> Iterator[tuple[str, int | None, str]]:
-    folder = layout.artifacts_dir / "tables"
-    for path in folder.rglob("*"):
-        match = _TABLE.fullmatch(path.name)
-        if match and int(match["rank"]) == rank and is_in(layout.root, path):
-            name = path.parent.relative_to(folder).as_posix()
-            yield name, int(match["step"]) if match["step"] else None, path.relative_to(layout.root).as_posix()
-
-
-def is_in(root: Path, path: Path) -> bool:
-    """Return whether `path`, which is below `root`, is a file to which no symbolic link below `root` leads."""
-    return path.is_file() and path.resolve() == root.resolve() / path.relative_to(root)

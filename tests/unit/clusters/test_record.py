@@ -51,6 +51,17 @@ def test_name_that_is_taken_unknown_or_none_is_refused() -> None:
             pass
 
 
+def test_cluster_of_a_version_with_other_fields_can_be_ended() -> None:
+    cluster = records.create(
+        ClusterRecord(name="dev", config=ClusterConfig(backend="ssh", ssh=SshSettings(hosts=["a"])))
+    )
+    file = cluster.folder / "cluster.json"
+    content = json.loads(file.read_text())
+    content["config"]["gone"] = content["config"]["ssh"]["gone"] = {"a": 1}
+    file.write_text(json.dumps(content))
+    assert records.find("dev") == cluster
+
+
 def test_address_that_the_scheduler_writes_is_read_also_from_a_shared_folder(tmp_path: Path) -> None:
     cluster = records.create(ClusterRecord(name="dev", shared=str(tmp_path)))
     (tmp_path / "scheduler.json").write_text(json.dumps({"address": "tls://h:1"}))

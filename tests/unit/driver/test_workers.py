@@ -62,6 +62,7 @@ def started(workers: Workers, places: list[RankPlace], code: str) -> list[RankSp
         )
         for place in places
     ]
+    workers.give(specs)
     workers.submit(specs, [place.slot for place in places])
     return specs
 

@@ -7,8 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from ddptrain.notify import heartbeat
-from ddptrain.notify.heartbeat import BODY_BYTES, Heartbeat, ping_url
+from ddptrain.notify.heartbeat import Heartbeat, ping_url
 from ddptrain.notify.sender import Message, missing_variables, secret_parts, send
 
 # --- The URLs of the messages, what is refused, and that no secret is in a warning ---
@@ -31,74 +30,6 @@ def test_suffix_joins_the_path_and_the_run_joins_the_query(url: str, suffix: str
     assert ping_url(url, suffix, "R") == expected
 
 
-class Server:
-    """Stands for the check server: keeps what it is sent, and answers with the given problems, then with success."""
-
-    def __init__(self, *answers: tuple[str, bool]) -> None:
-        self.answers = list(answers)
-        self.got: list[tuple[str, str]] = []
-
-    def post(self, url: str, body: str, timeout_s: float) -> tuple[str, bool]:
-        assert 0 < timeout_s <= 5
-        self.got.append((url.partition("?")[0].removeprefix("https://host/tokentoken1"), body))
-        return self.answers.pop(0) if self.answers else ("", False)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    made = Server()
-    monkeypatch.setattr(heartbeat, "_post", made.post)
-    monkeypatch.setattr(heartbeat, "_PAUSES_S", (0.0, 0.0))
-    return made
-
-
-URL = "https://host/tokentoken1"
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "suffix"),
-    [(0, ""), (1, "/1"), (7, "/7"), (75, "/75"), (255, "/255"), (None, "/fail"), (256, "/fail"), (-9, "/fail")],
-)
-def test_end_is_the_exit_status(server: Server, exit_code: int | None, suffix: str) -> None:
-    beat = Heartbeat(URL)
-    assert beat.end(exit_code, "why") == []
-    assert server.got == [(suffix, "why")]
-
-
-def test_only_the_first_end_counts(server: Server) -> None:
-    beat = Heartbeat(URL)
-    beat.begin()
-    beat.end(8, "out of time")
-    beat.end(0)
-    beat.progress("too late")
-    assert [each for each, _ in server.got] == ["/start", "/8"]
-
-
-def test_no_heartbeat_does_nothing(server: Server) -> None:
-    beat = Heartbeat(None)
-    beat.begin()
-    beat.progress("text")
-    beat.end(0)
-    assert server.got == []
-    assert beat.warnings == []
-
-
-def test_failure_that_may_pass_is_repeated(server: Server) -> None:
-    server.answers = [("the server answered 503", True), ("", False)]
-    assert Heartbeat(URL).end(0) == []
-    assert len(server.got) == 2
-
-
-def test_failure_is_a_warning_and_repeated_only_if_it_may_pass(server: Server) -> None:
-    server.answers = [("the server answered 404", False)]
-    assert Heartbeat(URL).end(1) == [
-        "heartbeat not delivered to notify.heartbeat (https://host): 1: the server answered 404"
-    ]
-    server.answers = [("the server answered 503", True)] * 9
-    assert len(Heartbeat(URL).end(0)) == 1
-    assert len(server.got) == 1 + 3
-
-
 @pytest.mark.parametrize(
     ("url", "environ", "problem"),
     [
@@ -108,7 +39,7 @@ def test_failure_is_a_warning_and_repeated_only_if_it_may_pass(server: Server) -
         ("https://", {}, "heartbeat not delivered to notify.heartbeat: it is not a URL"),
     ],
 )
-def test_url_that_cannot_be_used_is_a_warning(server: Server, url: str, environ: dict[str, str], problem: str) -> None:
+def test_url_that_cannot_be_used_is_a_warning(url: str, environ: dict[str, str], problem: str) -> None:
     beat = Heartbeat(url, environ=environ)
     beat.begin()
     beat.progress("text")
@@ -116,19 +47,6 @@ def test_url_that_cannot_be_used_is_a_warning(server: Server, url: str, environ:
     (warning,) = beat.warnings
     assert warning.startswith(problem)
     assert "secret" not in warning
-    assert server.got == []
-
-
-def test_body_is_the_newest_10_kb_without_secrets(server: Server) -> None:
-    lines = [f"line {number} é" for number in range(2000)]
-    secrets = ["sesame", f"{URL} token=abcd1234 \x1b[31msesame"]
-    Heartbeat(URL, secrets=["sesame"]).end(1, "\n".join([*lines, *secrets]))
-    ((_, body),) = server.got
-    assert BODY_BYTES - 30 < len(body.encode()) <= BODY_BYTES
-    assert body.splitlines()[0] in lines
-    assert body.splitlines()[-3] == lines[-1]
-    for secret in ("sesame", "tokentoken1", "abcd1234", "\x1b"):
-        assert secret not in body
 
 
 def test_password_is_not_sent_to_the_server_that_the_check_server_redirects_to() -> None:
@@ -157,12 +75,12 @@ def test_password_is_not_sent_to_the_server_that_the_check_server_redirects_to()
         port = site.server_port
         answering = threading.Thread(target=answer_twice)
         answering.start()
-        heartbeat._post(f"http://user:word@127.0.0.1:{port}/ping", "", 5.0)
+        Heartbeat(f"http://user:word@127.0.0.1:{port}/ping").end(0)
         answering.join()
-    assert got == [("/ping", "Basic dXNlcjp3b3Jk"), ("/other", None)]
+    assert [(path.partition("?")[0], word) for path, word in got] == [("/ping", "Basic dXNlcjp3b3Jk"), ("/other", None)]
 
 
-# --- Targets: missing variables, and the parts of a URL that are secret. The delivery is in tests/integration ---
+# --- Targets: missing variables, and the parts of a URL that are secret. The delivery is in test_servers.py ---
 
 
 def test_missing_variable_is_named() -> None:

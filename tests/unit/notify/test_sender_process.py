@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import apprise
 import pytest
 
-from ddptrain.notify.sender_process import problem_of, shown, targets
+from ddptrain.notify.sender_process import shown, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # Apprise's import
 
@@ -49,47 +48,6 @@ def test_text_with_several_urls_has_several_targets() -> None:
 def test_url_that_apprise_does_not_know_is_a_problem(url: str) -> None:
     (problem,) = targets(url, ASSET)
     assert isinstance(problem, str) and problem.startswith("Apprise does not accept the URL: ")
-
-
-def result(status: apprise.AppriseResultStatus, *logs: tuple[str, str]) -> apprise.AppriseResult:
-    entries = [SimpleNamespace(level=level, message=message) for level, message in logs]
-    service = SimpleNamespace(status=status, logs=lambda: entries)
-    return SimpleNamespace(results=[service])  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize(
-    ("logs", "expected"),
-    [
-        ([("WARNING", "A Connection error occurred.")], "A Connection error occurred"),
-        (
-            [
-                ("WARNING", "A Connection error occurred."),
-                ("DEBUG", "Max retries (NewError('[Errno 111] Connection refused'))"),
-            ],
-            "A Connection error occurred (Connection refused)",
-        ),
-        (
-            [("WARNING", "Connection error"), ("DEBUG", "Socket Exception: (535, b'5.7.8 Bad credentials')")],
-            "Connection error (535 5.7.8 Bad credentials)",
-        ),
-        ([("WARNING", "Connection error"), ("DEBUG", "Socket Exception: timed out")], "Connection error (timed out)"),
-        (
-            [
-                ("WARNING", "Failed to send: Internal server error., error=500."),
-                ("ERROR", "Service 'JSON' did not finish within 0.000s."),  # there was no time to repeat it
-            ],
-            "Failed to send: Internal server error., error=500",
-        ),
-        ([("DEBUG", "[Errno -2] Name or service not known")], "Name or service not known"),
-        ([], ""),
-    ],
-)
-def test_failure_is_explained_by_its_cause(logs: list[tuple[str, str]], expected: str) -> None:
-    assert problem_of(result(apprise.AppriseResultStatus.FAILURE, *logs), 5) == expected
-
-
-def test_silence_is_explained_by_the_time() -> None:
-    assert problem_of(result(apprise.AppriseResultStatus.TIMEOUT, ("WARNING", "x")), 5) == "no answer within 5 s"
 
 
 def test_apprise_logs_nothing_into_other_handlers_here(caplog: pytest.LogCaptureFixture) -> None:

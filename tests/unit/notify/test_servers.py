@@ -16,7 +16,7 @@ import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.handlers import Message as MessageHandler
 
-from ddptrain.notify.heartbeat import Heartbeat
+from ddptrain.notify.heartbeat import BODY_BYTES, Heartbeat
 from ddptrain.notify.sender import Delivery, Message, send
 from tests.servers.notify_servers import CheckServer, SilentServer, WebServer, serving
 from tests.servers.ports import free_ports
@@ -131,16 +131,40 @@ def test_check_server_follows_a_retraining(check: CheckServer) -> None:
         ("success", "version 4 is the champion"),
     ]
     assert len({rid for _, rid, _ in check.pings}) == 1
-    for exit_code, state in ((7, "down"), (0, "up"), (None, "down")):
+    for exit_code, kind, state in (
+        (7, "7", "down"),
+        (0, "success", "up"),
+        (-9, "fail", "down"),
+        (None, "fail", "down"),
+    ):
         beat = Heartbeat(check.url)
         beat.begin()
         beat.end(exit_code, "bad")
+        beat.end(0)  # only the first end counts
+        beat.progress("too late")
         assert check.state == state
-    assert [kind for kind, _, _ in check.pings[3:]] == ["start", "7", "start", "success", "start", "fail"]
-    assert len({rid for _, rid, _ in check.pings}) == 4
-    assert check.pings[-1][2] == "bad"
+        assert [(kind, body) for kind, _, body in check.pings[-2:]] == [("start", ""), (kind, "bad")]
+    assert len({rid for _, rid, _ in check.pings}) == 5
 
 
+def test_body_is_the_newest_10_kb_without_secrets(check: CheckServer) -> None:
+    lines = [f"line {number} é" for number in range(2000)]
+    secrets = ["sesame", f"{check.url} token=abcd1234 \x1b[31msesame"]
+    Heartbeat(check.url, secrets=["sesame"]).end(1, "\n".join([*lines, *secrets]))
+    ((_, _, body),) = check.pings
+    assert BODY_BYTES - 30 < len(body.encode()) <= BODY_BYTES
+    assert body.splitlines()[0] in lines and body.splitlines()[-3] == lines[-1]
+    assert not [secret for secret in ("sesame", check.url, "abcd1234", "\x1b") if secret in body]
+
+
+def test_refusal_is_a_warning_and_not_tried_again(check: CheckServer) -> None:
+    check.statuses = [404]
+    (warning,) = Heartbeat(check.url).end(1)
+    assert "1: the server answered 404" in warning and check.statuses == []
+    assert Heartbeat(None).end(0) == []
+
+
+@pytest.mark.long
 def test_check_server_that_is_unavailable_gets_the_messages_later(check: CheckServer) -> None:
     check.statuses = [503, 503]
     beat = Heartbeat(check.url)
@@ -169,6 +193,7 @@ time.sleep(600)
     assert [kind for kind, _, _ in check.pings] == ["start"]
 
 
+@pytest.mark.long
 def test_process_ends_although_servers_are_silent() -> None:
     program = """
 import sys

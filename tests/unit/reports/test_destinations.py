@@ -190,7 +190,7 @@ def test_error_that_prevents_a_run_is_reported_and_raised(tmp_path: Path) -> Non
 
 def test_report_of_a_run_is_not_replaced_by_a_later_error(tmp_path: Path) -> None:
     reporting = Reporting("toy", chosen("r.md"))
-    reporting.run_ended(run(tmp_path))
+    reporting.on_end(run(tmp_path))
     with pytest.raises(ClusterError), reporting:
         raise ClusterError("the lock is lost")
     assert (tmp_path / "r.md").read_text().startswith("## ✅ `toy`: succeeded\n")

@@ -788,3 +788,22 @@ def test_next_deadline_is_known() -> None:
     assert play.attempt.due() == pytest.approx(102.15)
     play.tick(2.0)
     assert play.attempt.due() == pytest.approx(100.15 + GRACE_S + 3.0)
+
+
+def test_signal_for_the_ranks_reaches_those_in_the_workload_and_ends_nothing() -> None:
+    play = Play().start(entered=False)
+    sent = inbox.SignalReceived(signal.SIGUSR1, inbox.Request.FORWARD)
+    play.send(sent)
+    assert play.commands() == []
+    play.event(1, events.Entered(1))
+    play.event(2, events.Entered(1))
+    play.exit(2, -9)
+    play.send(sent)
+    assert play.commands() == [(0.0, "user-1", (1,))]
+    assert play.attempt.signals == 0 and play.attempt.signum is None
+
+
+def test_request_to_stop_now_kills_with_the_first_signal() -> None:
+    play = Play().start()
+    play.send(inbox.SignalReceived(signal.SIGINT, inbox.Request.STOP_NOW))
+    assert play.stops() == [(0.0, (0, 1, 2), 0.0)]

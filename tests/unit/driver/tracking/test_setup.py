@@ -281,17 +281,3 @@ def test_lock_of_a_sync_is_not_taken_through_a_link(layout: RunLayout, tmp_path:
     sent = sync_run(load_run(layout.root), environ, time.monotonic() + 60)
     assert ".sync.lock" in sent.problem and sent.waiting == 1
     assert (tmp_path / "precious").read_text() == "precious\n"
-
-
-@pytest.mark.parametrize(
-    ("result", "expected"),
-    [
-        (SyncResult("r"), "r: nothing to send to W&B"),
-        (SyncResult("r", sent=2), "r: 2 sent to W&B"),
-        (SyncResult("r", skipped="it is running"), "r: skipped, it is running"),
-        (SyncResult("r", sent=2, waiting=1, problem="refused"), "r: 1 of 3 W&B runs not sent: refused"),
-        (SyncResult("r", problem="damaged"), "r: not sent: damaged"),
-    ],
-)
-def test_result_of_a_run_is_one_line(result: SyncResult, expected: str) -> None:
-    assert result.summary == expected

@@ -28,6 +28,11 @@ def mirror_of(spool: RankSpool, folder: Path, *, shared: bool) -> LogMirror:
     return LogMirror(spool, folder / "home" / "rank-0.log", shared=shared, fetch=read_chunk)
 
 
+def advance(mirror: LogMirror, log_size: int = 0, events_size: int = 0) -> None:
+    mirror.receive("log", log_size)
+    mirror.receive("events", events_size)
+
+
 def append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
@@ -36,7 +41,7 @@ def append(path: Path, data: bytes) -> None:
 def test_log_on_a_shared_file_system_is_the_same_file(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=True)
-    mirror.advance(0, 0)
+    advance(mirror)
     append(spool.log, b"printed later\n")
     assert os.path.samefile(spool.log, mirror.home_log)
     assert mirror.home_log.read_bytes() == b"printed later\n"
@@ -48,7 +53,7 @@ def test_log_becomes_the_same_file_when_the_worker_has_created_it(tmp_path: Path
     mirror = mirror_of(spool, tmp_path, shared=True)  # before the rank is started
     spool.create()
     append(spool.log, b"first\n")
-    mirror.advance(6, 0)
+    advance(mirror, 6, 0)
     assert os.path.samefile(spool.log, mirror.home_log)
     append(spool.log, b"printed after the driver was killed\n")
     assert mirror.home_log.read_bytes() == b"first\nprinted after the driver was killed\n"
@@ -69,8 +74,8 @@ def test_log_is_copied_where_no_hard_link_is_possible(tmp_path: Path, monkeypatc
     mirror = mirror_of(spool, tmp_path, shared=True)
     append(spool.log, b"first\n")
     monkeypatch.setattr(os, "link", refuse)
-    mirror.advance(3, 0)
-    mirror.advance(6, 0)
+    advance(mirror, 3, 0)
+    advance(mirror, 6, 0)
     assert mirror.home_log.read_bytes() == b"first\n"
     assert not os.path.samefile(spool.log, mirror.home_log)
 
@@ -80,7 +85,7 @@ def test_log_of_an_earlier_attempt_is_added_to(tmp_path: Path) -> None:
     (tmp_path / "home" / "rank-0.log").write_bytes(b"first attempt\n")
     mirror = mirror_of(spool, tmp_path, shared=True)
     append(spool.log, b"second\n")
-    mirror.advance(7, 0)
+    advance(mirror, 7, 0)
     assert mirror.home_log.read_bytes() == b"first attempt\nsecond\n"
 
 
@@ -111,7 +116,7 @@ def test_any_loss_and_repetition_of_notices_gives_the_same_log(
     for number, (start, end) in enumerate(itertools.pairwise(edges)):
         for _ in range(0 if number in dropped else 2 if number in doubled else 1):
             mirror.receive("log", start, data[start:end])
-    mirror.advance(len(data), 0)
+    advance(mirror, len(data), 0)
     assert mirror.home_log.read_bytes() == data
 
 
@@ -122,7 +127,7 @@ def test_events_come_whole_however_they_are_cut(tmp_path: Path) -> None:
     append(spool.events, lines)
     mirror.receive("events", 0, lines[:10])
     assert list(mirror.take_events()) == []
-    mirror.advance(0, len(lines))
+    advance(mirror, 0, len(lines))
     assert list(mirror.take_events()) == [events.Entered(1), events.Finished(2)]
     assert list(mirror.take_events()) == []
 
@@ -131,7 +136,7 @@ def test_lines_that_are_no_events_are_counted_and_left_out(tmp_path: Path) -> No
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=True)
     append(spool.events, b"rubbish\n" + events.encode(events.Finished(1)))
-    mirror.advance(*spool.sizes())
+    advance(mirror, *spool.sizes())
     assert list(mirror.take_events()) == [events.Finished(1)]
     assert mirror.refused == 1
 
@@ -140,7 +145,7 @@ def test_source_that_is_gone_is_an_error(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     mirror = mirror_of(spool, tmp_path, shared=False)
     with pytest.raises(OSError, match="announced"):
-        mirror.advance(10, 0)
+        advance(mirror, 10, 0)
 
 
 def test_bytes_before_a_notice_are_fetched_at_once_and_no_byte_is_taken_twice(tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ class Warm:
     log: Path
     env: dict[str, str]
 
-    def start(self, folder: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+    def start(self, folder: Path, *words: str, inherited: str = "", **env: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", COMMAND, *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pass_fds": [*map(int, inherited.split())]}
         return subprocess.Popen(command, cwd=folder, env=self.env | env, stdin=subprocess.DEVNULL, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
@@ -89,12 +89,9 @@ def test_output_working_directory_environment_and_exit_code_are_those_of_the_com
     warm: Warm, tmp_path: Path
 ) -> None:
     (tmp_path / "wrong.yaml").write_text("name: warm\nworkload: ${WORKLOAD_OF_THIS_TEST}\nnonsense: 1\n")
-    said = {}
-    for switch in ("on", "off"):
-        process = warm.start(tmp_path, "train", "wrong.yaml", **{SWITCH: switch, "WORKLOAD_OF_THIS_TEST": "petnames"})
-        said[switch] = process.communicate(timeout=60)
-        assert process.returncode == (2 if switch == "on" else 0)  # the cold one has run nothing
-    assert said["on"][0] == "warm\n" and said["off"] == ("cold\n", "")
+    process = warm.start(tmp_path, "train", "wrong.yaml", WORKLOAD_OF_THIS_TEST="petnames")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "warm\n")
     direct = subprocess.run(
         [sys.executable, "-m", "ddptrain", "train", "wrong.yaml"],
         cwd=tmp_path,
@@ -103,14 +100,32 @@ def test_output_working_directory_environment_and_exit_code_are_those_of_the_com
         text=True,
         check=False,
     )
-    assert (direct.returncode, direct.stderr) == (2, said["on"][1])
+    assert (direct.returncode, direct.stderr) == (2, err)
     assert "wrong.yaml" in direct.stderr and "nonsense" in direct.stderr
 
 
-def test_command_with_another_time_zone_runs_itself(warm: Warm, tmp_path: Path) -> None:
-    process = warm.start(tmp_path, "train", "none.yaml", TZ="Asia/Tokyo")
-    assert process.communicate(timeout=60) == ("cold\n", "")
-    wait_for(lambda: "a command is not warm: other environment" in warm.log.read_text())
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [
+        ("train none.yaml", {"TZ": "Asia/Tokyo"}),
+        ("train none.yaml", {SWITCH: "off"}),
+        ("train none.yaml", {"PYTHONPATH": "/lib:"}),
+        ("train none.yaml --detach", {}),
+        ("results list", {}),
+    ],
+)
+def test_command_that_needs_a_process_of_its_own_runs_itself(
+    warm: Warm, tmp_path: Path, words: str, environ: dict[str, str]
+) -> None:
+    assert warm.start(tmp_path, *words.split(), **environ).communicate(timeout=60) == ("cold\n", "")
+    if "TZ" in environ:
+        wait_for(lambda: "a command is not warm: other environment" in warm.log.read_text())
+
+
+def test_command_with_a_file_of_the_shell_runs_itself(warm: Warm, tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        process = warm.start(tmp_path, "train", "none.yaml", inherited=str(file.fileno()))
+        assert process.communicate(timeout=60) == ("cold\n", "")
 
 
 def test_signal_ends_the_forked_command_as_it_ends_a_command(warm: Warm, tmp_path: Path, silent_port: int) -> None:
